@@ -2,9 +2,11 @@
 The folders of models: one here, or the hub's copy of a name. And files that are read from them;
 what is broken raises BadInput.
 """
+import contextlib
 import json
 import os
 import re
+import tempfile
 
 from errors import BadInput
 
@@ -116,6 +118,57 @@ def read_json(file):
     if not isinstance(value, dict):
         raise BadInput(f"{file}: wanted a JSON object, found {type(value).__name__}")
     return value
+
+
+# --------------------------------------------------------------------------------------------------
+# a model's folder is data: nothing in it is run, and nothing is fetched because it says so
+
+# keys of a config.json by which transformers would fetch or run something, or read another file
+FETCHING = ("attn_implementation", "experts_implementation", "auto_map", "attribute_map", "backbone",
+            "configuration_files", "fusion_config", "kernel_config", "transformers_weights")
+
+
+def plain(value):
+    """A value of a config.json without such keys, private ones and names of methods, all nested."""
+    from transformers import PretrainedConfig
+
+    if isinstance(value, list):
+        return [plain(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: plain(x) for key, x in value.items() if key not in FETCHING and key[:1] != "_"
+            and not callable(getattr(PretrainedConfig, key, None))}
+
+
+@contextlib.contextmanager
+def data_alone(folder, weights=False):
+    """
+    A folder for transformers with a model's config.json, but for `plain`, with links to its weights
+    where they are wanted, and with nothing else: beside them it would also read an adapter, say.
+    Raises BadInput.
+    """
+    with tempfile.TemporaryDirectory(prefix="model-") as room:
+        with open(os.path.join(room, "config.json"), "w", encoding="utf-8") as f:
+            json.dump(plain(read_json(os.path.join(folder, "config.json"))), f)
+        for name in weight_files(folder) if weights else ():
+            os.symlink(os.path.abspath(os.path.join(folder, name)), os.path.join(room, name))
+        yield room
+
+
+def weight_files(folder):
+    """The names of the files with a model's weights, and of their index. Raises BadInput."""
+    name, index = "model.safetensors", "model.safetensors.index.json"
+    if os.path.isfile(os.path.join(folder, name)):
+        return [name]
+    if not os.path.isfile(os.path.join(folder, index)):
+        raise BadInput(f"{folder}: no weights as safetensors in this folder, and pickled weights "
+                       "are not read; save the model again with transformers' save_pretrained")
+    places = read_json(os.path.join(folder, index)).get("weight_map")
+    names = set(map(str, places.values())) if isinstance(places, dict) else [""]
+    if not all(re.fullmatch(r"[^/]+\.safetensors", name) for name in names):
+        raise BadInput(f"{os.path.join(folder, index)}: its weight_map must name safetensors files "
+                       "of this folder")
+    return [index, *names]
 
 
 def check_writable(path, key="out", reads=()):

@@ -17,7 +17,7 @@ import os
 import re
 
 from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
-from folders import CONFIGS, model_folders, read_json, read_text
+from folders import CONFIGS, data_alone, model_folders, read_json, read_text
 
 # the files that hold a tokenizer's vocabulary, one of which must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -39,7 +39,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
     none; stop_strings: texts that end a response, see parse_stop_strings.
     """
-    from transformers import AutoTokenizer  # it takes seconds, which --help does not need
+    import transformers  # it takes seconds, which --help does not need
 
     files = set(os.listdir(path)) if os.path.isdir(path) else set()
     no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
@@ -48,8 +48,21 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     if folder is None:  # transformers would make an empty one
         raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}); copy its "
                        "files there, or make it with the prepare.py of its data")
+    config, base = transformers.PretrainedConfig(), transformers.PreTrainedTokenizerBase
+    if files_in(folder, ["config.json"]):
+        with data_alone(folder) as room, contextlib.suppress(Exception):  # of a family of its own
+            config = transformers.AutoConfig.from_pretrained(room, trust_remote_code=False)
     try:
-        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        for file in files_in(folder, ["config.json", "tokenizer_config.json"]):
+            name = str(read_json(file).get("tokenizer_class"))
+            if not issubclass(getattr(transformers, name, base), base):  # such as AutoModel
+                raise TypeError(f"tokenizer_class = {name!r} is no tokenizer")
+        hf = transformers.AutoTokenizer.from_pretrained(
+            folder, config=config, local_files_only=True, trust_remote_code=False)
+        hf.decode(hf("a 1")["input_ids"])  # fails where settings are of another type
+        given = hf.chat_template or ""
+        if not all(isinstance(text, str) for text in getattr(given, "values", lambda: [given])()):
+            raise TypeError("its chat_template is no text")
     except Exception as e:  # transformers raises anything
         raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
                        "or download it again") from e
@@ -65,12 +78,12 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     for file in files_in(folders[-1], ["config.json", "generation_config.json"]):
         settings = read_json(file)
         ends = settings.get("eos_token_id")
-        ends = set(ends if isinstance(ends, list) else [ends]) - {None}
-        if not ends.issubset(range(tokenizer.vocab_size)):
-            raise BadInput(f"{file}: eos_token_id = {shorten(sorted(ends, key=str))} is no token "
+        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+        if not all(type(end) is int and 0 <= end < tokenizer.vocab_size for end in ends):
+            raise BadInput(f"{file}: eos_token_id = {shorten(ends)} is no token "
                            f"of the tokenizer beside it, which has {tokenizer.vocab_size}; do they "
                            "belong together?")
-        tokenizer.eos_ids |= ends
+        tokenizer.eos_ids |= set(ends)
         if file.endswith("generation_config.json"):
             tokenizer.generation_config = settings
     return tokenizer
