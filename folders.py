@@ -124,8 +124,9 @@ def read_json(file):
 # a model's folder is data: nothing in it is run, and nothing is fetched because it says so
 
 # keys of a config.json by which transformers would fetch or run something, or read another file
-FETCHING = ("attn_implementation", "experts_implementation", "auto_map", "attribute_map", "backbone",
-            "configuration_files", "fusion_config", "kernel_config", "transformers_weights")
+FETCHING = ("attn_implementation", "experts_implementation", "auto_map", "attribute_map",
+            "backbone", "configuration_files", "fusion_config", "kernel_config",
+            "transformers_weights")
 
 
 def plain(value):

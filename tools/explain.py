@@ -14,6 +14,7 @@ computes is the loss as one more step would see it. All this happens in a tempor
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -27,11 +28,11 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 import data  # noqa: E402
 import engine.optimizers  # noqa: E402
 import rollout  # noqa: E402
-from configurator import configure  # noqa: E402
+from configurator import configure, read_arguments, read_keys  # noqa: E402
 from engine import launch, report, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.curves import check_picture, empty_picture, save_picture  # noqa: E402
-from engine.reward_mix import NEEDS  # noqa: E402
+from engine.reward_mix import NEEDS, files_of  # noqa: E402
 from engine.run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
@@ -45,6 +46,7 @@ run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has 
 prompt = "123+456="  # what the policy is asked
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
+reward_functions = ""  # empty = the run's; where these are code of its own, you must name them here
 out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
@@ -56,13 +58,25 @@ check_text(prompt, "command line: the prompt")
 if out:
     check_picture(out)
 checkpoint, state = find_checkpoint(run) if os.path.isdir(run) else (None, None)
-keys = read_json(os.path.join(checkpoint, "config.json")) if checkpoint else {}
+file = os.path.join(checkpoint or "", "config.json")
+keys = read_json(file) if checkpoint else {}
 if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")
-del keys["sha256"]  # of the files that the run began with
+# "sha256" is of the files that the run began with, "gpu" of the machine
+script = "grpo" if "group_size" in keys else "ppo"
+known = read_keys(os.path.join(ROOT, f"{script}.py"))
+keys = {name: value for name, (value, _) in read_arguments(known, [
+    f"--{name}={value}" for name, value in keys.items() if name not in ("sha256", "gpu")]).items()}
+keys = {name: key.default for name, key in known.items()} | keys | dict(report_to="")
+code_of_the_run = files_of(keys["reward_functions"])
+if reward_functions:
+    keys["reward_functions"] = reward_functions
+elif code_of_the_run:  # the folder may be somebody else's
+    raise BadInput(f"{file} names code, {', '.join(code_of_the_run)}, which runs only where you "
+                   f"name it; type --reward_functions={shlex.quote(keys['reward_functions'])}")
 iteration = state["iteration"]
-script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
+passes = "num_iterations" if script == "grpo" else "ppo_epochs"
 steps = keys[passes]  # so many passes train; one more looks
 keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "target_kl": 0.0,
          "eval_interval": max(keys["max_iters"], iteration) + 2}  # no evaluation
