@@ -15,12 +15,15 @@ import hashlib
 import json
 import os
 import re
+import signal
+import threading
 
 from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
 from folders import CONFIGS, data_alone, model_folders, read_json, read_text
 
 # the files that hold a tokenizer's vocabulary, one of which must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+RENDERING = 20  # seconds that a chat template, which is a program, may take for one dialogue
 # how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 
@@ -70,6 +73,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
         raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; "
                        "set eos_token in tokenizer_config.json")
 
+    hf.apply_chat_template = within(RENDERING, hf.apply_chat_template)
     name = f"the chat template of {folder}"
     if chat_template:
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
@@ -87,6 +91,28 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
         if file.endswith("generation_config.json"):
             tokenizer.generation_config = settings
     return tokenizer
+
+
+def within(seconds, function):
+    """
+    The function, which raises TimeoutError where it takes longer. It is so in the main thread, in
+    which alone Python takes signals.
+    """
+    def late(*_):
+        raise TimeoutError(f"it has not ended within {seconds} s")
+
+    def bounded(*args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return bounded
 
 
 def files_in(folder, names):

@@ -41,12 +41,12 @@ import torch.distributed as dist  # noqa: E402
 
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
 from engine.placement import mesh_of_ranks  # noqa: E402
-from errors import BadConfig, report_and_exit  # noqa: E402
+from errors import BadConfig, first_line, report_errors  # noqa: E402
 from tools.dry_run import (COLUMNS, CPU, build, equip, fake_tensors, layers_of,  # noqa: E402
                            paths_of, places_of, step_through)
 
 SCRIPTS = "ppo", "grpo", "sft", "rm"
-OPTIONS = dict(world_size=Key(1, "ranks [>= 1]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []),
+OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []),
                compare=Key(False, "", []))
 
 
@@ -227,7 +227,7 @@ def compare(found, fits):
 
 def main(argv):
     """The tool, with these arguments. Raises BadInput."""
-    sys.excepthook = report_and_exit
+    report_errors()
     if not argv or {"--help", "-h"} & set(argv):
         print(__doc__.strip())
         return
@@ -246,9 +246,12 @@ def main(argv):
     n, _, b, P, R = sizes_of(script, config, ranks)
     print(f"{script}.py on each of {ranks} rank(s), {config['dtype']}: texts of {P} + {R} tokens, "
           f"{b} in a micro-batch{f', {n} decode at once' if n else ''}\n")
-    found = {column: predict(*run, ranks) for column, run in runs.items()}
-    fits = {column: largest(*run, ranks, found[column][1], limit)
-            for column, run in runs.items() if limit}
+    try:
+        found = {column: predict(*run, ranks) for column, run in runs.items()}
+        fits = {column: largest(*run, ranks, found[column][1], limit)
+                for column, run in runs.items() if limit}
+    except (RuntimeError, OverflowError) as e:  # of torch, even of fake tensors
+        raise BadConfig(f"sizes as these cannot be counted: {first_line(e)}") from e
     if config["compare"]:
         compare(found, fits)
         return
