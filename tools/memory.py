@@ -41,7 +41,7 @@ import torch.distributed as dist  # noqa: E402
 
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
 from engine.placement import mesh_of_ranks  # noqa: E402
-from errors import BadConfig, first_line, report_errors  # noqa: E402
+from errors import BadConfig, first_line, report_errors, shorten  # noqa: E402
 from tools.dry_run import (COLUMNS, CPU, build, equip, fake_tensors, layers_of,  # noqa: E402
                            paths_of, places_of, step_through)
 
@@ -74,6 +74,9 @@ def read_run(argv):
     keys = keys_of(script) | OPTIONS
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
+    for name, value in config.items():
+        if type(value) is int and abs(value) > 10**8 and name != "seed":
+            raise BadConfig(f"{name} = {shorten(value)}: this tool counts up to 100 million")
     if config.get("roles") or config.get("generate_tp", 1) > 1:
         raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
                         "and --generate_tp=1, and as --world-size the ranks of a role")
@@ -250,7 +253,7 @@ def main(argv):
         found = {column: predict(*run, ranks) for column, run in runs.items()}
         fits = {column: largest(*run, ranks, found[column][1], limit)
                 for column, run in runs.items() if limit}
-    except (RuntimeError, OverflowError) as e:  # of torch, even of fake tensors
+    except RuntimeError as e:  # of torch, even of fake tensors
         raise BadConfig(f"sizes as these cannot be counted: {first_line(e)}") from e
     if config["compare"]:
         compare(found, fits)
