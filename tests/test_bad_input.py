@@ -215,7 +215,8 @@ def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens):
 
 
 @pytest.mark.parametrize("template", [
-    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "{{ 1 / 0 }}", "{% for %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+    "{{ 1 / 0 }}", "{% for %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
 def test_a_template_that_fails(template, tokens, monkeypatch):
     monkeypatch.setattr(engine.tokenizers, "RENDERING", 0.3)
     (tokens / "chat_template.jinja").write_text(template)
