@@ -207,10 +207,7 @@ def fault_of(path, reads, made):
     folder, name = os.path.split(path)
     near = os.listdir(folder or ".")
     tensors = any(x.endswith((".safetensors", "tokenizer.json")) for x in near)
-    models = [source for source in reads if os.path.isdir(source)
-              and any(os.path.isfile(os.path.join(source, config)) for config in CONFIGS)]
-    if ("manifest.json" in near or tensors and set(near).intersection(CONFIGS)
-            or any(os.path.samefile(folder or ".", source) for source in models)):
+    if "manifest.json" in near or tensors and set(near).intersection(CONFIGS):
         return "would lie in the folder of a model or a checkpoint"
     if name in RUN_FILES and set(near).intersection(RUN_FILES):
         return "is what a run has there"

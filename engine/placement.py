@@ -235,11 +235,11 @@ def outline(path, head, dtype):
     """The model of a folder without its weights: shapes and settings, which take no memory."""
     *adapters, folder = model_folders(path)
     config = read_config(folder, path, head)
-    kind, file_dtype = str((config.architectures or [""])[0]), config.dtype
+    kinds, file_dtype = config.architectures, config.dtype  # from_config sets its own
     with torch.device("meta"):
         hf = shapes(config, head, path, dtype)
     model = freeze(Model(hf, head, path, file_dtype))
-    model.new_head = head == "scalar" and not kind.endswith("ForSequenceClassification")
+    model.new_head = head == "scalar" and "ForSequenceClassification" not in str(kinds)
     return model
 
 

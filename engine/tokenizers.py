@@ -105,7 +105,7 @@ def within(seconds, function):
         if threading.current_thread() is not threading.main_thread():
             return function(*args, **kwargs)
         before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again: a __del__ would swallow one
         try:
             return function(*args, **kwargs)
         finally:

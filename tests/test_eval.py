@@ -87,8 +87,10 @@ def done(tmp_path_factory):
     wrong = dict(
         nothing=dict(policies=" "), head=dict(reward_path=world.policy), out=dict(out="/dev/null/x"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
-        log=dict(out=f"{folder}/ran/log"), state=dict(out=f"{folder}/run/checkpoint-000001/state"),
-        vocabulary=dict(out=f"{world.judge}/tokenizer"), data=dict(out=f"{world.root}/sft_val"), task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
+        log=dict(out=f"{folder}/ran/log"),
+        state=dict(out=f"{folder}/run/checkpoint-000001/state"),
+        vocabulary=dict(out=f"{world.judge}/tokenizer"), data=dict(out=f"{world.root}/sft_val"),
+        task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
         # the second policy is wrong: that is said before the first one answers
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
     cases = {"one": call() * 2, "two": call(2), "plain": call(
@@ -164,8 +166,10 @@ def test_without_answers(done):
 
 
 @pytest.mark.parametrize("name, words", dict(
-    read="../read.jsonl", nothing="policies", head="score", out="/dev/null/x", log="log.jsonl", state="state.json", vocabulary="tokenizer.json",
-    data="sft_val.jsonl", task="'tests'", long="row 1",
+    read="../read.jsonl", nothing="policies", head="score", out="/dev/null/x", log="log.jsonl", state="state.json",
+    vocabulary="tokenizer.json",
+    data="sft_val.jsonl",
+    task="'tests'", long="row 1",
     gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]

@@ -38,7 +38,8 @@ def runs(world, tmp_path_factory):
     rules = world.grpo("out", reward_functions="accuracy,0.1*format", max_iters=1)
     shutil.copy(f"{world.root}/rules.py", f"{folder}/mine.py")
     coded = world.grpo("out", reward_functions=f"{folder}/mine.py:letters", max_iters=1)
-    cases = dict(rules=[one_run("grpo.py", rules)], coded=[one_run("grpo.py", coded)], ppo=[one_run("ppo.py", world.ppo("out", **keys))],
+    cases = dict(rules=[one_run("grpo.py", rules)], coded=[one_run("grpo.py", coded)],
+                 ppo=[one_run("ppo.py", world.ppo("out", **keys))],
                  sft=[one_run("sft.py", world.sft("out"))])
     for name, (result,) in forked(folder, cases).items():
         assert result["codes"] == [0], (name, result)

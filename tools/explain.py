@@ -28,7 +28,7 @@ import engine  # noqa: E402, F401, before torch: it notes which CPUs this proces
 import data  # noqa: E402
 import engine.optimizers  # noqa: E402
 import rollout  # noqa: E402
-from configurator import configure, read_arguments, read_keys  # noqa: E402
+from configurator import configure  # noqa: E402
 from engine import launch, report, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.curves import check_picture, empty_picture, save_picture  # noqa: E402
@@ -63,20 +63,15 @@ keys = read_json(file) if checkpoint else {}
 if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")
-# "sha256" is of the files that the run began with, "gpu" of the machine
-script = "grpo" if "group_size" in keys else "ppo"
-known = read_keys(os.path.join(ROOT, f"{script}.py"))
-keys = {name: value for name, (value, _) in read_arguments(known, [
-    f"--{name}={value}" for name, value in keys.items() if name not in ("sha256", "gpu")]).items()}
-keys = {name: key.default for name, key in known.items()} | keys | dict(report_to="")
-code_of_the_run = files_of(keys["reward_functions"])
-if reward_functions:
-    keys["reward_functions"] = reward_functions
-elif code_of_the_run:  # the folder may be somebody else's
-    raise BadInput(f"{file} names code, {', '.join(code_of_the_run)}, which runs only where you "
-                   f"name it; type --reward_functions={shlex.quote(keys['reward_functions'])}")
+# of the files that the run began with, of its machine; and nothing is reported to others
+keys = {name: x for name, x in keys.items() if name not in ("sha256", "gpu")} | {"report_to": ""}
+rules = str(keys["reward_functions"])
+if files_of(rules) and not reward_functions:  # the folder may be somebody else's
+    raise BadInput(f"{file} names code, {', '.join(files_of(rules))}, which runs only where you "
+                   f"name it; type --reward_functions={shlex.quote(rules)}")
+keys["reward_functions"] = reward_functions or rules
 iteration = state["iteration"]
-passes = "num_iterations" if script == "grpo" else "ppo_epochs"
+script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks
 keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "target_kl": 0.0,
          "eval_interval": max(keys["max_iters"], iteration) + 2}  # no evaluation

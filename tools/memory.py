@@ -75,8 +75,8 @@ def read_run(argv):
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
     for name, value in config.items():
-        if type(value) is int and abs(value) > 10**8 and name != "seed":
-            raise BadConfig(f"{name} = {shorten(value)}: this tool counts up to 100 million")
+        if type(value) is int and abs(value) > 10**7 and name != "seed":
+            raise BadConfig(f"{name} = {shorten(value)}: this tool counts up to 10 million")
     if config.get("roles") or config.get("generate_tp", 1) > 1:
         raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
                         "and --generate_tp=1, and as --world-size the ranks of a role")
