@@ -99,8 +99,6 @@ def read_arguments(keys, argv):
     """
     overrides = {}
     for arg in argv:
-        if re.search("[\ud800-\udfff]", arg):
-            raise BadConfig(f"command line: {arg} is not UTF-8; rename that file or folder")
         if not arg.startswith("--"):
             for name, value in run_config_file(arg).items():
                 check_key(name, keys, arg, " (the name of a helper begins with _)")

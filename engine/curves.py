@@ -38,7 +38,8 @@ def short_names(paths, key):
         count = 1
         while count < len(parts) and sum(p[-count:] == parts[-count:] for p in split) > 1:
             count += 1
-        names.append("/".join(parts[-count:]))
+        name = "/".join(parts[-count:])
+        names.append(name.encode(errors="backslashreplace").decode())  # it may be no UTF-8
     return names
 
 

@@ -91,6 +91,9 @@ def check_ours(out_dir):
     Raise BadInput if out_dir holds files that no run has left there, such as models; or links in
     the place of a run's files, which it would write through.
     """
+    if out_dir.encode(errors="replace").decode() != out_dir:
+        raise BadInput(f"out_dir = {out_dir!r} is not UTF-8, and libraries cannot save there; "
+                       "choose another --out_dir")
     for path in (os.path.join(out_dir, f"{name}{tmp}") for name in WRITTEN for tmp in ("", ".tmp")):
         if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
             raise BadInput(f"{path} is there, and no plain file, so a run cannot write it; choose "

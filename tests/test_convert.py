@@ -111,7 +111,8 @@ def test_what_is_replaced_and_what_is_left(tmp_path, convert):
     os.symlink(tmp_path / "nowhere", tmp_path / "link.jsonl")
     before = sorted(os.listdir(tmp_path))
     for source, out, words in (("theirs", "other", "other.jsonl"), ("theirs", "link", "link.jsonl"),
-                               ("bad", "new", "no row is left"), ("theirs", "theirs", "theirs.jsonl"), ("nowhere", "new", "nowhere.jsonl")):
+                               ("bad", "new", "no row is left"), ("theirs", "theirs", "theirs.jsonl"),
+                               ("nowhere", "new", "nowhere.jsonl")):
         code, _, stderr = convert(f"--source={tmp_path}/{source}.jsonl", f"--out={tmp_path}/{out}.jsonl")
         assert code == 2 and stderr.count("\n") == 1 and words in stderr and sorted(os.listdir(tmp_path)) == before
     for source in ("theirs", "other"):  # what it has written, it writes again
