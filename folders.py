@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 
-from errors import BadInput
+from errors import BadInput, first_line
 
 
 def several_paths(spec, key):
@@ -146,14 +146,19 @@ def data_alone(folder, weights=False):
     """
     A folder for transformers with a model's config.json, but for `plain`, with links to its weights
     where they are wanted, and with nothing else: beside them it would also read an adapter, say.
-    Raises BadInput.
+    Raises BadInput, also where the block fails.
     """
     with tempfile.TemporaryDirectory(prefix="model-") as room:
         with open(os.path.join(room, "config.json"), "w", encoding="utf-8") as f:
             json.dump(plain(read_json(os.path.join(folder, "config.json"))), f)
         for name in weight_files(folder) if weights else ():
             os.symlink(os.path.abspath(os.path.join(folder, name)), os.path.join(room, name))
-        yield room
+        try:
+            yield room
+        except Exception as e:  # of words and numbers that make no sense transformers raises any
+            said = first_line(e).replace(room, folder)
+            raise BadInput(f"{folder}: transformers cannot load it by its config.json: {said}"
+                           ) from e
 
 
 def weight_files(folder):

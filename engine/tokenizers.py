@@ -53,7 +53,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
                        "files there, or make it with the prepare.py of its data")
     config, base = transformers.PretrainedConfig(), transformers.PreTrainedTokenizerBase
     if files_in(folder, ["config.json"]):
-        with data_alone(folder) as room, contextlib.suppress(Exception):  # of a family of its own
+        with contextlib.suppress(BadInput), data_alone(folder) as room:  # of a family of its own
             config = transformers.AutoConfig.from_pretrained(room, trust_remote_code=False)
     try:
         for file in files_in(folder, ["config.json", "tokenizer_config.json"]):
