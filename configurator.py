@@ -30,7 +30,7 @@ import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadConfig, first_line, one_line, report_and_exit, shorten
+from errors import BadConfig, first_line, one_line, report_errors, shorten
 
 RENAMED = dict(  # keys of old configs, or of others; the nearest name would often be another key
     device="device_type", kl_target="kl_coef_target", loss="loss_type", lr="learning_rate",
@@ -71,7 +71,7 @@ def configure(script_globals, *shared, argv=None, **defaults):
     shared ones alone as attributes of a namespace. Raises BadConfig on an unknown, mistyped or
     out-of-range key and on a missing or broken config file.
     """
-    sys.excepthook = report_and_exit
+    report_errors()
     script = script_globals["__file__"]
     own = read_lines(script)[0]
     keys = add_shared(own, script, shared, defaults)
@@ -186,7 +186,9 @@ def run_config_file(path):
     except OSError as e:
         hint = "" if path.endswith(".py") else "; to set a key, type --key=value"
         raise BadConfig(f"cannot read config file {path!r}: {e.strerror}{hint}") from e
-    except (Exception, SystemExit) as e:  # whatever the file raises is said with its line
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever the file raises is said with its line
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = frames[-1].lineno if frames else getattr(e, "lineno", "?")
         raise BadConfig(f"{path}, line {line}: {first_line(e)}") from e

@@ -3,6 +3,7 @@ How a script says what is wrong: four exceptions, and the hook that turns each i
 stderr and an exit code.
 """
 import errno
+import io
 import os
 import sys
 import time
@@ -33,17 +34,27 @@ leaving = None  # tells ranks of other roles with which BadInput or Stop this on
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 
 
+def report_errors():
+    """At a script's start: errors are lines, and names that are no UTF-8 can be printed."""
+    sys.excepthook = report_and_exit
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def report_and_exit(kind, error, trace):
     """
     sys.excepthook of the scripts. BadInput is one line and exit code 2. Stop, a full disk and too
-    little memory are one line and exit code 1. A closed pipe and Ctrl-C end a script without a
-    message. Any other exception is a bug, and is shown with its traceback.
+    little memory are one line and exit code 1, and Ctrl-C one line and 130. A closed pipe ends a
+    script without a message. Any other exception is a bug, and is shown with its traceback.
     """
     if torn and issubclass(kind, RuntimeError) and not issubclass(kind, Stop):
         error = torn(error) or error
     kind, message = type(error), str(error)
-    if issubclass(kind, (KeyboardInterrupt, BrokenPipeError)):
-        os._exit(130 if kind is KeyboardInterrupt else 1)
+    if issubclass(kind, BrokenPipeError):
+        os._exit(1)
+    elif issubclass(kind, KeyboardInterrupt):
+        places = traceback.extract_tb(trace)[-1:]  # a file of the user's may have raised it
+        message = "interrupted" + "".join(f" at {at.filename}, line {at.lineno}" for at in places)
     elif issubclass(kind, OSError) and error.errno in FULL:
         message = (f"{error.filename or 'the output'} cannot be written: {error.strerror}; make "
                    "room and run the same again")
@@ -73,7 +84,7 @@ def report_and_exit(kind, error, trace):
     except OSError:
         pass  # a full disk or a closed pipe
     # _exit: to leave the group of ranks in order would wait for a rank that may have ended
-    os._exit(2 if issubclass(kind, BadInput) else 1)
+    os._exit(130 if issubclass(kind, KeyboardInterrupt) else 2 if issubclass(kind, BadInput) else 1)
 
 
 def speaks(kind, rank):
@@ -83,7 +94,7 @@ def speaks(kind, rank):
     if issubclass(kind, BadInput):  # hosts may have other files, and roles read other models
         first = leads or os.environ.get("LOCAL_RANK", "0") == "0"
         return first and not issubclass(kind, BadConfig)
-    return not issubclass(kind, Stop)  # a Stop is raised on all ranks
+    return not issubclass(kind, (Stop, KeyboardInterrupt))  # a Stop is raised on all ranks
 
 
 def is_out_of_memory(kind, message):

@@ -2,11 +2,13 @@
 The folders of models: one here, or the hub's copy of a name. And files that are read from them;
 what is broken raises BadInput.
 """
+import contextlib
 import json
 import os
 import re
+import tempfile
 
-from errors import BadInput
+from errors import BadInput, first_line
 
 
 def several_paths(spec, key):
@@ -129,37 +131,126 @@ def response_length(path):
     return 0
 
 
-def check_writable(path, key="out", reads=()):
+# --------------------------------------------------------------------------------------------------
+# a model's folder is data: nothing in it is run, and nothing is fetched because it says so
+
+# keys of a config.json by which transformers would fetch or run something, or read another file
+FETCHING = ("attn_implementation", "experts_implementation", "auto_map", "attribute_map",
+            "backbone", "configuration_files", "fusion_config", "kernel_config",
+            "transformers_weights")
+
+
+def plain(value):
+    """A value of a config.json without such keys, private ones and names of methods, all nested."""
+    from transformers import PretrainedConfig
+
+    if isinstance(value, list):
+        return [plain(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: plain(x) for key, x in value.items() if key not in FETCHING and key[:1] != "_"
+            and not callable(getattr(PretrainedConfig, key, None))}
+
+
+@contextlib.contextmanager
+def data_alone(folder, weights=False):
     """
-    Raise BadInput now, and not after hours, if the file that the key names cannot be written, or
-    would harm one of `reads`: see check_kept. Its folder is made; of the file itself nothing is
-    left.
+    A folder for transformers with a model's config.json, but for `plain`, with links to its weights
+    where they are wanted, and with nothing else: beside them it would also read an adapter, say.
+    Raises BadInput, also where the block fails.
     """
-    check_kept(path, key, reads)
+    with tempfile.TemporaryDirectory(prefix="model-") as room:
+        with open(os.path.join(room, "config.json"), "w", encoding="utf-8") as f:
+            json.dump(plain(read_json(os.path.join(folder, "config.json"))), f)
+        for name in weight_files(folder) if weights else ():
+            os.symlink(os.path.abspath(os.path.join(folder, name)), os.path.join(room, name))
+        try:
+            yield room
+        except Exception as e:  # of words and numbers that make no sense transformers raises any
+            said = first_line(e).replace(room, folder)
+            raise BadInput(f"{folder}: transformers cannot load it by its config.json: {said}"
+                           ) from e
+
+
+def weight_files(folder):
+    """The names of the files with a model's weights, and of their index. Raises BadInput."""
+    name, index = "model.safetensors", "model.safetensors.index.json"
+    if os.path.isfile(os.path.join(folder, name)):
+        return [name]
+    if not os.path.isfile(os.path.join(folder, index)):
+        raise BadInput(f"{folder}: no weights as safetensors in this folder, and pickled weights "
+                       "are not read; save the model again with transformers' save_pretrained")
+    places = read_json(os.path.join(folder, index)).get("weight_map")
+    names = set(map(str, places.values())) if isinstance(places, dict) else [""]
+    if not all(re.fullmatch(r"[^/]+\.safetensors", name) for name in names):
+        raise BadInput(f"{os.path.join(folder, index)}: its weight_map must name safetensors files "
+                       "of this folder")
+    return [index, *names]
+
+
+# --------------------------------------------------------------------------------------------------
+# what a tool may write
+
+
+def check_writable(path, key="out", reads=(), made=b"(?!)"):
+    """
+    Raise BadInput now, and not after hours, unless the file that the key names may be written: it
+    is new, or this tool has written it. This one function decides it for all tools; see fault_of.
+    The file's folder is made; nothing else is left.
+    """
+    folder, name = os.path.split(path)
+    if not name.removesuffix(".jsonl").removesuffix(".json"):
+        raise BadInput(f"{key} names no file: {path!r}; type --{key}=FOLDER/NAME")
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        there = os.path.exists(path)
-        open(path, "a", encoding="utf-8").close()
-        if not there:
-            os.remove(path)
+        os.makedirs(folder or ".", exist_ok=True)
+        fault = fault_of(path, reads, made)
+        if not fault:
+            part = part_of(path)
+            open(part, "x").close()
+            os.remove(part)
     except OSError as e:
         raise BadInput(f"{key} = {path!r} cannot be written: {e.strerror}; choose another "
                        f"--{key}") from e
+    if fault:
+        raise BadInput(f"{key} = {path!r} {fault}; choose another --{key}")
 
 
-def check_kept(path, key, reads):
+def fault_of(path, reads, made):
     """
-    Raise BadInput if the file that the key names is one of `reads`, the files and folders that are
-    read, which it would replace; or lies in the folder of a model among them; or is the log, the
-    samples or the config.json of any run or model.
+    Why a tool must not write this file; "" where it may. reads: the files and model folders that
+    are read. made: a pattern, which the beginning of a file has if the tool has written it.
     """
-    if not os.path.basename(path).removesuffix(".jsonl").removesuffix(".json"):
-        raise BadInput(f"{key} names no file: {path!r}; type --{key}=FOLDER/NAME")
-    kept = os.path.isfile(path) and os.path.basename(path) in RUN_FILES
-    for source in filter(os.path.exists, reads):
-        kept |= os.path.exists(path) and os.path.samefile(path, source)
-        if any(os.path.isfile(os.path.join(source, name)) for name in CONFIGS):
-            kept |= os.path.realpath(path).startswith(os.path.join(os.path.realpath(source), ""))
-    if kept:
-        raise BadInput(f"{key} = {path!r} would replace what is read here, or what a run or a "
-                       f"model has there; choose another --{key}")
+    folder, name = os.path.split(path)
+    near = os.listdir(folder or ".")
+    tensors = any(x.endswith((".safetensors", "tokenizer.json")) for x in near)
+    if "manifest.json" in near or tensors and set(near).intersection(CONFIGS):
+        return "would lie in the folder of a model or a checkpoint"
+    if name in RUN_FILES and set(near).intersection(RUN_FILES):
+        return "is what a run has there"
+    if not os.path.lexists(path):
+        return ""
+    if os.path.islink(path) or not os.path.isfile(path):
+        return "is there, and no plain file"
+    if any(os.path.exists(source) and os.path.samefile(path, source) for source in reads):
+        return "is read here"
+    with open(path, "rb") as f:
+        ours = re.match(made, f.read(2**24))
+    return "" if ours else "is there, and was not written by this tool"
+
+
+def part_of(path):
+    """A name beside a file's, which no other file has."""
+    return f"{path}.{os.urandom(4).hex()}.part"
+
+
+@contextlib.contextmanager
+def written(path, mode="x"):
+    """A new file, which gets the name `path` where the block ends well, and else is removed."""
+    part = part_of(path)
+    try:
+        with open(part, mode, encoding=None if "b" in mode else "utf-8") as f:
+            yield f
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(part)

@@ -24,14 +24,13 @@ In this file: Model; the functions that stand between states and log-probs; load
 b rows, T tokens in the longest of them, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
-import os
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from folders import find_folder
+from folders import data_alone, find_folder
 from errors import BadInput, first_line, shorten
 
 
@@ -243,19 +242,14 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     another shape or not finite. Weights are safetensors alone, and no code comes from the folder.
     """
     folder = find_folder(path, weights=True)
-    if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
-        raise BadInput(f"{path}: no weights as safetensors in this folder, and pickled weights are "
-                       "not read; save the model again with transformers' save_pretrained")
     config = read_config(folder, path, head)
     file_dtype, settings = config.dtype, {}
     if dtype == torch.float64 and has_experts(config):
         settings["experts_implementation"] = "batched_mm"  # the usual kernel refuses float64
-    try:
+    with data_alone(folder, weights=True) as room:
         hf, found = auto_class(head).from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+            room, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True, **settings)
-    except Exception as e:  # of files with numbers and words that make no sense it raises anything
-        raise BadInput(f"{path}: transformers cannot load it: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
     model = Model(hf, head, path, file_dtype)
     if head == "scalar" and "score.weight" in found["missing_keys"]:
@@ -278,19 +272,36 @@ def auto_class(head):
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
+# what is read of a config beside what transformers itself checks
+NUMBERS = dict.fromkeys(("sliding_window", "attention_chunk_size", "max_position_embeddings"), int)
+NUMBERS |= dict.fromkeys(("score_shift", "logit_scale", "logits_scaling",
+                          "final_logit_softcapping"), float)
+
+
 def read_config(folder, path, head="lm"):
     """The config.json of a folder, as transformers reads it. Raises BadInput."""
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as e:  # as above
-        raise BadInput(f"{path}: transformers cannot read its config.json: {first_line(e)}") from e
-    if getattr(config, "quantization_config", None):
+    with data_alone(folder) as room:
+        config = AutoConfig.from_pretrained(room, trust_remote_code=False)
+    text = config.get_text_config()
+    if any(getattr(c, "quantization_config", None) for c in (config, text)):
         raise BadInput(f"{path}: its weights are quantized; get the model as it was before")
+    for name, kind in NUMBERS.items():
+        value = getattr(text, name, None)
+        if value is not None and not (type(value) in (int, kind) and abs(value) < 1e18):
+            raise BadInput(f"{path}: {name} = {shorten(value)} in its config.json makes no sense")
     if head == "scalar":
         want_one_score(config, path)
     return config
+
+
+def shapes(config, head, path, dtype=torch.float32, **settings):
+    """The model of transformers that a config describes, with new weights. Raises BadInput."""
+    try:
+        return auto_class(head).from_config(config, dtype=dtype, **settings)
+    except Exception as e:  # whatever transformers raises
+        raise BadInput(f"{path}: transformers cannot make it: {first_line(e)}") from e
 
 
 def has_experts(config):
@@ -387,8 +398,9 @@ def probe(model):
     # row 1 has 3 tokens of padding, and then a text of 5
     mask = torch.arange(8, device=device) >= torch.tensor([[0], [3]], device=device)  # (2, 8)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (2, 8)
-    text, cache = tokens[1:, 3:], decoding_cache(model.hf.config)
+    text = tokens[1:, 3:]
     try:
+        cache = decoding_cache(model.hf.config)
         # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
         logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
         cache.batch_select_indices(torch.tensor([1], device=device))

@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import sys
 import urllib.request
@@ -31,9 +32,9 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from engine.answers import last_boxed  # noqa: E402
-from errors import BadInput, one_line  # noqa: E402
-from folders import check_kept  # noqa: E402
-from rows import (FLAGS, PAIR, is_learned, parse_fields, preference_row,  # noqa: E402
+from errors import BadInput, one_line, report_errors  # noqa: E402
+from folders import check_writable, written  # noqa: E402
+from rows import (FLAGS, PAIR, files_of, is_learned, parse_fields, preference_row,  # noqa: E402
                   prompt_row, raw_rows, rename, sft_row, sources_of)
 
 SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
@@ -60,6 +61,8 @@ def stop(message):
 
 def parser_of(doc):
     """An argparse parser that ends with one line. Its --help shows the script's docstring."""
+    report_errors()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing half is left
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
@@ -92,34 +95,37 @@ def fetch(source, name, folder):
     return local
 
 
-def write_rows(out, names, rows, kept=None):
+# how a file begins that write_rows has written: two blanks end its first line
+MADE = rb"\{.*\}  \n"
+
+
+def write_rows(out, names, rows, kept=None, reads=()):
     """
     Write out/NAME.jsonl for each of the names, and print how many rows each has. All files get
     their names at the end, or none: an old file might share rows with a new one.
 
     rows: (name, row) one by one; a string in place of the row says why one is dropped. kept: a
-    Counter, in which the caller sees how many rows each file has so far.
+    Counter, in which the caller sees how many rows each file has so far. reads: what is read.
     """
     kept = collections.Counter() if kept is None else kept
     dropped = {name: collections.Counter() for name in names}
     paths = {name: os.path.join(out, f"{name}.jsonl") for name in names}
     try:
-        os.makedirs(out, exist_ok=True)
+        for path in paths.values():
+            check_writable(path, reads=reads, made=MADE)
         with contextlib.ExitStack() as stack:
-            files = {name: stack.enter_context(open(path + ".part", "w", encoding="utf-8"))
-                     for name, path in paths.items()}
+            files = {name: stack.enter_context(written(path)) for name, path in paths.items()}
             for name, row in rows:
                 if isinstance(row, str):
                     dropped[name][row] += 1
                 else:
-                    files[name].write(json.dumps(row, default=str) + "\n")
+                    files[name].write(json.dumps(row, default=str) + "  " * (not kept[name]) + "\n")
                     kept[name] += 1
-        for name in names:
-            if not kept[name]:
-                reasons = [reason for reason, _ in dropped[name].most_common(1)]
-                raise BadInput(": ".join([f"no row is left for {paths[name]}", *reasons]))
-        for path in paths.values():
-            os.replace(path + ".part", path)
+            for name in names:
+                files[name].flush()  # if the disk is full, none gets its name
+                if not kept[name]:
+                    reasons = [reason for reason, _ in dropped[name].most_common(1)]
+                    raise BadInput(": ".join([f"no row is left for {paths[name]}", *reasons]))
     except BadInput as e:
         stop(str(e))
     except OSError as e:
@@ -324,12 +330,10 @@ def main():
     names = [name, f"{name}_val"] if args.val else [name, name]
     left = set()
     try:
-        sources = [source for source, _ in sources_of(args.source)]
-        for name in names:
-            check_kept(os.path.join(folder, f"{name}.jsonl"), "out", sources)
+        reads = [file for source, _ in sources_of(args.source) for file in files_of(source)]
     except BadInput as e:
         stop(str(e))
-    write_rows(folder or ".", list(dict.fromkeys(names)), converted(args, names, left))
+    write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left), reads=reads)
     if left:
         print(f"left out: the columns {', '.join(sorted(left))}")
 

@@ -30,7 +30,7 @@ from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
-from folders import check_writable, model_folders  # noqa: E402
+from folders import check_writable, model_folders, written  # noqa: E402
 from rewards import accuracy, ask_judge  # noqa: E402
 from rollout import generate, response_uniforms, texts_of  # noqa: E402
 from rows import prompt_row, read_rows, sources_of  # noqa: E402
@@ -80,7 +80,7 @@ out_val = f"{stem}_val{ending}"  # the held-out pairs
 read = [source for source, _ in sources_of(prompts_path)] + [judge_template, chat_template]
 read += model_folders(policy_path) + model_folders(judge_path)
 for path in (out, out_val) if held_out else (out,):
-    check_writable(path, reads=read)
+    check_writable(path, reads=read, made=rb'\{"prompt": .*, "confidence": [\d.e-]+\}\n')
 if ending != ".jsonl":
     raise BadConfig(f"out = {out!r} must end with .jsonl")
 
@@ -176,9 +176,8 @@ kept = kept[:wanted]
 train = kept[:len(kept) - held_out]
 for path, part in ((out, train), (out_val, kept[len(train):])):
     if part:
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        with written(path) as file:
             file.writelines(json.dumps(pair) + "\n" for pair in part)
-        os.replace(f"{path}.tmp", path)
         print(f"{path}: {len(part)} pairs")
 print(f"left out: {left_out}")
 if compares:

@@ -270,7 +270,8 @@ def save_final(out_dir, name, model, tokenizer, config=None):
     def write_card(folder):
         count = sum(p.numel() for p in model.hf.parameters())
         size = f"{count / 1e6:.2f}M weights in {in_words(dtype)}"
-        with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as f:
+        file = os.path.join(folder, "README.md")
+        with open(file, "w", encoding="utf-8", errors="backslashreplace") as f:
             f.write(model_card(name, config or {}, model.path, size))
 
     put_in_place(write, final)

@@ -9,7 +9,7 @@ import math
 import os
 
 from errors import BadConfig, BadInput, first_line
-from folders import check_writable
+from folders import check_writable, written
 
 
 def read_runs(folders, key="runs"):
@@ -38,7 +38,8 @@ def short_names(paths, key):
         count = 1
         while count < len(parts) and sum(p[-count:] == parts[-count:] for p in split) > 1:
             count += 1
-        names.append("/".join(parts[-count:]))
+        name = "/".join(parts[-count:])
+        names.append(name.encode(errors="backslashreplace").decode())  # it may be no UTF-8
     return names
 
 
@@ -58,7 +59,7 @@ def read_records(file, fields=()):
     records = []
     for number, line in enumerate(complete.split("\n"), 1):
         try:
-            record = json.loads(line) if line.strip() else None
+            record = finite(json.loads(line)) if line.strip() else None
             if record is not None:
                 records.append({**record, "iteration": int(record["iteration"])})
                 for field in fields:
@@ -69,6 +70,18 @@ def read_records(file, fields=()):
     if not records:
         raise BadInput(f"{file}: nothing is logged yet")
     return records
+
+
+def finite(value):
+    """A value of JSON, where numbers that no curve or page can show have become None."""
+    def number(text):
+        x = float(text)
+        if not abs(x) < 1e100:  # or NaN
+            return None
+        return int(text) if text.lstrip("-").isdigit() else x
+
+    text = json.dumps(value)
+    return json.loads(text, parse_int=number, parse_float=number, parse_constant=number)
 
 
 def points(records, metric, past=0.0):
@@ -121,10 +134,10 @@ def empty_picture(lines, columns, width, height, **kwargs):
 
 
 def check_picture(path):
-    """Raise BadInput unless a picture can be written to this file."""
+    """Raise BadInput unless a picture can be written to this file, or replaces one of ours."""
     if not path.endswith(".png"):  # matplotlib would add it, or write another kind
         raise BadConfig(f"out = {path!r} must end with .png")
-    check_writable(path)
+    check_writable(path, made=rb"\x89PNG\r\n\x1a\n(?s:.{0,200})quartet")
 
 
 def save_picture(figure, axes, path):
@@ -133,5 +146,5 @@ def save_picture(figure, axes, path):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with written(path, "xb") as f:
+        figure.savefig(f, format="png", dpi=110, metadata={"Source": "quartet"})

@@ -30,7 +30,7 @@ from engine.four_bits import quantize
 from engine.together import alone
 from errors import BadConfig, BadInput, shorten
 from folders import model_folders
-from model import Model, auto_class, freeze, load_model, probe, read_config
+from model import Model, freeze, load_model, probe, read_config, shapes
 from parallel import fill, is_shard
 
 
@@ -234,11 +234,11 @@ def outline(path, head, dtype):
     """The model of a folder without its weights: shapes and settings, which take no memory."""
     *adapters, folder = model_folders(path)
     config = read_config(folder, path, head)
-    kind, file_dtype = (config.architectures or [""])[0], config.dtype
+    kinds, file_dtype = config.architectures, config.dtype  # from_config sets its own
     with torch.device("meta"):
-        hf = auto_class(head).from_config(config, dtype=dtype)
+        hf = shapes(config, head, path, dtype)
     model = freeze(Model(hf, head, path, file_dtype))
-    model.new_head = head == "scalar" and not kind.endswith("ForSequenceClassification")
+    model.new_head = head == "scalar" and "ForSequenceClassification" not in str(kinds)
     return model
 
 

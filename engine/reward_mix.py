@@ -105,7 +105,9 @@ def load_function(path, name, where, modules):
         sys.modules[module_name] = module  # dataclasses look there for the module they are in
         try:
             loading.loader.exec_module(module)
-        except (Exception, SystemExit) as e:  # whatever the file raises is reported with its line
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # whatever the file raises is reported with its line
             lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
             line = lines[-1] if lines else getattr(e, "lineno", "?")
             raise BadInput(f"{where}: {path}, line {line}: {first_line(e)}") from e
@@ -143,7 +145,6 @@ def check_rows(rewards, rows, path):
 # --------------------------------------------------------------------------------------------------
 # calling them
 
-RAISED = (Exception, SystemExit, asyncio.CancelledError)  # what a function of the user's may raise
 # where async functions run: one event loop for all calls, since a client of theirs may live in it
 runner = asyncio.Runner()
 
@@ -166,7 +167,7 @@ def call_rewards(rewards, batch):
             if inspect.iscoroutine(returned):
                 returned = runner.run(returned)
             numbers = as_scores(name, returned, batch)
-        except RAISED as e:
+        except BaseException as e:  # Ctrl-C does not come here: this is a thread of its own
             raise failure(name, e) from e
         scores[name] = torch.tensor(numbers, dtype=torch.float64)
     return scores

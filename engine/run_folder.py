@@ -10,10 +10,10 @@ A run must not begin in a folder
 Each of these ends the program with one line, and no file in the folder is changed.
 """
 import fcntl
-import glob
 import hashlib
 import math
 import os
+import re
 import shutil
 import socket
 import time
@@ -30,7 +30,9 @@ from folders import model_folders, read_json, several_paths
 from rows import files_of, sources_of
 
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
-PRODUCTS = "policy", "value_model", "reward_model"  # what runs leave
+PRODUCTS = tuple(f"{name}{kind}" for name in ("policy", "value_model", "reward_model")
+                 for kind in ("", "_adapter")) + ("best_policy", "ema_policy")  # what runs leave
+WRITTEN = (".lock", "config.json", "report_id.txt", *LOG_FILES)  # files in out_dir itself
 lock_file = None  # open, and so locked, as long as this process lives
 
 
@@ -86,12 +88,22 @@ def take(out_dir, config, sources, token_ids):
 
 
 def check_ours(out_dir):
-    """Raise BadInput if out_dir holds files that no run has left there, such as models."""
+    """
+    Raise BadInput if out_dir holds files that no run has left there, such as models; or links in
+    the place of a run's files, which it would write through.
+    """
+    if out_dir.encode(errors="replace").decode() != out_dir:
+        raise BadInput(f"out_dir = {out_dir!r} is not UTF-8, and libraries cannot save there; "
+                       "choose another --out_dir")
+    for path in (os.path.join(out_dir, f"{name}{tmp}") for name in WRITTEN for tmp in ("", ".tmp")):
+        if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
+            raise BadInput(f"{path} is there, and no plain file, so a run cannot write it; choose "
+                           "another --out_dir")
     file = os.path.join(out_dir, "config.json")
     try:
-        ours = os.path.isfile(file) and "out_dir" in read_json(file) or list_checkpoints(out_dir)
+        ours = list_checkpoints(out_dir) or os.path.isfile(file) and "out_dir" in read_json(file)
     except BadInput:
-        ours = True  # the file is damaged: check_same_run decides
+        ours = False
     for path in (os.path.join(out_dir, name) for name in ("config.json", *PRODUCTS, *LOG_FILES)):
         # an empty log is of a start that was killed just before it wrote config.json
         if not ours and os.path.exists(path) and os.path.getsize(path) > 0:
@@ -170,9 +182,10 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder):
                    if key in before and before[key] != value]
         if folder and changed:
             print(one_line(f"since the checkpoint these keys have changed: {', '.join(changed)}"))
-    for name in (".tmp-*", ".old-*", ".gone-*"):  # of a save that was killed
-        for leftover in glob.glob(os.path.join(glob.escape(out_dir), name)):
-            shutil.rmtree(leftover, ignore_errors=True)
+    saved = "|".join((r"checkpoint-\d{6,}", *PRODUCTS))
+    for name in os.listdir(out_dir):
+        if re.fullmatch(rf"\.(tmp|old|gone)-({saved})", name):  # of a save that was killed
+            shutil.rmtree(os.path.join(out_dir, name), ignore_errors=True)
     if not folder:
         # The old log goes before the new config.json comes: after a kill between the two, the old
         # log beside the new configuration would look like a log of this run.
@@ -248,7 +261,7 @@ def content_hash(path):
     files = [os.path.join(folder, name) for folder in folders
              for name in sorted(os.listdir(folder)) if name.endswith(kinds)]
     listed = "".join(f"{os.path.basename(file)} {sha256(file)}\n" for file in files)
-    return hashlib.sha256(listed.encode()).hexdigest()
+    return hashlib.sha256(os.fsencode(listed)).hexdigest()
 
 
 def hash_of_ids(sequences):

@@ -16,13 +16,16 @@ import hashlib
 import json
 import os
 import re
+import signal
+import threading
 
 from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
-from folders import CONFIGS, model_folders, read_json, read_text
+from folders import CONFIGS, data_alone, model_folders, read_json, read_text
 from rows import is_learned, thoughts_of
 
 # the files that hold a tokenizer's vocabulary, one of which must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+RENDERING = 20  # seconds that a chat template, which is a program, may take for one dialogue
 # how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 
@@ -46,6 +49,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
         raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; "
                        "set eos_token in tokenizer_config.json")
 
+    hf.apply_chat_template = within(RENDERING, hf.apply_chat_template)
     name = f"the chat template of {folder}"
     if chat_template:
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
@@ -57,12 +61,12 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     for file in files_in(beside, ["config.json", "generation_config.json"]):
         settings = read_json(file)
         ends = settings.get("eos_token_id")
-        ends = set(ends if isinstance(ends, list) else [ends]) - {None}
-        if not ends.issubset(range(tokenizer.vocab_size)):
-            raise BadInput(f"{file}: eos_token_id = {shorten(sorted(ends, key=str))} is no token "
+        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+        if not all(type(end) is int and 0 <= end < tokenizer.vocab_size for end in ends):
+            raise BadInput(f"{file}: eos_token_id = {shorten(ends)} is no token "
                            f"of the tokenizer beside it, which has {tokenizer.vocab_size}; do they "
                            "belong together?")
-        tokenizer.eos_ids |= ends
+        tokenizer.eos_ids |= set(ends)
         if file.endswith("generation_config.json"):
             tokenizer.generation_config = settings
     return tokenizer
@@ -73,8 +77,6 @@ def read_files(path):
     (transformers' tokenizer, its folder, the folder of its model's settings) of a path; of a name
     such as tiktoken:gpt2 there are no folders. Raises BadInput.
     """
-    from transformers import AutoTokenizer, logging  # it takes seconds, which --help does not need
-
     if path.startswith("tiktoken:"):
         from options.tiktoken_files import by_name
 
@@ -93,11 +95,26 @@ def read_files(path):
         raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}, "
                        "*.tiktoken); copy its files there, or make it with the prepare.py of its "
                        "data")
-    logging.set_verbosity_error()  # it warns that Llama 3's tokenizer.model is not sentencepiece's
+    import transformers  # it takes seconds, which --help does not need
+
+    # it warns that Llama 3's tokenizer.model is not sentencepiece's
+    transformers.logging.set_verbosity_error()
+    config, base = transformers.PretrainedConfig(), transformers.PreTrainedTokenizerBase
+    if files_in(folder, ["config.json"]):
+        with contextlib.suppress(BadInput), data_alone(folder) as room:  # of a family of its own
+            config = transformers.AutoConfig.from_pretrained(room, trust_remote_code=False)
     try:
+        for file in files_in(folder, ["config.json", "tokenizer_config.json"]):
+            name = str(read_json(file).get("tokenizer_class"))
+            if not issubclass(getattr(transformers, name, base), base):  # such as AutoModel
+                raise TypeError(f"tokenizer_class = {name!r} is no tokenizer")
         with no_cache_of_tiktoken():
-            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True,
-                                               trust_remote_code=False)
+            hf = transformers.AutoTokenizer.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False)
+        hf.decode(hf("a 1")["input_ids"])  # fails where settings are of another type
+        given = hf.chat_template or ""
+        if not all(isinstance(text, str) for text in getattr(given, "values", lambda: [given])()):
+            raise TypeError("its chat_template is no text")
     except Exception as e:  # transformers raises anything
         raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
                        "or download it again") from e
@@ -118,6 +135,28 @@ def no_cache_of_tiktoken():
         del os.environ["TIKTOKEN_CACHE_DIR"]
         if before is not None:
             os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+def within(seconds, function):
+    """
+    The function, which raises TimeoutError where it takes longer. It is so in the main thread, in
+    which alone Python takes signals.
+    """
+    def late(*_):
+        raise TimeoutError(f"it has not ended within {seconds} s")
+
+    def bounded(*args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again: a __del__ would swallow one
+        try:
+            return function(*args, **kwargs)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return bounded
 
 
 def files_in(folder, names):

@@ -6,16 +6,24 @@ import io
 import json
 import math
 import os
+import pickle
+import re
 import shutil
 import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+import engine.tokenizers
 import errors
+from configurator import run_config_file
 from data import encode_prompts
 from engine.tokenizers import load_tokenizer
-from errors import BadInput, Stop
+from engine.reward_mix import call_rewards
+from engine.run_folder import open_run
+from errors import BadConfig, BadInput, Stop
+from folders import check_writable, written
+from model import load_model
 from rows import prompt_row, read_rows
 
 import tiny
@@ -209,6 +217,10 @@ def tokens(tmp_path):
     ("tokenizer.json", lambda v: v["model"].update(type="Bigram"), "tokens"),
     ("config.json", lambda v: v.update(eos_token_id=300), "eos_token_id = .?300"),
     ("generation_config.json", lambda v: v.update(eos_token_id=[1, "2"]), "generation_config.json.*'2'"),
+    ("generation_config.json", lambda v: v.update(eos_token_id=[258, [1]]), "generation_config.json.*\\[1\\]"),
+    ("tokenizer_config.json", lambda v: v.update(model_max_length="512"), "tokens"),
+    ("tokenizer_config.json", lambda v: v.update(chat_template=5), "tokens"),
+    ("tokenizer_config.json", lambda v: v.update(tokenizer_class="AutoModelForCausalLM"), "AutoModelForCausalLM"),
 ])
 def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens):
     value = json.loads((tokens / name).read_text())
@@ -219,10 +231,157 @@ def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens):
 
 
 @pytest.mark.parametrize("template", [
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "{{ 1 / 0 }}", "{% for %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
-def test_a_template_that_fails(template, tokens):
+def test_a_template_that_fails(template, tokens, monkeypatch):
+    monkeypatch.setattr(engine.tokenizers, "RENDERING", 0.3)
     (tokens / "chat_template.jinja").write_text(template)
     rows = [dict(prompt="a"), dict(prompt=[dict(role="user", content="a")])]
     with pytest.raises(BadInput, match="rows.jsonl, row 2: .*/tokens") as caught:
         encode_prompts(rows, "rows.jsonl", load_tokenizer(str(tokens)), 100, "all")
     assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# folders and files of others are data
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("small")))
+
+
+def changed(small, folder, **settings):
+    """A copy of the policy with other settings in its config.json."""
+    shutil.copytree(small.policy, folder)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(attn_implementation="kernels-community/flash-attn"), dict(_attn_implementation="someone/kernel@main:f"),
+    dict(experts_implementation="someone/kernel"), dict(auto_map={"AutoConfig": "mine.X", "AutoModelForCausalLM": "mine.Y"}),
+    dict(attribute_map={"x": "_attn_implementation_internal"}, x="someone/kernel"), dict(get_text_config=1),
+    dict(configuration_files=["config.9.json"]), dict(transformers_weights="other.safetensors")], ids=str)
+def test_what_a_config_says_of_code_is_dropped(small, settings, tmp_path):
+    model = load_model(changed(small, tmp_path / "other", **settings))
+    for name, p in load_model(small.policy).named_parameters():
+        assert (model.get_parameter(name) == p).all()
+    assert model.hf.config._attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("settings", [
+    dict(sliding_window=math.nan), dict(sliding_window=1e30), dict(score_shift="x"), dict(logit_scale=10**400),
+    dict(quantization_config=dict(quant_method="gptq")), dict(n_positions=10**30)], ids=str)
+def test_a_config_that_makes_no_sense(small, settings, tmp_path):
+    with pytest.raises(BadInput, match="other"):
+        load_model(changed(small, tmp_path / "other", **settings))
+
+
+def test_no_pickle_is_read(small, tmp_path):
+    """Whatever the index names, and whatever else lies beside the weights."""
+    class Payload:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    folder = changed(small, tmp_path / "other")
+    for name in (".metadata", "adapter_model.bin", "pytorch_model.bin"):
+        with open(f"{folder}/{name}", "wb") as f:
+            pickle.dump(Payload(), f)
+    shutil.copy(f"{folder}/model.safetensors", f"{folder}/shard-00000-model-00001-of-00001.safetensors")
+    with open(f"{folder}/adapter_config.json", "w", encoding="utf-8") as f:
+        json.dump(dict(peft_type="LORA", base_model_name_or_path="someone/model"), f)
+    load_model(folder)
+    os.remove(f"{folder}/model.safetensors")
+    for name in ("pytorch_model.bin", "../small/policy/model.safetensors", "/etc/passwd", 5):
+        with open(f"{folder}/model.safetensors.index.json", "w", encoding="utf-8") as f:
+            json.dump(dict(metadata={}, weight_map={"lm_head.weight": name}), f)
+        with pytest.raises(BadInput, match="weight_map"):
+            load_model(folder)
+    assert not os.path.exists(f"{tmp_path}/ran")
+
+
+def test_what_a_tool_may_replace(small, tmp_path):
+    """New files, and what it has written itself; all else is refused, and stays as it was."""
+    made = rb'\{"mine": '
+    os.makedirs(tmp_path / "run" / "checkpoint-000001" / "policy")
+    for name in ("run/config.json", "run/log.jsonl", "run/checkpoint-000001/manifest.json", "run/checkpoint-000001/state.json",
+                 "data.jsonl", "notes.json", "mine.py", "target.json"):
+        (tmp_path / name).write_text('{"theirs": 1}')
+    os.symlink(tmp_path / "nowhere", tmp_path / "dangling.json")
+    os.symlink(tmp_path / "own.json", tmp_path / "link.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    os.mkdir(tmp_path / "folder.json")
+    (tmp_path / "own.json").write_text('{"mine": 1}')
+    (tmp_path / "run" / "checkpoint-000001" / "new.txt").write_text('{"mine": 1}')
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    for name in ("run/config.json", "run/log.jsonl", "run/samples.jsonl", "run/checkpoint-000001/state.json", "data.jsonl",
+                 "run/checkpoint-000001/other.json", "run/checkpoint-000001/new.txt", "notes.json", "mine.py", "dangling.json",
+                 "link.json", "pipe.json", "folder.json", "own.json/x.json", ".json", "x" * 300):
+        with pytest.raises(BadInput, match="--out"):
+            check_writable(str(tmp_path / name), made=made)
+    for name in ("tokenizer.json", "config.json", "new.json"):
+        with pytest.raises(BadInput, match="--out"):
+            check_writable(f"{small.policy}/{name}", made=b"")
+    with pytest.raises(BadInput, match="--out"):
+        check_writable(str(tmp_path / "own.json"), reads=[str(tmp_path / "own.json")], made=made)
+    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+    for name in ("own.json", "run/curves.json", "new/new.json"):
+        check_writable(str(tmp_path / name), made=made)
+    with pytest.raises(KeyError), written(tmp_path / "own.json") as f:
+        f.write("half")
+        raise KeyError
+    assert (tmp_path / "own.json").read_text() == '{"mine": 1}' and not list(tmp_path.rglob("*.part"))
+
+
+def test_out_dir_of_another_is_left_alone(tmp_path):
+    theirs = tmp_path / "theirs.txt"
+    theirs.write_text("theirs")
+    for name in (".lock", "log.jsonl", "config.json", "config.json.tmp"):
+        os.makedirs(tmp_path / f"of {name}")
+        os.symlink(theirs, tmp_path / f"of {name}" / name)
+    for name, text in (("config.json", "no JSON"), ("config.json", "[1]"), ("best_policy", None)):
+        folder = tmp_path / f"{name} {text}"
+        os.makedirs(folder if text else folder / name)
+        (folder / name if text else folder / name / "x").write_text(text or "theirs")
+    for folder in [x for x in tmp_path.iterdir() if x.is_dir()]:
+        name, = os.listdir(folder)
+        with pytest.raises(BadInput, match=re.escape(name)):
+            open_run(str(folder), dict(out_dir=str(folder)), ())
+        assert set(os.listdir(folder)) <= {name, ".lock"}
+    assert theirs.read_text() == "theirs" and (tmp_path / "config.json no JSON" / "config.json").read_text() == "no JSON"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# code of the user's that raises what nobody should
+
+
+@pytest.mark.parametrize("kind", [BaseException, GeneratorExit, SystemExit, KeyboardInterrupt, MemoryError, StopIteration])
+def test_what_a_reward_or_a_config_raises_is_a_line(kind, tmp_path, monkeypatch):
+    def reward(batch):
+        raise kind("two\nlines")
+
+    with pytest.raises(Stop, match="reward 'mine' failed.*line [0-9]+"):
+        call_rewards([(1.0, "mine", reward)], dict(completions=["a"], rows=[{}]))
+    (tmp_path / "mine.py").write_text(f"x = 1\nraise {kind.__name__}()\n")
+    with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else BadConfig) as caught:
+        run_config_file(str(tmp_path / "mine.py"))
+    if kind is not KeyboardInterrupt:
+        assert "mine.py, line 2" in str(caught.value)
+    said, code = said_and_code(caught.value, monkeypatch)
+    assert code == (130 if kind is KeyboardInterrupt else 2) and said.count("\n") == 1
+
+
+def test_a_name_that_is_no_utf_8(tmp_path):
+    """Tools show such runs; a run, whose files libraries write, begins in no such folder."""
+    folder = os.fsencode(tmp_path) + b"/\xff\xfe"
+    os.mkdir(folder)
+    for name, text in (("config.json", "{}"), ("log.jsonl", '{"iteration": 0, "eval/kl": 1.0}\n')):
+        with open(folder + b"/" + name.encode(), "w", encoding="utf-8") as f:
+            f.write(text)
+    for tool, key, ending in (("plot", b"runs", b"png"), ("page", b"run", b"html")):
+        done = tiny.run(f"tools/{tool}.py", b"--%b=%b" % (key, folder), b"--out=%b/x.%b" % (folder, ending))
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+    with pytest.raises(BadInput, match="UTF-8"):
+        open_run(os.fsdecode(folder), dict(), ())

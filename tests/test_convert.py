@@ -110,6 +110,22 @@ def test_rows_are_held_out(tmp_path, convert):
     assert (code, stdout) == (2, "") and re.fullmatch("convert.py: error: .*train_val.jsonl.*\n", stderr), stderr
 
 
+def test_what_is_replaced_and_what_is_left(tmp_path, convert):
+    jsonl(tmp_path / "theirs.jsonl", [{"prompt": "a", "answer": "1"}])
+    jsonl(tmp_path / "other.jsonl", [{"prompt": "a", "answer": "1"}])
+    jsonl(tmp_path / "bad.jsonl", [{"label": True}])
+    os.symlink(tmp_path / "nowhere", tmp_path / "link.jsonl")
+    before = sorted(os.listdir(tmp_path))
+    for source, out, words in (("theirs", "other", "other.jsonl"), ("theirs", "link", "link.jsonl"),
+                               ("bad", "new", "no row is left"), ("theirs", "theirs", "theirs.jsonl"),
+                               ("nowhere", "new", "nowhere.jsonl")):
+        code, _, stderr = convert(f"--source={tmp_path}/{source}.jsonl", f"--out={tmp_path}/{out}.jsonl")
+        assert code == 2 and stderr.count("\n") == 1 and words in stderr and sorted(os.listdir(tmp_path)) == before
+    for source in ("theirs", "other"):  # what it has written, it writes again
+        assert convert(f"--source={tmp_path}/{source}.jsonl", f"--out={tmp_path}/ours.jsonl")[0] == 0
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "ours.jsonl"]) and not (tmp_path / "nowhere").exists()
+
+
 def test_nothing_is_glued_whatever_comes():
     """Rows of random parts: each is refused in a line, or makes a dialogue whose messages are all there, in their order."""
     rng, made = random.Random(5), 0

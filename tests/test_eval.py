@@ -77,6 +77,10 @@ def done(tmp_path_factory):
                 reward_functions=f"2*{world.rule('letters')},length", device_type="cpu")
     os.makedirs(f"{folder}/ran")  # the log of a run, which is not to be lost
     tiny.jsonl(f"{folder}/ran/log.jsonl", [dict(iteration=0)])
+    os.makedirs(f"{folder}/run/checkpoint-000001")
+    for name in ("manifest", "state"):
+        with open(f"{folder}/run/checkpoint-000001/{name}.json", "w", encoding="utf-8") as f:
+            f.write("{}")
     os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
 
     for name, length in (("short", 3), ("longer", 6), ("moved", 5)):  # policies of runs; of the last one the card alone is left
@@ -91,15 +95,21 @@ def done(tmp_path_factory):
     wrong = dict(
         nothing=dict(policies=" "), head=dict(reward_path=world.policy), out=dict(out="/dev/null/x"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
-        log=dict(out=f"{folder}/ran/log"), task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
+        log=dict(out=f"{folder}/ran/log"),
+        state=dict(out=f"{folder}/run/checkpoint-000001/state"),
+        vocabulary=dict(out=f"{world.judge}/tokenizer"), data=dict(out=f"{world.root}/sft_val"),
+        task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
         # the second policy is wrong: that is said before the first one answers
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
     lengths = {name: call(policies=f"{folder}/runs/{name}/policy", max_new_tokens=given, limit=5)
                for name, given in (("short", 0), ("moved", 0), ("longer", 2))}
     lengths["both"] = call(2, policies=",".join(f"{folder}/runs/{name}/policy" for name in ("short", "longer")), max_new_tokens=0)
-    cases = lengths | {"one": call(), "two": call(2), "plain": call(
+    cases = lengths | {"one": call() * 2, "two": call(2), "plain": call(
         policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl")}
-    return folder, forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
+    results = forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
+    first, again = results["one"]  # the same once more replaces its files
+    assert first["codes"] == again["codes"] == [0], again
+    return folder, results
 
 
 def read(folder, name):
@@ -182,7 +192,10 @@ def test_without_answers(done):
 
 
 @pytest.mark.parametrize("name, words", dict(
-    read="../read.jsonl", nothing="policies", head="score", out="/dev/null/x", log="log.jsonl", task="'tests'", long="row 1",
+    read="../read.jsonl", nothing="policies", head="score", out="/dev/null/x", log="log.jsonl", state="state.json",
+    vocabulary="tokenizer.json",
+    data="sft_val.jsonl",
+    task="'tests'", long="row 1",
     gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]

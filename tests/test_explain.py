@@ -36,11 +36,16 @@ def runs(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("runs"))
     keys = dict(seed=PPO.seed, max_iters=4, checkpoint_interval=1, keep_checkpoints=9)
     rules = world.grpo("out", reward_functions="accuracy,0.1*format", max_iters=1)
-    cases = dict(rules=[one_run("grpo.py", rules)], ppo=[one_run("ppo.py", world.ppo("out", **keys))],
+    shutil.copy(f"{world.root}/rules.py", f"{folder}/mine.py")
+    coded = world.grpo("out", reward_functions=f"{folder}/mine.py:letters", max_iters=1)
+    cases = dict(rules=[one_run("grpo.py", rules)], coded=[one_run("grpo.py", coded)],
+                 ppo=[one_run("ppo.py", world.ppo("out", **keys))],
                  sft=[one_run("sft.py", world.sft("out"))])
     for name, (result,) in forked(folder, cases).items():
         assert result["codes"] == [0], (name, result)
     cut = shutil.copytree(f"{folder}/ppo/out", f"{folder}/ppo/cut")
+    with open(f"{folder}/mine.py", "a", encoding="utf-8") as f:
+        f.write(f"\nopen('{folder}/ran', 'a').close()\n")
     for later in range(DONE + 1, 5):
         shutil.rmtree(f"{cut}/checkpoint-{later:06d}")
     return folder
@@ -73,12 +78,18 @@ def explained(world, runs, batch_rows):
         ppo_over=dict(run=f"{runs}/ppo/out", prompt="12+34=", out="deep/ppo.png"),
         answered=dict(run=f"{runs}/rules/out", prompt="12+34=", answer="46"),
         unanswered=dict(run=f"{runs}/rules/out", prompt="12+34="),
+        coded=dict(run=f"{runs}/coded/out", prompt="12+34="),
+        named=dict(run=f"{runs}/coded/out", prompt="12+34=", reward_functions=f"{runs}/mine.py:letters"),
         no_checkpoint=dict(run=world.policy, prompt="12+34="),
         supervised=dict(run=f"{runs}/sft/out", prompt="12+34="),
         too_long=dict(run=f"{runs}/ppo/out", prompt="1+" * 20))
     before = contents(runs)
     cases = {name: [one_run("tools/explain.py", tiny.arguments(keys))] for name, keys in calls.items()}
+    named = {"named": cases.pop("named")}
     results = {name: result for name, (result,) in forked(folder, cases).items()}
+    assert not os.path.exists(f"{runs}/ran")  # no code that a folder names has run
+    results |= {name: result for name, (result,) in forked(f"{folder}/again", named).items()}
+    os.remove(f"{runs}/ran")
     after = {path: sha for path, sha in contents(runs).items() if not path.startswith(folder)}
     assert before == after and len(before) > 20  # the runs' folders are as they were
     return results, folder
@@ -135,8 +146,9 @@ def test_a_run_that_is_over(explained):
 
 
 def test_answers_and_bad_input(explained):
+    assert "letters" in printed(explained, "named")
     assert re.search(r"\nscore .* = 1 \* accuracy [01]\.000 \+ 0.1 \* format [01]\.000", printed(explained, "answered"))
     for name, said in (("unanswered", "--answer="), ("no_checkpoint", "checkpoint"), ("supervised", "ppo.py"),
-                       ("too_long", "1+" * 20)):
+                       ("too_long", "1+" * 20), ("coded", "--reward_functions=")):
         result = explained[0][name]
         assert result["codes"] == [2] and len(result["stderr"][0].splitlines()) == 1 and said in result["stderr"][0]

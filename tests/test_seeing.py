@@ -295,13 +295,21 @@ def test_bad_folders_are_one_line(tmp_path):
     tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=0, a=1)])
     tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=0, text="")])
     (tmp_path / "plain").mkdir()
+    (tmp_path / "old.html").write_text("<!DOCTYPE html>theirs")
+    (tmp_path / "huge").mkdir()
+    (tmp_path / "huge" / "log.jsonl").write_text('{"iteration": 0, "a": 1' + "0" * 400 + ', "b": NaN, "eval/kl": 1e999}\n')
     (tmp_path / "plain" / "log.jsonl").write_text("[1]\n")
     for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1"),
                                     ("page", f"--run={tmp_path}", "samples.jsonl, line 1"),
                                     # its samples cannot be read: even without the check nothing would be written
                                     ("page", f"--run={tmp_path} --out={tiny.ROOT}/tools/page.html", "page.html"),
+                                    ("page", f"--run={tmp_path} --out={tmp_path}/old.html", "old.html"),
                                     ("plot", f"--runs={tmp_path} --out={tmp_path}", ".png")):
         command = [sys.executable, f"{tiny.ROOT}/tools/{script}.py", *argument.split()]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
     assert tiny.read_log(tmp_path) == [dict(iteration=0, a=1)]
+    assert (tmp_path / "old.html").read_text() == "<!DOCTYPE html>theirs"
+    for _ in range(2):  # a number that no curve can show is left out, and a picture of its own is replaced
+        done = tiny.run("tools/plot.py", f"--runs={tmp_path}/huge", f"--out={tmp_path}/huge.png", "--metrics=")
+        assert done.returncode == 0, done.stderr

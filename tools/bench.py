@@ -33,26 +33,26 @@ sys.path.insert(0, ROOT)
 from configurator import configure  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, decoding_copy, load_placed, precisions  # noqa: E402
-from errors import BadConfig, Stop  # noqa: E402
+from errors import BadConfig, Stop, first_line  # noqa: E402
 from model import from_scratch  # noqa: E402
 from rollout import generate  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
 work = "sampling,ppo,grpo"  # what is measured: these, or some of them
-d_model = 256  # width of the Llama [>= 2]
-n_layer = 4  # its layers [>= 1]
-n_head = 4  # its attention heads [>= 1]
-n_kv_head = 4  # its key-value heads [>= 1]
-d_ff = 688  # width of its gated MLP [>= 1]
+d_model = 256  # width of the Llama [2..100000]
+n_layer = 4  # its layers [1..10000]
+n_head = 4  # its attention heads [1..10000]
+n_kv_head = 4  # its key-value heads [1..10000]
+d_ff = 688  # width of its gated MLP [1..1000000]
 vocab_size = 512  # its vocabulary [8..800000]
-batch_size = 32  # responses [>= 1]
-group_size = 4  # GRPO: responses to a prompt [>= 2]
-prompt_length = 32  # tokens of each prompt [>= 1]
-max_new_tokens = 128  # tokens of the longest response [>= 4]
+batch_size = 32  # responses [1..100000]
+group_size = 4  # GRPO: responses to a prompt [2..100000]
+prompt_length = 32  # tokens of each prompt [1..1000000]
+max_new_tokens = 128  # tokens of the longest response [4..1000000]
 lengths = "full"  # all responses have the longest, or end by themselves, after 43 % [full | real]
-micro_batch_size = 8  # rows scored or trained at once [>= 1]
-repeats = 3  # timed runs and iterations of each, after one to warm up [>= 1]
+micro_batch_size = 8  # rows scored or trained at once [1..1000000]
+repeats = 3  # timed runs and iterations of each, after one to warm up [1..10000]
 run_keys = ""  # more keys of both scripts, as rollout_batch_size=8,head_chunk=64
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # bfloat16: fp32 weights under autocast [float32 | bfloat16 | float64]
@@ -89,7 +89,10 @@ def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512):
                     max_position_embeddings=prompt_length + longest, eos_token_id=V - 2,
                     pad_token_id=V - 1, initializer_range=sizes["hidden_size"]**-0.5)
     for name, head in (("policy", "lm"), ("reward_model", "scalar")):
-        hf = from_scratch(settings, head).hf
+        try:
+            hf = from_scratch(settings, head).hf
+        except Exception as e:  # transformers and torch have many, for sizes that do not fit
+            raise BadConfig(f"no such Llama can be made: {first_line(e)}") from e
         if head == "lm":
             end_sometimes(hf, end_share)
         else:
@@ -218,7 +221,7 @@ if __name__ == "__main__":
                         max_new_tokens=max_new_tokens, max_iters=repeats + 1, dtype=dtype,
                         device_type=device.type)
             keys |= dict(group_size=group_size) if script == "grpo" else {}
-            keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
+            keys |= dict(pair.partition("=")[::2] for pair in run_keys.split(",") if pair)
             records = iterations(script, folder, keys)
             phases = [f"{phase} {statistics.median(r[f'time/{phase}'] for r in records):.3f} s"
                       for phase in ("rollout", "score", "update", "iteration")]

@@ -34,7 +34,7 @@ from engine.placement import (decoding_copy, in_memory, is_sharded, no_grad_forw
 from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
-from model import Model, auto_class, freeze, has_experts, read_config
+from model import Model, freeze, has_experts, read_config, shapes
 from rollout import draw
 
 COLUMNS = "weights", "gradients", "optimizer", "average"
@@ -64,7 +64,7 @@ def layers_of(path, sharded=False):
     """
     config = hf_config(path)
     with torch.device("meta"):
-        layers = Model(auto_class("lm").from_config(config)).layers()
+        layers = Model(shapes(config, "lm", path)).layers()
     kinds = getattr(config.get_text_config(), "layer_types", None) or [""] * len(layers)
     kinds = [(kind, [p.shape for p in layer.parameters()])
              for kind, layer in zip(kinds, layers, strict=True)]
@@ -132,7 +132,7 @@ def build(script, config, placement, places, paths, dry_run, mesh):
         if head == "scalar":
             settings.num_labels = 1
         more = dict(experts_implementation="grouped_mm") if has_experts(settings) else {}
-        model = freeze(Model(auto_class(head).from_config(settings, dtype=dtype, **more), head))
+        model = freeze(Model(shapes(settings, head, paths[name], dtype, **more), head))
         adapted = learns and place.lora is not None
         whole = learns and not adapted  # with LoRA the model itself is frozen
         settle(model, whole, matrices, config["gradient_checkpointing"] and learns)

@@ -30,7 +30,6 @@ from types import SimpleNamespace  # noqa: E402
 from configurator import configure  # noqa: E402
 from data import encode_for_all, spread  # noqa: E402
 from engine import build, launch, together  # noqa: E402
-from engine.checkpoint import write_json  # noqa: E402
 from engine.curves import short_names  # noqa: E402
 from engine.estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
                               pass_at_k, wins)
@@ -38,7 +37,7 @@ from options.judging import Judge  # noqa: E402
 from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, say, warn  # noqa: E402
-from folders import check_writable, response_length  # noqa: E402
+from folders import check_writable, response_length, written  # noqa: E402
 from rows import sources_of  # noqa: E402
 from engine.answers import final_answer  # noqa: E402
 from rewards import add_up, reward_terms, score_responses, whole_responses  # noqa: E402
@@ -123,8 +122,11 @@ say(f"a response ends after {max_new_tokens} tokens (--max_new_tokens)")
 out = out.removesuffix(".jsonl").removesuffix(".json")
 read = [path for path, _ in sources_of(prompts_path)] + [judge_template, chat_template]
 read += [*paths, reward_path, judge_path]  # folders: nothing in them is replaced
-together.alone(lambda: [check_writable(f"{out}{ending}", reads=read)
-                        for ending in (".jsonl", ".json")])
+made = {  # how these files begin
+    ".jsonl": rb'\{"policy": .*"mode": "(greedy|sampled)", "row": \d+, "sample": \d+, "prompt": ',
+    ".json": rb'\{\s*"config": \{\s*"policies": '}
+together.alone(lambda: [check_writable(f"{out}{ending}", reads=read, made=begins)
+                        for ending, begins in made.items()])
 if right_by == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
 tokenizers = [load_tokenizer(path, chat_template, template_kwargs, system_prompt, stop_strings)
@@ -277,11 +279,11 @@ for other in names[1:]:
 
 def write():
     """OUT.jsonl and OUT.json."""
-    with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:
+    with written(f"{out}.jsonl") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
-    os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
-    write_json(f"{out}.json", dict(config=config, prompts=len(picked), policies=figures,
-                                   win_rates=duels))
+    with written(f"{out}.json") as f:
+        json.dump(dict(config=config, prompts=len(picked), policies=figures, win_rates=duels), f,
+                  indent=2)
 
 
 def shown(middle, error, form):

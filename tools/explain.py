@@ -14,6 +14,7 @@ computes is the loss as one more step would see it. All this happens in a tempor
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from configurator import configure  # noqa: E402
 from engine import launch, report, run_folder  # noqa: E402
 from engine.checkpoint import find_checkpoint  # noqa: E402
 from engine.curves import check_picture, empty_picture, save_picture  # noqa: E402
-from engine.reward_mix import NEEDS  # noqa: E402
+from engine.reward_mix import NEEDS, files_of  # noqa: E402
 from engine.run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
@@ -45,6 +46,7 @@ run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has 
 prompt = "123+456="  # what the policy is asked
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
+reward_functions = ""  # empty = the run's; where these are code of its own, you must name them here
 out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
@@ -56,11 +58,18 @@ check_text(prompt, "command line: the prompt")
 if out:
     check_picture(out)
 checkpoint, state = find_checkpoint(run) if os.path.isdir(run) else (None, None)
-keys = read_json(os.path.join(checkpoint, "config.json")) if checkpoint else {}
+file = os.path.join(checkpoint or "", "config.json")
+keys = read_json(file) if checkpoint else {}
 if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")
-del keys["sha256"]  # of the files that the run began with
+# of the files that the run began with, of its machine; and nothing is reported to others
+keys = {name: x for name, x in keys.items() if name not in ("sha256", "gpu")} | {"report_to": ""}
+rules = str(keys["reward_functions"])
+if files_of(rules) and not reward_functions:  # the folder may be somebody else's
+    raise BadInput(f"{file} names code, {', '.join(files_of(rules))}, which runs only where you "
+                   f"name it; type --reward_functions={shlex.quote(rules)}")
+keys["reward_functions"] = reward_functions or rules
 iteration = state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks

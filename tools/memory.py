@@ -41,12 +41,12 @@ import torch.distributed as dist  # noqa: E402
 
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
 from engine.placement import mesh_of_ranks  # noqa: E402
-from errors import BadConfig, report_and_exit  # noqa: E402
+from errors import BadConfig, first_line, report_errors, shorten  # noqa: E402
 from tools.dry_run import (COLUMNS, CPU, build, equip, fake_tensors, layers_of,  # noqa: E402
                            paths_of, places_of, step_through)
 
 SCRIPTS = "ppo", "grpo", "sft", "rm"
-OPTIONS = dict(world_size=Key(1, "ranks [>= 1]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []),
+OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []),
                compare=Key(False, "", []))
 
 
@@ -74,6 +74,9 @@ def read_run(argv):
     keys = keys_of(script) | OPTIONS
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
+    for name, value in config.items():
+        if type(value) is int and abs(value) > 10**7 and name != "seed":
+            raise BadConfig(f"{name} = {shorten(value)}: this tool counts up to 10 million")
     if config.get("roles") or config.get("generate_tp", 1) > 1:
         raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
                         "and --generate_tp=1, and as --world-size the ranks of a role")
@@ -227,7 +230,7 @@ def compare(found, fits):
 
 def main(argv):
     """The tool, with these arguments. Raises BadInput."""
-    sys.excepthook = report_and_exit
+    report_errors()
     if not argv or {"--help", "-h"} & set(argv):
         print(__doc__.strip())
         return
@@ -246,9 +249,12 @@ def main(argv):
     n, _, b, P, R = sizes_of(script, config, ranks)
     print(f"{script}.py on each of {ranks} rank(s), {config['dtype']}: texts of {P} + {R} tokens, "
           f"{b} in a micro-batch{f', {n} decode at once' if n else ''}\n")
-    found = {column: predict(*run, ranks) for column, run in runs.items()}
-    fits = {column: largest(*run, ranks, found[column][1], limit)
-            for column, run in runs.items() if limit}
+    try:
+        found = {column: predict(*run, ranks) for column, run in runs.items()}
+        fits = {column: largest(*run, ranks, found[column][1], limit)
+                for column, run in runs.items() if limit}
+    except RuntimeError as e:  # of torch, even of fake tensors
+        raise BadConfig(f"sizes as these cannot be counted: {first_line(e)}") from e
     if config["compare"]:
         compare(found, fits)
         return

@@ -18,9 +18,9 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from engine.curves import metrics_in, points, read_records, read_runs  # noqa: E402
+from engine.curves import finite, metrics_in, points, read_records, read_runs  # noqa: E402
 from errors import BadConfig  # noqa: E402
-from folders import check_writable, read_json  # noqa: E402
+from folders import check_writable, read_json, written  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -34,7 +34,8 @@ if not out.endswith(".html"):
     raise BadConfig(f"out = {out!r} must end with .html")
 read = read_runs(run, "run")
 check_writable(out, reads=[PAGE, *(os.path.join(folder, name) for folder, _ in read.values()
-                                   for name in ("log.jsonl", "samples.jsonl", "config.json"))])
+                                   for name in ("log.jsonl", "samples.jsonl", "config.json"))],
+               made=rb"<!DOCTYPE html><!-- made by tools/page.py -->")
 pages = []
 for name, (folder, records) in read.items():
     # six digits are more than any screen shows
@@ -43,7 +44,7 @@ for name, (folder, records) in read.items():
     file, samples = os.path.join(folder, "samples.jsonl"), []
     if os.path.exists(file) and os.path.getsize(file):
         samples = read_records(file, ("row", "prompt", "text", "length", "scores"))
-    pages.append(dict(name=name, config=read_json(os.path.join(folder, "config.json")),
+    pages.append(dict(name=name, config=finite(read_json(os.path.join(folder, "config.json"))),
                       curves={metric: curve for metric, curve in curves.items() if curve},
                       samples=samples, last=records[-1]["iteration"]))
 
@@ -54,6 +55,6 @@ with open(PAGE, encoding="utf-8") as f:
     page = f.read()
 page = page.replace("<!-- title -->", html.escape(", ".join(read)), 1)
 page = page.replace("<!-- data -->", data, 1)
-with open(out, "w", encoding="utf-8") as f:
+with written(out) as f:
     f.write(page)
 print(f"saved {out} ({len(page) / 2**20:.1f} MiB); open it in a browser")

@@ -146,7 +146,7 @@ def main():
     args, kept = parser.parse_args(), collections.Counter()
     try:
         from transformers import AutoTokenizer  # here: --help need not wait for it
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as e:
         stop(f"--tokenizer={args.tokenizer}: {str(e).strip().splitlines()[0]}")
     tokenizer.model_max_length = sys.maxsize  # no warnings: lengths are checked
