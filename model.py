@@ -30,8 +30,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from folders import data_alone, find_folder
-from errors import BadInput, first_line, shorten
+from folders import data_alone, find_folder, read_file
+from errors import BadInput, first_line, say, shorten
 
 
 class Model(nn.Module):
@@ -41,6 +41,8 @@ class Model(nn.Module):
         super().__init__()
         self.hf, self.head, self.path = hf.eval(), head, path
         self.file_dtype = file_dtype  # of the weights in the file that it was read from
+        self.processor = {}  # {name: content} of files for images and sound: see processor_files
+        self.unread = ()  # names of parameters that no text reaches: see unread_parameters
         if head == "scalar":
             check_head(hf, path)
         # is added to every scalar: rm.py finds it, and it is saved in config.json
@@ -179,8 +181,15 @@ class Model(nn.Module):
 
     @property
     def max_positions(self):
-        """How many tokens fit into the context."""
-        return getattr(self.config, "max_position_embeddings", None) or 2**20
+        """
+        How many tokens fit into the context. With longrope (Phi-3) fewer do: a longer row changes
+        the angles of the rows that are read beside it, and of its tokens that have been decoded.
+        """
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of layers
+        shorter = [each["original_max_position_embeddings"] for each in kinds
+                   if each.get("rope_type") == "longrope"]
+        return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
 
 
 def states_before(chosen, states):
@@ -252,6 +261,10 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
             output_loading_info=True, ignore_mismatched_sizes=True, **settings)
     check_tensors(found, hf, head, path)
     model = Model(hf, head, path, file_dtype)
+    model.processor = processor_files(folder)
+    if model.max_positions < (getattr(model.config, "max_position_embeddings", None) or 0):
+        say(f"{path}: reads up to {model.max_positions} tokens: with longrope a longer row would "
+            "change the numbers of those beside it")
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in model.hf.named_parameters():
@@ -266,9 +279,19 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
 def auto_class(head):
     """The class of transformers that finds a model's own; and keep transformers quiet."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
+    from transformers.integrations import moe
 
     logging.set_verbosity_error()  # it warns of padding without a mask, see this file's header
     logging.disable_progress_bar()
+    product = moe._grouped_mm  # the only product of matrices that autocast does not round
+
+    def rounded(x, weight, offs):
+        if torch.is_autocast_enabled(x.device.type):
+            weight = weight.to(torch.get_autocast_dtype(x.device.type))
+        return product(x, weight, offs)  # has x in the dtype of weight
+
+    if product.__module__ == moe.__name__:
+        moe._grouped_mm = rounded
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
@@ -302,6 +325,12 @@ def shapes(config, head, path, dtype=torch.float32, **settings):
         return auto_class(head).from_config(config, dtype=dtype, **settings)
     except Exception as e:  # whatever transformers raises
         raise BadInput(f"{path}: transformers cannot make it: {first_line(e)}") from e
+
+
+def processor_files(folder):
+    """{name: content} of a folder's files for images and sound, which a saved model has again."""
+    names = [name for name in os.listdir(folder) if name.endswith("processor_config.json")]
+    return {name: read_file(os.path.join(folder, name)) for name in names}
 
 
 def has_experts(config):
@@ -384,12 +413,38 @@ def from_scratch(settings, head="lm", seed=0, dtype=torch.float32, device="cpu")
 # the probe
 
 
+def unread_parameters(model):
+    """
+    The names of those parameters of model.hf that no text reaches, so that no loss has a gradient
+    for them: a vision part, a bias that only chooses experts. A forward pass, long enough for the
+    blocks of compressed attention, leads back to all others; experts are one tensor, chosen or not.
+    """
+    model.requires_grad_(True)
+    text = torch.arange(min(256, model.max_positions)) % model.config.vocab_size
+    try:
+        with torch.enable_grad():
+            states = model.states(text[None].to(model.hf.device))[0]  # (256, d)
+            out = model.logits(states) if model.head == "lm" else model.scalars(states)
+    except Exception as e:  # of models that read in other ways
+        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
+                       f"{model.config.model_type}: {first_line(e)}") from e
+    steps, seen, reached = [out.grad_fn], set(), set()
+    while steps:
+        step = steps.pop()
+        if step is not None and step not in seen:
+            seen.add(step)
+            reached.add(id(getattr(step, "variable", None)))  # where a parameter enters
+            steps += [before for before, _ in step.next_functions]
+    return [name for name, p in model.hf.named_parameters() if id(p) not in reached]
+
+
 @torch.no_grad()
 def probe(model):
     """
     Raise BadInput unless a language model, of whatever family, does what quartet needs: decode two
     texts of unequal length together, padded on the left, drop one of them from the cache, and give
-    the log-probs that reading the text alone gives.
+    the log-probs that reading the other alone gives. The one that is dropped stands at the end of
+    the context: the numbers of a text must not depend on the longest one beside it.
     """
     from decoding_cache import decoding_cache
 
@@ -398,6 +453,7 @@ def probe(model):
     # row 1 has 3 tokens of padding, and then a text of 5
     mask = torch.arange(8, device=device) >= torch.tensor([[0], [3]], device=device)  # (2, 8)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (2, 8)
+    positions[0] += max(model.max_positions - 5, 0)  # 5 tokens of row 0 are read
     text = tokens[1:, 3:]
     try:
         cache = decoding_cache(model.hf.config)

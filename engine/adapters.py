@@ -51,6 +51,7 @@ class Adapted(Model):
         # not attributes that nn.Module would register: they are the base's own
         self.__dict__.update(hf=hf, base=base)
         self.head, self.path, self.file_dtype = head, base.path, base.file_dtype
+        self.processor, self.unread = base.processor, base.unread
         self.score_shift, self.new_head, self.offloaded = 0.0, False, False
         self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
         self.adapters = nn.ModuleDict()  # {name of the linear map in the trunk, with / for .: LoRA}
@@ -182,7 +183,8 @@ def adaptable(base, targets):
     layers = set(base.layers())
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
              if layer in layers for inner, module in layer.named_modules() if is_linear(module)]
-    names = [name for name in names if name.rpartition(".")[2] not in ROUTERS]
+    names = [name for name in names if name.rpartition(".")[2] not in ROUTERS
+             and f"{base.hf.base_model_prefix}.{name}.weight" not in base.unread]
     if has_experts(base.hf.config):
         say("lora: the experts' own weights are no linear maps to an adapter, and stay frozen")
     chosen = set()
@@ -245,6 +247,15 @@ def save_adapter(model, folder, base=""):
     notes = {"format": "pt"} if model.head == "lm" else {"score_shift": str(model.score_shift)}
     tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
+
+
+def peft_misreads(model):
+    """Whether peft 0.21.2 takes an Adapted's adapters on shared or dense MLPs for the experts'."""
+    from transformers import conversion_mapping
+
+    experts = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    kind = conversion_mapping._MODEL_TO_CONVERSION_PATTERN.get(model.hf.config.model_type)
+    return kind in ("qwen2_moe", "mixtral") and any(k.endswith(experts) for k in model.adapters)
 
 
 def read_adapter(folder):

@@ -32,13 +32,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.adapters import Adapted, fill_adapter, save_adapter
+from engine.adapters import Adapted, fill_adapter, peft_misreads, save_adapter
 from engine.four_bits import in_full
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.placement import refill
 from engine.run_log import LOG_FILES, cut_log
 from engine.together import alone, patience, together, whole
-from errors import BadConfig, Lost, Stop
+from errors import BadConfig, Lost, Stop, say
 from folders import read_json
 from parallel import rank_and_size
 
@@ -277,6 +277,9 @@ def save_final(out_dir, name, model, tokenizer, config=None):
     put_in_place(write, final)
     if isinstance(model, Adapted) and model.adapters:  # a head alone has no adapter
         put_in_place(write_adapter, f"{final}_adapter")
+        if peft_misreads(model):
+            say(f"{final}_adapter: peft reads other numbers from it (MLPs beside experts); give "
+                f"others {final}, which is merged, or train with --lora=16:32:q+k+v+o")
     if model.hf.dtype != dtype and rank_and_size()[0] == 0 and name != "best_policy":
         print(f"{final} is saved in {in_words(dtype)}, as the model was that the run began with; "
               f"checkpoints are in {in_words(model.hf.dtype)}")
@@ -323,6 +326,9 @@ def save_model(folder, model, tokenizer, dtype=None):
         saved_in = dtype or model.hf.dtype
         write_json(file, read_json(file) | {"dtype": in_words(saved_in)})
         tokenizer.save(folder)
+        for name, content in model.processor.items():
+            with open(os.path.join(folder, name), "wb") as f:
+                f.write(content)
         if model.head == "lm":
             ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
             write_json(os.path.join(folder, "generation_config.json"),

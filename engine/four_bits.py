@@ -39,10 +39,11 @@ def quantize(model, device, dtype):
     in the CPU's memory until then. dtype: in which it computes. Raises BadInput.
     """
     package, found = bitsandbytes("quantize = '4bit'"), False
+    unread = {model.hf.get_parameter(name) for name in model.unread}  # is saved as it was
     for layer in model.layers():
         for parent in list(layer.modules()):
             for name, linear in list(parent.named_children()):
-                if type(linear) is not nn.Linear:
+                if type(linear) is not nn.Linear or linear.weight in unread:
                     continue
                 small = package.nn.Linear4bit(
                     linear.in_features, linear.out_features, bias=linear.bias is not None,

@@ -25,12 +25,13 @@ import torch
 import torch.nn as nn
 
 import parallel
-from engine.adapters import Adapted, load_whole
+from engine.adapters import Adapted, is_linear, load_whole
 from engine.four_bits import quantize
 from engine.together import alone
 from errors import BadConfig, BadInput, shorten
 from folders import model_folders
-from model import Model, freeze, load_model, probe, read_config, shapes
+from model import (Model, freeze, load_model, probe, processor_files, read_config, shapes,
+                   unread_parameters)
 from parallel import fill, is_shard
 
 
@@ -201,7 +202,7 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
     if not place.here:
         return outline(path, head, dtype)
     adapted = trained and place.lora is not None
-    recompute = recompute and trained
+    recompute, learns = recompute and trained, trained
     trained = trained and not adapted  # with LoRA the model itself is frozen
     split = is_sharded(place, trained)
     four_bits = adapted and place.four_bits
@@ -209,16 +210,20 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
     if split:
         # rank 0 alone reads the files, into the CPU's memory; every rank gets its parts from it
         whole = []
-        alone(lambda: whole.append(load_whole(path, head, dtype, seed=seed)))  # COLLECTIVE
-        model = outline(path, head, dtype)
-        settle(model, trained, matrices, recompute)
+
+        def read():
+            whole.append(load_whole(path, head, dtype, seed=seed))
+            return unread_parameters(whole[0]) if learns else []
+
+        model, unread = outline(path, head, dtype), alone(read)  # COLLECTIVE
+        settle(model, trained, matrices, recompute, unread)
         shard(model, place, device, matrices if trained else None)
         model.to_empty(device="cpu" if on_cpu else device)
         model.hf.tie_weights()  # to_empty makes two tensors of a tied one
         fill_from_rank_0(model, whole[0] if whole else None)  # COLLECTIVE
     else:
         model = load_whole(path, head, dtype, "cpu" if on_cpu else device, seed)
-        settle(model, trained, matrices, recompute)
+        settle(model, trained, matrices, recompute, unread_parameters(model) if learns else ())
     if four_bits:
         quantize(model, device, matrices or dtype)
         model.to(device)
@@ -238,31 +243,38 @@ def outline(path, head, dtype):
     with torch.device("meta"):
         hf = shapes(config, head, path, dtype)
     model = freeze(Model(hf, head, path, file_dtype))
+    model.processor = processor_files(folder)
     model.new_head = head == "scalar" and "ForSequenceClassification" not in str(kinds)
     return model
 
 
-def settle(model, trained, matrices, recompute):
+def settle(model, trained, matrices, recompute, unread=()):
     """
     Make a model trained or frozen; the matrices of a frozen one get the dtype `matrices`, if there
-    is one. recompute: the backward pass computes the layers again.
+    is one. recompute: the backward pass computes the layers again. unread: the names of parameters
+    that no text reaches (model.unread_parameters), which stay as they are, to the bit.
     """
     model.requires_grad_(trained)
+    model.unread = unread
+    kept = {model.hf.get_parameter(name).requires_grad_(False) for name in unread}
     if recompute:
         model.recompute()
     if matrices and not trained:
-        for p in matrices_of(model):
+        for p in (p for p in matrices_of(model) if p not in kept):
             p.data = p.data.to(matrices)
 
 
 def matrices_of(model):
     """
     The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings, whose rows it takes as they are, and not a scalar head.
+    embeddings, whose rows it takes as they are, not the biases of many experts, which are added,
+    not what the family keeps in 32 bits (some routers), and not a scalar head.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     wide = {id(p) for m in tables for p in m.parameters()} | set(map(id, scalar_head(model)))
-    return [p for p in model.parameters() if p.dim() >= 2 and id(p) not in wide]
+    kept = ("bias", *(model.hf._keep_in_fp32_modules_strict or ()))
+    return [p for name, p in model.named_parameters()
+            if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
 
 
 def scalar_head(model):
@@ -288,7 +300,8 @@ def shard(model, place, device, matrices=None, mesh=None):
     matrices: the dtype to which autocast will round the matrices of a trained model; None: it will
     not. A layer is then rounded first and gathered after, which is half of the traffic and the same
     numbers. Its norms, which autocast does not round, are gathered by themselves; so are embedding
-    and head, whose gradients may be sums over chunks, in 32 bits. mesh: see mesh_of_ranks.
+    and head, whose gradients may be sums over chunks, in 32 bits. A layer of which other modules
+    have such vectors beside matrices, such as gpt-oss's, is not rounded. mesh: see mesh_of_ranks.
     """
     from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard,
                                         register_fsdp_forward_method)
@@ -297,15 +310,17 @@ def shard(model, place, device, matrices=None, mesh=None):
     settings = dict(mesh=mesh or mesh_of_ranks(device))
     if place.offload == "params":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    rounded = {}
-    if matrices:
-        rounded["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    rounded = dict(mp_policy=MixedPrecisionPolicy(
+        param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False))
+    narrow = {id(p) for p in matrices_of(model)}
     for layer in model.layers():
-        norms = [m for m in layer.modules() if "Norm" in type(m).__name__]
+        wide = [m for m in layer.modules() if not is_linear(m)
+                and any(id(p) not in narrow for p in m.parameters(recurse=False))]
+        norms = [m for m in wide if not narrow & set(map(id, m.parameters()))]
         if matrices and norms:
             fully_shard(norms, reshard_after_forward=by_layer, **settings)
-        fully_shard(layer, reshard_after_forward=by_layer, **settings, **rounded)
+        fully_shard(layer, reshard_after_forward=by_layer, **settings,
+                    **(rounded if matrices and norms == wide else {}))
     inputs, outputs = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
     if outputs is None or inputs.weight is not outputs.weight:  # it is as large as many layers
         fully_shard(inputs, reshard_after_forward=by_layer, **settings)
@@ -493,8 +508,12 @@ def decoding_copy(policy, matrices, device, tp=1):
         yield policy
         return
     # deepcopy takes from `memo` what is there already, the buffers, too, and copies the modules
-    memo = {id(t): t for t in policy.buffers()}
+    memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
     for p in policy.parameters():
-        t = p.detach().to(matrices if p.dim() >= 2 else p.dtype)
+        t = p.detach().to(matrices if id(p) in rounded else p.dtype)
         memo[id(p)] = nn.Parameter(t, requires_grad=False)
-    yield copy.deepcopy(policy, memo)
+    decoder = copy.deepcopy(policy, memo)
+    head = decoder.hf.get_output_embeddings()
+    if head.weight is decoder.hf.get_input_embeddings().weight:  # tied: rounded as a head alone
+        head.weight = nn.Parameter(head.weight.to(matrices), requires_grad=False)
+    yield decoder

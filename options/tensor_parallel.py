@@ -7,12 +7,15 @@ exchange numbers in every layer.
 The copy that decodes is split and stays in memory, of which a rank has 1 / n. Before each rollout
 it gets the policy's new weights, a tensor at a time, so no rank ever needs memory for all of them.
 """
+import copy
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
 from engine.adapters import Adapted
+from engine.placement import matrices_of
 from errors import BadConfig, first_line
 from model import Model, auto_class, freeze
 from parallel import fill, gather, is_shard, my_part
@@ -55,16 +58,18 @@ def make_split(policy, dtype, device, mesh):
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    config, n = policy.hf.config, mesh.size()
+    config, n = copy.deepcopy(policy.hf.config), mesh.size()
+    # the table of embeddings and the head are split in different ways: what is tied becomes two
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     heads = getattr(config.get_text_config(), "num_key_value_heads", None)
     if heads is not None and heads % n:
         raise BadConfig(f"generate_tp = {n} does not divide the {heads} heads of keys and values "
                         f"of {policy.path}; take a divisor")
     with torch.device("meta"):  # no memory yet
         hf = auto_class("lm").from_config(config, dtype=dtype)
-    tables = [m for m in hf.modules() if isinstance(m, nn.Embedding)]
-    for p in [p for p in hf.parameters() if p.dim() < 2] + [m.weight for m in tables]:
-        p.data = p.data.to(policy.hf.dtype)  # autocast does not round these
+    rounded = set(map(id, matrices_of(Model(hf))))
+    for p in (p for p in hf.parameters() if id(p) not in rounded):
+        p.data = p.data.to(policy.hf.dtype)
     try:
         plan, *_ = hf._resolve_parallel_plans(DistributedConfig(tp_size=n))
         apply_tensor_parallelism(hf, mesh, plan)
@@ -76,7 +81,6 @@ def make_split(policy, dtype, device, mesh):
             module._parameters[name] = nn.Parameter(torch.empty_like(p, device=device))
         for name, t in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(t, device=device)
-    hf.tie_weights()  # a tied tensor has become two
     for mine, theirs in zip(hf.buffers(), policy.hf.buffers(), strict=True):
         mine.copy_(theirs)
     return freeze(Model(hf, path=policy.path))
@@ -85,8 +89,8 @@ def make_split(policy, dtype, device, mesh):
 @torch.no_grad()
 def copy_weights_into(split, policy):
     """A collective: give the split copy the policy's weights, a tensor at a time."""
-    pairs = zip(policy.hf.named_parameters(), split.hf.parameters(), strict=True)
-    for (name, p), part in pairs:
+    for name, part in split.hf.named_parameters():
+        p = policy.hf.get_parameter(name)
         W = gather(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
         if isinstance(policy, Adapted):
             W = policy.merged(name, W)

@@ -25,6 +25,8 @@ VARIANTS = {
     "cohere": ("Cohere", dict(_base, num_key_value_heads=2, logit_scale=0.3)),
     "granite": ("Granite", dict(_base, num_key_value_heads=2, logits_scaling=3.0, embedding_multiplier=2.0,
                                 residual_multiplier=0.5)),
+    "phi3-longrope": ("Phi3", dict(_base, num_key_value_heads=2, original_max_position_embeddings=12, rope_parameters=dict(
+        rope_type="longrope", rope_theta=500.0, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.5, 4.0, 9.0, 16.0]))),
     "mixtral": ("Mixtral", dict(_base, num_key_value_heads=2, num_local_experts=4)),
 }
 LM_CLASS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
@@ -49,6 +51,33 @@ def make(variant, head="lm", seed=0):
         for p in model.parameters():
             p.add_(torch.empty(p.shape).normal_(0, 0.15, generator=generator))
     return model
+
+
+def add_vision(world):
+    """world.seeing: a policy as Gemma 3 4B is, with a vision part that no text reaches, and files of its processor."""
+    from engine.checkpoint import save_model
+    from engine.tokenizers import load_tokenizer
+    from model import from_scratch
+
+    tokenizer, folder = load_tokenizer(world.tokenizer), f"{world.root}/seeing"
+    text = dict(model_type="gemma3_text", vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=64, sliding_window=8,
+                eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id, bos_token_id=None)
+    vision = dict(model_type="siglip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                  num_attention_heads=2, image_size=28, patch_size=14)
+    model = from_scratch(dict(model_type="gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4,
+                              image_token_index=260, boi_token_index=261, eoi_token_index=262, initializer_range=0.2), seed=1)
+    with torch.no_grad():  # else the norms' scales and the biases would be 0, which no decay moves
+        for p in model.parameters():
+            p.add_(torch.empty(p.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(p.numel())))
+    save_model(folder, model, tokenizer)
+    for name, content in PROCESSOR.items():
+        with open(f"{folder}/{name}", "w", encoding="utf-8") as f:
+            f.write(content)
+
+
+PROCESSOR = {"processor_config.json": '{"processor_class": "Gemma3Processor"}',
+             "preprocessor_config.json": '{"image_processor_type": "Gemma3ImageProcessor",\n "size": 28}\n'}
 
 
 def padded(lengths, left, vocab=97, seed=0):

@@ -22,13 +22,16 @@ DEEPSEEK = EXPERTS | dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16
                           v_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
 YARN = dict(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16))
 DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))
+LONGROPE = dict(original_max_position_embeddings=40, rope_parameters=dict(
+    rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.5, 4.0, 9.0, 16.0]))
 FAMILIES = {  # name in the table: model_type, sizes
     "GPT-2": ("gpt2", GPT), "Pythia (GPT-NeoX)": ("gpt_neox", SIZES), "Llama": ("llama", SIZES),
     "Llama with yarn": ("llama", SIZES | YARN), "Llama with dynamic rope": ("llama", SIZES | DYNAMIC),
     "Mistral": ("mistral", SIZES | dict(sliding_window=8)), "Qwen2": ("qwen2", SIZES), "Qwen3": ("qwen3", SIZES),
     "Gemma": ("gemma", SIZES | dict(head_dim=8)), "Gemma 2": ("gemma2", SIZES | dict(head_dim=8, sliding_window=8)),
     "Gemma 3 (text)": ("gemma3_text", SIZES | dict(head_dim=8, sliding_window=8)), "Phi": ("phi", SIZES),
-    "Phi-3": ("phi3", SIZES), "SmolLM3": ("smollm3", SIZES), "OLMo 2": ("olmo2", SIZES), "StarCoder2": ("starcoder2", SIZES),
+    "Phi-3": ("phi3", SIZES), "Phi-3 with longrope": ("phi3", SIZES | LONGROPE),
+    "SmolLM3": ("smollm3", SIZES), "OLMo 2": ("olmo2", SIZES), "StarCoder2": ("starcoder2", SIZES),
     "GLM-4": ("glm4", SIZES | dict(head_dim=8)), "OPT": ("opt", SIZES | dict(ffn_dim=64, word_embed_proj_dim=32)),
     "Mixtral": ("mixtral", EXPERTS), "Qwen3 MoE": ("qwen3_moe", EXPERTS), "DeepSeek-V3": ("deepseek_v3", DEEPSEEK),
     "gpt-oss": ("gpt_oss", EXPERTS | dict(head_dim=8, sliding_window=8)),

@@ -99,6 +99,30 @@ def test_files_are_read_again_alone_and_merged_and_by_peft(family, head, tmp_pat
     torch.testing.assert_close(said(model), want, rtol=0, atol=1e-5)
 
 
+EXPERTS = SIZES | dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+DENSE_FIRST = EXPERTS | dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)
+
+
+@pytest.mark.parametrize("kind, sizes, targets, wrong", [
+    ("qwen2_moe", EXPERTS | dict(shared_expert_intermediate_size=16), "", False),
+    ("qwen3_moe", EXPERTS | dict(mlp_only_layers=[0]), "", True), ("qwen3_moe", EXPERTS, "", False),
+    ("dots1", DENSE_FIRST, "", True), ("dots1", DENSE_FIRST, "q,k,v,o", False)])
+@torch.no_grad()
+def test_a_line_says_which_adapters_peft_misreads(kind, sizes, targets, wrong, tmp_path, tokenizer, capsys):
+    """What peft 0.21.2 misreads is in the table; where it is installed, it is asked."""
+    from_scratch(dict(model_type=kind, **sizes), seed=1).hf.save_pretrained(tmp_path / "base")
+    model = filled(Adapted(load_model(str(tmp_path / "base")), "lm", 3, 5, targets))
+    save_final(str(tmp_path / "out"), "policy", model, tokenizer)
+    assert ("policy_adapter: peft" in capsys.readouterr().out) == wrong
+    want = model.logprobs(TOKENS, CHOSEN)[0]
+    assert (load_model(str(tmp_path / "out" / "policy")).logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < 1e-4
+    peft = pytest.importorskip("peft")
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out" / "policy_adapter")).eval()
+    logits = theirs.base_model.model(TOKENS).logits.log_softmax(-1)
+    found = logits[:, :-1].gather(-1, TOKENS[:, 1:, None])[..., 0][CHOSEN[:, 1:]]
+    assert ((found - want).abs().max().item() > 0.01) == wrong
+
+
 def test_other_adapters_are_refused(tmp_path):
     base = base_in(tmp_path / "base")
     save_adapter(filled(Adapted(base, "lm", 3, 5)), str(tmp_path / "adapter"), str(tmp_path / "base"))

@@ -2,6 +2,7 @@
 import json
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from errors import BadInput
-from model import Model, freeze, load_model, probe
+from model import Model, freeze, from_scratch, load_model, probe, unread_parameters
 
+import tiny
 from families import NO_CLASSIFIER, VARIANTS, make, padded
 
-FAMILIES = ["gpt2", "llama3-gqa-tied", "gemma2", "cohere", "mixtral"]
+FAMILIES = ["gpt2", "llama3-gqa-tied", "gemma2", "cohere", "mixtral", "phi3-longrope"]
 WIDE = ("gpt2",)  # of these transformers computes everything in float64, if it is asked to
 LENGTHS = [9, 12, 1, 5]
 families = pytest.mark.parametrize("variant", FAMILIES)
@@ -258,6 +260,76 @@ def test_a_new_head_is_drawn_from_the_seed(folder_of):
 def test_the_probe_accepts(folder_of):
     for variant in VARIANTS:
         probe(load_model(folder_of(variant)))
+
+
+LONGROPE = dict(VARIANTS["phi3-longrope"][1]["rope_parameters"], original_max_position_embeddings=12)
+SIZES = dict(VARIANTS["llama"][1], num_key_value_heads=2, head_dim=8)
+ROPES = {  # how long a row may be; up to where the probe looks, and what it says then
+    "llama, longrope": ("llama", SIZES | dict(rope_parameters=LONGROPE), 12, 64, "differ"),
+    "one kind of layers": ("gemma3_text", SIZES | dict(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], rope_parameters=dict(
+            full_attention=LONGROPE, sliding_attention=dict(rope_type="default", rope_theta=500.0))), 12, 64, "differ"),
+    "phimoe": ("phimoe", SIZES | dict(num_local_experts=4, original_max_position_embeddings=12, rope_parameters=LONGROPE | dict(
+        short_mscale=1.0, long_mscale=1.3)), 12, 64, "differ"),
+    "dynamic": ("llama", SIZES | dict(rope_parameters=dict(rope_type="dynamic", rope_theta=500.0, factor=2.0)), 64, 256,
+                "differ"),
+    "yarn": ("llama", SIZES | dict(rope_parameters=dict(rope_type="yarn", rope_theta=500.0, factor=4.0,
+                                                        original_max_position_embeddings=16)), 64, 64, None),
+    "a temperature for each position": ("ministral3", SIZES, 64, 64, None)}
+
+
+@pytest.mark.parametrize("name", ROPES)
+@torch.no_grad()
+def test_the_longest_row_changes_no_other(name, monkeypatch):
+    """Rows as long as may be stand beside a text without changing it; and the probe finds what a longer one would change."""
+    kind, sizes, longest, far, words = ROPES[name]
+    model = freeze(from_scratch(dict(model_type=kind, **sizes, initializer_range=0.3), seed=1))
+    assert model.max_positions == longest
+    tokens = torch.arange(2, 2 + 2 * longest).view(2, longest) % 97
+    chosen = torch.zeros_like(tokens).bool()
+    chosen[0, 1:8] = True
+    gap = (model.logprobs(tokens, chosen)[0] - model.logprobs(tokens[:1, :8], chosen[:1, :8])[0]).abs().max()
+    assert gap < 1e-5
+    probe(model)
+    monkeypatch.setattr(Model, "max_positions", far)
+    if words is None:
+        return probe(model)
+    with pytest.raises(BadInput, match=words):
+        probe(model)
+
+
+def test_longer_rows_are_refused_by_each_script(tmp_path):
+    """Of a Phi-3 with longrope, whose first length of context is 12 tokens; the prompt and the answer are longer."""
+    from engine.checkpoint import save_model
+    from engine.tokenizers import load_tokenizer
+
+    world = tiny.build(str(tmp_path / "world"))
+    tokenizer, policy = load_tokenizer(world.tokenizer), f"{world.root}/phi"
+    config = dict(VARIANTS["phi3-longrope"][1], model_type="phi3", vocab_size=264, eos_token_id=tokenizer.eos_id,
+                  pad_token_id=tokenizer.pad_id, bos_token_id=None)
+    save_model(policy, from_scratch(config, seed=1), tokenizer)
+    keys = dict(policy_path=policy, eval_path="", reward_functions="length")
+    jobs = {"sft": tiny.one_run("sft.py", world.sft("out", init_from=policy)),
+            "rm": tiny.one_run("rm.py", world.rm("out", init_from=policy)),
+            "grpo": tiny.one_run("grpo.py", world.grpo("out", **keys)),
+            "grpo, short": tiny.one_run("grpo.py", world.grpo("out", **keys | dict(max_new_tokens=3, max_iters=1)))}
+    outcomes = {name: outcome for name, (outcome,) in tiny.in_a_row(str(tmp_path), jobs).items()}
+    assert outcomes.pop("grpo, short")["kind"] == ""
+    for name, outcome in outcomes.items():
+        assert outcome["kind"] == "BadInput" and re.search(r"row \d", outcome["message"]), (name, outcome)
+        assert "phi: reads up to 12 tokens" in outcome["stdout"]
+
+
+@pytest.mark.parametrize("kind, sizes, unread", [
+    ("gpt2", dict(VARIANTS["gpt2"][1], add_cross_attention=True), "crossattention|ln_cross_attn"),
+    ("ernie4_5_moe", SIZES | dict(moe_num_experts=4, moe_k=2, moe_layer_start_index=1, moe_intermediate_size=16),
+     "e_score_correction_bias"),
+    ("mixtral", SIZES | dict(num_local_experts=64, num_experts_per_tok=1), None), ("qwen3", SIZES, None)])
+def test_parameters_that_no_text_reaches(kind, sizes, unread):
+    model = from_scratch(dict(model_type=kind, **sizes), seed=1)
+    names = [name for name, _ in model.hf.named_parameters()]
+    assert unread_parameters(model) == [name for name in names if unread and re.search(unread, name)]
+    assert unread is None or unread_parameters(model)
 
 
 def test_the_probe_refuses_wrong_logits(folder_of, monkeypatch):

@@ -14,6 +14,7 @@ RUNS = {  # run: ranks, keys; the first two must be the same
     "neox": (1, dict(dtype="float64")),
     "neox, tp, stage 3": (4, dict(dtype="float64", generate_tp=2, zero_stage="3", rollout_batch_size=3)),
     "llama, lora, tp": (2, dict(generate_tp=2, lora="4", zero_stage="3")),
+    "qwen3": (1, {}), "qwen3, tp": (2, dict(generate_tp=2)),  # tied, as the llama is
 }
 
 
@@ -28,7 +29,8 @@ def runs(tmp_path_factory):
     tokenizer = load_tokenizer(world.tokenizer)
     ids = dict(vocab_size=264, bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
                initializer_range=0.2)
-    for name, kind, more in (("neox", "gpt_neox", {}), ("llama", "llama", dict(num_key_value_heads=2))):
+    tied = dict(num_key_value_heads=2, tie_word_embeddings=True)
+    for name, kind, more in (("neox", "gpt_neox", {}), ("llama", "llama", tied), ("qwen3", "qwen3", tied)):
         save_model(f"{folder}/world/{name}", from_scratch(dict(model_type=kind, **SIZES, **ids, **more), seed=1), tokenizer)
     jobs = {}
     for name, (ranks, keys) in RUNS.items():
@@ -42,12 +44,14 @@ def test_a_split_policy_samples_what_the_whole_one_samples_after_each_update(run
     folder, results = runs
     assert {each["kind"] for result in results.values() for each in result} == {""}, results
     logs = {name: [tiny.measured(record) for record in tiny.read_log(f"{folder}/{name}/out")] for name in RUNS}
-    whole, split, lora = logs.values()
+    whole, split, lora, *tied = logs.values()
     assert [r.get("objective/texts") for r in split] == [r.get("objective/texts") for r in whole]
     assert all(r["policy/sampler_gap"] <= 1e-10 for r in split[:-1])
     assert tiny.distance(f"{folder}/neox/out/policy", f"{folder}/neox, tp, stage 3/out/policy") < 1e-9
+    assert [r.get("objective/texts") for r in tied[0]] == [r.get("objective/texts") for r in tied[1]]
+    assert tiny.distance(f"{folder}/qwen3/out/policy", f"{folder}/qwen3, tp/out/policy") < 1e-4
     # with adapters, the training forward says the same of the tokens; and they were moved
-    assert all(r["policy/sampler_gap"] <= 1e-4 for r in lora[:-1]) and lora[1]["objective/kl"] != 0
+    assert all(r["policy/sampler_gap"] <= 1e-4 for r in lora[:-1] + tied[1][:-1]) and lora[1]["objective/kl"] != 0
 
 
 def test_what_cannot_be_split_is_refused_in_a_line(monkeypatch):

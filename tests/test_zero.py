@@ -8,12 +8,14 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine import optimizers, placement
 from errors import BadConfig, Stop
 from model import load_model
 
 import tiny
+from families import PROCESSOR, add_vision
 from tiny import in_a_row, one_run
 
 P = placement.Place
@@ -101,6 +103,81 @@ def test_a_frozen_head_is_not_rounded(world):
     model = placement.load_placed(world.reward, P(), torch.device("cpu"), "scalar", matrices=torch.bfloat16)
     assert model.hf.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
     assert torch.equal(model.hf.score.weight, load_model(world.reward, "scalar").hf.score.weight)
+
+
+SAME = {  # policy: the stages at which it samples the same texts in 16 bits
+    "qwen": "0123", "mixtral": "03", "gpt_oss": "03", "ernie4_5_moe": "03"}
+EXPERTS = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+               intermediate_size=48, max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2, moe_num_experts=4,
+               moe_k=2, moe_layer_start_index=1, moe_intermediate_size=16, vocab_size=264, bos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def staged(world, tmp_path_factory):
+    """Runs on two ranks in bfloat16: {(policy, stage): the log}. Among the policies are mixtures with odd parameters."""
+    from engine.checkpoint import save_model
+    from engine.tokenizers import load_tokenizer
+    from model import from_scratch
+
+    folder, tokenizer, jobs = str(tmp_path_factory.mktemp("staged")), tiny.add_qwen(world), {}
+    for name in list(SAME)[1:]:
+        model = from_scratch(dict(model_type=name, **EXPERTS, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id))
+        with torch.no_grad():  # biases and sinks, too
+            for p in model.parameters():
+                p.add_(torch.empty(p.shape).normal_(0, 0.15, generator=torch.Generator().manual_seed(p.numel())))
+        save_model(f"{world.root}/{name}", model, load_tokenizer(world.tokenizer))
+    for name, stages in SAME.items():
+        for stage in stages:
+            keys = dict(policy_path=f"{world.root}/{name}", reward_functions="length", eval_path="", batch_size=6,
+                        max_iters=1, num_minibatches=1, num_iterations=1, dtype="bfloat16", zero_stage=stage)
+            jobs[name, stage] = one_run("grpo.py", *[world.grpo("out", **keys)] * 2)
+    succeeded(in_a_row(folder, {" ".join(name): job for name, job in jobs.items()}))
+    return {name: tiny.read_log(f"{folder}/{' '.join(name)}/out")[0] for name in jobs}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_in_16_bits_all_stages_sample_the_same_texts(staged, name):
+    """The copy that samples is rounded where autocast rounds, and the gathered layers, too: so is the reference."""
+    records = [record for (of, _), record in staged.items() if of == name]
+    assert len({record["objective/texts"] for record in records}) == 1
+    for record in records:
+        assert record["objective/kl"] == 0 and record["policy/sampler_gap"] < 1e-5, record
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what no text reaches stays as it is
+
+SEEING = {  # name: ranks, keys
+    "adamw": (1, {}), "adafactor, stage 1": (2, dict(optim="adafactor", zero_stage="1")),
+    "16 bits, stage 3": (2, dict(dtype="bfloat16", zero_stage="3")), "16 bits, lora": (1, dict(dtype="bfloat16", lora="2"))}
+
+
+@pytest.fixture(scope="module")
+def seeing(world, tmp_path_factory):
+    add_vision(world)
+    keys = dict(policy_path=f"{world.root}/seeing", reward_functions="length", eval_path="", batch_size=6, max_iters=2,
+                num_minibatches=1, num_iterations=1, weight_decay=0.3, ema_decay=0.5, sync_check_interval=1)
+    folder = str(tmp_path_factory.mktemp("seeing"))
+    succeeded(in_a_row(folder, {name: one_run("grpo.py", *[world.grpo("out", **keys | more)] * ranks)
+                                for name, (ranks, more) in SEEING.items()}))
+    return folder
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_vision_part_stays_bit_for_bit_and_its_processor_is_saved(seeing, world, name):
+    before, out = tiny.read_weights(f"{world.root}/seeing"), f"{seeing}/{name}/out"
+    vision = {n for n in before if "vision_tower" in n or "projector" in n}
+    for product in ("policy", "ema_policy"):
+        after = tiny.read_weights(f"{out}/{product}")
+        moved = {n for n in before if not torch.equal(before[n], after[n])}
+        assert len(vision) == 50 and before.keys() == after.keys() and not moved & vision
+        assert moved == before.keys() - vision or "lora" in name and len(moved) >= 14
+        for file, content in PROCESSOR.items():
+            with open(f"{out}/{product}/{file}", encoding="utf-8") as f:
+                assert f.read() == content
+    if "lora" in name:
+        adapters = load_file(f"{out}/policy_adapter/adapter_model.safetensors")
+        assert len(adapters) == 2 * 14 and not any("vision" in n for n in adapters)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

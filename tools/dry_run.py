@@ -34,7 +34,7 @@ from engine.placement import (decoding_copy, in_memory, is_sharded, no_grad_forw
 from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
-from model import Model, freeze, has_experts, read_config, shapes
+from model import Model, freeze, has_experts, read_config, shapes, unread_parameters
 from rollout import draw
 
 COLUMNS = "weights", "gradients", "optimizer", "average"
@@ -135,7 +135,8 @@ def build(script, config, placement, places, paths, dry_run, mesh):
         model = freeze(Model(shapes(settings, head, paths[name], dtype, **more), head))
         adapted = learns and place.lora is not None
         whole = learns and not adapted  # with LoRA the model itself is frozen
-        settle(model, whole, matrices, config["gradient_checkpointing"] and learns)
+        settle(model, whole, matrices, config["gradient_checkpointing"] and learns,
+               unread_parameters(model) if learns else ())
         if is_sharded(place, whole):
             shard(model, place, CPU, matrices if whole else None, mesh)
         if adapted and place.four_bits:
