@@ -375,7 +375,8 @@ def micro_batch(batch, rows):
         return mb | dict(tokens=tokens, chosen=torch.zeros_like(tokens, dtype=torch.bool))
     tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
     prompts = mask[:, :-R].sum(1)  # (b,): how many tokens each prompt has
-    t = torch.arange(tokens.shape[1], device=tokens.device) - prompts[:, None]  # (b, T), the column in R
+    column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
+    t = column - prompts[:, None]  # (b, T): which token of the response stands there
     inside = (t >= 0) & (t < longest)
     chosen = inside & mb["response_mask"].gather(1, t.clamp(0, longest - 1))  # (b, T)
     return mb | dict(tokens=tokens, chosen=chosen)

@@ -198,8 +198,8 @@ CASES = {
         keep_best=True, eval_interval=1, eval_size=0)),
     # one question with several answers: equal texts have other scores
     "grpo, alike": ("grpo.py", GRPO | dict(
-        mix=[(1.0, "answer")], files=dict(prompts_path="alike", eval_path="alike"), kl_in="reward", kl_estimator="k1", batch_size=12,
-        max_new_tokens=2, num_minibatches=1, scale_by="batch")),
+        mix=[(1.0, "answer")], files=dict(prompts_path="alike", eval_path="alike"), kl_in="reward", kl_estimator="k1",
+        batch_size=12, max_new_tokens=2, num_minibatches=1, scale_by="batch")),
     # what an environment writes between, and behind, the policy's own tokens counts nowhere
     "ppo, gaps": ("ppo.py", PPO | dict(
         gaps=True, mix=[(1.0, "some"), (0.0, "letters")], value_init="policy", gamma=0.9,
@@ -528,7 +528,8 @@ def differences(out, expected):
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "centered, some end", "centered, none end",
-               "best first", "best not raw", "best not anew", "policy waits", "gap", "gap at the end", "no score", "score clipped above", "score clipped below",
+               "best first", "best not raw", "best not anew", "policy waits",
+               "gap", "gap at the end", "no score", "score clipped above", "score clipped below",
                "early stop", "long gradient", "short gradient", "capped", "counts less",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above",

@@ -1,13 +1,14 @@
 """tools/eval.py: its formulas against counting and by hand, and its numbers against what is in its own JSONL."""
 import itertools
 import json
+import math
 import os
 import statistics
 
 import pytest
 
 import tiny
-from engine.estimates import best_of_k, majority, majority_at_k, pass_at_k
+from engine.estimates import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
 from tiny import arguments, forked, one_run
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -55,6 +56,17 @@ def test_majority_at_k():
     assert majority_at_k(answers, right, 2) == 1 / 3  # 7 8 is right; 8 7 and "" 9 are wrong
     assert majority_at_k(answers, right, 7) == 1  # 7 three times, 8 twice
     assert majority_at_k(["", ""], [0.0, 0.0], 2) == 0
+
+
+@pytest.mark.parametrize("values, mean, error", [
+    ([0, 1, 1, 1], 0.75, 0.49),  # 1.96 * 0.5 / 2: the squares add up to 0.75, over 3, 0.5; over the root of 4
+    ([1, 2, 3], 2, 1.1316),  # 1.96 * 1 / 1.7321
+    ([3, 3, 3, 3, 8], 4, 1.96),  # 1.96 * 2.2361 / 2.2361
+    ([-1, 1], 0, 1.96)])  # 1.96 * 1.4142 / 1.4142
+def test_a_mean_and_its_interval(values, mean, error):
+    """1.96 standard errors of the mean, by the unbiased variance; of one value there is none."""
+    assert mean_and_error(values) == pytest.approx((mean, error), abs=1e-4)
+    assert math.isnan(mean_and_error(values[:1])[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,6 +136,8 @@ def test_the_figures_are_those_of_the_samples(done):
         for key in ("accuracy", "letters", "reward_model", "scores", "length"):  # the rule length, beside the length
             name = f"reward/{key}" if key in ("letters", "reward_model", "length") else key
             assert its[name]["mean"] == pytest.approx(statistics.mean(r["scores"][key] for r in part))
+            prompts = [statistics.mean(r["scores"][key] for r in part if r["row"] == row) for row in range(12)]
+            assert its[name]["error"] == pytest.approx(1.96 * statistics.stdev(prompts) / 12**0.5)
     for r in mine:
         scores = r["scores"]
         assert scores["letters"] == pytest.approx(sum(ch.isascii() for ch in r["text"]) / 8)
