@@ -365,8 +365,7 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     """A response to a data row, with all that the models and rules say of it."""
     prompt = encode(row["prompt"], MARKERS["tokenizer"])
     response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
-    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={},
-                        row=row)
+    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
     # with gaps some tokens are not the policy's, but a tool's, say: the policy reads them, and that is all
     r.own = [t for t, token in enumerate(response) if not c.gaps or t == 0 or (token + t) % 3]
     r.text = decode([response[t] for t in r.own], MARKERS["tokenizer"])
@@ -511,6 +510,7 @@ def evaluation(c, models, rows, iteration, best):
         if name not in best.others or other > best.others[name][0] + 1e-6:
             best.others[name] = other, iteration
     if best.score is None or score > best.score + 1e-6:
+        best.little = best.score is not None and score - best.score < 0.1 * max(abs(score), abs(best.score))
         best.score, best.policy = score, copies_of(models.policy)
         best.at.append(iteration)
     return figures
@@ -540,6 +540,7 @@ def products(c, models, ema, best, seen):
     if c.keep_best:
         trained["best_policy"] = best.policy
         seen["best first" if best.at[-1] == 0 else "best later"] += 1
+        seen["best by a little"] += best.little
         for name, (_, iteration) in best.others.items():
             seen[f"best not {name}"] += best.at[-1] != iteration
     return trained
@@ -800,7 +801,7 @@ def grpo(c, data):
         seen["all end early"] += max(len(r.response) for r in batch) < c.max_new_tokens
         find_group_advantages(c, groups)
         record["objective/rlhf_reward"] = mean(there([r.judged for r in batch]))
-        seen["other answers"] += sum(a.prompt + a.response == b.prompt + b.response and a.row != b.row
+        seen["other answers"] += sum(a.prompt + a.response == b.prompt + b.response and a.raw != b.raw
                                      for a, b in itertools.combinations(batch, 2))
 
         lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
@@ -1038,13 +1039,18 @@ def rm(c, data):
             seen["margin" if row.get("margin") and margin else "no margin"] += 1
         return losses, squares, chances
 
+    def hit(p):
+        """Whether a guess is right: half, where it is none."""
+        seen["tie"] += p == 0.5
+        return 0.5 if p == 0.5 else float(p > 0.5)
+
     def miscalibration(chances):
         """Guo et al. (1706.04599, eq. 3), ten bins from 1/2 to 1."""
         total = 0.0
         for i in range(10):
             low, high = 0.5 + i / 20, 0.5 + (i + 1) / 20
             inside = [p for p in chances if low <= max(p, 1 - p) < high]
-            total += abs(sum(max(p, 1 - p) - (p > 0.5) for p in inside)) / len(chances)
+            total += abs(sum(max(p, 1 - p) - hit(p) for p in inside)) / len(chances)
             seen["full bin" if inside else "empty bin"] += 1
         return total
 
@@ -1069,7 +1075,7 @@ def rm(c, data):
             with torch.no_grad():
                 losses, _, chances = compare(data.val[:c.eval_size or None])
             record |= {"eval/loss": mean([x.item() for x in losses]),
-                       "eval/accuracy": mean([float(p > 0.5) for p in chances]),
+                       "eval/accuracy": mean([hit(p) for p in chances]),
                        "eval/calibration_error": miscalibration(chances)}
         if iteration == c.max_iters:
             with torch.no_grad():

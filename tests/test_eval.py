@@ -80,6 +80,7 @@ def done(tmp_path_factory):
     """The folder, and {name: result} of evaluations."""
     folder = str(tmp_path_factory.mktemp("eval"))
     world = tiny.build(f"{folder}/world")
+    tiny.add_qwen(world)
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
     tiny.jsonl(f"{folder}/read.jsonl", [dict(prompt="1+1=", answer="2")])
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
@@ -100,6 +101,8 @@ def done(tmp_path_factory):
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
     cases = {"one": call(), "two": call(2), "plain": call(
         policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl")}
+    cases["other"] = call(policies=f"{world.policy},{world.qwen}", reward_functions=world.rule("letters"), reward_path="",
+                          right_by="letters", top_k=1)
     return folder, forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
 
 
@@ -159,6 +162,24 @@ def test_a_policy_against_itself_is_a_tie(done):
     duel, = read(done[0], "one")[0]["win_rates"]
     assert (duel["win_rate"], duel["error"]) == (0.5, 0)
     assert (duel["by"], duel["responses"], duel["prompts"]) == ("scores", "sampled", 12)
+
+
+def test_a_policy_against_another_one(done):
+    """Who wins is counted once more; right is where the reward is 1; with top_k = 1 samples are the greedy responses."""
+    figures, records = read(done[0], "other")
+    letters = {(r["policy"], r["mode"], r["row"], r["sample"]): r["scores"]["letters"] for r in records}
+    texts = {(r["policy"], r["row"], r["mode"], r["sample"]): r["text"] for r in records}
+    assert all(text == texts[policy, row, "greedy", 0] for (policy, row, _, _), text in texts.items())
+    duel, = figures["win_rates"]
+    assert (duel["policy"], duel["against"], duel["by"]) == ("policy", "qwen", "letters")
+    ours, theirs = ([letters[name, "sampled", row, 0] for row in range(12)] for name in ("policy", "qwen"))
+    won = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
+    assert duel["win_rate"] == pytest.approx(statistics.mean(won)) != 0.5
+    assert duel["error"] == pytest.approx(1.96 * statistics.stdev(won) / 12**0.5)
+    for name, values in (("policy", ours), ("qwen", theirs)):
+        right = statistics.mean(float(x == 1) for x in values)
+        assert figures["policies"][name]["sampled pass@2"]["mean"] == pytest.approx(right) and max(values) > 0
+    assert {0, 1} & {*ours, *theirs} and {*ours, *theirs} - {0, 1}
 
 
 def test_without_answers(done):

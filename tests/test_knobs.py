@@ -17,7 +17,7 @@ from configurator import read_keys
 import tiny
 from tiny import alike, in_a_row, measured, one_run
 
-HELD = dict(dtype="float64", max_iters=2, eval_interval=1)
+HELD = dict(dtype="float64", max_iters=2, eval_interval=1, timeout=300)  # patient: the machine may be busy
 LETTERS = str([chr(i) for i in range(33, 127) if i % 3])  # stop strings: one token each
 ROWS = dict(fields="answer>prompt,prompt>answer", max_prompt_tokens=2, too_long="cut", stop_strings=LETTERS,
             max_new_tokens=12)
@@ -97,6 +97,8 @@ def run(world, script, keys, ranks=1, code=""):
     paths = dict(JUDGE=world.judge, QUESTION=f"{world.root}/question.txt", POLICY=world.policy, QWEN=world.qwen,
                  ADAPTER=world.adapter)
     keys = {key: paths.get(value, value) if isinstance(value, str) else value for key, value in (HELD | keys).items()}
+    if script in ("ppo.py", "grpo.py"):
+        keys = dict(reward_timeout=200) | keys
     if "ODD" in keys.get("reward_functions", ""):
         keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
     return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
