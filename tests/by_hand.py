@@ -511,6 +511,7 @@ def evaluation(c, models, rows, iteration, best):
             best.others[name] = other, iteration
     if best.score is None or score > best.score + 1e-6:
         best.little = best.score is not None and score - best.score < 0.1 * max(abs(score), abs(best.score))
+        best.negative = best.score is not None and score < 0
         best.score, best.policy = score, copies_of(models.policy)
         best.at.append(iteration)
     return figures
@@ -541,6 +542,7 @@ def products(c, models, ema, best, seen):
         trained["best_policy"] = best.policy
         seen["best first" if best.at[-1] == 0 else "best later"] += 1
         seen["best by a little"] += best.little
+        seen["best below 0"] += best.negative
         for name, (_, iteration) in best.others.items():
             seen[f"best not {name}"] += best.at[-1] != iteration
     return trained

@@ -39,8 +39,9 @@ TESTS = {
     "data.py": (8, "data", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
     "model.py": (10, "model", "ppo or rm"), "batches.py": (8, "roles", "generate or score or roles"),
     "engine/run.py": (6, "ppo and sabotage", "ppo or sft"), "engine/report.py": (0, "", "ppo or grpo"),
-    "engine/adapters.py": (0, "lora, knobs and trunk", "rm or shared"), "engine/optimizers.py": (0, "knobs", "ppo or grpo"),
-    "engine/checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
+    "engine/adapters.py": (0, "lora, knobs and trunk", "rm or shared"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
+    "engine/optimizers.py": (0, "zero and adafactor, knobs and resumed_run", "ppo or grpo"),
+    "engine/checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"),
     "engine/audit.py": (0, "parallel, ppo and sabotage, roles and fails", "one and token"),
     "engine/estimates.py": (0, "eval", "rm"), "tools/eval.py": (0, "eval", "one and token")}
 # of the runs by hand first a few, then those on one rank, then all: most mutants are noticed by the first

@@ -195,7 +195,7 @@ CASES = {
     # the ratio is to the policy that has sampled, and some responses have no score: a reward that
     # applies to them has the weight 0
     "grpo, stale": ("grpo.py", GRPO | dict(
-        staleness=1, max_iters=3, mix=[(1.0, "some"), (0.0, "letters")], max_refills=1, batch_size=9,
+        staleness=1, max_iters=3, mix=[(-1.0, "some"), (0.0, "letters")], max_refills=1, batch_size=9, seed=6,
         keep_best=True, eval_interval=1, eval_size=0)),
     # one question with several answers: equal texts have other scores
     "grpo, alike": ("grpo.py", GRPO | dict(
@@ -534,8 +534,8 @@ BRANCHES = {
                "early stop", "long gradient", "short gradient", "capped", "counts less",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above",
-                "no end", "centered, some end", "best later", "best by a little", "best not raw", "gap", "gap at the end", "no score",
-                "other answers",
+                "no end", "centered, some end", "best later", "best by a little", "best below 0", "best not raw",
+                "gap", "gap at the end", "no score", "other answers",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",
