@@ -569,7 +569,12 @@ def ppo(c, data):
         models.value = (scalar_model(c.reward_path) if from_reward else
                         scalar_model(c.policy_path, c.seed))
         values_own = parameters_of(models.value).values()
-    policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
+    adapters, policy_own = [], models.policy.parameters()
+    if c.lora:
+        adapters = [Adapters(trunk, c.lora, c.seed) for trunk in (models.policy.base_model, models.value.trunk)]
+        policy_own, values_own = adapters[0].parameters(), [*adapters[1].parameters(), models.value.head]
+        models.policy.requires_grad_(False)
+    policy_adam, value_adam = AdamW(policy_own, c), AdamW(values_own, c)
     ema, best = copies_of(models.policy), no_best()
     log, seen, kl_coef, all_scores, past = [], Counter(), c.kl_coef, [], []
     picked = prompts_of(c, 0, c.batch_size, len(data.train))
@@ -632,6 +637,8 @@ def ppo(c, data):
             kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / 10_000
 
     log.append(evaluation(c, models, data.val, c.max_iters, best))
+    for one in adapters:
+        one.merge()
     trained = products(c, models, ema, best, seen)
     return SimpleNamespace(log=log, models=trained, seen=seen)
 

@@ -38,7 +38,7 @@ TESTS = {
     "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards, reward_models", "ppo or grpo"),
     "data.py": (8, "data", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
     "model.py": (10, "model", "ppo or rm"), "batches.py": (8, "roles", "generate or score or roles"),
-    "engine/run.py": (6, "ppo and sabotage", "ppo or sft"), "engine/report.py": (0, "", "ppo or grpo"),
+    "engine/run.py": (6, "ppo and sabotage", "ppo or grpo or sft"), "engine/report.py": (0, "", "ppo or grpo"),
     "engine/adapters.py": (0, "lora, knobs and trunk", "rm or shared"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
     "engine/optimizers.py": (0, "zero and adafactor, knobs and resumed_run", "ppo or grpo"),
     "engine/checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"),

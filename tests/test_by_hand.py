@@ -125,7 +125,7 @@ SAMPLED = ADAM | dict(
     seed=3, max_iters=2, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
     ref_path="", staleness=0,
-    importance_cap=0.0, gaps=False,
+    importance_cap=0.0, gaps=False, lora="",
     cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0, keep_best=False)
 PPO = SAMPLED | dict(
     batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
@@ -176,6 +176,8 @@ CASES = {
         reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
         missing_eos_penalty=1.0, whiten_rewards="keep-mean",
         critic_warmup_iters=1, ema_decay=0.8)),
+    # adapters on the policy, and on the reward model for the values, which keep its zero
+    "ppo, adapters": ("ppo.py", PPO | dict(lora="2:5", weight_decay=0.1, vf_coef=0.5, learning_rate=5e-2)),
     # one response of one token: nothing to whiten by, and a deviation of 0
     "ppo, one token": ("ppo.py", PPO | dict(
         batch_size=1, max_new_tokens=1, num_minibatches=1, scale_scores="running")),
@@ -334,6 +336,7 @@ WAYS = {
     "ppo, ptx": "stage 3",
     "ppo, shared, ptx": "tokens",
     "ppo, uncentered": "two",
+    "ppo, adapters": "two",
     "ppo, one token": "two",
     "ppo, stale": "roles, stopped",
     "ppo, stale, capped": "generate",

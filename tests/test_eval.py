@@ -100,9 +100,9 @@ def done(tmp_path_factory):
         # the second policy is wrong: that is said before the first one answers
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
     cases = {"one": call(), "two": call(2), "plain": call(
-        policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl")}
+        policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl", top_k=1)}
     cases["other"] = call(policies=f"{world.policy},{world.qwen}", reward_functions=world.rule("letters"), reward_path="",
-                          right_by="letters", top_k=1)
+                          right_by="letters")
     return folder, forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
 
 
@@ -165,28 +165,29 @@ def test_a_policy_against_itself_is_a_tie(done):
 
 
 def test_a_policy_against_another_one(done):
-    """Who wins is counted once more; right is where the reward is 1; with top_k = 1 samples are the greedy responses."""
+    """Who wins is counted once more, over all pairs of samples; right is where the reward is 1."""
     figures, records = read(done[0], "other")
-    letters = {(r["policy"], r["mode"], r["row"], r["sample"]): r["scores"]["letters"] for r in records}
-    texts = {(r["policy"], r["row"], r["mode"], r["sample"]): r["text"] for r in records}
-    assert all(text == texts[policy, row, "greedy", 0] for (policy, row, _, _), text in texts.items())
     duel, = figures["win_rates"]
     assert (duel["policy"], duel["against"], duel["by"]) == ("policy", "qwen", "letters")
-    ours, theirs = ([letters[name, "sampled", row, 0] for row in range(12)] for name in ("policy", "qwen"))
-    won = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
+    of = {name: [[r["scores"]["letters"] for r in records if (r["policy"], r["mode"], r["row"]) == (name, "sampled", row)]
+                 for row in range(12)] for name in ("policy", "qwen")}
+    won = [statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(ours, theirs))
+           for ours, theirs in zip(*of.values(), strict=True)]
     assert duel["win_rate"] == pytest.approx(statistics.mean(won)) != 0.5
     assert duel["error"] == pytest.approx(1.96 * statistics.stdev(won) / 12**0.5)
-    for name, values in (("policy", ours), ("qwen", theirs)):
-        right = statistics.mean(float(x == 1) for x in values)
-        assert figures["policies"][name]["sampled pass@2"]["mean"] == pytest.approx(right) and max(values) > 0
-    assert {0, 1} & {*ours, *theirs} and {*ours, *theirs} - {0, 1}
+    for name, values in of.items():
+        right = statistics.mean(x == 1 for row in values for x in row)
+        assert figures["policies"][name]["sampled pass@1"]["mean"] == pytest.approx(right)
+        assert any(0 < x < 1 for row in values for x in row)
 
 
 def test_without_answers(done):
     result, = done[1]["plain"]
     assert result["codes"] == [0], result
     assert "has no answers" in result["stdout"][0]
-    its, = read(done[0], "plain")[0]["policies"].values()
+    figures, records = read(done[0], "plain")
+    its, = figures["policies"].values()
+    assert len(records) == 4 and len({r["text"] for r in records}) == 1  # with top_k = 1 a sample is the greedy response
     assert not any("@" in key or "accuracy" in key for key in its) and "sampled length" in its
 
 
