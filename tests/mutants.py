@@ -13,6 +13,7 @@ these (again). "same", written by hand: nothing that counts is changed. Who has 
 a line of the kind "written", with a whole line of the file, its new text and the result "open".
 Last tried at commit 9b97e63: of 114 mutants 26 computed the same, 86 were noticed, and two were not: data.py, `if trained[0] or
 not any(trained)` with `and`, since rows.py refuses such rows before, and run.py, a fresh run's `skipped=1` in float16.
+Of 76 that were written 74 are noticed, and two compute the same.
 """
 import ast
 import collections
@@ -39,7 +40,7 @@ TESTS = {
     "data.py": (8, "data", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
     "model.py": (10, "model", "ppo or rm"), "batches.py": (8, "roles", "generate or score or roles"),
     "engine/run.py": (6, "ppo and sabotage", "ppo or grpo or sft"), "engine/report.py": (0, "", "ppo or grpo"),
-    "engine/adapters.py": (0, "lora, knobs and trunk", "rm or shared"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
+    "engine/adapters.py": (0, "lora", "rm or shared or adapters"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
     "engine/optimizers.py": (0, "zero and adafactor, knobs and resumed_run", "ppo or grpo"),
     "engine/checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"),
     "engine/audit.py": (0, "parallel, ppo and sabotage, roles and fails", "one and token"),

@@ -1,4 +1,5 @@
 """tools/eval.py: its formulas against counting and by hand, and its numbers against what is in its own JSONL."""
+import collections
 import itertools
 import json
 import math
@@ -103,7 +104,12 @@ def done(tmp_path_factory):
         policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl", top_k=1)}
     cases["other"] = call(policies=f"{world.policy},{world.qwen}", reward_functions=world.rule("letters"), reward_path="",
                           right_by="letters")
-    return folder, forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
+    results = forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
+    _, records = read(folder, "one")  # the same once more, where the second sample of each prompt is right
+    tiny.jsonl(f"{folder}/right.jsonl", [dict(prompt=r["prompt"], answer=r["answer"].strip() or "0") for r in records if (
+        r["policy"], r["mode"], r["sample"]) == (records[0]["policy"], "sampled", 1)])
+    return folder, results | forked(folder, {"right": call(prompts_path=f"{folder}/right.jsonl", policies=world.policy,
+                                                           reward_functions="", reward_path="")})
 
 
 def read(folder, name):
@@ -155,6 +161,21 @@ def test_the_figures_are_those_of_the_samples(done):
         assert its[f"best@1 {name}"]["mean"] == pytest.approx(statistics.mean(s[name] for row in by_row for s in row))
     assert its["pass@1"] == its["accuracy"]
     assert len({r["text"] for r in mine if r["mode"] == "sampled"}) > 12
+
+
+def test_the_majority_is_not_the_best(done):
+    figures, records = read(done[0], "right")
+    its, = figures["policies"].values()
+    voted, any_right = [], []
+    for row in range(12):
+        samples = [r for r in records if (r["mode"], r["row"]) == ("sampled", row)]
+        answers = [r["answer"] for r in samples if r["answer"].strip() and "<think>" not in r["answer"]]
+        winner = collections.Counter(answers).most_common(1)[0][0] if answers else None  # of a tie the first one
+        voted.append(max([r["scores"]["accuracy"] for r in samples if r["answer"] == winner], default=0.0))
+        any_right.append(max(r["scores"]["accuracy"] for r in samples))
+    assert its["sampled majority@3"]["mean"] == pytest.approx(statistics.mean(voted))
+    assert its["sampled pass@3"]["mean"] == pytest.approx(statistics.mean(any_right))
+    assert statistics.mean(any_right) > statistics.mean(voted)
 
 
 def test_a_policy_against_itself_is_a_tie(done):
