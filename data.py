@@ -375,25 +375,28 @@ def trained_tokens(examples):
 def micro_batch(batch, rows):
     """
     b rows of the batch, as the models read them: tokens (b, T), each row from its first token on
-    and padded on the right, and chosen (b, T), True on the tokens of the response. What the batch
-    has of each response token, (B, R), is here (b, R); R and T are only as long as these rows need.
+    and padded on the right, and chosen (b, T), True on the tokens that the policy sampled. What the
+    batch has of each response token, (B, R), is here (b, R); R and T are only as long as these rows
+    need.
 
     Of no rows, tokens has one row all the same, with nothing chosen in it: where the parameters are
     sharded, all ranks must run the forward, because they gather each layer together.
     """
     mb = {name: x[rows] for name, x in batch.items() if name not in ("tokens", "attention_mask")}
     R = batch["response_mask"].shape[1]
-    lengths = mb["response_mask"].sum(1)  # (b,), of the responses
-    longest = max(lengths.tolist(), default=1)
+    mask = batch["attention_mask"][rows]
+    # the longest response: with gaps in response_mask it has more tokens than the policy sampled
+    longest = max(mask[:, -R:].sum(1).tolist(), default=1)
     mb = {name: x[:, :longest] if x.dim() > 1 and x.shape[1] == R else x for name, x in mb.items()}
     if len(rows) == 0:
         tokens = batch["tokens"].new_zeros(1, 2)
         return mb | dict(tokens=tokens, chosen=torch.zeros_like(tokens, dtype=torch.bool))
-    mask = batch["attention_mask"][rows]
     tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
     prompts = mask[:, :-R].sum(1)  # (b,): how many tokens each prompt has
     column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
-    chosen = (column >= prompts[:, None]) & (column < (prompts + lengths)[:, None])  # (b, T)
+    t = column - prompts[:, None]  # (b, T): which token of the response stands there
+    inside = (t >= 0) & (t < longest)
+    chosen = inside & mb["response_mask"].gather(1, t.clamp(0, longest - 1))  # (b, T)
     return mb | dict(tokens=tokens, chosen=chosen)
 
 

@@ -24,6 +24,7 @@ In this file: Model; the functions that stand between states and log-probs; load
 b rows, T tokens in the longest of them, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
+import os
 
 import torch
 import torch.nn as nn

@@ -64,6 +64,11 @@ def mean(numbers):
     return math.fsum(numbers) / len(numbers) if numbers else 0.0
 
 
+def there(numbers):
+    """Those that are there: None is no number."""
+    return [x for x in numbers if x is not None]
+
+
 def flat(items):
     """One list of several."""
     return list(itertools.chain.from_iterable(items))
@@ -175,19 +180,51 @@ def parameters_of(model):
     return dict(model.named_parameters())
 
 
-def logprobs_of(model, prompt, response, temperature):
+def logprobs_of(model, prompt, response, temperature, own=None):
     """
-    Log-prob of each token of a response, and the entropy of the distribution it came from.
+    Log-prob of each token of a response, and the entropy of the distribution it came from. own: the
+    places of the tokens that are asked for; None: all.
     """
     logits = model(torch.tensor([prompt + response])).logits[0, :, :TOKENS] / temperature  # (T, V)
     logprobs, entropies = [], []
     for t, token in enumerate(response):
+        if own is not None and t not in own:
+            continue
         # the logits that chose a token are one column before it
         column = logits[len(prompt) + t - 1]
         distribution = torch.log_softmax(column, 0)
         logprobs.append(distribution[token])
         entropies.append(-(distribution.exp() * distribution).sum())
     return logprobs, entropies
+
+
+class Adapters:
+    """
+    LoRA (arXiv 2106.09685, eq. 3): each linear map W of a trunk's layers becomes W + alpha / rank B A.
+    W stays as it is; A and B are trained. spec: "RANK:ALPHA", of GPT-2.
+    """
+
+    def __init__(self, trunk, spec, seed):
+        rank, alpha = map(int, spec.split(":"))
+        self.scale, self.maps, drawn = alpha / rank, [], generator(seed)
+        trunk.requires_grad_(False)
+        for linear in [m for m in trunk.modules() if type(m).__name__ == "Conv1D"]:  # x W, W (in, out)
+            n_in, n_out = linear.weight.shape
+            A = torch.empty(rank, n_in).uniform_(-1, 1, generator=drawn) * n_in**-0.5
+            A, B = torch.nn.Parameter(A.double()), torch.nn.Parameter(torch.zeros(n_out, rank).double())
+            self.maps.append((linear, A, B))
+            linear.register_forward_hook(
+                lambda linear, x, y, A=A, B=B: y + self.scale * (B @ (A @ x[0].mT)).mT if self.maps else y)
+
+    def parameters(self):
+        return [p for _, A, B in self.maps for p in (A, B)]
+
+    @torch.no_grad()
+    def merge(self):
+        """W becomes the sum, and A and B are gone."""
+        for linear, A, B in self.maps:
+            linear.weight += self.scale * (B @ A).mT
+        self.maps = []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -340,19 +377,24 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     prompt = encode(row["prompt"], MARKERS["tokenizer"])
     response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
     r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
-    r.text = decode(response, MARKERS["tokenizer"])
+    # with gaps some tokens are not the policy's, but a tool's, say: the policy reads them, and that is all
+    r.own = [t for t, token in enumerate(response) if not c.gaps or t == 0 or (token + t) % 3]
+    r.text = decode([response[t] for t in r.own], MARKERS["tokenizer"])
     for _, name in c.mix:
         learned = name == "reward_model"
         r.each[name] = learned_score(c, models.reward, row, r) if learned else RULES[name](c, row, r)
-    r.raw = r.score = sum(weight * r.each[name] for weight, name in c.mix)
-    logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature)
+    # a reward may not apply (None). Where none applies that has a weight, there is no score
+    applies = [(weight, r.each[name]) for weight, name in c.mix if weight and r.each[name] is not None]
+    r.raw = r.score = sum(weight * x for weight, x in applies) if applies else None
+    logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature, r.own)
     r.old = r.sampled = [x.item() for x in logprobs]
     r.counts = [1.0] * len(r.old)
     if models.reference:
-        logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature)
+        logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature, r.own)
         r.reference = [x.item() for x in logprobs]
     if models.value:  # of the states before each token was chosen
-        r.values = scalars(models.value, prompt + response)[len(prompt) - 1:-1].tolist()
+        values = scalars(models.value, prompt + response)
+        r.values = [values[len(prompt) + t - 1].item() for t in r.own]
     return r
 
 
@@ -376,15 +418,32 @@ def sometimes(c, row, r):
 def length(c, row, r):
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); a fifth of R is its cache."""
     cache = c.max_new_tokens / 5
-    return min(max((c.max_new_tokens - cache - len(r.response)) / cache, -1), 0)
+    return min(max((c.max_new_tokens - cache - len(r.own)) / cache, -1), 0)
 
-RULES = dict(letters=letters, sometimes=sometimes, length=length)
+
+def some(c, row, r):
+    """It does not apply to texts of an odd length."""
+    return None if len(r.text) % 2 else letters(c, row, r)
+
+
+def answer(c, row, r):
+    """How often the row's answer, a letter, is in the text."""
+    return float(r.text.count(row["answer"]))
+
+
+RULES = dict(letters=letters, sometimes=sometimes, length=length, some=some, answer=answer)
 RULES_FILE = """
 def letters(batch):
     return [sum(ch in "abcd" for ch in completion) / 4 for completion in batch["completions"]]
 
 def sometimes(batch):
     return [0.3 if len(row["prompt"]) % 2 else n for n, row in zip(letters(batch), batch["rows"])]
+
+def some(batch):
+    return [None if len(text) % 2 else n for n, text in zip(letters(batch), batch["completions"])]
+
+def answer(batch):
+    return [text.count(row["answer"]) for text, row in zip(batch["completions"], batch["rows"])]
 """
 
 
@@ -406,27 +465,33 @@ def center(c, models, rows, picked, seen):
         models.value.shift = reward.shift
 
 
-def finish_scores(c, batch, seen, deviation=1.0):
-    """What is done to a score: divided; replaced if the response never ended; clipped."""
+def finish_scores(c, batch, seen, deviation=1.0, missing=None):
+    """
+    What is done to a score: `missing` if there is none; divided; replaced if the response never
+    ended; clipped.
+    """
     for r in batch:
-        r.score = r.score / deviation
+        seen["no score"] += r.score is None
+        r.score = missing if r.score is None else r.score / deviation
         if c.missing_eos_penalty and not r.finished:
             r.score = -c.missing_eos_penalty
             seen["no end"] += 1
-        if c.reward_clip and abs(r.score) > c.reward_clip:
+        if c.reward_clip and r.score is not None and abs(r.score) > c.reward_clip:
             seen["score clipped above" if r.score > 0 else "score clipped below"] += 1
             r.score = math.copysign(c.reward_clip, r.score)
 
 
 def summary(c, batch, prefix):
     """Means over responses. Tokens that an older policy has sampled count in KL and entropy what they count in the loss."""
-    figures = dict(scores=[r.raw for r in batch], length=[len(r.response) for r in batch],
+    figures = dict(scores=there([r.raw for r in batch]), length=[len(r.own) for r in batch],
                    finished=[float(r.finished) for r in batch],
                    entropy=[-sum(n * p for n, p in zip(r.counts, r.old, strict=True)) for r in batch])
     if hasattr(batch[0], "reference"):
         figures["kl"] = [sum(n * (p - q) for n, p, q in zip(r.counts, r.old, r.reference, strict=True)) for r in batch]
     if len(c.mix) > 1:
-        figures |= {f"reward/{name}": [r.each[name] for r in batch] for _, name in c.mix}
+        figures |= {f"reward/{name}": there([r.each[name] for r in batch]) for _, name in c.mix}
+    if len(figures["scores"]) < len(batch):
+        figures["scored"] = [float(r.raw is not None) for r in batch]
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
 
 
@@ -440,20 +505,31 @@ def evaluation(c, models, rows, iteration, best):
     rows = held_out_of(c, rows)
     batch = [respond(c, models, row, "eval", 0, slot) for slot, row in enumerate(rows)]
     figures = summary(c, batch, "eval")
-    if best.score is None and getattr(c, "scale_scores", "none") == "running":
-        best.deviation = deviation_of([r.raw for r in batch])
-    finish_scores(c, batch, Counter(), best.deviation)
-    score, raw = mean([r.score for r in batch]), mean([r.raw for r in batch])
-    if best.raw is None or raw > best.raw:
-        best.raw, best.raw_at = raw, iteration
+    raw = there([r.raw for r in batch])
+    running = getattr(c, "scale_scores", "none") == "running"
+    if best.score is None and running:
+        best.deviation = deviation_of(raw)
+    # not by these: the scores as they are, nor those that are divided by a deviation of their own
+    others = dict(raw=mean(raw))
+    if running:
+        again = [copy.copy(r) for r in batch]
+        finish_scores(c, again, Counter(), deviation_of(raw), 0.0)
+        others["anew"] = mean([r.score for r in again])
+    finish_scores(c, batch, Counter(), best.deviation, 0.0 if models.value else None)
+    score = mean(there([r.score for r in batch]))
+    for name, other in others.items():
+        if name not in best.others or other > best.others[name][0] + 1e-6:
+            best.others[name] = other, iteration
     if best.score is None or score > best.score + 1e-6:
+        best.little = best.score is not None and score - best.score < 0.1 * max(abs(score), abs(best.score))
+        best.negative = best.score is not None and score < 0
         best.score, best.policy = score, copies_of(models.policy)
         best.at.append(iteration)
     return figures
 
 
 def no_best():
-    return SimpleNamespace(score=None, policy=None, deviation=1.0, at=[], raw=None, raw_at=0)
+    return SimpleNamespace(score=None, policy=None, deviation=1.0, at=[], others={})
 
 
 def copies_of(model):
@@ -462,8 +538,8 @@ def copies_of(model):
 
 
 def deviation_of(scores):
-    """By which scores are divided; 1 where they are all the same."""
-    return statistics.pstdev(scores) or 1.0
+    """By which scores are divided; 1 where they are all the same, or none is there."""
+    return statistics.pstdev(scores or [0.0]) or 1.0
 
 
 def products(c, models, ema, best, seen):
@@ -476,7 +552,10 @@ def products(c, models, ema, best, seen):
     if c.keep_best:
         trained["best_policy"] = best.policy
         seen["best first" if best.at[-1] == 0 else "best later"] += 1
-        seen["best by shape"] += best.at[-1] != best.raw_at
+        seen["best by a little"] += best.little
+        seen["best below 0"] += best.negative
+        for name, (_, iteration) in best.others.items():
+            seen[f"best not {name}"] += best.at[-1] != iteration
     return trained
 
 
@@ -501,7 +580,12 @@ def ppo(c, data):
         models.value = (scalar_model(c.reward_path) if from_reward else
                         scalar_model(c.policy_path, c.seed))
         values_own = parameters_of(models.value).values()
-    policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(values_own, c)
+    adapters, policy_own = [], models.policy.parameters()
+    if c.lora:
+        adapters = [Adapters(trunk, c.lora, c.seed) for trunk in (models.policy.base_model, models.value.trunk)]
+        policy_own, values_own = adapters[0].parameters(), [*adapters[1].parameters(), models.value.head]
+        models.policy.requires_grad_(False)
+    policy_adam, value_adam = AdamW(policy_own, c), AdamW(values_own, c)
     ema, best = copies_of(models.policy), no_best()
     log, seen, kl_coef, all_scores, past = [], Counter(), c.kl_coef, [], []
     picked = prompts_of(c, 0, c.batch_size, len(data.train))
@@ -517,9 +601,9 @@ def ppo(c, data):
                  for slot, row in enumerate(rows)]
         read_again(c, models, batch)
         record |= summary(c, batch, "objective") | counted(c, batch, seen)
-        all_scores += [r.raw for r in batch]
+        all_scores += there([r.raw for r in batch])
         running = c.scale_scores == "running"
-        finish_scores(c, batch, seen, deviation_of(all_scores) if running else 1.0)
+        finish_scores(c, batch, seen, deviation_of(all_scores) if running else 1.0, 0.0)
         record |= find_advantages(c, batch, kl_coef)
 
         policy_lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters,
@@ -530,7 +614,7 @@ def ppo(c, data):
         for minibatch in minibatches_of(c, iteration, c.ppo_epochs):
             policy_adam.zero_gradients()
             value_adam.zero_gradients()
-            tokens = sum(len(batch[i].response) for i in minibatch)
+            tokens = sum(len(batch[i].own) for i in minibatch)
             of_this_step = flat(ppo_losses(c, models, batch[i], kl_coef, tokens, seen)
                                 for i in minibatch)
             record |= {} if figures else drift(c, iteration, of_this_step)
@@ -564,6 +648,8 @@ def ppo(c, data):
             kl_coef *= 1 + min(max(error, -0.2), 0.2) * c.batch_size / 10_000
 
     log.append(evaluation(c, models, data.val, c.max_iters, best))
+    for one in adapters:
+        one.merge()
     trained = products(c, models, ema, best, seen)
     return SimpleNamespace(log=log, models=trained, seen=seen)
 
@@ -585,7 +671,7 @@ def read_again(c, models, batch):
     """
     for r in batch:
         if c.importance_cap:
-            now, _ = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+            now, _ = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
             r.old = [x.item() for x in now]
             r.counts = [min(math.exp(p - q), c.importance_cap)
                         for p, q in zip(r.old, r.sampled, strict=True)]
@@ -668,13 +754,15 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
     Add the gradients of a response's losses to the models'. tokens: how many the whole step has,
     by which the losses are divided. Returns figures of each of the response's tokens.
     """
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
     values = scalars(models.value, r.prompt + r.response)
     total, figures = 0.0, []
+    seen["gap"] += len(r.own) < r.own[-1] + 1
+    seen["gap at the end"] += r.own[-1] + 1 < len(r.response)
     for t, logprob in enumerate(logprobs):
         ratio = torch.exp(logprob - r.old[t])
         surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange)
-        value = values[len(r.prompt) + t - 1]
+        value = values[len(r.prompt) + r.own[t] - 1]
         vf, vf_bound = value_loss(value, r.values[t], r.returns[t], c.cliprange_value)
         seen[bound] += 1
         seen[vf_bound] += 1
@@ -726,13 +814,15 @@ def grpo(c, data):
         record |= {key: (trained_on if key in inner else sampled)[key] for key in sampled}
         record |= counted(c, batch, seen)
         record["objective/flat_groups"] = mean([float(is_flat(c, group)) for group in first])
-        record["objective/score_std"] = statistics.stdev([r.score for r in flat(first)])
+        record["objective/score_std"] = statistics.stdev(there([r.score for r in flat(first)]))
         if c.max_refills:
             record |= summary(c, batch, "trained")
             record["trained/flat_groups"] = mean([float(is_flat(c, group)) for group in groups])
         seen["all end early"] += max(len(r.response) for r in batch) < c.max_new_tokens
         find_group_advantages(c, groups)
-        record["objective/rlhf_reward"] = mean([r.judged for r in batch])
+        record["objective/rlhf_reward"] = mean(there([r.judged for r in batch]))
+        seen["other answers"] += sum(a.prompt + a.response == b.prompt + b.response and a.raw != b.raw
+                                     for a, b in itertools.combinations(batch, 2))
 
         lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
         figures, steps, norm = [], 0, 0.0
@@ -745,14 +835,14 @@ def grpo(c, data):
             if all(r.advantage == 0 for r in rows):  # nothing to learn
                 seen["flat minibatch" if rows else "masked minibatch"] += 1
                 continue
-            tokens = sum(len(r.response) for r in rows)
+            tokens = sum(len(r.own) for r in rows)
             adam.zero_gradients()
             of_this_step = []
             for r in rows:
                 # what its tokens count: DAPO (arXiv 2503.14476, eq. 12), GRPO (arXiv 2402.03300,
                 # eq. 3), Dr. GRPO (arXiv 2503.20783, listing 1)
                 weight = {"token-mean": 1 / tokens,
-                          "seq-mean-token-mean": 1 / len(rows) / len(r.response),
+                          "seq-mean-token-mean": 1 / len(rows) / len(r.own),
                           "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
                 of_this_step += grpo_losses(c, models, r, weight[c.aggregation], seen)
             record |= {} if figures else drift(c, iteration, of_this_step)
@@ -776,8 +866,8 @@ def grpo(c, data):
 
 def is_flat(c, group):
     """Whether all its scores are the same, within rounding; or those of the reward refill_by."""
-    scores = [r.each[c.refill_by] if c.refill_by else r.score for r in group]
-    return max(scores) - min(scores) < 1e-9
+    scores = there([r.each[c.refill_by] if c.refill_by else r.score for r in group])
+    return len(scores) < 2 or max(scores) - min(scores) < 1e-9
 
 
 def sample_groups(c, models, then, rows, iteration, seen):
@@ -812,18 +902,21 @@ def sample_groups(c, models, then, rows, iteration, seen):
 def find_group_advantages(c, groups):
     """One number a response, in r.advantage."""
     for r in flat(groups):
-        r.judged = r.score
-        if c.kl_coef and c.kl_in == "reward":  # RLOO (arXiv 2402.14740, section 2.1)
+        r.judged, r.advantage = r.score, 0.0
+        if r.judged is not None and c.kl_coef and c.kl_in == "reward":  # RLOO (arXiv 2402.14740, section 2.1)
             r.judged -= c.kl_coef * sum(kl_estimate(p, q, c.kl_estimator)
                                         for p, q in zip(r.old, r.reference, strict=True))
-    units = {"none": 1.0, "batch": statistics.stdev([r.judged for r in flat(groups)]) + 1e-4}
+    every = there([r.judged for r in flat(groups)])
+    units = {"none": 1.0, "batch": statistics.stdev(every) + 1e-4}
     for group in groups:
-        scores = [r.judged for r in group]
+        scored = [r for r in group if r.judged is not None]
+        scores = [r.judged for r in scored]
+        if len(scores) < 2 or max(scores) - min(scores) < 1e-9:
+            continue
         units["std"] = statistics.stdev(scores) + 1e-4
-        for i, r in enumerate(group):
+        for i, r in enumerate(scored):
             others = scores[:i] + scores[i + 1:] if c.baseline == "others" else scores
-            equal = max(scores) - min(scores) < 1e-9
-            r.advantage = 0.0 if equal else (r.judged - mean(others)) / units[c.scale_by]
+            r.advantage = (r.judged - mean(others)) / units[c.scale_by]
 
 
 def grpo_losses(c, models, r, weight, seen):
@@ -831,7 +924,9 @@ def grpo_losses(c, models, r, weight, seen):
     Add the gradient of a response's loss to the policy's; each of its tokens counts `weight`.
     Returns figures of each of its tokens.
     """
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
+    seen["gap"] += len(r.own) < r.own[-1] + 1
+    seen["gap at the end"] += r.own[-1] + 1 < len(r.response)
     log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
     of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
     total, figures = 0.0, []
@@ -906,7 +1001,9 @@ def rm(c, data):
     """
     model = scalar_model(c.init_from, c.seed if c.new_head else None)
     model.shift = 0.0
-    adam, log, seen = AdamW(parameters_of(model).values(), c), [], Counter()
+    adapters = Adapters(model.trunk, c.lora, c.seed) if c.lora else None
+    trained = [*adapters.parameters(), model.head] if c.lora else parameters_of(model).values()
+    adam, log, seen = AdamW(trained, c), [], Counter()
     fields = ["chosen", "rejected"] if "chosen" in data.train[0] else ["completion"]
 
     def score(row, field, model=model, tokenizer="tokenizer"):
@@ -962,13 +1059,18 @@ def rm(c, data):
             seen["margin" if row.get("margin") and margin else "no margin"] += 1
         return losses, squares, chances
 
+    def hit(p):
+        """Whether a guess is right: half, where it is none."""
+        seen["tie"] += p == 0.5
+        return 0.5 if p == 0.5 else float(p > 0.5)
+
     def miscalibration(chances):
         """Guo et al. (1706.04599, eq. 3), ten bins from 1/2 to 1."""
         total = 0.0
         for i in range(10):
             low, high = 0.5 + i / 20, 0.5 + (i + 1) / 20
             inside = [p for p in chances if low <= max(p, 1 - p) < high]
-            total += abs(sum(max(p, 1 - p) - (p > 0.5) for p in inside)) / len(chances)
+            total += abs(sum(max(p, 1 - p) - hit(p) for p in inside)) / len(chances)
             seen["full bin" if inside else "empty bin"] += 1
         return total
 
@@ -993,13 +1095,15 @@ def rm(c, data):
             with torch.no_grad():
                 losses, _, chances = compare(held_out_of(c, data.val))
             record |= {"eval/loss": mean([x.item() for x in losses]),
-                       "eval/accuracy": mean([float(p > 0.5) for p in chances]),
+                       "eval/accuracy": mean([hit(p) for p in chances]),
                        "eval/calibration_error": miscalibration(chances)}
         if iteration == c.max_iters:
             with torch.no_grad():
                 zero = [(row, "completion") for row in data.demonstrations or ()] or [(row, "chosen") for row in data.val]
                 scores = [score(*one).item() for one in zero]
             model.shift = -mean(scores)
+            if adapters:
+                adapters.merge()
             return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
         adam.zero_gradients()
         picked = prompts_of(c, iteration, c.batch_size, len(data.train))

@@ -66,7 +66,7 @@ torch.set_num_threads(1)  # a forked child has none of its parent's threads, so 
 
 TIMEOUT = 20  # the scripts': how long a collective waits for a lost rank
 GRACE = 15  # seconds more for a rank to end; the machine may be slow
-LONGEST = 450  # seconds that a run may take in all
+LONGEST = 900  # seconds that a run may take in all, or a row of them (tiny.in_a_row) on a busy machine
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 1, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),

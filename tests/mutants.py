@@ -4,13 +4,16 @@ a call left out. The tests of that file should fail then. Not a test.
 
     python tests/mutants.py list [gae.py loss.py ...]     # the mutants of these files, or of all
     python tests/mutants.py run [gae.py loss.py ...]      # tried; the results go to mutants.tsv
+    python tests/mutants.py written [gae.py loss.py ...]  # of these only the ones that somebody has written there, see below
     python tests/mutants.py table                         # the share killed, by file and by kind
 
 `run` works in a scratch copy of the repository and passes over what mutants.tsv has already, so it may be stopped and started
-again. The same code and seed give the same mutants. A test that hangs has noticed, too. "open" in mutants.tsv: tried with the
-first few runs only, which did not notice; `run` tries these again. "same", written by hand: nothing that counts is changed.
+again. The same code and seed give the same mutants. A test that hangs has noticed, too. "open" in mutants.tsv: `run` tries
+these (again). "same", written by hand: nothing that counts is changed. Who has a mutant of their own in mind writes it there as
+a line of the kind "written", with a whole line of the file, its new text and the result "open".
 Last tried at commit 9b97e63: of 114 mutants 26 computed the same, 86 were noticed, and two were not: data.py, `if trained[0] or
 not any(trained)` with `and`, since rows.py refuses such rows before, and run.py, a fresh run's `skipped=1` in float16.
+Of 76 that were written 74 are noticed, and two compute the same.
 """
 import ast
 import collections
@@ -28,14 +31,20 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "tests", "mutants.tsv")
 COLUMNS = "file line kind original mutated result test seconds".split()
 SEED, LIMIT = 1, 300  # LIMIT: seconds for the tests of a mutant
-# how many mutants of a file; the files of tests that should see them, and of test_by_hand.py the runs of which scripts
+# how many mutants of a file (0: only what is written); the tests that should see them, as file or file and a word of its
+# tests; and of test_by_hand.py the runs of which scripts
 TESTS = {
     "ppo.py": (16, "", "ppo"), "grpo.py": (14, "", "grpo"), "sft.py": (6, "", "sft"), "rm.py": (8, "", "rm"),
     "gae.py": (8, "gae", "ppo"), "loss.py": (14, "loss", "ppo or grpo or rm"), "relatives.py": (8, "grpo_loss", "grpo"),
-    "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards reward_models", "ppo or grpo"),
+    "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards, reward_models", "ppo or grpo"),
     "data.py": (8, "data", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
-    "model.py": (10, "model", "ppo or rm"), "options/roles.py": (8, "", "generate or score or roles"),
-    "engine/run.py": (6, "", "ppo or sft")}
+    "model.py": (10, "model", "ppo or rm"), "options/roles.py": (8, "roles", "generate or score or roles"),
+    "engine/run.py": (6, "ppo and sabotage", "ppo or grpo or sft"), "engine/report.py": (0, "", "ppo or grpo"),
+    "engine/adapters.py": (0, "lora", "rm or shared or adapters"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
+    "engine/optimizers.py": (0, "zero and adafactor, knobs and resumed_run", "ppo or grpo"),
+    "engine/checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"),
+    "engine/audit.py": (0, "parallel, ppo and sabotage, roles and fails", "one and token"),
+    "engine/estimates.py": (0, "eval", "rm"), "tools/eval.py": (0, "eval", "one and token")}
 # of the runs by hand first a few, then those on one rank, then all: most mutants are noticed by the first
 WAYS = "(learned or gspo or plain or again or generate)", "alone", ""
 
@@ -142,15 +151,30 @@ def chosen(file):
     return picked
 
 
+def written(file):
+    """The mutants of a file that stand in mutants.tsv as "written" and are open, as mutants_of returns them."""
+    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+        lines, found = f.read().split("\n"), []
+    for row in read_results().values():
+        if row[0] == file and row[2] == "written" and row[5] == "open":
+            places = [i for i, line in enumerate(lines) if line.strip() == row[3]]
+            assert places, f"{file} has no line {row[3]!r}"
+            i = min(places, key=lambda i: abs(i + 1 - int(row[1])))
+            new = lines[i].replace(row[3], row[4])
+            found.append((*row[:5], "\n".join([*lines[:i], new, *lines[i + 1:]])))
+    return found
+
+
 # --------------------------------------------------------------------------------------------------
 # trying them
 
 
 def arguments(file, way):
     """pytest's: the tests of a file, and the runs by hand."""
-    names = [f"test_{name}.py" for name in TESTS[file][1].split()] if way == WAYS[0] else []
+    names = [f"test_{name}" for name in TESTS[file][1].split(", ") if name] if way == WAYS[0] else []
+    files = [f"tests/{name.split()[0]}.py" for name in [*names, "test_by_hand"]]
     runs = f"agrees and ({TESTS[file][2]})" + f" and {way}" * bool(way)
-    return [*(f"tests/{name}" for name in [*names, "test_by_hand.py"]), "-k", " or ".join([*names, f"({runs})"])]
+    return [*files, "-k", " or ".join(f"({name})" for name in [*names, runs])]
 
 
 def try_mutant(mutant, way, scratch, world, expected):
@@ -230,7 +254,7 @@ def read_results():
     return {tuple(row[:5]): row for row in rows if row != COLUMNS}
 
 
-def run(files):
+def run(files, only_written):
     """Try the mutants of the files in a shuffled order: a run that is stopped has tried some of each."""
     import torch
 
@@ -240,7 +264,7 @@ def run(files):
     import campaign  # noqa: F401, which imports all that the runs need
     import test_by_hand
 
-    every = [mutant for file in files for mutant in chosen(file)]
+    every = [mutant for file in files for mutant in [*([] if only_written else chosen(file)), *written(file)]]
     random.Random(SEED).shuffle(every)
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(ROOT, os.path.join(scratch, "repository"), ignore=shutil.ignore_patterns(".git", ".venv"))
@@ -278,7 +302,7 @@ if __name__ == "__main__":
     if what == "list":
         for mutant in [mutant for file in files for mutant in chosen(file)]:
             print(*mutant[:3], f"\n    {mutant[3]}\n    {mutant[4]}")
-    elif what == "run":
-        run(files)
+    elif what in ("run", "written"):
+        run(files, what == "written")
     else:
         table()

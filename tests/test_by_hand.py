@@ -95,6 +95,8 @@ def build(folder):
     texts = [dict(text=text) for text in PROMPTS[1:6]]
     world.rows["texts"] = [*texts, dict(prompt="ab", completion="dd"), dict(text="q")]
     tiny.jsonl(os.path.join(folder, "texts.jsonl"), world.rows["texts"])
+    world.rows["alike"] = [dict(prompt="cab", answer=letter) for letter in "abcdx"]  # the same question, other answers
+    tiny.jsonl(os.path.join(folder, "alike.jsonl"), world.rows["alike"])
     kinds = dict(rl=[], sft=[], pairs=[])
     for i, prompt in enumerate(PROMPTS):
         right = PROMPTS[5 * i % len(PROMPTS)]
@@ -106,6 +108,7 @@ def build(folder):
             kinds["pairs"][-1]["margin"] = i / 5
         if i % 2:  # and some a confidence
             kinds["pairs"][-1]["confidence"] = 0.5 + i / 40
+    kinds["pairs"].append(dict(prompt="tie", chosen="ab", rejected="ab"))
     for kind, rows in kinds.items():
         for part, some in (("train", rows[:9]), ("val", rows[9:])):
             world.rows[f"{kind}_{part}"] = some
@@ -122,7 +125,7 @@ SAMPLED = ADAM | dict(
     seed=3, max_iters=2, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
     ref_path="", staleness=0,
-    importance_cap=0.0,
+    importance_cap=0.0, gaps=False, lora="",
     cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0, keep_best=False)
 PPO = SAMPLED | dict(
     batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
@@ -137,7 +140,7 @@ GRPO = SAMPLED | dict(
     cliprange_high=0.3, dual_clip=0.0, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
-PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_confidence=False, teacher="",
+PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_confidence=False, teacher="", lora="",
                      score_coef=1.0, preference_coef=1.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
@@ -173,6 +176,8 @@ CASES = {
         reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
         missing_eos_penalty=1.0, whiten_rewards="keep-mean",
         critic_warmup_iters=1, ema_decay=0.8)),
+    # adapters on the policy, and on the reward model for the values, which keep its zero
+    "ppo, adapters": ("ppo.py", PPO | dict(lora="2:5", weight_decay=0.1, vf_coef=0.5, learning_rate=5e-2)),
     # one response of one token: nothing to whiten by, and a deviation of 0
     "ppo, one token": ("ppo.py", PPO | dict(
         batch_size=1, max_new_tokens=1, num_minibatches=1, scale_scores="running")),
@@ -189,6 +194,24 @@ CASES = {
     "grpo, stale, capped": ("grpo.py", GRPO | dict(
         staleness=2, importance_cap=1.3, num_minibatches=1, kl_in="reward", kl_estimator="k1",
         max_iters=4, mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, max_new_tokens=5)),
+    # the ratio is to the policy that has sampled, and some responses have no score: a reward that
+    # applies to them has the weight 0
+    "grpo, stale": ("grpo.py", GRPO | dict(
+        staleness=1, max_iters=3, mix=[(-1.0, "some"), (0.0, "letters")], max_refills=1, batch_size=9, seed=6,
+        keep_best=True, eval_interval=1, eval_size=0)),
+    # one question with several answers: equal texts have other scores
+    "grpo, alike": ("grpo.py", GRPO | dict(
+        mix=[(1.0, "answer")], files=dict(prompts_path="alike", eval_path="alike"), kl_in="reward", kl_estimator="k1",
+        batch_size=12, max_new_tokens=2, num_minibatches=1, scale_by="batch", seed=6)),
+    # what an environment writes between, and behind, the policy's own tokens counts nowhere
+    "ppo, gaps": ("ppo.py", PPO | dict(
+        gaps=True, mix=[(1.0, "some"), (0.0, "letters")], value_init="policy", gamma=0.9,
+        whiten_rewards="keep-mean", scale_scores="running", missing_eos_penalty=0.7, entropy_coef=0.05,
+        max_new_tokens=8, keep_best=True, eval_interval=1, eval_size=0, seed=1)),
+    "grpo, gaps": ("grpo.py", GRPO | dict(
+        gaps=True, mix=[(1.0, "letters"), (0.5, "length")], importance="sequence", cliprange=0.02,
+        cliprange_high=0.05, aggregation="seq-mean-token-mean", kl_in="reward", kl_estimator="k1",
+        max_new_tokens=8)),
     "grpo, one token": ("grpo.py", GRPO | dict(
         batch_size=2, group_size=2, max_new_tokens=1, num_minibatches=1,
         mix=[(1.0, "reward_model")])),
@@ -197,7 +220,7 @@ CASES = {
     "grpo": ("grpo.py", GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
-        grad_clip=1.0, keep_best=True, eval_interval=1, eval_size=0, seed=5, max_iters=3)),
+        grad_clip=1.0, keep_best=True, eval_interval=1, eval_size=0, seed=8, max_iters=3)),
     "dapo": ("grpo.py", GRPO | dict(
         mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, missing_eos_penalty=0.5,
         reward_clip=0.2, batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1,
@@ -233,6 +256,9 @@ CASES = {
         init="reward", new_head=False, micro_batch_size=3, eval_size=2, max_iters=3,
         files=dict(demonstrations_path=""),
         margin_coef=0.7, label_smoothing=0.15, centre_coef=0.05, use_confidence=True)),
+    # adapters, and a head that is drawn
+    "rm, adapter": ("rm.py", PAIRS | dict(
+        init="policy", new_head=True, lora="2:5", weight_decay=0.1, max_iters=3, eval_size=2)),
     # two teachers, of which one reads the text in its own tokens; pairs, and single responses
     "rm, taught": ("rm.py", PAIRS | dict(
         init="tied", new_head=True, teacher_model="teachers", score_coef=0.7, preference_coef=1.3,
@@ -310,10 +336,15 @@ WAYS = {
     "ppo, ptx": "stage 3",
     "ppo, shared, ptx": "tokens",
     "ppo, uncentered": "two",
+    "ppo, adapters": "two",
     "ppo, one token": "two",
     "ppo, stale": "roles, stopped",
     "ppo, stale, capped": "generate",
     "grpo, stale, capped": "three roles, stopped",
+    "grpo, stale": "two",
+    "grpo, alike": "two",
+    "ppo, gaps": "three",
+    "grpo, gaps": "two",
     "grpo": "two",
     "dapo": "stage 3",
     "grpo, one token": "two",
@@ -323,12 +354,15 @@ WAYS = {
     "sft, plain": "stage 1",
     "rm": "two",
     "rm, again": "tuned, stage 3",
+    "rm, adapter": "two",
     "rm, taught": "stage 2",
     "rm, responses": "two",
     "ppo, drawn 1": "two",
     "grpo, drawn 1": "two",
 }
-IDS = [f"{name}: {WAYS.get(name, 'alone')}" for name in CASES]
+# every id has its script's name: pytest -k grpo
+IDS = [f"{name if script[:-3] in name else f'{script[:-3]}, {name}'}: {WAYS.get(name, 'alone')}"
+       for name, (script, _) in CASES.items()]
 
 # In float64 the log-probs of the sampler and of the training forward are the same, so no weight can
 # tell by which of them a ratio is taken. Here they differ, by as much as float32 may round. With a
@@ -342,6 +376,20 @@ def sample(*args):
     tokens, logprobs = plain(*args)
     return tokens, logprobs + 2e-5
 rollout.draw = sample
+"""
+# The tokens that by_hand.py leaves to a tool: the policy has read them, and not sampled them
+GAPS = """
+import torch
+import rollout
+whole = rollout.generate
+def generate(*args, **kwargs):
+    batch = whole(*args, **kwargs)
+    mask = batch["response_mask"]
+    t = torch.arange(mask.shape[1])
+    mask &= (t == 0) | ((batch["tokens"][:, -len(t):] + t) % 3 > 0)
+    batch["sampler_logprobs"] *= mask
+    return batch
+rollout.generate = generate
 """
 OFF = {
     "ppo, off": ("ppo.py", PPO | STILL | dict(value_learning_rate=1e-20)),
@@ -358,7 +406,7 @@ FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from
                ref_path="ref_model", teacher="teacher_model")
 # said in other words there
 NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "teacher_model",
-           "files", "ptx", "ref_path")
+           "files", "ptx", "ref_path", "gaps")
 
 
 def command(world, script, keys):
@@ -367,7 +415,7 @@ def command(world, script, keys):
     files = FILES[script] | keys.get("files", {})
     given |= {key: os.path.join(world.root, f"{file}.jsonl") if file else "" for key, file in files.items()}
     if "mix" in keys:
-        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes")}
+        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some", "answer")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
         given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
         if "reward_model" not in [name for _, name in keys["mix"]]:
@@ -432,7 +480,8 @@ def made(folder, world, names):
         script, keys = (CASES | OFF)[name]
         ranks, layout, stopped = way_of(name)
         arguments = command(world, script, keys | layout)
-        run = one_run(script, *[(arguments, ANOTHER_SAMPLER if name in OFF else "")] * ranks)
+        code = ANOTHER_SAMPLER if name in OFF else GAPS if keys.get("gaps") else ""
+        run = one_run(script, *[(arguments, code)] * ranks)
         if "roles" in layout:
             with_roles[name] = [one_run(script, *[(arguments, tiny.stops(1))] * ranks)] * stopped + [run]
         else:
@@ -471,6 +520,8 @@ def differences(out, expected):
         left = by_hand.scalar_model(folder) if scalar else by_hand.language_model(folder)
         if scalar and not abs(left.shift - model.shift) <= TOLERANCE:
             wrong.append(f"the shift of {model_name} is {left.shift}, by hand {model.shift}")
+        if not scalar and left.generation_config.eos_token_id != sorted(ENDS):
+            wrong.append(f"{model_name} ends with {left.generation_config.eos_token_id}, by hand {sorted(ENDS)}")
         parameters = model if isinstance(model, dict) else by_hand.parameters_of(model)
         found = by_hand.parameters_of(left)
         assert parameters.keys() == found.keys()
@@ -483,11 +534,13 @@ def differences(out, expected):
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "centered, some end", "centered, none end",
-               "best first", "best by shape", "policy waits", "score clipped above", "score clipped below",
+               "best first", "best not raw", "best not anew", "policy waits",
+               "gap", "gap at the end", "no score", "score clipped above", "score clipped below",
                "early stop", "long gradient", "short gradient", "capped", "counts less",
                "kl_coef up", "kl_coef down", "kl_coef a little"],
     "grpo.py": ["below", "above", "dual", "weight below", "weight above",
-                "no end", "centered, some end", "best later",
+                "no end", "centered, some end", "best later", "best by a little", "best below 0", "best not raw",
+                "gap", "gap at the end", "no score", "other answers",
                 "score clipped above", "score clipped below", "early stop", "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",
@@ -495,7 +548,7 @@ BRANCHES = {
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
     "rm.py": ["long gradient", "short gradient", "margin", "no margin", "confidence", "no confidence", "full bin", "empty bin",
-              "teacher, tokenizer", "teacher, other_tokenizer", "agrees", "disagrees"],
+              "teacher, tokenizer", "teacher, other_tokenizer", "agrees", "disagrees", "tie"],
 }
 
 

@@ -1,6 +1,8 @@
 """tools/eval.py: its formulas against counting and by hand, and its numbers against what is in its own JSONL."""
+import collections
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -8,7 +10,7 @@ import statistics
 import pytest
 
 import tiny
-from engine.estimates import best_of_k, majority, majority_at_k, pass_at_k
+from engine.estimates import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
 from tiny import arguments, forked, one_run
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,6 +61,17 @@ def test_majority_at_k():
     assert majority_at_k(["", ""], [0.0, 0.0], 2) == 0
 
 
+@pytest.mark.parametrize("values, mean, error", [
+    ([0, 1, 1, 1], 0.75, 0.49),  # 1.96 * 0.5 / 2: the squares add up to 0.75, over 3, 0.5; over the root of 4
+    ([1, 2, 3], 2, 1.1316),  # 1.96 * 1 / 1.7321
+    ([3, 3, 3, 3, 8], 4, 1.96),  # 1.96 * 2.2361 / 2.2361
+    ([-1, 1], 0, 1.96)])  # 1.96 * 1.4142 / 1.4142
+def test_a_mean_and_its_interval(values, mean, error):
+    """1.96 standard errors of the mean, by the unbiased variance; of one value there is none."""
+    assert mean_and_error(values) == pytest.approx((mean, error), abs=1e-4)
+    assert math.isnan(mean_and_error(values[:1])[1])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # from end to end
 
@@ -70,6 +83,7 @@ def done(tmp_path_factory):
     """The folder, and {name: result} of evaluations."""
     folder = str(tmp_path_factory.mktemp("eval"))
     world = tiny.build(f"{folder}/world")
+    tiny.add_qwen(world)
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
     tiny.jsonl(f"{folder}/read.jsonl", [dict(prompt="1+1=", answer="2")])
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
@@ -105,11 +119,17 @@ def done(tmp_path_factory):
                for name, given in (("short", 0), ("moved", 0), ("longer", 2))}
     lengths["both"] = call(2, policies=",".join(f"{folder}/runs/{name}/policy" for name in ("short", "longer")), max_new_tokens=0)
     cases = lengths | {"one": call() * 2, "two": call(2), "plain": call(
-        policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl")}
+        policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl", top_k=1)}
+    cases["other"] = call(policies=f"{world.policy},{world.qwen}", reward_functions=world.rule("letters"), reward_path="",
+                           right_by="letters")
     results = forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
     first, again = results["one"]  # the same once more replaces its files
     assert first["codes"] == again["codes"] == [0], again
-    return folder, results
+    _, records = read(folder, "one")  # the same once more, where the second sample of each prompt is right
+    tiny.jsonl(f"{folder}/right.jsonl", [dict(prompt=r["prompt"], answer=r["answer"].strip() or "0") for r in records if (
+        r["policy"], r["mode"], r["sample"]) == (records[0]["policy"], "sampled", 1)])
+    return folder, results | forked(folder, {"right": call(prompts_path=f"{folder}/right.jsonl", policies=world.policy,
+                                                           reward_functions="", reward_path="")})
 
 
 def read(folder, name):
@@ -145,6 +165,8 @@ def test_the_figures_are_those_of_the_samples(done):
         for key in ("accuracy", "letters", "reward_model", "scores", "length"):  # the rule length, beside the length
             name = f"reward/{key}" if key in ("letters", "reward_model", "length") else key
             assert its[name]["mean"] == pytest.approx(statistics.mean(r["scores"][key] for r in part))
+            prompts = [statistics.mean(r["scores"][key] for r in part if r["row"] == row) for row in range(12)]
+            assert its[name]["error"] == pytest.approx(1.96 * statistics.stdev(prompts) / 12**0.5)
     for r in mine:
         scores = r["scores"]
         assert scores["letters"] == pytest.approx(sum(ch.isascii() for ch in r["text"]) / 8)
@@ -176,6 +198,21 @@ def test_responses_are_as_long_as_those_of_the_run(done, name, longest):
         assert all(record["prompt"] == prompts[record["row"]] for record in records)
 
 
+def test_the_majority_is_not_the_best(done):
+    figures, records = read(done[0], "right")
+    its, = figures["policies"].values()
+    voted, any_right = [], []
+    for row in range(12):
+        samples = [r for r in records if (r["mode"], r["row"]) == ("sampled", row)]
+        answers = [r["answer"] for r in samples if r["answer"].strip() and "<think>" not in r["answer"]]
+        winner = collections.Counter(answers).most_common(1)[0][0] if answers else None  # of a tie the first one
+        voted.append(max([r["scores"]["accuracy"] for r in samples if r["answer"] == winner], default=0.0))
+        any_right.append(max(r["scores"]["accuracy"] for r in samples))
+    assert its["sampled majority@3"]["mean"] == pytest.approx(statistics.mean(voted))
+    assert its["sampled pass@3"]["mean"] == pytest.approx(statistics.mean(any_right))
+    assert statistics.mean(any_right) > statistics.mean(voted)
+
+
 def test_a_policy_against_itself_is_a_tie(done):
     """Both policies have the same noise, so their samples are the same, prompt by prompt."""
     duel, = read(done[0], "one")[0]["win_rates"]
@@ -183,11 +220,30 @@ def test_a_policy_against_itself_is_a_tie(done):
     assert (duel["by"], duel["responses"], duel["prompts"]) == ("scores", "sampled", 12)
 
 
+def test_a_policy_against_another_one(done):
+    """Who wins is counted once more, over all pairs of samples; right is where the reward is 1."""
+    figures, records = read(done[0], "other")
+    duel, = figures["win_rates"]
+    assert (duel["policy"], duel["against"], duel["by"]) == ("policy", "qwen", "letters")
+    of = {name: [[r["scores"]["letters"] for r in records if (r["policy"], r["mode"], r["row"]) == (name, "sampled", row)]
+                 for row in range(12)] for name in ("policy", "qwen")}
+    won = [statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(ours, theirs))
+           for ours, theirs in zip(*of.values(), strict=True)]
+    assert duel["win_rate"] == pytest.approx(statistics.mean(won)) != 0.5
+    assert duel["error"] == pytest.approx(1.96 * statistics.stdev(won) / 12**0.5)
+    for name, values in of.items():
+        right = statistics.mean(x == 1 for row in values for x in row)
+        assert figures["policies"][name]["sampled pass@1"]["mean"] == pytest.approx(right)
+        assert any(0 < x < 1 for row in values for x in row)
+
+
 def test_without_answers(done):
     result, = done[1]["plain"]
     assert result["codes"] == [0], result
     assert "has no answers" in result["stdout"][0]
-    its, = read(done[0], "plain")[0]["policies"].values()
+    figures, records = read(done[0], "plain")
+    its, = figures["policies"].values()
+    assert len(records) == 4 and len({r["text"] for r in records}) == 1  # with top_k = 1 a sample is the greedy response
     assert not any("@" in key or "accuracy" in key for key in its) and "sampled length" in its
 
 

@@ -103,6 +103,16 @@ def test_which_kl_losses_have_the_kls_gradient():
         assert (error < 1e-14) == ((estimator, correction, on_policy) in right), (estimator, correction, on_policy, error)
 
 
+@pytest.mark.parametrize("aggregation, weights", [
+    ("token-mean", [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4], [0, 0, 0]]),
+    ("seq-mean-token-mean", [[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6], [0, 0, 0]]),
+    ("seq-mean-token-sum-norm", [[1 / 15, 0, 0], [1 / 15, 1 / 15, 1 / 15], [0, 0, 0]])])  # three responses of up to 5
+def test_what_a_token_counts(aggregation, weights):
+    mask = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
+    got = token_weights(mask, aggregation, 5)
+    assert (got - torch.tensor(weights, dtype=torch.float64)).abs().max() < 1e-15
+
+
 def test_a_ratio_of_a_whole_response():
     """The ratios 2 and 8 have the mean sqrt(2 * 8) = 4; what stands behind a response stays 0, also where all is empty."""
     mask = torch.tensor([[True, True, False], [False, False, False]])

@@ -17,7 +17,7 @@ from configurator import read_keys
 import tiny
 from tiny import alike, in_a_row, measured, one_run
 
-HELD = dict(dtype="float64", max_iters=2, eval_interval=1)
+HELD = dict(dtype="float64", max_iters=2, eval_interval=1, timeout=300)  # patient: the machine may be busy
 LETTERS = str([chr(i) for i in range(33, 127) if i % 3])  # stop strings: one token each
 ROWS = dict(fields="answer>prompt,prompt>answer", max_prompt_tokens=2, too_long="cut", stop_strings=LETTERS,
             max_new_tokens=12)
@@ -97,6 +97,8 @@ def run(world, script, keys, ranks=1, code=""):
     paths = dict(JUDGE=world.judge, QUESTION=f"{world.root}/question.txt", POLICY=world.policy, QWEN=world.qwen,
                  ADAPTER=world.adapter)
     keys = {key: paths.get(value, value) if isinstance(value, str) else value for key, value in (HELD | keys).items()}
+    if script in ("ppo.py", "grpo.py"):
+        keys = dict(reward_timeout=200) | keys
     if "ODD" in keys.get("reward_functions", ""):
         keys["reward_functions"] = keys["reward_functions"].replace("ODD", world.rule("odd"))
     return one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
@@ -172,14 +174,38 @@ def test_keys_of_memory_and_files_move_nothing(world, tmp_path):
 
 
 def test_what_a_resumed_run_takes_of_its_checkpoint_and_what_of_its_keys(world, tmp_path):
-    """Another kl_coef counts, and then what it is adapted to; and scores that are not to be scaled any more are not."""
+    """
+    Another kl_coef counts, and then what it is adapted to; and scores that are not to be scaled any more are not. So does
+    a moving average that there was none of, and another dtype.
+    """
     steps = dict(checkpoint_interval=1, missing_eos_penalty=0.0, max_new_tokens=2)
     adapted = dict(kl_coef=0.5, kl_coef_target=3.0)
-    stages = dict(kl_coef=0.0, scale_scores="running", max_iters=1), adapted, adapted | dict(max_iters=3)
-    in_a_row(str(tmp_path), {f"stage {i}": run(world, "ppo.py", steps | keys) | dict(folder="stages")
-                             for i, keys in enumerate(stages)})
+    one_step = dict(checkpoint_interval=1, keep_checkpoints=9, num_iterations=1, num_minibatches=1, max_iters=1)
+    constant = dict(lr_decay="constant", value_lr_decay="constant")
+    stages = dict(
+        coef=("ppo.py", steps, [
+            dict(kl_coef=0.0, scale_scores="running", max_iters=1), adapted, adapted | dict(max_iters=3)]),
+        average=("grpo.py", one_step, [{}, dict(max_iters=2, ema_decay=0.7)]),
+        dtype=("ppo.py", constant, [
+            dict(dtype="float32", max_iters=1), dict(max_iters=2), dict(dtype="float32", max_iters=3)]),
+        float64=("ppo.py", constant, [dict(max_iters=3)]))
+    outcomes = in_a_row(str(tmp_path), {
+        f"{name} {i}": run(world, script, keys | more) | dict(folder="stages" if name == "coef" else name)
+        for name, (script, keys, parts) in stages.items() for i, more in enumerate(parts)})
+    assert {each["kind"] + each["message"] for each, in outcomes.values()} == {""}, outcomes
     records = tiny.read_log(f"{tmp_path}/stages/out")
     assert [record["objective/kl_coef"] for record in records[:2]] == [0.0, 0.5] and "objective/kl" not in records[0]
     assert records[2]["objective/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 7 / 10_000))  # a KL of less than 2.4
     gaps = [r["objective/rlhf_reward"] - r["objective/non_score_reward"] - r["objective/scores"] for r in records[:3]]
     assert abs(gaps[0]) > 0.01 and max(map(abs, gaps[1:])) < 1e-9
+    # an average that begins here begins with the weights of now, and has seen one step
+    begin, end, average = (tiny.read_weights(f"{tmp_path}/average/out/{name}")
+                           for name in ("checkpoint-000001/policy", "policy", "ema_policy"))
+    assert max((average[n] - 0.7 * begin[n] - 0.3 * end[n]).abs().max().item() for n in end) < 1e-12
+    assert tiny.distance(world.policy, f"{tmp_path}/average/out/checkpoint-000001/policy") > 1e-3
+    # the optimizers go on in the dtype of the weights, which is another one than before, with what they had
+    for model in PRODUCTS["ppo.py"]:
+        rounded, whole = (f"{tmp_path}/{name}/out" for name in ("dtype", "float64"))
+        assert tiny.distance(f"{rounded}/{model}", f"{whole}/{model}") < 1e-4
+        states = load_file(f"{rounded}/checkpoint-000003/{model}_optimizer.safetensors")
+        assert {str(t.dtype) for t in states.values()} == {"torch.float32"}

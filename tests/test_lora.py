@@ -63,6 +63,24 @@ def test_the_formula(family, targets, count, tmp_path):
     assert (found - wanted).abs().max() < (1e-12 if family == "gpt2" else 1e-5)
 
 
+@pytest.mark.parametrize("rank, alpha, rslora, scale", [
+    (4, 6, True, 3.0), (4, 6, False, 1.5), (9, 2, True, 2 / 3), (3, 5, None, 5 / 3)])
+@torch.no_grad()
+def test_the_scale_of_an_adapter_of_pefts(rank, alpha, rslora, scale, tmp_path):
+    """alpha / sqrt(r) with use_rslora (arXiv 2312.03732), else alpha / r; alone and merged."""
+    base, plain = (base_in(tmp_path / "base", dtype=torch.float64) for _ in range(2))
+    model = filled(Adapted(base, "lm", rank, alpha))
+    save_adapter(model, str(tmp_path / "adapter"), str(tmp_path / "base"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(use_rslora=rslora)))
+    for key, a in model.adapters.items():
+        plain.hf.base_model.get_submodule(key.replace("/", ".")).weight += scale * a.B @ a.A
+    want = plain.logprobs(TOKENS, CHOSEN)[0]
+    for found in (load_adapted(load_model(str(tmp_path / "base"), dtype=torch.float64), str(tmp_path / "adapter")),
+                  load_whole(str(tmp_path / "adapter"), dtype=torch.float64)):
+        assert (found.logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @torch.no_grad()

@@ -80,6 +80,23 @@ def test_checksums_see_every_single_bit(dtype):
             assert differ(one_parameter(values), one_parameter(flipped)), f"bit {bit} of entry {place}"
 
 
+@all_dtypes
+def test_checksums_see_the_order_of_words(dtype):
+    """And so does the text of a whole model: two entries, or two parameters, that have changed places."""
+    model = two_layers(dtype=dtype)
+    model[0].weight.data[:] = torch.arange(15).view(3, 5)
+    first = model[0].weight.data.view(-1)
+    text = audit.checksum_of([(name, p, p.data) for name, p in model.named_parameters()])
+    sums = audit.checksums({"": model}).tolist()
+    for a, b in itertools.combinations(range(15), 2):
+        first[[a, b]] = first[[b, a]]
+        assert audit.checksums({"": model}).tolist()[0] != sums[0]
+        assert audit.checksum_of([(name, p, p.data) for name, p in model.named_parameters()]) != text
+        first[[a, b]] = first[[b, a]]
+    swapped = [(name, p, p.data) for name, p in model.named_parameters()]
+    assert audit.checksum_of(swapped) == text != audit.checksum_of(swapped[::-1])
+
+
 def test_checksums_see_order_across_chunks():
     """Large parameters are summed in chunks: a swap between two of them, one place further on, must show as well."""
     values = torch.zeros(2**22 + 8, dtype=torch.float32)

@@ -264,7 +264,7 @@ def nudged(policy, version):
     checksum = f(policy, version)
     parallel.my_part(policy.hf.lm_head.weight.data)[0, 0] += 1e-13
     return checksum
-if RANK == 3:
+if RANK in NUDGED:
     roles.take_weights = nudged
 """
 MISTAKEN = """
@@ -300,8 +300,10 @@ def failures(world, tmp_path_factory):
     cases = {f"{role} hangs": [on(world, "ppo.py", THREE, acts(role, "hang"), staleness=i, timeout=4, reward_timeout=3)]
              for i, role in enumerate(("train", "generate"))}
     cases["a reward fails"] = [on(world, "ppo.py", THREE, staleness=1, **rule)]
-    cases["a copy has drifted"] = [on(world, "ppo.py", "train=2,generate=2", NUDGE, zero_stage="policy=3,value=3",
-                                      sync_check_interval=1)]
+    # one of two copies is another one; and the only one
+    cases["a copy has drifted"] = [on(world, "ppo.py", "train=2,generate=2", f"NUDGED = [3]{NUDGE}",
+                                      zero_stage="policy=3,value=3", sync_check_interval=1)]
+    cases["all copies have drifted"] = [on(world, "grpo.py", "train=1,generate=1", f"NUDGED = [1]{NUDGE}")]
     cases["a message of another iteration"] = [on(world, "ppo.py", THREE, MISTAKEN)]
     # the generator has sampled all that it shall when the trainers save their models, for longer than `timeout`
     cases["a long end"] = [on(world, "grpo.py", "train=1,generate=1", LONG_END, staleness=2, timeout=3, reward_timeout=2)]
@@ -324,6 +326,7 @@ def test_the_last_ones_may_take_their_time(failures):
 
 SAID = {  # what fails -> what is said, on rank 0 alone
     "a reward fails": "raises_late", "a copy has drifted": "drifted apart",
+    "all copies have drifted": "drifted apart: a generator's",
     "a message of another iteration": "['rollout', 1] where those that"}
 
 
