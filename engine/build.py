@@ -10,8 +10,6 @@ import parallel
 from data import encode_examples
 from errors import BadConfig, BadInput, say
 from engine import launch
-from engine.adapters import Adapted, fill_adapter, load_adapted
-from engine.four_bits import check_four_bits
 from engine.optimizers import make_optimizer
 from engine.placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
                               placements, precisions, shard)
@@ -19,6 +17,7 @@ from engine.reward_mix import check_rows
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze, from_scratch
 from rows import Rows, prompt_row, ptx_row, read_rows
+from trunk import OnTrunk
 
 
 class Placement:
@@ -62,6 +61,8 @@ class Placement:
             for name, place in self.places.items():
                 place.here = name in self.held_here()
         if system.quantize == "4bit":
+            from options.four_bits import check_four_bits
+
             check_four_bits(system, self.places)
             for place in self.places.values():
                 place.four_bits = True
@@ -171,6 +172,8 @@ def load_reward_model(path, placement, policy, tokenizer, terms):
     if "reward_model" not in [name for _, name, _ in terms]:
         return None, None
     if placement.system.share_base:
+        from options.lora import load_adapted
+
         reward_model = freeze(load_adapted(policy.base, path, "scalar", policy.path))
     else:
         reward_model = placement.load(path, "reward", head="scalar")
@@ -226,12 +229,14 @@ def load_value_model(value_init, placement, policy, tokenizer, reward_path, rewa
     if not place.here:
         return None
     if placement.system.share_base and value_init != "shared":
+        from options.lora import Adapted
+
         value_model = Adapted(policy.base, "scalar", **place.lora, seed=placement.seed)
         if value_init == "reward":
-            fill_adapter(value_model, reward_path)
+            value_model.fill_own(reward_path)
         return value_model
     if value_init == "shared":  # both losses train the policy's trunk
-        return Adapted(policy, "scalar", seed=placement.seed)
+        return OnTrunk(policy, seed=placement.seed)
     path = reward_path if value_init == "reward" else policy.path
     return placement.load(path, "value", head="scalar", trained=True)
 

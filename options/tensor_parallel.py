@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from engine.adapters import Adapted
 from engine.placement import matrices_of
 from errors import BadConfig, first_line
 from model import Model, auto_class, freeze
@@ -92,6 +91,5 @@ def copy_weights_into(split, policy):
     for name, part in split.hf.named_parameters():
         p = policy.hf.get_parameter(name)
         W = gather(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
-        if isinstance(policy, Adapted):
-            W = policy.merged(name, W)
+        W = policy.merged(name, W)
         fill(part, W.to(part.dtype))

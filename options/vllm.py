@@ -28,11 +28,10 @@ import torch
 
 import engine
 import parallel
-from engine.adapters import Adapted
-from engine.four_bits import in_full
 from engine.together import patience
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
+from model import in_full
 from parallel import gather, is_shard, my_part, wire
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -62,7 +61,7 @@ def whole_weights(policy, vocab_size):
     by_id = [*hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()]
     for name, p in hf.named_parameters(remove_duplicate=False):
         W = gather(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
-        W = policy.merged(name, W) if isinstance(policy, Adapted) else W
+        W = policy.merged(name, W)
         yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 
 

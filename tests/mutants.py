@@ -40,7 +40,7 @@ TESTS = {
     "data.py": (8, "data", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
     "model.py": (10, "model", "ppo or rm"), "options/roles.py": (8, "roles", "generate or score or roles"),
     "engine/run.py": (6, "ppo and sabotage", "ppo or grpo or sft"), "engine/report.py": (0, "", "ppo or grpo"),
-    "engine/adapters.py": (0, "lora", "rm or shared or adapters"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
+    "options/lora.py": (0, "lora", "rm or shared or adapters"), "trunk.py": (0, "lora", "rm or shared or adapters"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
     "engine/optimizers.py": (0, "zero and adafactor, knobs and resumed_run", "ppo or grpo"),
     "engine/checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"),
     "engine/audit.py": (0, "parallel, ppo and sabotage, roles and fails", "one and token"),
