@@ -24,6 +24,7 @@ In this file: Model; the functions that stand between states and log-probs; load
 b rows, T tokens in the longest of them, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
+import inspect
 import os
 
 import torch
@@ -136,8 +137,11 @@ class Model(nn.Module):
         follows the last one, (n, V). attention_mask (n, all tokens so far), True on real ones, and
         position_ids (n, k): None where no row is padded.
         """
+        # transformers 5.24 has another name for it, and warns of the old one
+        takes = inspect.signature(type(self.hf).forward).parameters
+        name = "cache" if "cache" in takes else "past_key_values"
         out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
-                      past_key_values=cache, use_cache=True, logits_to_keep=1)
+                      use_cache=True, logits_to_keep=1, **{name: cache})
         return out.logits[:, -1]
 
     def layers(self):

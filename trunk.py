@@ -26,6 +26,7 @@ class OnTrunk(Model):
         hf = base.hf if head == "lm" else scalar_shell(base)
         # not attributes that nn.Module would register: they are the base's own
         self.__dict__.update(hf=hf, base=base)
+        self.adapters = {}
         self.head, self.path, self.file_dtype = head, base.path, base.file_dtype
         self.processor, self.unread = base.processor, base.unread
         self.score_shift, self.new_head, self.offloaded = 0.0, False, False
