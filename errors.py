@@ -61,6 +61,10 @@ def report_and_exit(kind, error, trace):
     elif is_out_of_memory(kind, message):
         message = (f"out of memory ({first_line(error)[:200]}); lower micro_batch_size or "
                    "rollout_batch_size, or the model's size")
+    elif issubclass(kind, ModuleNotFoundError) and error.name.startswith(("options", "grading")):
+        wanted = traceback.extract_tb(trace)[-1].line  # such as from options.roles import Ahead
+        kind, message = BadConfig, (f"{wanted}: there is no such file here, and a key of this run "
+                                    "needs it; copy it from quartet, or leave that key out")
     elif not issubclass(kind, (BadInput, Stop)):
         sys.__excepthook__(kind, error, trace)
         return

@@ -57,7 +57,7 @@ def find_folder(path, weights=False):
                        "EleutherAI/pythia-1b")
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
+    wanted = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"] + ["*.safetensors"] * weights
     try:
         # files in folders of their own are other formats of the same weights
         return snapshot_download(path, allow_patterns=wanted, ignore_patterns=["*/*"])

@@ -34,10 +34,10 @@ import engine  # noqa: F401, before torch: it notes which CPUs this process may 
 import torch
 
 import parallel
-from batches import Batches, Schedule, add_columns
 from configurator import configure
-from data import encode_for_all, iterations, other_row, replace_rows, spread
-from engine import audit, build, report
+from data import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row, permutation,
+                  replace_rows, spread)
+from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
 from engine.run import Run, ranks_agree
@@ -45,8 +45,8 @@ from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked
                   response_logprobs)
 from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
                        token_weights)
-from rewards import Scorer, alike_for_equal_texts, reward_terms
-from rollout import Sampler
+from rewards import alike_for_equal_texts, center_scores, reward_terms, score_batch
+from rollout import add_columns, read_batch, responses_to, sample_batch
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -119,6 +119,7 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 
 placement = build.Placement(system, seed, ("policy",))  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
+reward_names = [name for _, name, _ in terms]
 build.check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
                importance_cap, eval_path)
 build.check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in,
@@ -143,11 +144,12 @@ judge = build.load_judge(policy_path, placement, policy, ref_policy, terms)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
-# (rows, token ids of their prompts), to train on and held out; all are checked now, not when their
-# turn comes
-data = [(rows, encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
-                              system.max_prompt_tokens, system.too_long))
-        for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
+# the token ids of the prompts, to train on and held out; all are checked now, not when their turn
+# comes
+train_prompts, eval_prompts = (
+    encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge, system.max_prompt_tokens,
+                   system.too_long)
+    for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
@@ -162,15 +164,68 @@ def forward(model, mb):
                                  entropy=entropy_coef > 0)
 
 
-sampler = Sampler(  # COLLECTIVE
-    policy, tokenizer, seed, max_new_tokens, temperature, placement)
-scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
-                placement)
-schedule = Schedule(data, seed, max_iters, batch_size // group_size, eval_interval,
-                    system.staleness, num_minibatches, micro_batch_size,
-                    system.micro_batch_tokens, group_size, max_refills)
-batches = Batches(schedule, sampler, scorer, models, forward)
-batches.serve()  # ranks that only generate or score stay here until the run ends: the key roles
+def minibatches(iteration, epoch=0):
+    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
+    return order.to(placement.device).tensor_split(num_minibatches)
+
+
+def micro_batches(batch, rows, whose=None):
+    """This rank's micro-batches of these rows of a batch; whose: see data.my_micro_batches."""
+    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
+
+
+def rows_of(iteration):
+    """The numbers of the data rows whose prompts an iteration answers."""
+    return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
+
+
+def evaluates(iteration):
+    """Whether an iteration begins with held-out prompts."""
+    return len(eval_rows) > 0 and (iteration % eval_interval == 0 or iteration == max_iters)
+
+
+def wanted(what, picked, slots):
+    """
+    group_size responses to the prompt of each of these data rows; or one, if what is eval, held
+    out.
+    """
+    if what == "eval":
+        return responses_to(eval_rows, eval_prompts, picked, slots)
+    return responses_to(train_rows, train_prompts, picked, slots, group_size)
+
+
+def sample(what, iteration, picked, slots=None, stop=launch.stop_asked):
+    """
+    A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
+    what: rollout, eval, or "refill 0", "refill 1", ... All evaluations have the same noise. slots:
+    see rollout.responses_to; stop: see rollout.generate.
+    """
+    noise = seed, what, 0 if what == "eval" else iteration
+    return sample_batch(  # COLLECTIVE
+        policy, tokenizer, wanted(what, picked, slots), noise, max_new_tokens, temperature,
+        placement, vllm, stop)
+
+
+def score(what, iteration, batch, picked, slots=None):
+    """A collective: a sampled batch, with its scores."""
+    return score_batch(  # COLLECTIVE
+        batch, wanted(what, picked, slots), terms, reward_model, judge, tokenizer, reward_tokenizer,
+        micro_batch_size, placement, iteration)
+
+
+vllm = None
+if system.sampler == "vllm":  # an engine that samples in the place of the policy
+    from options.vllm import begin_vllm
+    vllm = begin_vllm(policy, tokenizer, system, placement.device)  # COLLECTIVE
+
+ahead = None
+if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
+    from options.roles import Ahead
+    ahead = Ahead(placement, models, max_iters, max_refills, evaluates, rows_of, sample, score,
+                  minibatches, micro_batches, forward)
+    sample, score = ahead.sample, ahead.score
+    ahead.serve()  # ranks that only generate or score stay here until the run ends
 
 optimizers = dict(policy=build.optimizer_of(policy, "policy", placement, learning_rate,
                                             (beta1, beta2), adam_eps))
@@ -179,11 +234,11 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, placement, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
-    token_ids=data[0][1], temperature=temperature, ema=ema, reward_functions=reward_functions)
+    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
 
 gradients = parallel.flatten_gradients(policy.parameters())
-# a reward model of others gets its zero: what it says of the first responses becomes 0 on average
-batches.begin(run, reward_model)  # COLLECTIVE
+if ahead:
+    ahead.begin(run)  # COLLECTIVE
 # who reads a batch before the update, and adds which column. With one minibatch, the forward of the
 # first step also gives the old log-probs, and the policy reads nothing before, unless the score
 # needs it
@@ -193,6 +248,28 @@ policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
+
+
+def rollout(what, iteration, picked, slots=None):
+    """A collective: the policy answers the prompts of these data rows, and answers get scores."""
+    run.enter(what)
+    batch = sample(what, iteration, picked, slots)  # COLLECTIVE
+    run.leave_if_stop_asked()  # COLLECTIVE
+    if what == "rollout":
+        run.enter("score")
+    with run.saved_if_it_fails():  # COLLECTIVE
+        batch = score(what, iteration, batch, picked, slots)  # COLLECTIVE
+    run.leave_if_stop_asked()  # COLLECTIVE
+    return batch
+
+
+def read(batch, readers, steps):
+    """
+    A collective: add what models say of each response token, before any update. steps: the rows of
+    each step, in whose micro-batches they read.
+    """
+    parts = (mb for rows in steps for mb in micro_batches(batch, rows))
+    read_batch(batch, readers, forward, parts, run.iteration, placement.device)  # COLLECTIVE
 
 
 def shape_scores(batch):
@@ -228,9 +305,12 @@ def refill(batch, picked, flat):
         for slot in slots:
             key = seed, "refill", run.iteration, attempt, slot
             picked[slot] = other_row(picked[slot], train_rows.mix, *key)
-        fresh = batches.refill(attempt, [picked[slot] for slot in slots], slots)  # COLLECTIVE
-        if fresh is None:
+        if not slots:
+            if ahead:
+                ahead.nothing_to_refill(f"refill {attempt}", run.iteration)
             continue
+        fresh = rollout(  # COLLECTIVE
+            f"refill {attempt}", run.iteration, [picked[slot] for slot in slots], slots)
         rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
         batch = replace_rows(batch, rows.flatten().to(placement.device), fresh, tokenizer.pad_id)
         batch["index"] = torch.arange(batch_size, device=placement.device)
@@ -240,18 +320,23 @@ def refill(batch, picked, flat):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    batch = batches.held_out(held_out)  # COLLECTIVE
-    batches.read(batch, readers, run.iteration, whole=True)  # COLLECTIVE
+    batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
+    read(batch, readers, [batch["index"]])  # COLLECTIVE
     score = report.mean_of(shape_scores(batch)).item()
-    return run.log_evaluation(batch, eval_rows, held_out, scorer.names, score)  # COLLECTIVE
+    return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
 
+
+# a reward model of others gets its zero: what it says of the first responses becomes 0 on average
+center_scores(  # COLLECTIVE
+    run.state, reward_model, None,
+    lambda: rollout("rollout", 0, rows_of(0)))  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # the loop
 
 for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
-    if schedule.evaluates(iteration):
+    if evaluates(iteration):
         record |= evaluate()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE
@@ -260,20 +345,21 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
     # give each answer a score. Every rank does its share, and then holds the whole batch. age: how
     # many updates ago the policy was that has sampled it, see the key staleness
-    batch, age = batches.rollout(iteration)  # COLLECTIVE
-    sampled = report.summarize(batch, "objective", scorer.names)
+    batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
+    age = ahead.age(iteration) if ahead else 0
+    sampled = report.summarize(batch, "objective", reward_names)
     sampled["objective/score_std"] = report.deviation_of(shape_scores(batch)).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     if max_refills > 0:
-        batch, flat = refill(batch, schedule.rows_of(iteration), flat)  # COLLECTIVE
+        batch, flat = refill(batch, rows_of(iteration), flat)  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference before any update
     run.enter("score")
     if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
         batch["old_logprobs"] = batch["sampler_logprobs"]
-    batches.read(batch, readers if policy_reads else reference, iteration)  # COLLECTIVE
+    read(batch, readers if policy_reads else reference, minibatches(iteration))  # COLLECTIVE
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     scores = shape_scores(batch)  # (B,)
@@ -306,7 +392,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl
     for epoch in range(num_iterations):
-        for rows in batches.minibatches(iteration, epoch):
+        for rows in minibatches(iteration, epoch):
             # without any advantage, only momentum and the KL would move the policy: no step then
             if stopped or not learns[rows].any():
                 continue
@@ -318,7 +404,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             gaps, moved = [], {}  # of this step: log ratios, and how far the policy has moved
             parallel.zero_gradients(gradients)
 
-            for mb in batches.micro_batches(batch, rows):
+            for mb in micro_batches(batch, rows):
                 m = mb["counted"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
@@ -389,17 +475,18 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 steps += 1
     if not learns.any():
         report.say_nothing_learnt(iteration, flat, batch["counted"])
-        batches.read(batch, readers, iteration)  # COLLECTIVE
+        read(batch, readers, minibatches(iteration))  # COLLECTIVE
         sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
-    batches.share_weights(iteration + 1)  # COLLECTIVE: generators go on with them meanwhile
+    if ahead:  # generators go on with these weights meanwhile
+        ahead.share_weights(iteration + 1)  # COLLECTIVE
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
     # KL and entropy of the batch that was trained; all else is of what was sampled before refills
-    trained = report.summarize(batch, "objective", scorer.names, importance_cap, age)
+    trained = report.summarize(batch, "objective", reward_names, importance_cap, age)
     record |= trained | sampled
     if max_refills > 0:
-        record |= report.summarize(batch, "trained", scorer.names, importance_cap, age)
+        record |= report.summarize(batch, "trained", reward_names, importance_cap, age)
         record["trained/flat_groups"] = flat.double().mean().item()
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {

@@ -24,6 +24,7 @@ In this file: Model; the functions that stand between states and log-probs; load
 b rows, T tokens in the longest of them, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
+import inspect
 import os
 
 import torch
@@ -42,6 +43,7 @@ class Model(nn.Module):
         super().__init__()
         self.hf, self.head, self.path = hf.eval(), head, path
         self.file_dtype = file_dtype  # of the weights in the file that it was read from
+        self.base, self.adapters = None, {}  # of a model on another one's trunk: see trunk.py
         self.processor = {}  # {name: content} of files for images and sound: see processor_files
         self.unread = ()  # names of parameters that no text reaches: see unread_parameters
         if head == "scalar":
@@ -135,8 +137,11 @@ class Model(nn.Module):
         follows the last one, (n, V). attention_mask (n, all tokens so far), True on real ones, and
         position_ids (n, k): None where no row is padded.
         """
+        # transformers 5.24 has another name for it, and warns of the old one
+        takes = inspect.signature(type(self.hf).forward).parameters
+        name = "cache" if "cache" in takes else "past_key_values"
         out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
-                      past_key_values=cache, use_cache=True, logits_to_keep=1)
+                      use_cache=True, logits_to_keep=1, **{name: cache})
         return out.logits[:, -1]
 
     def layers(self):
@@ -161,11 +166,19 @@ class Model(nn.Module):
         # layers, and not of the modules in them, in which it would switch dropout on
         self.recomputed = self.layers()
 
+    def owner(self):
+        """The Model on whose trunk this one stands in the end: itself; see trunk.py."""
+        return self
+
+    def merged(self, name, W):
+        """A whole tensor that self.hf calls `name`, with its adapters, if it has some."""
+        return W
+
     @contextlib.contextmanager
     def reading_with(self, adapted):
         """
         In this block the trunk computes with the adapters of `adapted`, a model that stands on it
-        (engine/adapters.py); None: with none.
+        (options/lora.py); None: with none.
         """
         before, self.__dict__["active"] = self.active, adapted
         try:
@@ -232,6 +245,20 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def is_linear(module):
+    """Whether an adapter can be added to a module. GPT-2's Conv1D is a linear map, too."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def in_full(p):
+    """A parameter as numbers; of one in 4 bits, those with which its map computes, (out, in)."""
+    if not hasattr(p, "quant_state"):
+        return p.detach()
+    from options.four_bits import rounded
+
+    return rounded(p)
+
+
 def freeze(model):
     """Make a model immovable: no gradients. Returns it."""
     return model.requires_grad_(False)
@@ -243,8 +270,8 @@ def freeze(model):
 
 def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     """
-    The Model in a Hugging Face folder, or of that name on the hub. (engine/adapters.load_whole also
-    takes the folder of an adapter.)
+    The Model in a Hugging Face folder, or of that name on the hub. (trunk.load_whole also takes the
+    folder of an adapter.)
 
     head: "lm", or "scalar": a reward or value model. Of a plain language model it is a new one,
     drawn from seed (new_head is then True). dtype: of the weights, whatever it is in the file.

@@ -8,8 +8,8 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
 
  no  phase    function              torch's call  numbers      what all ranks have afterwards
   1  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
-  2  rollout  stop_agreed           all_reduce    1            the same, now that all have sampled
-  3  rollout  gather_rows           all_gather    B/n rows     all B responses
+  2  rollout  gather_rows           all_gather    B/n rows     all B responses
+  3  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
   4  score    together              all_gather    1            has a rule failed on any rank?
   5  score    gather_rows           all_gather    B/n scores   the scores of all B responses
   6  score    stop_agreed           all_reduce    1            was any rank asked to stop?
@@ -21,7 +21,7 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  12  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
  13  log      write_log             all_gather    1            has rank 0 written its line?
 
-10 and 11 run once in each optimizer step, 9 only in the first one. 3 and 5 send rows as bytes.
+10 and 11 run once in each optimizer step, 9 only in the first one. 2 and 5 send rows as bytes.
 grpo.py has no value model: it goes without 11; 7 has 2 B R numbers and 12 has 8. With one minibatch
 7 has B R numbers, for the policy does not read, and a 7 of its old_logprobs comes before 8. grpo.py
 runs 2 to 6 once more for each refill.
@@ -34,8 +34,8 @@ themselves; then clip_gradients adds an all_reduce of 1 number a model, for the 
 rollout decoding_copy gathers the policy.
 
 In the code: the docstring of a function that is a collective begins with the words "A collective",
-and a line of a training script or of what these share (batches.py, rollout.py, rewards.py,
-engine/run.py) that calls such a function is marked # COLLECTIVE.
+and a line of a training script or of what these share (rollout.py, rewards.py, engine/run.py,
+options/roles.py) that calls such a function is marked # COLLECTIVE.
 """
 import contextlib
 import math
@@ -47,9 +47,10 @@ from errors import Lost
 
 phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank is reported with it
 
-# Where ranks have roles (batches.py), everything here happens among the ranks of one role: `group`
-# is theirs, and its number 0 is the rank `first` of all ranks. None: all ranks have one role
+# Where ranks have roles (the key roles), everything here happens among the ranks of one role:
+# `group` is theirs, and its number 0 is the rank `first` of all ranks. None: all do everything
 group, first, others = None, 0, "the other ranks"
+roles, role = {}, ""  # {role: the range of its ranks}, and this rank's; empty: all do everything
 
 
 def rank_and_size():

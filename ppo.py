@@ -34,11 +34,10 @@ import engine  # noqa: F401, before torch: it notes which CPUs this process may 
 import torch
 
 import parallel
-from batches import Batches, Schedule
 from configurator import configure
-from data import (batch_rows, encode_for_all, iterations, micro_batches_of, spread,
-                  tokens_of_example, trained_tokens)
-from engine import audit, build, report
+from data import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
+                  permutation, spread, tokens_of_example, trained_tokens)
+from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
 from engine.run import Run, ranks_agree
@@ -46,8 +45,8 @@ from gae import compute_gae
 from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, importance_weights,
                   kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
                   response_values, standard_deviation, update_moments)
-from rewards import Scorer, last_real, reward_terms
-from rollout import Sampler
+from rewards import center_scores, last_real, reward_terms, score_batch
+from rollout import read_batch, responses_to, sample_batch
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -124,6 +123,7 @@ config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
 
 placement = build.Placement(system, seed, ("policy", "value"), value_init)  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
+reward_names = [name for _, name, _ in terms]
 build.check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
                importance_cap, eval_path)
 train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
@@ -151,11 +151,12 @@ value_model = build.load_value_model(value_init, placement, policy, tokenizer, r
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    value_model=value_model, judge=judge and judge.model)
-# (rows, token ids of their prompts), to train on and held out; all are checked now, not when their
-# turn comes
-data = [(rows, encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
-                              system.max_prompt_tokens, system.too_long))
-        for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path))]
+# the token ids of the prompts, to train on and held out; all are checked now, not when their turn
+# comes
+train_prompts, eval_prompts = (
+    encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge, system.max_prompt_tokens,
+                   system.too_long)
+    for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 ptx_rows, ptx_examples = build.read_ptx(ptx_path, policy, tokenizer, system)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
@@ -175,14 +176,64 @@ def forward(model, mb):
                                  entropy=entropy_coef > 0)
 
 
-sampler = Sampler(  # COLLECTIVE
-    policy, tokenizer, seed, max_new_tokens, temperature, placement)
-scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
-                placement)
-schedule = Schedule(data, seed, max_iters, batch_size, eval_interval, system.staleness,
-                    num_minibatches, micro_batch_size, system.micro_batch_tokens)
-batches = Batches(schedule, sampler, scorer, models, forward)
-batches.serve()  # ranks that only generate or score stay here until the run ends: the key roles
+def minibatches(iteration, epoch=0):
+    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
+    return order.to(placement.device).tensor_split(num_minibatches)
+
+
+def micro_batches(batch, rows, whose=None):
+    """This rank's micro-batches of these rows of a batch; whose: see data.my_micro_batches."""
+    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
+
+
+def rows_of(iteration):
+    """The numbers of the data rows whose prompts an iteration answers."""
+    return batch_rows(seed, iteration, batch_size, train_rows.mix)
+
+
+def evaluates(iteration):
+    """Whether an iteration begins with held-out prompts."""
+    return len(eval_rows) > 0 and (iteration % eval_interval == 0 or iteration == max_iters)
+
+
+def wanted(what, picked, slots):
+    """A response to the prompt of each of these data rows; what: rollout, or eval, held out."""
+    if what == "eval":
+        return responses_to(eval_rows, eval_prompts, picked, slots)
+    return responses_to(train_rows, train_prompts, picked, slots)
+
+
+def sample(what, iteration, picked, slots=None, stop=launch.stop_asked):
+    """
+    A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
+    All evaluations have the same noise. stop: see rollout.generate.
+    """
+    noise = seed, what, 0 if what == "eval" else iteration
+    return sample_batch(  # COLLECTIVE
+        policy, tokenizer, wanted(what, picked, slots), noise, max_new_tokens, temperature,
+        placement, vllm, stop)
+
+
+def score(what, iteration, batch, picked, slots=None):
+    """A collective: a sampled batch, with its scores."""
+    return score_batch(  # COLLECTIVE
+        batch, wanted(what, picked, slots), terms, reward_model, judge, tokenizer, reward_tokenizer,
+        micro_batch_size, placement, iteration)
+
+
+vllm = None
+if system.sampler == "vllm":  # an engine that samples in the place of the policy
+    from options.vllm import begin_vllm
+    vllm = begin_vllm(policy, tokenizer, system, placement.device)  # COLLECTIVE
+
+ahead = None
+if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
+    from options.roles import Ahead
+    ahead = Ahead(placement, models, max_iters, 0, evaluates, rows_of, sample, score, minibatches,
+                  micro_batches, forward)
+    sample, score = ahead.sample, ahead.score
+    ahead.serve()  # ranks that only generate or score stay here until the run ends
 
 betas = beta1, beta2
 optimizers = dict(
@@ -195,7 +246,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
-    token_ids=data[0][1], temperature=temperature, ema=ema, reward_functions=reward_functions,
+    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions,
     # what the loop carries from one iteration to the next, beside weights and optimizers
     state=dict(kl_factor=1.0, score_moments=[0, 0.0, 0.0], best_deviation=1.0))
 state = run.state
@@ -203,15 +254,36 @@ state = run.state
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
 gradients = policy_gradients + value_gradients
-# a reward model of others gets its zero: what it says of the first responses becomes 0 on average.
-# A value model that starts as it has the same zero
-batches.begin(run, reward_model, value_model if value_init == "reward" else None)  # COLLECTIVE
+if ahead:
+    ahead.begin(run)  # COLLECTIVE
 # who reads a batch before the update, and adds which column
 readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
+
+
+def rollout(what, iteration, picked):
+    """A collective: the policy answers the prompts of these data rows, and answers get scores."""
+    run.enter(what)
+    batch = sample(what, iteration, picked)  # COLLECTIVE
+    run.leave_if_stop_asked()  # COLLECTIVE
+    if what == "rollout":
+        run.enter("score")
+    with run.saved_if_it_fails():  # COLLECTIVE
+        batch = score(what, iteration, batch, picked)  # COLLECTIVE
+    run.leave_if_stop_asked()  # COLLECTIVE
+    return batch
+
+
+def read(batch, steps):
+    """
+    A collective: log-probs of policy and reference, and values, before any update. steps: the rows
+    of each step, in whose micro-batches the models read.
+    """
+    parts = (mb for rows in steps for mb in micro_batches(batch, rows))
+    read_batch(batch, readers, forward, parts, run.iteration, placement.device)  # COLLECTIVE
 
 
 def add_ptx_gradients(number, sums):
@@ -249,23 +321,29 @@ def shape_scores(batch, deviation):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    batch = batches.held_out(held_out)  # COLLECTIVE
-    batches.read(batch, readers, run.iteration, whole=True)  # COLLECTIVE
+    batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
+    read(batch, [batch["index"]])  # COLLECTIVE
     # All evaluations are shaped with one deviation, the first one's. The running deviation moves,
     # and the penalty for a missing EOS would weigh more or less with it.
     if scale_scores == "running" and state["best_score"] is None:
         moments = update_moments([0, 0.0, 0.0], batch["scores"])
         state["best_deviation"] = standard_deviation(moments)
     score = shape_scores(batch, state["best_deviation"]).mean().item()
-    return run.log_evaluation(batch, eval_rows, held_out, scorer.names, score)  # COLLECTIVE
+    return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
 
+
+# a reward model of others gets its zero: what it says of the first responses becomes 0 on average.
+# A value model that starts as it has the same zero
+center_scores(  # COLLECTIVE
+    run.state, reward_model, value_model if value_init == "reward" else None,
+    lambda: rollout("rollout", 0, rows_of(0)))  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # the loop
 
 for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
-    if schedule.evaluates(iteration):
+    if evaluates(iteration):
         record |= evaluate()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE
@@ -274,13 +352,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
     # rank does its share of the prompts, and then holds the whole batch. age: how many updates ago
     # the policy was that has sampled it, see the key staleness
-    batch, age = batches.rollout(iteration)  # COLLECTIVE
+    batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
+    age = ahead.age(iteration) if ahead else 0
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
     if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
         batch["old_logprobs"] = batch["sampler_logprobs"]
-    batches.read(batch, readers, iteration)  # COLLECTIVE
+    read(batch, minibatches(iteration))  # COLLECTIVE
     sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
@@ -315,7 +394,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     steps = 0  # made so far; before the first one the ratio is 1
     stopped = False  # by target_kl
     for epoch in range(ppo_epochs):
-        for number, rows in enumerate(batches.minibatches(iteration, epoch)):
+        for number, rows in enumerate(minibatches(iteration, epoch)):
             if stopped:
                 continue
             # one normaliser for the whole step, over all micro-batches and ranks
@@ -326,7 +405,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
                 add_ptx_gradients(first + number, sums)  # COLLECTIVE where the policy is sharded
 
-            for mb in batches.micro_batches(batch, rows):
+            for mb in micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
@@ -389,11 +468,12 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     if ema:
                         ema.update()
                 steps += 1
-    batches.share_weights(iteration + 1)  # COLLECTIVE: generators go on with them meanwhile
+    if ahead:  # generators go on with these weights meanwhile
+        ahead.share_weights(iteration + 1)  # COLLECTIVE
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    record |= report.summarize(batch, "objective", scorer.names, importance_cap, age)
+    record |= report.summarize(batch, "objective", reward_names, importance_cap, age)
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/kl_coef": kl_weight,

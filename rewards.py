@@ -31,11 +31,12 @@ import torch
 
 import parallel
 from data import left_aligned, right_pad
-from engine import launch, together
+from engine import audit, launch, together
 from engine.answers import final_answer, same_answer, whole_responses
 from engine.placement import no_grad_forwards
 from engine.reward_mix import call_rewards, parse_rewards
-from errors import Stop
+from errors import Stop, say
+from rollout import texts_of
 
 
 # --------------------------------------------------------------------------------------------------
@@ -103,10 +104,18 @@ def length(batch):
     return ((R - mask.sum(1).float()) / (R / 5) - 1).clamp(-1, 0)
 
 
-# Of a rule in the engine room its module's name: it is loaded when the rule is used. So a script
-# that is copied needs neither the sandbox nor the algebra, unless its rewards do.
-RULES = dict(accuracy=accuracy, math="engine.expressions:math_answer", format=format, thinks=thinks,
-             length=length, code="engine.programs:code")
+BUILT_IN = "accuracy", "math", "format", "thinks", "length", "code", "judge", "reward_model"
+
+
+def built_in(name):
+    """The function of a built-in reward; None of a model's. What few runs use is loaded here."""
+    if name == "math":
+        from grading.expressions import math_answer
+        return math_answer
+    if name == "code":
+        from grading.programs import code
+        return code
+    return dict(accuracy=accuracy, format=format, thinks=thinks, length=length).get(name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,7 +176,7 @@ def read_texts(rows, completions, finished, tokenizer, longest, device):
 def ask_judge(judge, questions, device, micro_batch_size, count=0):
     """
     A collective: what the judge says to this rank's n questions [(row, responses)], (n,): the
-    log-odds of its answers behind the template (engine/judging.py), in nats. One forward each, and
+    log-odds of its answers behind the template (options/judging.py), in nats. One forward each, and
     nothing is sampled. micro_batch_size, count: see score_sequences.
     """
     def encode():
@@ -211,112 +220,161 @@ def centering_shift(scores, finished):
     return -counted.double().mean().item()
 
 
+def center_scores(state, reward_model, value_model, first_batch):
+    """
+    A collective: where the reward model's config.json has no score_shift, it gets the one after
+    which the responses of iteration 0 score 0 on average. Pairs only say by how much scores differ,
+    so a reward model of others may score 15 on average. Then the score -1 of a response that never
+    ends would be by far the worst there is, and a new value model would begin 15 off.
+
+    state: of the run, which keeps the shift. value_model: one that starts as the reward model and
+    gets the same zero; or None. first_batch: a function that samples and scores the responses of
+    iteration 0, for that alone: so an evaluation before it has the same zero as all others.
+    """
+    if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
+        return
+    if state.get("score_shift") is None:
+        batch = first_batch()  # COLLECTIVE
+        shift = centering_shift(batch["reward/reward_model"], batch["finished"])
+        say(f"the reward model scores {-shift:.3f} on average at first; its scores are shifted so "
+            "that this is 0")
+        state["score_shift"] = shift
+    for model in filter(None, (reward_model, value_model)):
+        model.score_shift = state["score_shift"]
+
+
 # --------------------------------------------------------------------------------------------------
 # the rewards of a run
 
 
-def reward_terms(spec):
-    """[(weight, name, function)] of the key reward_functions; a model's function is None."""
-    return parse_rewards(spec, RULES | {"judge": None, "reward_model": None}, ".")
-
-
-class Scorer:
+def reward_terms(spec, folder="."):
     """
-    All that scores a run's responses: the rules, and the models: the reward model and the judge.
-
-    terms: [(weight, name, function)] from parse_rewards; a model's function is None. reward_model,
-    judge: None where there is none; one that ranks of another role hold is left out. tokenizers:
-    the policy's and the reward model's. placement: a build.Placement, with the keys of the engine.
+    [(weight, name, function)] of the key reward_functions; a model's function is None. folder: the
+    one from which files of the user's are named. Raises BadConfig or BadInput.
     """
+    return parse_rewards(spec, BUILT_IN, built_in, folder)
 
-    def __init__(self, terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
-                 placement):
-        self.terms, self.names = terms, [name for _, name, _ in terms]
-        self.rules = [term for term in terms if term[2]]
-        self.reward_model, self.judge = (
-            model if model is not None and not next(model.parameters()).is_meta else None
-            for model in (reward_model, judge))
-        self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
-        self.device, self.autocast, system = placement.device, placement.autocast, placement.system
-        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, system.micro_batch_tokens
-        self.timeout, self.limits = system.reward_timeout, dict(timeout=system.code_seconds)
-        # the rules work in a thread, so that the run need not wait for ever for one that hangs
-        self.thread = ThreadPoolExecutor(1, initializer=launch.begin_thread,
-                                         initargs=[self.device])
-        self.said = set()  # what need not be said again
 
-    def score(self, mine, rows):
-        """
-        A collective: the scores of this rank's b responses, (b,) each: by each reward, as
-        "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
+def score_batch(batch, wanted, terms, reward_model, judge, tokenizer, reward_tokenizer,
+                micro_batch_size, placement, iteration):
+    """
+    A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
 
-        mine: the texts and tensors of all of them; rows: how many responses all ranks have
-        together.
-        """
-        def ready():
-            given = mine | dict(seconds=self.timeout, limits=self.limits)
-            pending = self.thread.submit(call_rewards, self.rules, given)
-            read = None
-            if self.reward_model is not None:  # while the rules work
-                read = read_texts(mine["rows"], mine["completions"], mine["finished"].tolist(),
-                                  self.reward_tokenizer, self.reward_model.max_positions,
-                                  self.device)
-            try:
-                return pending.result(self.timeout), read
-            except TimeoutError as e:
-                raise Stop(f"the rewards have not answered for {self.timeout} s; does one of them "
-                           "hang? Raise reward_timeout if not") from e
+    batch: what has been sampled for the responses that are wanted (rollout.responses_to); all ranks
+    hold it. The others: see score_responses.
 
-        # first the rules, so that one that fails ends all ranks before they wait for a forward
-        scores, read = together.together(ready)  # COLLECTIVE
-        # Every rank runs the same number of forwards, because the models may be sharded.
-        # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
-        # have no more tokens in all.
-        at_once = self.micro_batch_size
-        if self.micro_batch_tokens:
-            at_once = max(self.micro_batch_tokens // mine["tokens"].shape[1], 1)
-        most = math.ceil(rows / parallel.rank_and_size()[1])  # rows of a rank
-        forwards = math.ceil(most / at_once)
-        if self.reward_model is not None:
-            with self.autocast, no_grad_forwards([self.reward_model], self.device):
-                scores["reward_model"] = score_sequences(
-                    self.reward_model, *read, at_once, forwards)
-        if self.judge:
-            questions = [(row, [response]) for row, response
-                         in zip(mine["rows"], mine["completions"], strict=True)]
-            with self.autocast, no_grad_forwards([self.judge.model], self.device):
-                scores["judge"] = ask_judge(  # COLLECTIVE
-                    self.judge, questions, self.device, at_once, forwards)
-        like = mine["sampler_logprobs"]
-        said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
-        said["accuracy"] = accuracy(mine).to(self.device)
-        said["thinks"] = thinks(mine).to(self.device)
-        return said
+    Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
+    the weighted sum of the rewards; index, the numbers of the rows; slot, the places of their
+    prompts. Raises Stop, on all ranks, if a model's output is not finite.
+    """
+    share = parallel.share(len(wanted), *parallel.rank_and_size())
+    mine = {name: t[share.start:share.stop] for name, t in batch.items()}
+    mine |= texts_of(wanted[share.start:share.stop], mine, tokenizer)
+    columns = score_responses(  # COLLECTIVE
+        mine, len(wanted), terms, reward_model, judge, reward_tokenizer, micro_batch_size,
+        placement)
+    batch = batch | parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
+    device = batch["tokens"].device
+    batch["index"] = torch.arange(len(batch["tokens"]), device=device)
+    batch["slot"] = torch.tensor([slot for _, _, slot, _ in wanted], device=device)
+    read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
+    audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
+    add_up(batch, terms)
+    there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
+    audit.check_finite(dict(scores=there), iteration)
+    return batch
 
-    def add_up(self, batch):
-        """
-        Add the scores (B,) of a gathered batch: the weighted sum of its rewards. A reward that is
-        NaN does not apply to the response (its function gave None) and adds nothing. Where none
-        applies, or only such of weight 0, the score is NaN: the response has none.
-        """
-        for name in [name for name in ("reward_model", "judge") if f"reward/{name}" in batch]:
-            learned = batch[f"reward/{name}"]
-            batch[f"reward/{name}"] = alike_for_equal_texts(learned, batch)
-            if len(learned) > 1 and (learned == learned[0]).all():
-                self.say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the "
-                              f"score {learned[0]:.4g}: nothing can be learned from it", name)
-        for name in self.names:
-            none = int(batch[f"reward/{name}"].isnan().sum())
-            if none:
-                self.say_once(f"the reward {name!r} gives None for {none} of "
-                              f"{len(batch['tokens'])} responses: it does not apply to them", name)
-        rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in self.terms]
-        scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
-        counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
-        batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
 
-    def say_once(self, message, key):
-        """Print a line on rank 0, unless one of the same key was printed before."""
-        if key not in self.said and parallel.rank_and_size()[0] == 0:
-            print(message, flush=True)
-        self.said.add(key)
+# the rules work in a thread, so that the run need not wait for ever for one that hangs
+thread = ThreadPoolExecutor(1)
+
+
+def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, micro_batch_size,
+                    placement):
+    """
+    A collective: the scores of this rank's b responses, (b,) each: by each reward, as
+    "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
+
+    mine: the texts and tensors of all of them; rows: how many responses all ranks have together.
+    terms: [(weight, name, function)] from reward_terms; a model's function is None. reward_model,
+    judge: None where there is none; one that ranks of another role hold is left out.
+    reward_tokenizer: the reward model's. placement: a build.Placement, with the keys of the engine.
+    """
+    device, system = placement.device, placement.system
+    reward_model, judge = (
+        model if model is not None and not next(model.parameters()).is_meta else None
+        for model in (reward_model, judge))
+
+    def rules(given):
+        launch.begin_thread(device)
+        return call_rewards([term for term in terms if term[2]], given)
+
+    def ready():
+        limits = dict(timeout=system.code_seconds)
+        pending = thread.submit(rules, mine | dict(seconds=system.reward_timeout, limits=limits))
+        read = None
+        if reward_model is not None:  # while the rules work
+            read = read_texts(mine["rows"], mine["completions"], mine["finished"].tolist(),
+                              reward_tokenizer, reward_model.max_positions, device)
+        try:
+            return pending.result(system.reward_timeout), read
+        except TimeoutError as e:
+            raise Stop(f"the rewards have not answered for {system.reward_timeout} s; does one of "
+                       "them hang? Raise reward_timeout if not") from e
+
+    # first the rules, so that one that fails ends all ranks before they wait for a forward
+    scores, read = together.together(ready)  # COLLECTIVE
+    # Every rank runs the same number of forwards, because the models may be sharded.
+    # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
+    # have no more tokens in all.
+    at_once = micro_batch_size
+    if system.micro_batch_tokens:
+        at_once = max(system.micro_batch_tokens // mine["tokens"].shape[1], 1)
+    most = math.ceil(rows / parallel.rank_and_size()[1])  # rows of a rank
+    forwards = math.ceil(most / at_once)
+    if reward_model is not None:
+        with placement.autocast, no_grad_forwards([reward_model], device):
+            scores["reward_model"] = score_sequences(reward_model, *read, at_once, forwards)
+    if judge is not None:
+        questions = [(row, [response]) for row, response
+                     in zip(mine["rows"], mine["completions"], strict=True)]
+        with placement.autocast, no_grad_forwards([judge.model], device):
+            scores["judge"] = ask_judge(judge, questions, device, at_once, forwards)  # COLLECTIVE
+    like = mine["sampler_logprobs"]
+    said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
+    said["accuracy"] = accuracy(mine).to(device)
+    said["thinks"] = thinks(mine).to(device)
+    return said
+
+
+def add_up(batch, terms):
+    """
+    Add the scores (B,) of a gathered batch: the weighted sum of its rewards. A reward that is NaN
+    does not apply to the response (its function gave None) and adds nothing. Where none applies, or
+    only such of weight 0, the score is NaN: the response has none.
+    """
+    for name in [name for name in ("reward_model", "judge") if f"reward/{name}" in batch]:
+        learned = batch[f"reward/{name}"]
+        batch[f"reward/{name}"] = alike_for_equal_texts(learned, batch)
+        if len(learned) > 1 and (learned == learned[0]).all():
+            say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the score "
+                     f"{learned[0]:.4g}: nothing can be learned from it", name)
+    for _, name, _ in terms:
+        none = int(batch[f"reward/{name}"].isnan().sum())
+        if none:
+            say_once(f"the reward {name!r} gives None for {none} of {len(batch['tokens'])} "
+                     "responses: it does not apply to them", name)
+    rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
+    scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
+    counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
+    batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
+
+
+already_said = set()  # what need not be said again
+
+
+def say_once(message, key):
+    """Print a line on rank 0, unless one of the same key was printed before."""
+    if key not in already_said and parallel.rank_and_size()[0] == 0:
+        print(message, flush=True)
+    already_said.add(key)

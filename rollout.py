@@ -25,13 +25,12 @@ decoded, and whichever row it gets. And a resumed run needs no saved random stat
 B responses, P prompt length, R the longest response, V vocabulary.
 """
 import hashlib
-import importlib
 
 import torch
 
 import parallel
 from engine import audit
-from engine.placement import decoding_copy
+from engine.placement import decoding_copy, no_grad_forwards
 from errors import BadInput
 from model import scaled_logits
 
@@ -196,7 +195,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
         if truncation:
             kept = truncation(None, scaled_logits(logits, temperature or 1.0, vocab_size))
             logits = logits.masked_fill(kept == -torch.inf, -torch.inf)
-        token, logprob = sample(logits, uniforms[live, t], temperature, vocab_size)  # (rows,) each
+        token, logprob = draw(logits, uniforms[live, t], temperature, vocab_size)  # (rows,) each
         row = live[going]
         responses[row, t], logprobs[row, t], lengths[row] = token[going], logprob[going], t + 1
         ends = torch.isin(token, eos)  # (rows,)
@@ -246,7 +245,7 @@ def warpers(top_k=0, top_p=1.0, min_p=0.0):
     return chosen or None
 
 
-def sample(logits, uniform, temperature, vocab_size=None):
+def draw(logits, uniform, temperature, vocab_size=None):
     """
     One token for each row by inverse CDF: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) and
     their log-probs (B,). temperature 0 takes the most likely token; its log-prob is that of
@@ -277,90 +276,54 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-class Sampler:
+def responses_to(rows, prompts, picked, slots=None, samples=1):
     """
-    How a run samples: the policy with its tokenizer, and the keys that say what is sampled.
-
-    policy: Model. seed, max_new_tokens, temperature: the script's keys. placement: build.Placement,
-    with the keys of the engine.
+    What is wanted of a batch: [(data row, its prompt's token ids, slot, sample)], one for each
+    response. rows, prompts: all of the data's, and their token ids. picked: the numbers of those
+    rows whose prompts get `samples` responses each. slots: the places of their prompts in the
+    batch; None: 0, 1, ...
     """
-
-    def __init__(self, policy, tokenizer, seed, max_new_tokens, temperature, placement):
-        """A collective, since a vLLM may begin."""
-        self.policy, self.tokenizer, self.seed = policy, tokenizer, seed
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        self.placement, self.system = placement, placement.system
-        self.vllm = None  # the key sampler; see engine/vllm_sampler.py
-        if self.system.sampler == "vllm":
-            # by its name: only such a run takes that file along
-            vllm_sampler = importlib.import_module("engine.vllm_sampler")
-            self.vllm = vllm_sampler.begin_vllm(  # COLLECTIVE
-                policy, tokenizer, self.system, placement.device)
-
-    def sample(self, wanted, purpose, iteration, stop):
-        """
-        A collective where the weights are sharded or several ranks decode together (generate_tp):
-        what `generate` returns for this rank's share of the responses that are wanted.
-
-        wanted: [(data row, its prompt's token ids, slot, sample), ...], an entry for each response
-        of all ranks. purpose ("rollout", "eval", ...), iteration, slot (the prompt's place in the
-        batch) and sample decide the noise. stop: see generate.
-        """
-        width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
-        tp = self.system.generate_tp
-        numbers = parallel.my_share(range(len(wanted)), tp)  # neighbours decode together
-        prompts, slots, samples = ([wanted[i][k] for i in numbers] for k in (1, 2, 3))
-        if tp > 1:
-            stop = None  # those who decode together must take the same steps
-        seeds = self.seed, purpose, iteration, slots, samples
-        with self.placement.autocast:
-            sampled = self.respond(prompts, seeds, width, stop)
-        if tp > 1:  # this rank returns its own
-            mine = parallel.my_share(range(len(wanted)))
-            kept = [row for row, i in enumerate(numbers) if i in mine]
-            sampled = {name: t[kept] for name, t in sampled.items()}
-        return sampled
-
-    def respond(self, prompts, seeds, width, stop):
-        """Responses of the policy, or of vLLM. seeds: the arguments of response_seeds."""
-        R, T, tokenizer = self.max_new_tokens, self.temperature, self.tokenizer
-        if self.vllm:
-            self.vllm.take_weights(self.policy)  # COLLECTIVE
-            return self.vllm.respond(prompts, R, T, tokenizer.eos_ids, tokenizer.pad_id,
-                                     response_seeds(*seeds), width, stop, tokenizer.has_stop)
-        placement, (*names, samples) = self.placement, seeds
-        with decoding_copy(self.policy, placement.decoding, placement.device,
-                           self.system.generate_tp) as decoder:
-            return generate(
-                decoder, prompts, R, T, tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                response_uniforms(*names, R, samples), batch_size=self.system.rollout_batch_size,
-                prompt_width=width, stop=stop, has_stop=tokenizer.has_stop)
+    slots = range(len(picked)) if slots is None else slots
+    return [(rows[number], prompts[number], slot, sample)
+            for number, slot in zip(picked, slots, strict=True) for sample in range(samples)]
 
 
-def score_batch(scorer, batch, wanted, iteration):
+def sample_batch(policy, tokenizer, wanted, noise, max_new_tokens, temperature, placement,
+                 vllm=None, stop=None):
     """
-    A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
+    A collective: the batch of the responses that are wanted, as `generate` returns it, on all
+    ranks; each of them samples its share. Where the weights are sharded, or several ranks decode
+    together (generate_tp), the sampling is a collective, too.
 
-    batch: what has been sampled for the responses that are wanted; all ranks hold it.
-
-    Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
-    the weighted sum of the rewards; index, the numbers of the rows; slot, the places of their
-    prompts. Raises Stop, on all ranks, if a model's output is not finite.
+    wanted: see responses_to. noise: (seed, purpose, iteration), which with a response's slot and
+    sample decide its noise. vllm: the engine that samples in the place of the policy, where the key
+    sampler says so. stop: see generate.
     """
-    share = parallel.share(len(wanted), *parallel.rank_and_size())
-    mine = {name: t[share.start:share.stop] for name, t in batch.items()}
-    mine |= texts_of(wanted[share.start:share.stop], mine, scorer.tokenizer)
-    columns = scorer.score(mine, len(wanted))  # COLLECTIVE
-    batch = batch | parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
-    device = batch["tokens"].device
-    batch["index"] = torch.arange(len(batch["tokens"]), device=device)
-    batch["slot"] = torch.tensor([slot for _, _, slot, _ in wanted], device=device)
-    read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
-    audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
-    scorer.add_up(batch)
-    there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
-    audit.check_finite(dict(scores=there), iteration)
-    return batch
+    width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
+    tp = placement.system.generate_tp
+    numbers = parallel.my_share(range(len(wanted)), tp)  # neighbours decode together
+    prompts, slots, samples = ([wanted[i][k] for i in numbers] for k in (1, 2, 3))
+    if tp > 1:
+        stop = None  # those who decode together must take the same steps
+    with placement.autocast:
+        if vllm:
+            vllm.take_weights(policy)  # COLLECTIVE
+            sampled = vllm.respond(
+                prompts, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
+                response_seeds(*noise, slots, samples), width, stop, tokenizer.has_stop)
+        else:
+            uniforms = response_uniforms(*noise, slots, max_new_tokens, samples)
+            with decoding_copy(policy, placement.decoding, placement.device, tp) as decoder:
+                sampled = generate(
+                    decoder, prompts, max_new_tokens, temperature, tokenizer.eos_ids,
+                    tokenizer.pad_id, tokenizer.vocab_size, uniforms,
+                    batch_size=placement.system.rollout_batch_size, prompt_width=width, stop=stop,
+                    has_stop=tokenizer.has_stop)
+    if tp > 1:  # this rank sends its own
+        mine = parallel.my_share(range(len(wanted)))
+        kept = [row for row, i in enumerate(numbers) if i in mine]
+        sampled = {name: t[kept] for name, t in sampled.items()}
+    return parallel.gather_rows(sampled, len(wanted))  # COLLECTIVE
 
 
 def texts_of(wanted, part, tokenizer):
@@ -371,3 +334,31 @@ def texts_of(wanted, part, tokenizer):
                 prompts=[tokenizer.decode(one[1]) for one in wanted],
                 completions=[tokenizer.decode_response(ids[m].tolist())
                              for ids, m in zip(tokens, mask, strict=True)])
+
+
+def read_batch(batch, readers, forward, micro_batches, iteration, device):
+    """
+    A collective: add what models say of each response token to a batch, before an update.
+
+    readers: {name of the column: model}; None, and a column that is there, is left out. forward: a
+    function of (model, micro-batch): what the model says, (b, R), or a tuple that begins with that.
+    micro_batches: those of this rank, in which the update trains: so equal weights give equal bits,
+    and before the first step the ratio is 1 to the last bit.
+    """
+    readers = {name: model for name, model in readers.items()
+               if model is not None and name not in batch}
+    # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
+    columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
+    with no_grad_forwards(readers.values(), device):
+        for mb in micro_batches:
+            for name, model in readers.items():
+                said = forward(model, mb)
+                said = said if torch.is_tensor(said) else said[0]  # (b, R)
+                columns[name][mb["index"], :said.shape[1]] = said
+    add_columns(batch, columns, iteration)  # COLLECTIVE
+
+
+def add_columns(batch, columns, iteration):
+    """A collective: {name: (B, R)} of this rank's rows, 0 in others, become the batch's."""
+    batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
+    audit.check_finite({name: batch[name] for name in columns}, iteration)

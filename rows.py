@@ -15,14 +15,8 @@ assistant, and may hold several turns. If the prompt ends with the assistant, to
 goes on with that very message.
 
 Rows that look otherwise (ShareGPT, Alpaca, HH, verl, ...) are converted once, by data/convert.py.
-
-We read the files ourselves: the libraries for tables guess what a text might mean, and turn the
-answer "02" into 2 and "NA" into nothing.
 """
-import csv
-import functools
 import gzip
-import io
 import json
 import math
 import os
@@ -30,7 +24,7 @@ import re
 import zlib
 
 from engine.answers import final_answer
-from errors import BadInput, first_line, shorten
+from errors import BadInput, shorten
 from folders import read_file
 
 
@@ -131,61 +125,11 @@ def sources_of(spec):
 
 def files_of(source):
     """The files of a source, in order: its own name, or those of a data set of the hub."""
-    return hub_files(source) if source.startswith("hf:") else [source]
+    if not source.startswith("hf:"):
+        return [source]
+    from options.sources import hub_files
 
-
-@functools.cache  # or the hub would be asked again for the hash of the same files
-def hub_files(source):
-    """
-    The files of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT, such as hf:openai/gsm8k:main:train, where
-    the files of main/ are meant whose name has the word `train`. NAME is a folder here in the
-    layout of the hub; or a name on the hub, from which the files are downloaded into its cache.
-    """
-    match = re.fullmatch(r"hf:([^:]+):(?:([^:]*):)?([^:]+)", source)
-    if not match:
-        raise BadInput(f"{source!r}: wanted hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT, such as "
-                       "hf:openai/gsm8k:main:train")
-    name, folder, split = match.groups()
-    if os.path.isdir(name):
-        files = [os.path.relpath(os.path.join(place, file), name)
-                 for place, _, inside in os.walk(name) for file in inside]
-        return [os.path.join(name, file) for file in files_of_split(files, folder, split, source)]
-    import huggingface_hub
-
-    try:
-        files = huggingface_hub.list_repo_files(name, repo_type="dataset")
-        wanted = files_of_split(files, folder, split, source)
-        copy = huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted)
-    except BadInput:
-        raise
-    except Exception as e:  # no network, no such set, no access: the library raises anything
-        raise BadInput(f"{source}: no such folder here, and the hub did not give it "
-                       f"({first_line(e)[:200]}); where there is a network, type hf download "
-                       f"{name} --repo-type=dataset --local-dir=DIR, then give hf:DIR:SPLIT"
-                       ) from e
-    return [os.path.join(copy, file) for file in wanted]
-
-
-def files_of_split(files, folder, split, source):
-    """
-    Which of the files of a data set, with paths relative to it, are those of a split, sorted.
-    Raises BadInput where there are none, or where several folders have some.
-    """
-    files = sorted(file for file in files
-                   if file.lower().removesuffix(".gz").endswith(ENDINGS) and file[0] != ".")
-    inside = [file for file in files if not folder or file.startswith(f"{folder}/")]
-    # a word of the path: `train` is one in data/train-00000.parquet, and none in train_sft.jsonl
-    word = rf"(^|[/-]){re.escape(split)}([-_]?\d|[/.-])"
-    wanted = [file for file in inside if re.search(word, file)]
-    if split == "train" and not any(re.search("(^|[/-])(train|test|valid|dev)", file)
-                                    for file in inside):
-        wanted = inside  # a set without splits
-    folders = {os.path.dirname(file) for file in wanted}
-    if not wanted or len(folders) > 1 and not folder:
-        found = f"it is in the folders {sorted(folders)}" if wanted else f"there are {files}"
-        raise BadInput(f"{source}: cannot tell which files are {split!r}, {found[:300]}; wanted "
-                       "hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT")
-    return wanted
+    return hub_files(source)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,7 +152,11 @@ def raw_rows(source):
         if ending not in ENDINGS:
             raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz "
                            "behind it")
-        read = {".parquet": parquet_rows, ".csv": csv_rows}.get(ending, json_rows)
+        read = json_rows
+        if ending in (".csv", ".parquet"):
+            from options.sources import csv_rows, parquet_rows
+
+            read = csv_rows if ending == ".csv" else parquet_rows
         for where, row in read(path):
             if not isinstance(row, dict):
                 raise BadInput(f"{path}, {where}: wanted an object such as "
@@ -248,51 +196,6 @@ def parse_json(text, where):
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{where}: not JSON ({e}); wanted an object in each line, or one list of "
                        "objects") from e
-
-
-def csv_rows(path):
-    """The first line names the columns; a value may hold newlines, between quotes. All are text."""
-    csv.field_size_limit(2**30)
-    text = io.StringIO(read_text(path), newline="")
-    try:
-        for number, row in enumerate(csv.DictReader(text, strict=True), 1):
-            if None in row or None in row.values():
-                raise BadInput(f"{path}, row {number}: not as many columns as in the first line; "
-                               "is a quote or a comma missing?")
-            yield f"row {number}", row
-    except csv.Error as e:
-        raise BadInput(f"{path}: not a table ({e})") from e
-
-
-def parquet_rows(path):
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as e:
-        raise BadInput(f"{path}: parquet files are read with pyarrow, which is not installed; type "
-                       "pip install pyarrow") from e
-    number = 0
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            floats = [field for field in batch.schema if "float" in str(field.type)]
-            for row in batch.to_pylist():
-                number += 1
-                row |= {field.name: shortest(row[field.name], field.type) for field in floats}
-                yield f"row {number}", row
-    except (OSError, ValueError, pyarrow.ArrowException) as e:
-        raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e
-
-
-def shortest(value, kind):
-    """A parquet value; floats of 32 and 16 bits as short as they can be, 0.1 for 0.100000001."""
-    import numpy  # pyarrow needs it, too
-
-    if isinstance(value, dict):
-        return {part.name: shortest(value[part.name], part.type) for part in kind}
-    if isinstance(value, list) and hasattr(kind, "value_type"):
-        return [shortest(one, kind.value_type) for one in value]
-    form = {"float": numpy.float32, "halffloat": numpy.float16}.get(str(kind))
-    return float(str(form(value))) if form and value is not None else value
 
 
 # --------------------------------------------------------------------------------------------------

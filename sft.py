@@ -39,7 +39,8 @@ max_tokens = 0  # * longest prompt and completion together, 0 = the model's cont
 
 # model
 init_from = "scratch"  # * a model folder or hub name; scratch: a new model of the sizes below
-tokenizer_path = "data/arithmetic/tokenizer"  # of a scratch model; other models bring their own
+# of a scratch model: a folder, or an encoding such as tiktoken:gpt2; other models bring their own
+tokenizer_path = "data/arithmetic/tokenizer"
 family = "gpt2"  # scratch: the architecture [gpt2 | llama]
 n_layer = 2  # scratch: layers [1..1000]
 n_head = 8  # scratch: attention heads [1..1000]

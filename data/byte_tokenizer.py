@@ -1,26 +1,28 @@
 """
 A tokenizer for small tasks, with a token for each byte. Nothing is to be downloaded for it.
 """
-import json
 import os
+import sys
+
+# Python looks for modules in this file's folder, data/; ours are in the folder above it.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import tiktoken  # noqa: E402
+
+from options.tiktoken_files import encode_as  # noqa: E402
+
+
+def byte_encoding(markers=()):
+    """
+    The encoding whose ids are the 256 bytes, then markers (such as <think>, which text may
+    contain), <eos> and <pad>.
+    """
+    special = {text: 256 + i for i, text in enumerate([*markers, "<eos>", "<pad>"])}
+    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]+", special_tokens=special,
+                             mergeable_ranks={bytes([i]): i for i in range(256)})
 
 
 def write_byte_tokenizer(folder, markers=()):
-    """
-    Write tokenizer.json and tokenizer_config.json: the tokens are the 256 bytes, then markers (such
-    as <think>, which text may contain), <eos> and <pad>.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    names = {shown: byte for byte, shown in bytes_to_unicode().items()}  # as GPT-2 writes bytes
-    backend = Tokenizer(models.BPE(vocab=names, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(s, normalized=False) for s in markers])
-    backend.add_special_tokens(["<eos>", "<pad>"])
-    os.makedirs(folder, exist_ok=True)
-    backend.save(os.path.join(folder, "tokenizer.json"))
-    with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
-        json.dump(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<eos>",
-                       pad_token="<pad>", clean_up_tokenization_spaces=False), f, indent=2)
+    """Write it as a tokenizer of transformers: tokenizer.json and tokenizer_config.json."""
+    encode_as(byte_encoding(markers), markers, eos_token="<eos>",
+              pad_token="<pad>").save_pretrained(folder)

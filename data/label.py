@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from data import encode_for_all  # noqa: E402
-from engine.judging import Judge, template_text  # noqa: E402
+from options.judging import Judge, template_text  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402

@@ -3,15 +3,13 @@ The models of a run, built one by one: load_policy, load_ref_policy, load_reward
 load_value_model. Where each model is held, and in which precision, the keys of engine/keys.py say;
 a Placement has what they say, so that the scripts need no switch for it.
 """
-import importlib
 import os
 import shutil
 
+import parallel
 from data import encode_examples
 from errors import BadConfig, BadInput, say
-from engine import launch, roles
-from engine.adapters import Adapted, fill_adapter, load_adapted
-from engine.four_bits import check_four_bits
+from engine import launch
 from engine.optimizers import make_optimizer
 from engine.placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
                               placements, precisions, shard)
@@ -19,6 +17,7 @@ from engine.reward_mix import check_rows
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze, from_scratch
 from rows import Rows, prompt_row, ptx_row, read_rows
+from trunk import OnTrunk
 
 
 class Placement:
@@ -46,6 +45,10 @@ class Placement:
             if system.compile and device.type == "cpu" and not shutil.which(compiler):
                 raise BadConfig(f"compile = True needs a C++ compiler, and {compiler!r} is not "
                                 "there; install one, or leave the key out")
+        if system.report_to:
+            from options.trackers import names_in
+
+            names_in(system.report_to)
         self.system, self.device, self.seed = system, device, seed
         self.autocast, self.dtype, self.decoding = precisions(
             system.dtype, system.master_weights, device)
@@ -58,6 +61,8 @@ class Placement:
             for name, place in self.places.items():
                 place.here = name in self.held_here()
         if system.quantize == "4bit":
+            from options.four_bits import check_four_bits
+
             check_four_bits(system, self.places)
             for place in self.places.values():
                 place.four_bits = True
@@ -66,9 +71,9 @@ class Placement:
         """The models that this rank's role needs whole. LoRA's trunk is on all ranks."""
         frozen = ["ref", "reward", "judge"]
         needs = dict(train=["policy", "value"], generate=["policy"], score=frozen)
-        if roles.role in ("", "train") and "score" not in roles.ranks:
+        if parallel.role in ("", "train") and "score" not in parallel.roles:
             return ["policy", "value", *frozen]
-        return needs[roles.role] + ["policy"] * bool(self.system.lora)
+        return needs[parallel.role] + ["policy"] * bool(self.system.lora)
 
     def load(self, path, name, head="lm", trained=False, place=None):
         """The model of a folder or hub name, where the keys want it. Raises BadInput."""
@@ -118,12 +123,13 @@ def load_policy(path, placement):
     ranks that generate it is a copy that gets its weights from those that train.
     """
     system, place = placement.system, placement.places["policy"]
-    if system.generate_tp > 1:  # by its name, as the judge
-        tensor_parallel = importlib.import_module("engine.tensor_parallel")
-        tensor_parallel.check_split(system.generate_tp, system.roles)
+    if system.generate_tp > 1:
+        from options.tensor_parallel import check_split
+
+        check_split(system.generate_tp)
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
-    trained = roles.role in ("", "train") or place.lora is not None
+    trained = parallel.role in ("", "train") or place.lora is not None
     if not trained:  # a generator's copy: whole
         place = Place(here=place.here)
     policy = placement.load(path, "policy", trained=trained, place=place)
@@ -166,6 +172,8 @@ def load_reward_model(path, placement, policy, tokenizer, terms):
     if "reward_model" not in [name for _, name, _ in terms]:
         return None, None
     if placement.system.share_base:
+        from options.lora import load_adapted
+
         reward_model = freeze(load_adapted(policy.base, path, "scalar", policy.path))
     else:
         reward_model = placement.load(path, "reward", head="scalar")
@@ -185,11 +193,11 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     """
     if "judge" not in [name for _, name, _ in terms]:
         return None
-    # by its name: only runs with a judge take that file along
-    judging = importlib.import_module("engine.judging")
+    from options.judging import Judge, judged_by_reference
+
     system = placement.system
     path, model = system.judge_path, None
-    if judging.judged_by_reference(path, system.ref_path, policy_path):
+    if judged_by_reference(path, system.ref_path, policy_path):
         path = system.ref_path or policy_path
         model = ref_policy or getattr(policy, "base", None)
         if model is None and system.judge_path == "ref_policy":
@@ -199,7 +207,7 @@ def load_judge(policy_path, placement, policy, ref_policy, terms):
     if model is None:
         model = placement.load(path, "judge")
     check_tokenizer_fits(tokenizer, model, path)
-    judge = judging.Judge(model, tokenizer, path, system.judge_template)
+    judge = Judge(model, tokenizer, path, system.judge_template)
     say(judge.in_words)
     return judge
 
@@ -221,12 +229,14 @@ def load_value_model(value_init, placement, policy, tokenizer, reward_path, rewa
     if not place.here:
         return None
     if placement.system.share_base and value_init != "shared":
+        from options.lora import Adapted
+
         value_model = Adapted(policy.base, "scalar", **place.lora, seed=placement.seed)
         if value_init == "reward":
-            fill_adapter(value_model, reward_path)
+            value_model.fill_own(reward_path)
         return value_model
     if value_init == "shared":  # both losses train the policy's trunk
-        return Adapted(policy, "scalar", seed=placement.seed)
+        return OnTrunk(policy, seed=placement.seed)
     path = reward_path if value_init == "reward" else policy.path
     return placement.load(path, "value", head="scalar", trained=True)
 
@@ -256,14 +266,15 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, t
     if system.ref_path and kl_coef == 0:
         raise BadConfig(f"ref_path = {system.ref_path!r} with kl_coef = 0: there is no reference "
                         "then; type --kl_coef=0.05, or leave it out")
-    if target_kl > 0 and system.staleness > 0 and importance_cap == 0:
-        raise BadConfig("target_kl with staleness: how far the policy has moved would be counted "
-                        "from the older policy that has sampled, so that the first step may "
-                        "already be too far; type --importance_cap=2, which counts from now")
-    if system.sampler == "vllm" and system.staleness > 0 and importance_cap == 0:
-        raise BadConfig("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
-                        "which are rounded differently; type --importance_cap=2, which has the "
-                        "policy itself read what an older one has sampled")
+    # options are imported here, before the ranks compare their code
+    if system.roles or system.staleness > 0:
+        from options.roles import check_ahead
+
+        check_ahead(system, target_kl, importance_cap)
+    if system.sampler == "vllm":
+        from options.vllm import check_vllm
+
+        check_vllm(system, importance_cap)
     if num_minibatches > batch_size:
         raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of "
                         f"batch_size = {batch_size} empty; lower it")

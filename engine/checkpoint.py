@@ -32,14 +32,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.adapters import Adapted, fill_adapter, peft_misreads, save_adapter
-from engine.four_bits import in_full
 from engine.optimizers import fill_optimizer, optimizer_tensors
 from engine.placement import refill
 from engine.run_log import LOG_FILES, cut_log
 from engine.together import alone, patience, together, whole
 from errors import BadConfig, Lost, Stop, say
 from folders import read_json
+from model import in_full
 from parallel import rank_and_size
 
 FILE_BYTES = 5 * 10**9  # the most that a file of tensors has, unless a single tensor has more
@@ -65,8 +64,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
 
     def write(folder):
         for name, model in models.items():
-            if isinstance(model, Adapted):  # every rank has all of an adapter and a head
-                alone(partial(save_adapter, model, os.path.join(folder, name)))
+            if model.base is not None:  # every rank has all of an adapter and a head
+                alone(partial(model.save_own, os.path.join(folder, name)))
             else:
                 save_model(os.path.join(folder, name), model, tokenizer)
             write_tensors(folder, f"{name}_optimizer", optimizer_tensors(model, optimizers[name]))
@@ -212,8 +211,8 @@ def load_checkpoint(folder, models, optimizers, average=None):
     """
     def fill():
         for name, model in models.items():
-            if isinstance(model, Adapted):
-                fill_adapter(model, os.path.join(folder, name))
+            if model.base is not None:
+                model.fill_own(os.path.join(folder, name))
             else:
                 refill(model, os.path.join(folder, name))
             fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
@@ -265,7 +264,7 @@ def save_final(out_dir, name, model, tokenizer, config=None):
             alone(partial(write_manifest, folder))
 
     def write_adapter(folder):
-        alone(partial(save_adapter, model, folder, model.path))
+        alone(partial(model.save_own, folder))
 
     def write_card(folder):
         count = sum(p.numel() for p in model.hf.parameters())
@@ -275,11 +274,10 @@ def save_final(out_dir, name, model, tokenizer, config=None):
             f.write(model_card(name, config or {}, model.path, size))
 
     put_in_place(write, final)
-    if isinstance(model, Adapted) and model.adapters:  # a head alone has no adapter
+    if model.adapters:
         put_in_place(write_adapter, f"{final}_adapter")
-        if peft_misreads(model):
-            say(f"{final}_adapter: peft reads other numbers from it (MLPs beside experts); give "
-                f"others {final}, which is merged, or train with --lora=16:32:q+k+v+o")
+        if model.warning():
+            say(f"{final}_adapter: {model.warning()}")
     if model.hf.dtype != dtype and rank_and_size()[0] == 0 and name != "best_policy":
         print(f"{final} is saved in {in_words(dtype)}, as the model was that the run began with; "
               f"checkpoints are in {in_words(model.hf.dtype)}")
@@ -310,8 +308,7 @@ def save_model(folder, model, tokenizer, dtype=None):
     for name, t in named_tensors(model):
         t = whole(t)  # COLLECTIVE
         if t is not None:
-            if isinstance(model, Adapted):
-                t = model.merged(name, t)
+            t = model.merged(name, t)
             tensors[name] = t.to(dtype or t.dtype).contiguous()
 
     def write():

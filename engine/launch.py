@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 import errors
 import parallel
-from engine import report, roles, together
-from engine.run_log import finish_trackers
+from engine import report, together
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
 
 signalled_at = None  # when SIGTERM or SIGINT came, by time.monotonic
+heard = set()  # with roles: what any rank has told all, "stop" or "left"; see options/messages.py
 
 
 # --------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def init(device, timeout, deterministic=False, layout=""):
     A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs.
     device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
     is an error. deterministic: on GPUs, only kernels that give the same bits every time. layout:
-    how many ranks train, generate and score, see engine/roles.py. From here on SIGTERM and SIGINT
+    how many ranks train, generate and score, the key roles. From here on SIGTERM and SIGINT
     are requests, see stop_asked. Returns rank, world_size, torch.device. Raises BadConfig or
     BadInput if there is no GPU for this rank or no such roles, Lost if the ranks cannot meet.
     """
@@ -45,7 +45,11 @@ def init(device, timeout, deterministic=False, layout=""):
         die_with_torchrun()
     rank = int(os.environ.get("RANK", 0))  # torchrun sets these variables
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    ranks = roles.parse_roles(layout, world_size)
+    ranks = {}
+    if layout:
+        from options.messages import begin, parse_roles
+
+        ranks = parse_roles(layout, world_size)
     choose_kernels(deterministic)  # before CUDA starts: cuBLAS reads its variable only then
     device = torch.device(choose_device(device))
     if rank == 0 and device.type == "cuda":
@@ -54,8 +58,8 @@ def init(device, timeout, deterministic=False, layout=""):
         join(rank, world_size, device, timeout, bound=not ranks)
     if ranks:
         with meeting(timeout):
-            roles.begin(ranks, rank, timeout, lambda: signalled_at is not None)  # COLLECTIVE
-        errors.leads = roles.leads
+            errors.leads = begin(  # COLLECTIVE
+                ranks, rank, timeout, lambda: signalled_at is not None, heard)
     return rank, world_size, device
 
 
@@ -162,7 +166,7 @@ def stop_asked():
     Whether this rank has been asked to stop, or one of another role; cheap, for loops that can be
     left early.
     """
-    return signalled_at is not None or "stop" in roles.heard
+    return signalled_at is not None or "stop" in heard
 
 
 def stop_agreed():
@@ -177,7 +181,10 @@ def stop_agreed():
 
 def finish():
     """A collective: leave the group together. The run is over: nothing after this may fail it."""
-    finish_trackers()
+    if parallel.role == "train":  # let the other roles leave, too
+        from options.messages import tell_the_end
+
+        tell_the_end()
     if dist.is_initialized():
         gpus = [torch.cuda.current_device()] if wire().type == "cuda" else None
         with parallel.everyone():

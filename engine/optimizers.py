@@ -13,7 +13,6 @@ import torch
 
 import parallel
 from engine import together
-from engine.four_bits import bitsandbytes
 from engine.together import Part
 from errors import Stop
 from model import at_least_float32
@@ -45,6 +44,8 @@ def make_optimizer(model, place, lr, betas, eps, weight_decay):
         settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR),
                         foreach=False)
     elif place.optimizer == "adamw8bit":
+        from options.four_bits import bitsandbytes
+
         kind = bitsandbytes("optim = 'adamw8bit'").optim.AdamW8bit
         settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     else:

@@ -17,7 +17,6 @@ needs.
 """
 import contextlib
 import copy
-import importlib
 import re
 import warnings
 from dataclasses import dataclass
@@ -26,14 +25,13 @@ import torch
 import torch.nn as nn
 
 import parallel
-from engine.adapters import Adapted, is_linear, load_whole
-from engine.four_bits import quantize
 from engine.together import alone
 from errors import BadConfig, BadInput, shorten
 from folders import model_folders
-from model import (Model, freeze, load_model, probe, processor_files, read_config, shapes,
-                   unread_parameters)
+from model import (Model, freeze, is_linear, load_model, probe, processor_files, read_config,
+                   shapes, unread_parameters)
 from parallel import fill, is_shard
+from trunk import load_whole
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,6 +224,8 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
         model = load_whole(path, head, dtype, "cpu" if on_cpu else device, seed)
         settle(model, trained, matrices, recompute, unread_parameters(model) if learns else ())
     if four_bits:
+        from options.four_bits import quantize
+
         quantize(model, device, matrices or dtype)
         model.to(device)
     finish_placing(model, device, compiled)
@@ -233,7 +233,11 @@ def load_placed(path, place, device, head="lm", dtype=torch.float32, matrices=No
         rounds = torch.autocast(device.type, matrices, enabled=matrices is not None)
         with rounds, no_grad_forwards([model], device):
             probe(model)
-    return Adapted(model, head, **place.lora, seed=seed) if adapted else model
+    if not adapted:
+        return model
+    from options.lora import Adapted
+
+    return Adapted(model, head, **place.lora, seed=seed)
 
 
 def outline(path, head, dtype):
@@ -393,29 +397,24 @@ def refill(model, folder):
 # models in their places
 
 
-def trunk_of(model):
-    """The Model on whose trunk a model stands: itself, or the one under its adapters and heads."""
-    return model.owner() if isinstance(model, Adapted) else model
-
-
 def sharded(model):
     """Whether a rank holds only a part of this model's weights."""
-    return any(map(is_shard, trunk_of(model).parameters()))
+    return any(map(is_shard, model.owner().parameters()))
 
 
 def in_memory(**models):
     """
     {name: model} of all models that own memory: those given, without the None among them, each
-    under its first name; and the trunk of an Adapted under the name "NAME's trunk", where it is not
-    given itself.
+    under its first name; and the trunk of one that stands on it under the name "NAME's trunk",
+    where that is not given itself.
     """
     found = {}
     for name, model in models.items():
         if model is not None and model not in found.values():
             found[name] = model
     for name, model in list(found.items()):
-        if trunk_of(model) not in found.values():
-            found[f"{name}'s trunk"] = trunk_of(model)
+        if model.owner() not in found.values():
+            found[f"{name}'s trunk"] = model.owner()
     return found
 
 
@@ -437,7 +436,7 @@ def no_grad_forwards(models, device):
     after an error in it, the layers that the forwards have gathered are freed: FSDP by itself frees
     them only in a backward pass.
     """
-    models = [trunk_of(model) for model in models if model is not None]
+    models = [model.owner() for model in models if model is not None]
     models = list(dict.fromkeys(models))  # each trunk once, however many models stand on it
     try:
         with torch.no_grad(), contextlib.ExitStack() as stack:
@@ -484,13 +483,14 @@ def decoding_copy(policy, matrices, device, tp=1):
     together. It is the policy itself, unless autocast would round its matrices to the dtype
     `matrices` at every token: then it is a copy that has them in that dtype, for this block only.
     A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
-    have a copy together, see engine/tensor_parallel.py.
+    have a copy together, see options/tensor_parallel.py.
     """
-    if tp > 1:  # by its name: only runs with generate_tp take that file along
-        tensor_parallel = importlib.import_module("engine.tensor_parallel")
-        yield tensor_parallel.split_copy(policy, matrices, device, tp)  # COLLECTIVE
+    if tp > 1:
+        from options.tensor_parallel import split_copy
+
+        yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
         return
-    trunk = trunk_of(policy)
+    trunk = policy.owner()
     modules = fsdp_modules(trunk)
     if modules:
         trunk.set_reshard_after_forward(False)
@@ -503,7 +503,7 @@ def decoding_copy(policy, matrices, device, tp=1):
             trunk.set_reshard_after_forward(trunk.by_layer)
             trunk.set_reshard_after_forward(False, recurse=False)
         return
-    if matrices is None or policy.hf.dtype == matrices or isinstance(policy, Adapted):
+    if matrices is None or policy.hf.dtype == matrices or policy.base is not None:
         # an adapter's trunk is frozen, and has its matrices in that dtype already
         yield policy
         return

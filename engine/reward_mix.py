@@ -11,11 +11,10 @@ This file reads the key, checks that the rows of the data have the fields that t
 calls the rewards. The rewards themselves are in rewards.py. A function of the user's may be
 
     def brevity(batch): ...                                 quartet's: see rewards.py
-    def brevity(prompts, completions, answer, **columns)    TRL's: see arguments_of
+    def brevity(prompts, completions, answer, **columns)    TRL's: options/foreign_rewards.py
     async def grader(...)                                   either of them, awaited
 """
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import math
@@ -37,15 +36,15 @@ from errors import BadConfig, BadInput, Stop, first_line, shorten
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}
 
 
-def parse_rewards(spec, known, base_folder):
+def parse_rewards(spec, known, built_in, base_folder):
     """
     The key reward_functions -> [(weight, name, function)]:
 
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
-    known: {name: function}, the built-in rewards; "module:function" of one whose module is loaded
-    now. FILE.py:FUNCTION is a function of the user's. Its file, relative to base_folder, is
-    imported: it is trusted like the rest of the code.
+    known: the names of the built-in rewards; built_in(name): the function of one. FILE.py:FUNCTION
+    is a function of the user's. Its file, relative to base_folder, is imported: it is trusted like
+    the rest of the code.
     Raises BadConfig; BadInput where the file is at fault.
     """
     where = f"reward_functions = {spec!r}"
@@ -62,16 +61,15 @@ def parse_rewards(spec, known, base_folder):
         file, colon, function_name = name.rpartition(":")
         if colon:
             path = os.path.abspath(os.path.join(base_folder, file))
-            function = load_function(path, function_name, where, modules)
+            from options.foreign_rewards import as_ours
+
+            function = as_ours(load_function(path, function_name, where, modules), function_name)
             if function_name in known:
                 raise BadConfig(f"{where}: {function_name!r} is already the name of a built-in "
                                 "reward; rename yours")
             name = function_name
         elif name in known:
-            function = known[name]
-            if isinstance(function, str):
-                module, _, attribute = function.partition(":")
-                function = getattr(importlib.import_module(module), attribute)
+            function = built_in(name)
         else:
             raise BadConfig(f"{where}: unknown reward {name!r}; there are {', '.join(known)}, and "
                             "FILE.py:FUNCTION of your own")
@@ -142,72 +140,6 @@ def check_rows(rewards, rows, path):
                                    f"reward {name!r} needs it")
         if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package
             function.check_rows(rows, path)
-        known = dict.fromkeys(field for row in rows for field in row)
-        for parameter in trl_parameters(function) or ():
-            required = parameter.default is parameter.empty and parameter.kind not in BARE
-            if required and parameter.name not in (*known, *GIVEN):
-                raise BadInput(f"{path}: the reward {name!r} has a parameter {parameter.name!r}, "
-                               "and no row has such a field; the fields are "
-                               f"{', '.join(map(repr, known))}")
-
-
-# --------------------------------------------------------------------------------------------------
-# the arguments of a function in TRL's form
-
-GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
-BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
-
-
-def trl_parameters(function):
-    """
-    The parameters of a function in TRL's form, which has one of the names in GIVEN, or **kwargs
-    alone; None for any other function: it is called with the batch.
-    """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not a function of Python's, or nothing at all
-        return None
-    named = any(p.name in GIVEN for p in parameters)
-    bare = [p.kind for p in parameters] == [inspect.Parameter.VAR_KEYWORD]
-    return parameters if named or bare else None
-
-
-def arguments_of(parameters, batch):
-    """
-    The keyword arguments of a function in TRL's form, each a list with an entry for each response:
-
-        prompts          the data's: strings, or lists of messages
-        completions      strings; [{"role": "assistant", "content": ...}] where the prompt is a list
-        completion_ids   lists of token ids, with the EOS
-        answer, ...      each other field of the rows; None in a row without it
-
-    A function without **kwargs gets those that it names.
-    """
-    rows, texts = batch["rows"], batch["completions"]
-    fields = dict.fromkeys(field for row in rows for field in row)
-    given = {field: [row.get(field) for row in rows] for field in fields
-             if field not in ("prompt", "completion")}
-    given["prompts"] = [row.get("prompt", "") for row in rows]
-    given["completions"] = [as_messages(row, text) for row, text in zip(rows, texts, strict=True)]
-    if "tokens" in batch:
-        R = batch["response_mask"].shape[1]
-        given["completion_ids"] = [ids[-R:][mask].tolist() for ids, mask in zip(
-            batch["tokens"], batch["response_mask"], strict=True)]
-    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return given
-    return {p.name: given[p.name] for p in parameters if p.name in given}
-
-
-def as_messages(row, completion):
-    """
-    A completion in the form of its row's prompt: a string, or a list with one message. The response
-    to a prompt that ends with an assistant's message goes on with that message.
-    """
-    prompt = row.get("prompt")
-    if not isinstance(prompt, list):
-        return completion
-    begun = prompt[-1]["content"] if prompt[-1]["role"] == "assistant" else ""
-    return [{"role": "assistant", "content": begun + completion}]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,9 +163,7 @@ def call_rewards(rewards, batch):
         returned = []
         try:
             if batch["completions"]:
-                parameters = trl_parameters(function)
-                returned = (function(batch) if parameters is None
-                            else function(**arguments_of(parameters, batch)))
+                returned = function(batch)
             if inspect.iscoroutine(returned):
                 returned = runner.run(returned)
             numbers = as_scores(name, returned, batch)
@@ -247,7 +177,8 @@ def failure(name, error):
     """The Stop for a reward that raised this error; a Stop or BadInput of its own is kept."""
     if isinstance(error, (BadInput, Stop)):
         return error
-    calling = (__file__, os.path.dirname(asyncio.__file__))
+    calling = (os.path.dirname(os.path.dirname(__file__)) + f"{os.sep}options", __file__,
+               os.path.dirname(asyncio.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith(calling)]
     # the line that failed in the file of the reward, and not in a library that it calls

@@ -16,7 +16,7 @@ stop_strings = ""  # texts that end a response, too: "</answer>", or several, "[
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 generate_tp = 1  # so many neighbouring ranks hold the policy together while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # the policy that samples a batch is so many updates old; batches.py [0..100]
+staleness = 0  # the policy that samples a batch is so many updates old; options/roles.py [0..100]
 
 # scoring
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]

@@ -24,14 +24,14 @@ import torch
 
 import errors
 import parallel
-from engine import launch, report, roles
+from engine import launch, report
 from engine.audit import audit, check_finite, find_cause, must_agree, watched
 from engine.checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
 from engine.optimizers import overflowed
 from engine.placement import held
 from engine.reward_mix import files_of
 from engine.run_folder import data_hashes, fingerprint, open_run
-from engine.run_log import start_trackers, write_log, write_samples
+from engine.run_log import write_log, write_samples
 from engine.together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
@@ -56,13 +56,12 @@ def ranks_agree(config, files, models, tokenizers, reward_functions=""):
                for name, model in held(models).items() if model.path}  # not a new one
     same = config | contents
     same |= {"the tokenizers": [t.fingerprint for t in tokenizers if t is not None]}
-    if not roles.ranks:
+    if not parallel.roles:
         agree(same | weights)  # COLLECTIVE
         return
     with parallel.everyone():
         agree(same)  # COLLECTIVE
     agree(weights)  # COLLECTIVE
-    errors.leaving = roles.fail_and_leave  # from now on the roles tell each other their errors
 
 
 class Run:
@@ -107,7 +106,10 @@ class Run:
                 errors.warn(f"{best} is damaged; the best from here on takes its place")
                 self.state["best_score"] = None
         self.start = self.iteration = self.state["iteration"]
-        start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
+        if system.report_to:
+            from options.trackers import start_trackers
+
+            start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
 
         self.reward_model = models.get("reward_model")  # also where other ranks hold it
         self.peak = report.peak_flops(system.dtype, device)
@@ -119,7 +121,7 @@ class Run:
         # how far log-probs that are equal on paper may be apart, in nats
         self.gap_limit = gap_limit(system.dtype, temperature)
         self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
-        self.to_save = None  # batches.Batches sets it: a function, which batches to save
+        self.to_save = None  # options/roles.py sets it: a function, which batches to save
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
         parallel.broadcast_parameters(self.models.values())  # COLLECTIVE: all have rank 0's bytes
@@ -131,7 +133,7 @@ class Run:
             return
         report.print_models(self.models)
         ranks = f"{self.world_size} rank(s)"
-        if roles.ranks:
+        if parallel.roles:
             ranks = f"ranks with roles ({self.system.roles})"
         where = f"writing to {self.out_dir}"
         if self.checkpoint:
@@ -198,8 +200,7 @@ class Run:
         if self.rank == 0:
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
-        roles.end()
-        launch.finish()  # COLLECTIVE
+        self.leave()  # COLLECTIVE
         sys.exit(0)
 
     @contextlib.contextmanager
@@ -327,6 +328,10 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, passes, tokens)
         write_log(self.out_dir, record)  # COLLECTIVE
+        if self.system.report_to:
+            from options.trackers import send_to_trackers
+
+            send_to_trackers(record)
         done = self.iteration + 1
         if (batch or tokens) and self.rank == 0 and (
                 self.iteration % every == 0 or done == self.max_iters):
@@ -343,7 +348,7 @@ class Run:
             tokens, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
             flops = read * (sum(self.forward_flops.values()) + passes * self.training_flops)
         seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
-        ranks = sum(map(len, roles.ranks.values())) or self.world_size
+        ranks = sum(map(len, parallel.roles.values())) or self.world_size
         return report.speed(self.device, tokens, flops, seconds, self.peak and self.peak * ranks)
 
     def save_as(self, folder, name):
@@ -361,8 +366,15 @@ class Run:
         if self.ema:
             with self.ema.in_place():
                 self.save_as("ema_policy", "policy")  # COLLECTIVE
-        roles.end()
         if self.rank == 0:
             saved = os.path.join(self.out_dir, next(iter(self.trained)))
             print(f"saved {saved}; next: {next_step}")
+        self.leave()  # COLLECTIVE
+
+    def leave(self):
+        """A collective: leave the group of ranks together."""
+        if self.system.report_to:
+            from options.trackers import finish_trackers
+
+            finish_trackers()
         launch.finish()  # COLLECTIVE

@@ -249,6 +249,8 @@ def content_hash(path):
     """
     if os.path.isfile(path):
         return sha256(path)
+    if path.startswith("tiktoken:"):  # the ids of the data tell whether it is another one
+        return path
     several = several_paths(path, "the model folders")
     if len(several) > 1:
         return hashlib.sha256("".join(map(content_hash, several)).encode()).hexdigest()

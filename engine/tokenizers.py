@@ -11,6 +11,7 @@ of the same messages.
 """
 import ast
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -43,33 +44,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
     none; stop_strings: texts that end a response, see parse_stop_strings.
     """
-    import transformers  # it takes seconds, which --help does not need
-
-    files = set(os.listdir(path)) if os.path.isdir(path) else set()
-    no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
-    folders = [path] if no_model else model_folders(path, weights=False)
-    folder = next((f for f in folders if files_in(f, VOCABULARIES)), None)
-    if folder is None:  # transformers would make an empty one
-        raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}); copy its "
-                       "files there, or make it with the prepare.py of its data")
-    config, base = transformers.PretrainedConfig(), transformers.PreTrainedTokenizerBase
-    if files_in(folder, ["config.json"]):
-        with contextlib.suppress(BadInput), data_alone(folder) as room:  # of a family of its own
-            config = transformers.AutoConfig.from_pretrained(room, trust_remote_code=False)
-    try:
-        for file in files_in(folder, ["config.json", "tokenizer_config.json"]):
-            name = str(read_json(file).get("tokenizer_class"))
-            if not issubclass(getattr(transformers, name, base), base):  # such as AutoModel
-                raise TypeError(f"tokenizer_class = {name!r} is no tokenizer")
-        hf = transformers.AutoTokenizer.from_pretrained(
-            folder, config=config, local_files_only=True, trust_remote_code=False)
-        hf.decode(hf("a 1")["input_ids"])  # fails where settings are of another type
-        given = hf.chat_template or ""
-        if not all(isinstance(text, str) for text in getattr(given, "values", lambda: [given])()):
-            raise TypeError("its chat_template is no text")
-    except Exception as e:  # transformers raises anything
-        raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
-                       "or download it again") from e
+    hf, folder, beside = read_files(path)
     if hf.eos_token_id is None:
         raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; "
                        "set eos_token in tokenizer_config.json")
@@ -83,7 +58,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
                        "called default; write one into a file, and type --chat_template=FILE")
     tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
-    for file in files_in(folders[-1], ["config.json", "generation_config.json"]):
+    for file in files_in(beside, ["config.json", "generation_config.json"]):
         settings = read_json(file)
         ends = settings.get("eos_token_id")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
@@ -95,6 +70,71 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
         if file.endswith("generation_config.json"):
             tokenizer.generation_config = settings
     return tokenizer
+
+
+def read_files(path):
+    """
+    (transformers' tokenizer, its folder, the folder of its model's settings) of a path; of a name
+    such as tiktoken:gpt2 there are no folders. Raises BadInput.
+    """
+    if path.startswith("tiktoken:"):
+        from options.tiktoken_files import by_name
+
+        return by_name(path), path, path
+    files = set(os.listdir(path)) if os.path.isdir(path) else set()
+    no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
+    folders = [path] if no_model else model_folders(path, weights=False)
+    folder = next((f for f in folders if files_in(f, VOCABULARIES)), None)
+    of_tiktoken = [f for f in folders if glob.glob(os.path.join(glob.escape(f), "*.tiktoken"))]
+    if folder is None and of_tiktoken:
+        from options.tiktoken_files import from_folder
+
+        with no_cache_of_tiktoken():
+            return from_folder(of_tiktoken[0]), of_tiktoken[0], folders[-1]
+    if folder is None:  # transformers would make an empty one
+        raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}, "
+                       "*.tiktoken); copy its files there, or make it with the prepare.py of its "
+                       "data")
+    import transformers  # it takes seconds, which --help does not need
+
+    # it warns that Llama 3's tokenizer.model is not sentencepiece's
+    transformers.logging.set_verbosity_error()
+    config, base = transformers.PretrainedConfig(), transformers.PreTrainedTokenizerBase
+    if files_in(folder, ["config.json"]):
+        with contextlib.suppress(BadInput), data_alone(folder) as room:  # of a family of its own
+            config = transformers.AutoConfig.from_pretrained(room, trust_remote_code=False)
+    try:
+        for file in files_in(folder, ["config.json", "tokenizer_config.json"]):
+            name = str(read_json(file).get("tokenizer_class"))
+            if not issubclass(getattr(transformers, name, base), base):  # such as AutoModel
+                raise TypeError(f"tokenizer_class = {name!r} is no tokenizer")
+        with no_cache_of_tiktoken():
+            hf = transformers.AutoTokenizer.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False)
+        hf.decode(hf("a 1")["input_ids"])  # fails where settings are of another type
+        given = hf.chat_template or ""
+        if not all(isinstance(text, str) for text in getattr(given, "values", lambda: [given])()):
+            raise TypeError("its chat_template is no text")
+    except Exception as e:  # transformers raises anything
+        raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
+                       "or download it again") from e
+    return hf, folder, folders[-1]
+
+
+@contextlib.contextmanager
+def no_cache_of_tiktoken():
+    """
+    In this block tiktoken reads a file of this machine from where it lies. By itself it copies each
+    file under the hash of its path, and would read that copy when another file lies there.
+    """
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["TIKTOKEN_CACHE_DIR"]
+        if before is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
 def within(seconds, function):

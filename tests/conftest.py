@@ -37,7 +37,7 @@ def pytest_collection_finish(session):
 
 @functools.cache
 def bwrap_trouble():
-    """Why bwrap does not work here, whatever engine/sandbox.py does with it; or ""."""
+    """Why bwrap does not work here, whatever grading/sandbox.py does with it; or ""."""
     try:
         done = subprocess.run("bwrap --ro-bind / / --unshare-pid --unshare-net true".split(),
                               capture_output=True, text=True)

@@ -371,11 +371,11 @@ IDS = [f"{name if script[:-3] in name else f'{script[:-3]}, {name}'}: {WAYS.get(
 STILL = dict(dtype="float32", learning_rate=1e-20, cliprange=1e-6, micro_batch_size=1)
 ANOTHER_SAMPLER = """
 import rollout
-plain = rollout.sample
+plain = rollout.draw
 def sample(*args):
     tokens, logprobs = plain(*args)
     return tokens, logprobs + 2e-5
-rollout.sample = sample
+rollout.draw = sample
 """
 # The tokens that by_hand.py leaves to a tool: the policy has read them, and not sampled them
 GAPS = """

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from engine.programs import run_all
-from engine.sandbox import check_sandbox
+from grading.programs import run_all
+from grading.sandbox import check_sandbox
 from errors import BadInput, Stop
 
 import tiny

@@ -11,7 +11,7 @@ import torch
 from data import micro_batch
 from engine import launch
 from model import freeze, from_scratch
-from rollout import generate, sample
+from rollout import draw, generate
 
 import tiny
 from tiny import forked, one_run
@@ -174,7 +174,7 @@ def test_no_impossible_token_at_the_edges_of_the_cdf(V, monkeypatch):
     edges = exact[impossible.nonzero().flatten()][:: max(V // 60, 1)]
     u = torch.cat([edges - 1e-9, edges, edges + 1e-9, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)])
     u = u.clamp(0, 1 - 2.0**-53)
-    token, logprob = sample(logits.expand(len(u), V), u, 1.0)
+    token, logprob = draw(logits.expand(len(u), V), u, 1.0)
     assert not impossible[token].any() and logprob.isfinite().all()
     # and otherwise it is the inverse CDF: of the rounding of float32 away from an edge
     before = exact[token] - logits[0].double().softmax(-1)[token]

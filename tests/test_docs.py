@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from engine.judging import log_odds
-from engine.programs import check_tests
+from options.judging import log_odds
+from grading.programs import check_tests
 from gae import compute_gae
 from loss import kl_estimate, masked_whiten, preference_loss
 from relatives import group_advantages, token_weights

@@ -18,8 +18,8 @@ import builtins, ctypes, os, shutil, resource, sys
 import campaign
 
 os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
-for name in ["engine", *campaign.OURS]:  # imported anew; torch and transformers know their own system
-    sys.modules.pop(name)
+for name in ["engine", "options", "grading", *campaign.OURS]:  # imported anew; torch and transformers know their own system
+    sys.modules.pop(name, None)
 for name in [name for name in vars(os) if name.startswith(("sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
     delattr(os, name)
 for name in ("RLIMIT_SIGPENDING", "RLIMIT_OFILE", "prlimit"):
@@ -57,7 +57,7 @@ ctypes.CDLL = no_library
 
 
 CODE_REWARD = """
-from engine import sandbox
+from grading import sandbox
 from errors import BadInput
 
 try:

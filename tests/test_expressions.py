@@ -5,17 +5,17 @@ import time
 
 import pytest
 
-from engine import expressions
-from engine.expressions import math_answer
-from engine.reward_mix import check_rows, parse_rewards
+from grading import expressions
+from grading.expressions import math_answer
+from engine.reward_mix import check_rows
 from errors import BadInput
-from rewards import RULES, accuracy
+from rewards import accuracy, reward_terms
 
 ROWS = [dict(prompt="q", answer="1 + x")]
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    terms = parse_rewards("math", RULES, ".")
+    terms = reward_terms("math", ".")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match="pip install math-verify"):
         check_rows(terms, ROWS, "rows.jsonl")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from engine.programs import check_tests, extract_code, judge, same, same_output
+from grading.programs import check_tests, extract_code, judge, same, same_output
 from errors import BadInput
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.four_bits import bitsandbytes, check_four_bits, in_full, quantize
+from model import in_full
+from options.four_bits import bitsandbytes, check_four_bits, quantize
 from engine.placement import placements
 from errors import BadConfig
 from model import freeze, from_scratch, probe

@@ -18,7 +18,7 @@ import torch
 from engine import launch
 from gae import compute_gae
 from model import freeze, load_model
-from rollout import generate, sample
+from rollout import draw, generate
 
 import tiny
 from conftest import ROOT
@@ -105,7 +105,7 @@ def test_no_impossible_token_in_many_draws(V):
     batch = logits.expand(rows, V).contiguous()
     while n < draws:
         u = torch.rand(rows, generator=generator, device=DEVICE, dtype=torch.float64)
-        token, logprob = sample(batch, u, 1.0)
+        token, logprob = draw(batch, u, 1.0)
         wrong += impossible[token].sum() + (~logprob.isfinite()).sum()
         counts.index_add_(0, token, torch.ones_like(token))
         n += rows

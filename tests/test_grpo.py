@@ -22,11 +22,11 @@ STILL = dict(dtype="bfloat16", importance="sequence", cliprange=3e-4, cliprange_
              num_minibatches=4, micro_batch_size=3, kl_coef=0)
 OFF = """
 import rollout
-original = rollout.sample
+original = rollout.draw
 def sample(*args):
     token, logprob = original(*args)
     return token, logprob + 0.05
-rollout.sample = sample
+rollout.draw = sample
 """
 FAULTS = {  # a function of tiny.RULES -> what is said beside its name
     "raises": ["rules.py, line ", "KeyError: 'missing'"], "not_a_number": ["nan", "the row with the prompt '"],

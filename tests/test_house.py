@@ -1,5 +1,6 @@
 """The rule of the house that a fork relies on: a key belongs to its script."""
 import ast
+import glob
 import os
 
 import pytest
@@ -65,7 +66,8 @@ def test_each_key_is_used_on_its_page_and_nowhere_else(script):
 
 
 def test_each_shared_key_is_read():
-    files = {*SCRIPTS, *(file for script in SCRIPTS for file in closure(script)), "engine/judging.py", "engine/vllm_sampler.py"}
+    options = glob.glob("options/*.py", root_dir=ROOT)
+    files = {*SCRIPTS, *options, *(file for script in SCRIPTS for file in closure(script))}
     read = {node.attr for file in files for node in ast.walk(tree_of(file)) if isinstance(node, ast.Attribute)}
     for file in ("engine/keys.py", "engine/rl_keys.py"):
         assert read_keys(os.path.join(ROOT, file)).keys() <= read

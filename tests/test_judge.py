@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.judging import TEMPLATES, Judge, judged_by_reference
+from options.judging import TEMPLATES, Judge, judged_by_reference
 from engine.tokenizers import load_tokenizer
 from errors import BadInput
 from rows import Rows
@@ -181,14 +181,14 @@ def test_templates_that_are_refused(tiny_world, tmp_path):
 
 DUMP = """
 import json, rewards
-score = rewards.Scorer.score
-def dumped(self, mine, rows):
-    said = score(self, mine, rows)
+score = rewards.score_responses
+def dumped(mine, *args):
+    said = score(mine, *args)
     with open(f"scores-{RANK}.jsonl", "a") as f:
         for i, row in enumerate(mine["rows"]):
             print(json.dumps([row["prompt"], mine["completions"][i], said["reward/judge"][i].item()]), file=f)
     return said
-rewards.Scorer.score = dumped
+rewards.score_responses = dumped
 """
 FAIL = dict(
     no_path=(dict(judge_path=""), "judge_path"), unnamed=(dict(reward_functions="length"), "judge"),

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from engine.adapters import Adapted, fill_adapter, load_adapted, load_whole, save_adapter
+from options.lora import Adapted, fill_adapter, load_adapted, save_adapter
+from trunk import load_whole
 from engine.checkpoint import save_final
 from engine.tokenizers import load_tokenizer
 from errors import BadInput

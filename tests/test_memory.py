@@ -57,7 +57,7 @@ def read_table(text):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A tiny world with a Llama-like policy, a reward model, an adapter on the policy, and prompts of one length."""
-    from engine.adapters import Adapted, save_adapter
+    from options.lora import Adapted, save_adapter
     from engine.checkpoint import save_model
     from engine.tokenizers import load_tokenizer
     from model import from_scratch

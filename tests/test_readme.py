@@ -24,10 +24,10 @@ def files(*patterns):
     return sorted(os.path.relpath(p, ROOT) for pattern in patterns for p in glob.glob(os.path.join(ROOT, pattern)))
 
 
-PAGES = {path: read(path) for path in files("*.md", "docs/*.md", "engine/*.md")}
-HOUSE = files("*.py", "engine/*.py", "tools/*.py")
-SOURCE = "\n".join(map(read, files("*.py", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py", "tests/*.py",
-                                   "runs/*.sh", "runs/peers/*.py")))
+PAGES = {path: read(path) for path in files("*.md", "docs/*.md", "engine/*.md", "options/*.md")}
+HOUSE = files("*.py", "engine/*.py", "options/*.py", "grading/*.py", "tools/*.py")
+SOURCE = "\n".join(map(read, [*HOUSE, *files("config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh",
+                                              "runs/peers/*.py")]))
 pages = pytest.mark.parametrize("page", PAGES)
 
 
@@ -38,19 +38,32 @@ pages = pytest.mark.parametrize("page", PAGES)
 def test_pages_are_reached_from_the_front_page_and_files_from_their_map():
     linked = set(re.findall(r"\]\((\w+/\w+\.md)\)", PAGES["README.md"]))
     assert linked == PAGES.keys() - {"README.md"} and len(PAGES["README.md"].splitlines()) <= 100
-    assert sorted(re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["engine/README.md"], re.MULTILINE)) == files("engine/*.py")
+    for folder, those in (("engine", ["engine/*.py"]), ("options", ["options/*.py", "grading/*.py"])):
+        assert sorted(re.findall(r"^\| `([\w/]+\.py)` \|", PAGES[f"{folder}/README.md"], re.MULTILINE)) == files(*those)
 
 
-def imports_of(path):
-    """The files of the house that a file imports, wherever in it the import stands."""
-    names = []
-    for node in ast.walk(ast.parse(read(path))):
+def imports_of(path, inside=False):
+    """The files of the house that a file imports at its top; or inside functions and under an if."""
+    names, tree = [], ast.parse(read(path))
+    for node in [n for n in ast.walk(tree) if n not in tree.body] if inside else tree.body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
     paths = [name.replace(".", "/") for name in names]
     return {file for p in paths for file in (f"{p}.py", f"{p}/__init__.py") if file in HOUSE}
+
+
+def test_options_are_imported_where_their_key_is_read():
+    """The core imports none at its top; an option imports the core, and of options only the one that it is made of."""
+    core = [path for path in HOUSE if not path.startswith(("options/", "grading/", "tools/"))]
+    for path in core:
+        assert not [file for file in imports_of(path) if file.startswith(("options/", "grading/"))], path
+        slow = {"decoding_cache.py"}  # it imports transformers, which takes seconds
+        assert not [file for file in imports_of(path, inside=True) - slow
+                    if not file.startswith(("options/", "grading/", "engine/__init__"))], path
+    pairs = {(path, file) for path in files("options/*.py") for file in imports_of(path) if file.startswith("options/")}
+    assert pairs == {("options/roles.py", "options/messages.py")}
 
 
 def test_imports_only_point_down():
@@ -74,7 +87,8 @@ def anchors(page):
 
 @pages
 def test_links_and_files_of_a_page_are_there(page):
-    named = re.findall(r"(?:config|data|runs|tests|assets|engine|tools|docs)/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
+    folders = "config|data|runs|tests|assets|engine|options|grading|tools|docs"
+    named = re.findall(rf"(?:{folders})/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
     for path in {*named, *re.findall(r"`(\w+\.(?:py|txt))`", PAGES[page])}:
         assert "mine" in path or os.path.exists(os.path.join(ROOT, path)), path  # but for the reader's own
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
@@ -85,8 +99,7 @@ def test_links_and_files_of_a_page_are_there(page):
 
 
 def test_nothing_private_is_in_the_repository():
-    for path in files("*.py", "*.md", "docs/*.md", "engine/*.py", "tools/*.py", "config/*.py", "data/*.py", "data/*/*.py",
-                      "runs/*.sh", "runs/peers/*.py"):
+    for path in [*HOUSE, *PAGES, *files("config/*.py", "data/*.py", "data/*/*.py", "runs/*.sh", "runs/peers/*.py")]:
         assert not re.search(r"/(?:work|home|root|tmp)/", read(path)), path
 
 
@@ -166,7 +179,7 @@ def outcomes(tmp_path_factory):
     home = folder / "home"
     (home / "data").mkdir(parents=True)
     os.symlink(world.root, home / "data" / "arithmetic")
-    for name in ("config", "engine", "tools", *files("*.py")):
+    for name in ("config", "engine", "options", "grading", "tools", *files("*.py")):
         os.symlink(os.path.join(ROOT, name), home / name)
     for run, model in (("sft", "policy"), ("rm", "reward_model")):
         (home / "out" / f"arithmetic_{run}").mkdir(parents=True)

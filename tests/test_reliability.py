@@ -298,7 +298,7 @@ BROKEN = {  # (script, keys, ranks, number of the model, the optimizers' state, 
     "rm": ("rm.py", {}, 1, 0, "", "reward_model's hf.score.weight"),
     "first moment": ("grpo.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
     "a moment at stage 1": ("grpo.py", dict(zero_stage="1"), 2, None, "exp_avg", "optimizer's state of policy's hf."),
-    "a moment of an adapter": ("rm.py", dict(lora="2"), 1, None, "exp_avg", "optimizer's state of reward_model's score.weight"),
+    "a moment of an adapter": ("rm.py", dict(lora="2"), 1, None, "exp_avg", "optimizer's state of reward_model's adapters."),
 }
 
 

@@ -12,9 +12,9 @@ import torch
 
 import tiny
 from conftest import ROOT
-from engine.reward_mix import call_rewards, check_rows, files_of, parse_rewards
+from engine.reward_mix import call_rewards, check_rows, files_of
 from errors import BadInput, Stop
-from rewards import RULES, accuracy, alike_for_equal_texts, format, length, score_sequences, thinks
+from rewards import accuracy, alike_for_equal_texts, format, length, reward_terms, score_sequences, thinks
 
 CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
 BATCH = dict(completions=["a", "bb", "ccc"], rows=[dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)])
@@ -63,10 +63,10 @@ def down(batch):  # the server is gone in the third call: the first evaluation a
 
 def test_parse_rewards(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
-    assert parse_rewards(" 2 * length , -0.5*thinks,1e-1*format ", RULES, ".") == [
+    assert reward_terms(" 2 * length , -0.5*thinks,1e-1*format ", ".") == [
         (2.0, "length", length), (-0.5, "thinks", thinks), (0.1, "format", format)]
     spec = "accuracy,-0.5*mine.py:brevity,mine.py:broken"
-    rewards = parse_rewards(spec, RULES, str(tmp_path))
+    rewards = reward_terms(spec, str(tmp_path))
     assert [(w, n) for w, n, _ in rewards] == [(1.0, "accuracy"), (-0.5, "brevity"), (1.0, "broken")]
     assert rewards[1][2].__globals__ is rewards[2][2].__globals__  # the file was imported once
     assert rewards[1][2](dict(completions=["abc", ""])) == [0.25, 1.0] and files_of(spec) == ["mine.py"]
@@ -86,15 +86,15 @@ def test_bad_specs_are_one_line(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     for spec, named in BAD:
         with pytest.raises(BadInput) as e:
-            parse_rewards(spec, RULES, str(tmp_path))
+            reward_terms(spec, str(tmp_path))
         assert named in str(e.value) and "\n" not in str(e.value), spec
 
 
 def test_what_only_a_named_reward_needs_is_loaded_by_its_name():
-    code = ("import sys, rewards\nloaded = lambda: [m for m in ('engine.sandbox', 'engine.expressions') if m in sys.modules]\n"
+    code = ("import sys, rewards\nloaded = lambda: [m for m in ('grading.sandbox', 'grading.expressions') if m in sys.modules]\n"
             "a = loaded()\nrewards.reward_terms('code')\nprint(a, loaded())")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[] ['engine.sandbox']\n", done.stderr
+    assert done.stdout == "[] ['grading.sandbox']\n", done.stderr
 
 
 GOOD = dict(prompt="?", answer="7", tests=[dict(stdin="", stdout="")])
@@ -105,8 +105,8 @@ BAD_ROWS = [  # a second row, and what the line says
 
 
 def test_rows_must_have_what_the_rewards_need(monkeypatch):
-    monkeypatch.setattr("engine.sandbox.check_sandbox", lambda: None)  # is for the code of responses
-    rewards = parse_rewards("accuracy,format,length,thinks,code", RULES, ".") + [(1.0, "mine", len)]
+    monkeypatch.setattr("grading.sandbox.check_sandbox", lambda: None)  # is for the code of responses
+    rewards = reward_terms("accuracy,format,length,thinks,code", ".") + [(1.0, "mine", len)]
     check_rows(rewards, [GOOD, GOOD | dict(answer=0.5, tests="assert f(1) == 2")], "data.jsonl")
     check_rows(rewards[1:4], [dict(prompt="?")], "data.jsonl")
     for bad, said in BAD_ROWS:
@@ -196,8 +196,8 @@ def wants(completions, trainer_state):
 
 def test_trls_signature(tmp_path):
     (tmp_path / "mine.py").write_text(TRL)
-    rewards = parse_rewards("mine.py:bare,mine.py:few,mine.py:grader", RULES, str(tmp_path))
-    seen = rewards[0][2].__globals__["seen"]
+    rewards = reward_terms("mine.py:bare,mine.py:few,mine.py:grader", str(tmp_path))
+    seen = rewards[0][2].__wrapped__.__globals__["seen"]
     rows = [dict(prompt="one", answer="1", completion="x"), dict(prompt="two", level=2), dict(prompt=CHAT, answer="333")]
     check_rows(rewards, rows, "rows.jsonl")
     batch = dict(rows=rows, completions=["a", "bb", "ccc"], tokens=torch.arange(15).view(3, 5),
@@ -212,7 +212,7 @@ def test_trls_signature(tmp_path):
     with pytest.raises(BadInput, match="^rows.jsonl: .*'few'.*'level'.*'prompt', 'answer'$"):
         check_rows(rewards[1:2], rows[2:], "rows.jsonl")
     with pytest.raises(BadInput, match="'wants'.*'trainer_state'"):
-        check_rows(parse_rewards("mine.py:wants", RULES, str(tmp_path)), rows, "rows.jsonl")
+        check_rows(reward_terms("mine.py:wants", str(tmp_path)), rows, "rows.jsonl")
 
 
 def test_a_grader_that_is_down_saves_the_run(tmp_path):

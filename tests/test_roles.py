@@ -8,9 +8,9 @@ import os
 
 import pytest
 
-from batches import Schedule
-from engine.roles import parse_roles
 from errors import BadConfig
+from options.messages import parse_roles
+from options.roles import to_score, versions
 
 import tiny
 from tiny import alike, forked, measured, one_run
@@ -32,22 +32,19 @@ CASES = {  # name -> (script, keys, staleness, roles); by_hand.py works out othe
 
 
 def test_the_order_of_what_is_sampled_and_scored():
-    def schedule(staleness, max_iters=4, held_out=(), refills=0):
-        return Schedule(((), held_out or [[], []]), 1, max_iters, 1, 2, staleness, max_refills=refills)
-
-    assert schedule(2).versions(0) == {0: 0, 1: 0, 2: 0, 3: 1}
-    assert list(schedule(2, 6).versions(2, kept=[2, 3])) == [4, 5]  # resumed: the checkpoint has two batches
-    assert schedule(2, 6).versions(2, kept=[2, 3]) == {4: 2, 5: 3}
-    assert schedule(2, 6).versions(4) == {4: 4, 5: 4}  # a finished run gets a larger max_iters: nothing was kept
-    assert list(schedule(1, 2, [["a row"], ["its prompt"]], refills=2).to_score(0)) == [
-        ("eval", 0, 0), ("rollout", 0, 0), ("refill", 0, 0), ("refill", 0, 1),
-        ("rollout", 1, 0), ("refill", 1, 0), ("refill", 1, 1), ("eval", 2, 0)]
-    assert list(schedule(0, 2).to_score(1)) == [("rollout", 1, 0)]
+    assert versions(0, 4, staleness=2) == {0: 0, 1: 0, 2: 0, 3: 1}
+    assert list(versions(2, 6, 2, kept=[2, 3])) == [4, 5]  # resumed: the checkpoint has two batches
+    assert versions(2, 6, 2, kept=[2, 3]) == {4: 2, 5: 3}
+    assert versions(4, 6, 2) == {4: 4, 5: 4}  # a finished run gets a larger max_iters: nothing was kept
+    assert list(to_score(0, 2, 2, lambda k: k % 2 == 0)) == [
+        ("eval", 0), ("rollout", 0), ("refill 0", 0), ("refill 1", 0),
+        ("rollout", 1), ("refill 0", 1), ("refill 1", 1), ("eval", 2)]
+    assert list(to_score(1, 2, 0, lambda k: False)) == [("rollout", 1)]
     # the versions come one after the other, and none is older than staleness allows
     for staleness in range(4):
         for start in range(5):
             kept = range(start, min(start + staleness, 9)) if start else ()
-            found = schedule(staleness, 9).versions(start, kept)
+            found = versions(start, 9, staleness, kept)
             assert sorted([*kept, *found]) == list(range(start, 9))
             assert sorted(set(found.values())) == list(range(start, start + len(set(found.values()))))
             assert all(version == max(0, k - staleness) for k, version in found.items())
@@ -134,7 +131,7 @@ def before(owner, name, wait):
         return f(*args, **kwargs)
     setattr(owner, name, changed)
 def sampling(*args):
-    purpose, iteration = args[2:4]
+    _, purpose, iteration = args[3]
     with open("order", "a") as f:
         f.write(f"{purpose} {iteration}, ")
     open(f"began-{iteration}", "w").close()
@@ -146,7 +143,7 @@ if RANK == 0:
     before(run_log, "write_log", lambda out, record: record["iteration"] == 0 and wait_for(2))
     before(checkpoint, "save_checkpoint", lambda out, iteration, *rest: iteration == 2 and wait_for(3))
 else:
-    before(rollout.Sampler, "sample", sampling)
+    before(rollout, "sample_batch", sampling)
 """
 
 
@@ -166,7 +163,7 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
 # killed, stopped, with other roles
 
 ACT = tiny.ends(9) + """
-import data, loss, rollout
+import data, loss, rewards, rollout
 def at(owner, name, call, action):
     f, calls = getattr(owner, name), []
     def changed(*args, **kwargs):
@@ -179,8 +176,8 @@ def ask():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)  # the others look now and then
 """
-WHEN = dict(train="at(loss, 'learning_rate_at', 3, {})", generate="at(rollout.Sampler, 'sample', CALL, {})",
-            score="at(rollout, 'score_batch', CALL, {})")
+WHEN = dict(train="at(loss, 'learning_rate_at', 3, {})", generate="at(rollout, 'sample_batch', CALL, {})",
+            score="at(rewards, 'score_batch', CALL, {})")
 
 
 def acts(role, action, call=3):
@@ -192,12 +189,13 @@ def acts(role, action, call=3):
 STOPS_IN_A_REFILL = """
 import os, signal
 import rollout
-sample = rollout.Sampler.sample
-def asked(self, wanted, purpose, iteration, *rest):
+sample = rollout.sample_batch
+def asked(policy, tokenizer, wanted, noise, *rest):
+    _, purpose, iteration = noise
     if purpose.startswith("refill") and iteration >= 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    return sample(self, wanted, purpose, iteration, *rest)
-rollout.Sampler.sample = asked
+    return sample(policy, tokenizer, wanted, noise, *rest)
+rollout.sample_batch = asked
 """
 
 
@@ -259,20 +257,21 @@ def test_a_stop_while_groups_are_sampled_again_saves_the_batch_that_they_are_for
 # what must not happen
 
 NUDGE = """
-import batches, parallel
-f = batches.take_weights
+import parallel
+from options import roles
+f = roles.take_weights
 def nudged(policy, version):
     checksum = f(policy, version)
     parallel.my_part(policy.hf.lm_head.weight.data)[0, 0] += 1e-13
     return checksum
 if RANK in NUDGED:
-    batches.take_weights = nudged
+    roles.take_weights = nudged
 """
 MISTAKEN = """
-import batches
-versions = batches.Schedule.versions
+from options import roles
+versions = roles.versions
 if RANK == 1:
-    batches.Schedule.versions = lambda *args: {k + 1: version for k, version in versions(*args).items()}
+    roles.versions = lambda *args: {k + 1: version for k, version in versions(*args).items()}
 """
 LONG_END = """
 import time
@@ -328,7 +327,7 @@ def test_the_last_ones_may_take_their_time(failures):
 SAID = {  # what fails -> what is said, on rank 0 alone
     "a reward fails": "raises_late", "a copy has drifted": "drifted apart",
     "all copies have drifted": "drifted apart: a generator's",
-    "a message of another iteration": "['rollout', 1, 0] where those that"}
+    "a message of another iteration": "['rollout', 1] where those that"}
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -14,7 +14,7 @@ from engine.placement import decoding_copy
 from errors import BadInput
 from loss import gap, gap_limit
 from model import freeze, load_model
-from rollout import generate, response_uniforms, sample, warpers
+from rollout import draw, generate, response_uniforms, warpers
 
 from families import make
 
@@ -153,9 +153,9 @@ def test_extreme_uniforms_never_give_an_impossible_token(dtype):
     only = torch.arange(0, vocab_size, 43)
     alone = torch.full((len(only), V), -torch.inf, dtype=dtype).scatter(1, only[:, None], 0.0)  # one possible token each
     for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-25, 1 - 2.0**-53):
-        token, logprob = sample(logits, torch.full((rows,), u, dtype=torch.float64), 0.5, vocab_size)
+        token, logprob = draw(logits, torch.full((rows,), u, dtype=torch.float64), 0.5, vocab_size)
         assert not impossible.gather(1, token[:, None]).any() and logprob.isfinite().all()
-        token, logprob = sample(alone, torch.full((len(only),), u, dtype=torch.float64), 0.5, vocab_size)
+        token, logprob = draw(alone, torch.full((len(only),), u, dtype=torch.float64), 0.5, vocab_size)
         assert torch.equal(token, only) and (logprob == 0).all()
 
 

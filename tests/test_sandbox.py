@@ -19,10 +19,10 @@ import time
 
 import pytest
 
-from engine import sandbox
-from engine.programs import Verdict, run_all, run_tests
-from engine.programs import code as code_reward
-from engine.sandbox import check_sandbox
+from grading import sandbox
+from grading.programs import Verdict, run_all, run_tests
+from grading.programs import code as code_reward
+from grading.sandbox import check_sandbox
 from errors import BadInput
 
 from conftest import ROOT
@@ -511,8 +511,8 @@ def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
 CHILD = f"""
 import sys
 sys.path.insert(0, {ROOT!r})
-from engine import sandbox
-from engine.programs import run_all
+from grading import sandbox
+from grading.programs import run_all
 sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 
@@ -544,7 +544,8 @@ code = "import os\\ndef f(): return os.getresuid(), os.uname().nodename, os.getp
 print([tuple(v) for v in run_all([(code, tests), (loop, tests)], 2, timeout=1)])
 """
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(os.path.join(ROOT, "engine"), os.path.join(folder, "engine"))
+        for name in ("engine", "grading"):
+            shutil.copytree(os.path.join(ROOT, name), os.path.join(folder, name))
         shutil.copy(os.path.join(ROOT, "errors.py"), folder)
         os.chmod(folder, 0o755)
         done = subprocess.run([python, "-B", "-c", CHILD.replace(ROOT, folder) + code], user=12345, group=12345, extra_groups=[],

@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 
 from rows import prompt_row, read_rows
-from engine.reward_mix import call_rewards, check_rows, parse_rewards
-from rewards import RULES
+from engine.reward_mix import call_rewards, check_rows
+from rewards import reward_terms
 
 from conftest import ROOT
 
@@ -60,7 +60,7 @@ def test_countdown_as_chat_and_in_a_run(tmp_path, run_here):
     assert run_here(COUNTDOWN, f"--out={tmp_path}", "--train=3", "--val=1", "--chat")[0] == 0
     path = str(tmp_path / "rl_train.jsonl")
     rows = read_rows(path, prompt_row)
-    rewards = parse_rewards("data/countdown/reward.py:countdown,0.5*format", RULES, ROOT)
+    rewards = reward_terms("data/countdown/reward.py:countdown,0.5*format", ROOT)
     check_rows(rewards, rows, path)
     assert [m["role"] for row in rows for m in row["prompt"]] == ["user"] * 3
     assert all(str(row["numbers"]) in row["prompt"][0]["content"] and "<think>" in row["prompt"][0]["content"] for row in rows)
@@ -83,7 +83,7 @@ VALUES = [
 
 
 def test_countdown_scores_exact_arithmetic_that_is_no_python():
-    (_, _, countdown), = parse_rewards("data/countdown/reward.py:countdown", RULES, ROOT)
+    (_, _, countdown), = reward_terms("data/countdown/reward.py:countdown", ROOT)
     row = dict(prompt="?", numbers=[2, 3, 5], target=16)
     found = countdown(dict(completions=[completion for completion, _ in SCORES], rows=[row] * len(SCORES))).tolist()
     assert found == pytest.approx([score for _, score in SCORES])
@@ -121,7 +121,7 @@ def test_gsm8k(tmp_path, source, run_here):
         assert [row["answer"] for row in rows] == [answer for _, _, answer in kept]
         for row, (question, _, _) in zip(rows, kept, strict=True):
             assert question.strip() in row["prompt"] and row["prompt"].endswith("\n<think>")
-        rewards = parse_rewards("accuracy,0.5*format", RULES, ".")
+        rewards = reward_terms("accuracy,0.5*format", ".")
         check_rows(rewards, rows, name)
         boxed = [f"{int(answer):,}" if answer != "0.5" else r"\frac12" for _, _, answer in kept]
         completions = [f"so</think>It is \\boxed{{{answer}}}." for answer in boxed]

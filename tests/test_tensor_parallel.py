@@ -1,9 +1,12 @@
 """Tensor-parallel generation: several ranks decode together, and a run is what it is without."""
+from types import SimpleNamespace
+
 import pytest
 
 import parallel
 import tiny
-from engine.tensor_parallel import check_split
+from options.roles import check_ahead
+from options.tensor_parallel import check_split
 from errors import BadConfig
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=32)
@@ -54,6 +57,7 @@ def test_a_split_policy_samples_what_the_whole_one_samples_after_each_update(run
 def test_what_cannot_be_split_is_refused_in_a_line(monkeypatch):
     """Of GPT-2, for which transformers has no plan, see test_bad_input.py."""
     monkeypatch.setattr(parallel, "rank_and_size", lambda: (0, 3))
-    for n, roles in ((2, ""), (3, "train=2,generate=1")):
-        with pytest.raises(BadConfig, match="generate_tp"):
-            check_split(n, roles)
+    with pytest.raises(BadConfig, match="generate_tp"):
+        check_split(2)
+    with pytest.raises(BadConfig, match="generate_tp"):
+        check_ahead(SimpleNamespace(roles="train=2,generate=1", generate_tp=3, staleness=0), 0, 0)

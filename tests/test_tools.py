@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -104,6 +105,20 @@ def test_pairs_are_right_over_wrong(copy):
     right = {"1+4=": "5", "2+4=": "6"}
     for row in rows["train"] + rows["val"]:
         assert row["chosen"] == right[row["prompt"]] != row["rejected"]
+
+
+def test_a_copy_without_options_runs_and_names_the_file_that_a_key_needs(copy):
+    """In processes of their own, which have imported nothing."""
+    assert not (copy / "options").exists()
+    given = ["--max_iters=1", "--d_model=16", "--d_ff=16", "--n_layer=1", "--n_head=2", "--batch_size=4", "--device_type=cpu"]
+    given += [f"--{key}={copy}/data/arithmetic/{name}" for key, name in dict(
+        train_path="sft_train.jsonl", val_path="sft_val.jsonl", tokenizer_path="tokenizer").items()]
+    runs = [subprocess.Popen([sys.executable, "sft.py", *given, f"--out_dir=out/{name}", *more], cwd=copy, env=ENV, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for name, *more in (["plain"], ["tracked", "--report_to=wandb"])]
+    (plain, said), (_, refused) = (run.communicate() for run in runs)
+    assert runs[0].returncode == 0 and "saved out/plain/policy" in plain, said
+    assert runs[1].returncode == 2 and refused.count("\n") == 1 and "options.trackers" in refused, refused
 
 
 def test_shell_scripts_parse():

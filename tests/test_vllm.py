@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import vllm_sampler
+from options import vllm as vllm_sampler
 from engine.checkpoint import save_model
 from engine.tokenizers import load_tokenizer
-from engine.vllm_sampler import begin_vllm
+from options.vllm import begin_vllm, check_vllm
 from errors import BadConfig, BadInput, Lost
 from model import from_scratch, load_model
 
@@ -28,7 +28,7 @@ FORK = f"""
 import sys, types
 sys.path.insert(0, {STAND_IN!r})
 import vllm
-from engine import vllm_sampler
+from options import vllm as vllm_sampler
 vllm_sampler.subprocess = types.SimpleNamespace(Popen=vllm.Forked, DEVNULL=None)
 vllm.wrong = """
 CASES = {  # name: (script, ranks, keys)
@@ -95,7 +95,7 @@ def test_what_ends_a_run_is_one_line(world, tmp_path_factory):
 
 
 def settings(**keys):
-    defaults = dict(dtype="float32", generate_tp=1, timeout=600, vllm_cache=0.25, rollout_batch_size=64)
+    defaults = dict(dtype="float32", generate_tp=1, timeout=600, vllm_cache=0.25, rollout_batch_size=64, staleness=0)
     return SimpleNamespace(**defaults | keys)
 
 
@@ -203,6 +203,7 @@ def test_vllm_samples_what_the_policy_would(world, tmp_path, family):
 
 
 def test_keys_that_vllm_cannot_have():
-    for keys in (dict(dtype="float64"), dict(generate_tp=2)):
+    for keys in (dict(dtype="float64"), dict(generate_tp=2), dict(staleness=1)):
         with pytest.raises(BadConfig):
-            begin_vllm(None, None, settings(**keys), torch.device("cpu"))
+            check_vllm(settings(**keys), importance_cap=0)
+    check_vllm(settings(staleness=1), importance_cap=2)

@@ -25,8 +25,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import parallel
 from decoding_cache import SPARE, decoding_cache
-from engine import four_bits, optimizers
-from engine.adapters import Adapted
 from engine.build import Placement
 from engine.optimizers import MovingAverage, inner, make_optimizer, step
 from engine.placement import (decoding_copy, in_memory, is_sharded, no_grad_forwards, settle,
@@ -35,7 +33,10 @@ from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
 from model import Model, freeze, has_experts, read_config, shapes, unread_parameters
-from rollout import sample
+from options import four_bits
+from options.lora import Adapted
+from rollout import draw
+from trunk import OnTrunk
 
 COLUMNS = "weights", "gradients", "optimizer", "average"
 PLACES = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
@@ -151,7 +152,7 @@ def build(script, config, placement, places, paths, dry_run, mesh):
         if name == "ref_policy" and lora and not config["ref_path"]:
             models[name] = policy.base
         elif name == "value_model" and config["value_init"] == "shared":
-            models[name] = Adapted(policy, "scalar")
+            models[name] = OnTrunk(policy)
         elif name == "value_model" and config["share_base"]:
             models[name] = Adapted(policy.base, "scalar", **places[name].lora)
         elif name == "reward_model" and config["share_base"]:
@@ -313,7 +314,6 @@ def fake_tensors():
     with (mock.patch.object(masking_utils, "is_tracing", is_mask),
           mock.patch.object(moe, "_can_use_grouped_mm", lambda *args: False),
           mock.patch.object(four_bits, "bitsandbytes", lambda key: BITSANDBYTES),
-          mock.patch.object(optimizers, "bitsandbytes", lambda key: BITSANDBYTES),
           contextlib.redirect_stdout(None),  # builders say what they do
           FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker):
         yield tracker
@@ -385,4 +385,4 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
     append(last - 1 - grown)
     with tracker.peak(peaks, "rollout", "responses"):
         logits = next_logits(n, 1, last - 1)
-        sample(logits, torch.zeros(n, dtype=torch.float64), temperature)
+        draw(logits, torch.zeros(n, dtype=torch.float64), temperature)

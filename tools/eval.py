@@ -33,14 +33,14 @@ from engine import build, launch, together  # noqa: E402
 from engine.curves import short_names  # noqa: E402
 from engine.estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
                               pass_at_k, wins)
-from engine.judging import Judge  # noqa: E402
+from options.judging import Judge  # noqa: E402
 from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, say, warn  # noqa: E402
 from folders import check_writable, response_length, written  # noqa: E402
 from rows import sources_of  # noqa: E402
 from engine.answers import final_answer  # noqa: E402
-from rewards import Scorer, reward_terms, whole_responses  # noqa: E402
+from rewards import add_up, reward_terms, score_responses, whole_responses  # noqa: E402
 from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
 
 
@@ -162,15 +162,13 @@ together.agree(config | {"the prompts": rows})
 # responses: one policy after the other is loaded and answers all prompts. All responses are cut
 # into batches; each rank takes every world_size-th of them
 
-# what a scorer needs to know of a run's placement
+# what scoring needs to know of a run's placement
 placement = SimpleNamespace(device=device, autocast=autocast, system=SimpleNamespace(
     micro_batch_tokens=0, reward_timeout=reward_timeout, code_seconds=code_seconds))
 truncation = warpers(top_k, top_p, min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
     policy = load(path)
-    scorer = Scorer(terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
-                    placement)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in picked for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
@@ -187,9 +185,10 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                                  uniforms, truncation=truncation if heat else None,
                                  has_stop=tokenizer.has_stop)
             batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
-            batch |= scorer.score(batch, len(mine) * world_size)
+            batch |= score_responses(batch, len(mine) * world_size, terms, reward_model, judge,
+                                     reward_tokenizer, micro_batch_size, placement)
             if mine and terms:
-                scorer.add_up(batch)
+                add_up(batch, terms)
             texts = whole_responses(batch)
             columns = {score: batch[metric].tolist()  # an empty batch has no scores
                        for score, metric in metric_of.items() if metric in batch}

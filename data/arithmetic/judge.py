@@ -31,7 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
 from folders import read_text  # noqa: E402
-from engine.judging import answers_and_question, fill  # noqa: E402
+from options.judging import answers_and_question, fill  # noqa: E402
 from prepare import guess, think  # noqa: E402
 from rows import read_rows, sft_row  # noqa: E402
 

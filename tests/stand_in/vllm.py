@@ -1,5 +1,5 @@
 """
-A stand-in for vLLM, with what engine/vllm_sampler.py uses of it. It samples as we do: a run with it is the run without it.
+A stand-in for vLLM, with what options/vllm.py uses of it. It samples as we do: a run with it is the run without it.
 Its process is a fork of the one that asks for it, which has imported everything already.
 """
 import os

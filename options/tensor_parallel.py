@@ -14,19 +14,15 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from engine.adapters import Adapted
 from engine.placement import matrices_of
 from errors import BadConfig, first_line
 from model import Model, auto_class, freeze
 from parallel import fill, gather, is_shard, my_part
 
 
-def check_split(n, roles):
+def check_split(n):
     """Raise BadConfig where the ranks cannot sample in groups of n."""
     size = parallel.rank_and_size()[1]
-    if roles:
-        raise BadConfig("generate_tp with roles: ranks with roles sample each for itself; leave "
-                        "one of the two out")
     if size % n:
         raise BadConfig(f"generate_tp = {n} does not divide the {size} rank(s) of this run; type "
                         f"--generate_tp=1, or start a multiple of {n}")
@@ -95,6 +91,5 @@ def copy_weights_into(split, policy):
     for name, part in split.hf.named_parameters():
         p = policy.hf.get_parameter(name)
         W = gather(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
-        if isinstance(policy, Adapted):
-            W = policy.merged(name, W)
+        W = policy.merged(name, W)
         fill(part, W.to(part.dtype))

@@ -28,12 +28,10 @@ import torch
 
 import engine
 import parallel
-from engine import roles
-from engine.adapters import Adapted
-from engine.four_bits import in_full
 from engine.together import patience
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
+from model import in_full
 from parallel import gather, is_shard, my_part, wire
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -63,23 +61,32 @@ def whole_weights(policy, vocab_size):
     by_id = [*hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()]
     for name, p in hf.named_parameters(remove_duplicate=False):
         W = gather(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
-        W = policy.merged(name, W) if isinstance(policy, Adapted) else W
+        W = policy.merged(name, W)
         yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 
 
-def begin_vllm(policy, tokenizer, system, device):
-    """
-    A collective of all ranks: the VLLM of this one; None where it samples with the policy itself,
-    as trainers do whose rollouts come from ranks that generate. system: the keys. Raises BadConfig
-    or BadInput.
-    """
+def check_vllm(system, importance_cap):
+    """Raise BadConfig where keys do not go together."""
     if system.dtype not in DTYPES:
         raise BadConfig(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
                         "it; type --dtype=float32 or --dtype=bfloat16")
     if system.generate_tp > 1:
         raise BadConfig("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
                         "the whole policy; leave one of the two out")
-    samples = roles.role == "generate" if "generate" in roles.ranks else roles.role != "score"
+    if system.staleness > 0 and importance_cap == 0:
+        raise BadConfig("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
+                        "which are rounded differently; type --importance_cap=2, which has the "
+                        "policy itself read what an older one has sampled")
+
+
+def begin_vllm(policy, tokenizer, system, device):
+    """
+    A collective of all ranks: the VLLM of this one; None where it samples with the policy itself,
+    as trainers do whose rollouts come from ranks that generate. system: the keys. Raises BadInput.
+    """
+    samples = parallel.role != "score"
+    if "generate" in parallel.roles:
+        samples = parallel.role == "generate"
     vllm = VLLM(policy, tokenizer, system, device) if samples else None
     with parallel.everyone(), patience():  # wait for the slowest here, and not for `timeout` later
         parallel.all_reduce_max(torch.zeros((), device=wire()))  # COLLECTIVE
@@ -96,7 +103,7 @@ class VLLM:
         # room for twice as many, for in 4 bits two count as one; memory that is not used is free
         room = 2 * sum(p.numel() for _, p in policy.hf.named_parameters(remove_duplicate=False))
         self.start(room * self.dtype.itemsize)
-        shares = roles.role != "generate"  # the GPU, with models that train
+        shares = parallel.role != "generate"  # the GPU, with models that train
         try:
             self.ask("load", dict(
                 folder=folder, dtype=system.dtype, gpu=gpu, sleeps=gpu and shares,
@@ -124,7 +131,7 @@ class VLLM:
         os.ftruncate(memory, size)
         # this thread may be pinned to one CPU, and a process begins where its parent is
         code = (f"import os, sys; os.sched_setaffinity(0, {sorted(engine.CPUS)}); "
-                f"sys.path.insert(0, {ROOT!r}); from engine.vllm_sampler import serve; "
+                f"sys.path.insert(0, {ROOT!r}); from options.vllm import serve; "
                 f"serve({theirs.fileno()}, {memory}, {os.getpid()})")
         quiet = None if "VLLM_LOGGING_LEVEL" in os.environ else subprocess.DEVNULL
         python = os.environ.get("VLLM_PYTHON", sys.executable)

@@ -1,6 +1,6 @@
 """
 The reward `code`: where in a completion the program is, what a row of the data may have as tests,
-and when a program has passed them. The programs run in engine/sandbox.py.
+and when a program has passed them. The programs run in grading/sandbox.py.
 """
 import ast
 import json
@@ -11,9 +11,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from engine import CPUS, sandbox
+from engine import CPUS
 from engine.answers import whole_responses
 from errors import BadInput, shorten
+from grading import sandbox
 
 
 def code(batch):

@@ -59,8 +59,6 @@ def quantize(model, device, dtype):
                        "can have 4 bits; leave quantize out")
 
 
-def in_full(p):
-    """A parameter as numbers: one in 4 bits is what its map computes with, (out, in)."""
-    if not hasattr(p, "quant_state"):
-        return p.detach()
+def rounded(p):
+    """A parameter in 4 bits as the numbers with which its map computes, (out, in)."""
     return bitsandbytes("4 bits").functional.dequantize_4bit(p.data, p.quant_state)

@@ -1,6 +1,6 @@
 """
 Ranks with roles: who has which, and how one role sends tensors to another. What they send, and in
-which order, stands in batches.py.
+which order, stands in options/roles.py.
 
     trainers     the first ranks; rank 0 leads the run
     generators   the next ranks
@@ -8,7 +8,7 @@ which order, stands in batches.py.
 
 The ranks of a role do their collectives among themselves (parallel.group). A message between roles
 goes from the first rank of the one to the first rank of the other, which broadcasts it to its own.
-It is sent in the background, through the CPU's memory. Its label, (what, iteration, attempt), is
+It is sent in the background, through the CPU's memory. Its label, (what, iteration), is
 known to the receiver before it comes: what is sent next is a function of the iteration.
 
 No rank asks whether another one lives. A process that is killed breaks its connections, and its
@@ -32,14 +32,11 @@ from parallel import wire
 
 ROLES = "train", "generate", "score"
 
-ranks = {}  # {role: the range of its ranks}; empty where all ranks do everything
-role = ""  # this rank's
 leads = False  # whether it is the first one of its role
 way = None  # the group in which roles send to each other
 sent = collections.defaultdict(collections.deque)  # to: messages under way, of the first rank
 wait = None  # how long for another role, a timedelta
 store = None  # what stands in it, all ranks see
-heard = set()  # what stands there: "stop", asked by a signal; "left", for the trainers have saved
 
 
 class Ended(Exception):
@@ -74,13 +71,16 @@ def parse_roles(text, world_size):
     return found if len(found) > 1 else {}
 
 
-def begin(found, rank, timeout, signalled):
+def begin(ranks, rank, timeout, signalled, heard):
     """
-    A collective of all ranks: make a group of each role. found: what parse_roles gave. signalled: a
-    function, whether this rank has got a signal to stop.
+    A collective of all ranks: make a group of each role. ranks: what parse_roles gave. signalled: a
+    function, whether this rank has got a signal to stop. heard: a set, which gets what any rank
+    tells all: "stop", asked by a signal; "left", for the trainers have saved. Returns whether this
+    rank is the first one of its role.
     """
-    global ranks, role, leads, way, store, wait
-    ranks, role = found, next(name for name, numbers in found.items() if rank in numbers)
+    global leads, way, store, wait
+    role = next(name for name, numbers in ranks.items() if rank in numbers)
+    parallel.roles, parallel.role = ranks, role
     wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
     groups = {name: dist.new_group(list(numbers), wait) for name, numbers in ranks.items()}
     # Of gloo on GPUs, too: a message may wait for long until it is taken, and NCCL's would hold up
@@ -90,7 +90,8 @@ def begin(found, rank, timeout, signalled):
     parallel.group, parallel.first = groups[role], ranks[role][0]
     parallel.others = f"the other ranks that {role}"
     leads = rank == parallel.first
-    threading.Thread(target=watch_store, args=[signalled], daemon=True).start()
+    threading.Thread(target=watch_store, args=[signalled, heard], daemon=True).start()
+    return leads
 
 
 # --------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def post(to, said, body=()):
     """On the first rank: send a text and bytes to another role. Returns [(work, buffer), ...]."""
     text = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
     buffers = [torch.tensor([len(text), len(body)]), text] + [body] * (len(body) > 0)
-    return [(with_role(to, dist.isend, t, ranks[to][0], way), t) for t in buffers]
+    return [(with_role(to, dist.isend, t, parallel.roles[to][0], way), t) for t in buffers]
 
 
 def receive(source, label, use=None):
@@ -144,7 +145,7 @@ def receive(source, label, use=None):
             raise Ended
         if label is not None and said["label"] != list(label):
             raise Stop(f"{parallel.phase}: the ranks that {source} have sent {said['label']} where "
-                       f"those that {role} wait for {list(label)}")
+                       f"those that {parallel.role} wait for {list(label)}")
         if "name" not in said:  # that was all
             return tensors, said
         t = body.view(getattr(torch, said["dtype"])).view(said["shape"])
@@ -156,7 +157,7 @@ def take(source, size, dtype=torch.uint8):
     t = torch.empty(size, dtype=dtype)
     if size > 0:
         if leads:
-            work = with_role(source, dist.irecv, t, ranks[source][0], way)
+            work = with_role(source, dist.irecv, t, parallel.roles[source][0], way)
             with_role(source, work.wait, wait)
         t = t.to(wire())
         parallel.broadcast(t)
@@ -175,7 +176,7 @@ def with_role(other, operation, *args):
 # the end
 
 
-def watch_store(signalled):
+def watch_store(signalled, heard):
     """
     A thread: tell all ranks "stop" when this one has got a signal, and note in `heard` what they
     tell. The main thread does not ask: on a host whose cable is cut a question to the store returns
@@ -191,11 +192,10 @@ def watch_store(signalled):
             return
 
 
-def end():
+def tell_the_end():
     """On the trainers, before they leave: let the other roles leave, too."""
-    if ranks:
-        store.set("left", "")
-        tell(ROLES, ended=True)
+    store.set("left", "")
+    tell(ROLES, ended=True)
 
 
 def wait_for_the_end():
@@ -210,7 +210,7 @@ def wait_for_the_end():
 def tell(others, **said):
     """Send these other roles, where there are any, words in the place of what they wait for."""
     for to in others:
-        if leads and to in ranks and to != role:
+        if leads and to in parallel.roles and to != parallel.role:
             sent[to].append(post(to, said))
 
 

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine import CPUS
 from engine.answers import DENIED, clash, final_answer, plain, same_answer, whole_responses
-from engine.sandbox import cpus_of_a_rank
 from errors import BadInput, Stop
+from grading.sandbox import cpus_of_a_rank
 
 SECONDS = 10  # for one pair; math-verify itself gives up after 5 for each of reading and comparing
 LONGEST = 2000  # characters of an answer; a longer one is wrong

@@ -11,7 +11,7 @@ What the program can do:
 - A seccomp filter, which judges each system call, denies it further processes and the rarer
   services of the kernel.
 - It is given the inputs of the tests and never the outputs. Its answers are compared out here, in
-  engine/programs.py. So an exit code, a printed "passed" or a patched builtin gains it nothing.
+  grading/programs.py. So an exit code, a printed "passed" or a patched builtin gains it nothing.
 
 What is not protected: bugs of the kernel that an unprivileged process can reach, and spying through
 timing and CPU caches. The program can read the interpreter's lib folder, with its site-packages,

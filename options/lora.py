@@ -1,8 +1,7 @@
 """
-Models on another model's trunk: LoRA adapters, scalar heads, or both; and the files of adapters.
-
-An Adapted has few parameters of its own. For all else it calls its `base`, on whose trunk it
-stands, and to which the trunk's parameters belong. ppo.py with lora=16 and share_base=True:
+The keys lora and share_base: models with LoRA adapters on another model's trunk; and the files of
+adapters. An Adapted has few parameters of its own: the trunk's belong to its `base`. ppo.py with
+lora=16 and share_base=True:
 
     policy      Adapted   A and B                                  trained
     reward      Adapted   A and B, scalar head: rm.py's adapter    frozen
@@ -10,14 +9,12 @@ stands, and to which the trunk's parameters belong. ppo.py with lora=16 and shar
        | base (of all three)
     reference   Model     embedding, layers, norm, LM head         frozen, in memory once
 
-Without share_base the reward and the value model have trunks of their own. With value_init="shared"
-the value model is a scalar head on the policy: both losses train what the policy trains.
+Without share_base the reward and the value model have trunks of their own.
 
 How an adapter gets into transformers' model: each linear map that may have one has a hook, which
 adds scale B A x to what the map gives, of the Adapted that is reading now (Model.active).
 """
 import contextlib
-import copy
 import json
 import os
 
@@ -26,17 +23,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from errors import BadInput, say, shorten
-from folders import model_folders, read_json, same_folder
-from model import (Model, at_least_float32, auto_class, check_head, draw_score_head, freeze,
-                   has_experts, load_model, want_one_score)
+from folders import read_json, same_folder
+from model import at_least_float32, freeze, has_experts, is_linear
+from trunk import OnTrunk
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of mixtures: they choose experts
 
 
-class Adapted(Model):
+class Adapted(OnTrunk):
     """
-    A model on the trunk of `base`, which is a Model or another Adapted. Its own parameters are LoRA
-    adapters (`adapters`), a scalar head (`score`), or both. It is called like any Model.
+    A model on the trunk of `base`, which is a Model or another one on its trunk. Its own parameters
+    are LoRA adapters (`adapters`), and a scalar head (`score`) if it has one.
     """
 
     def __init__(self, base, head="lm", rank=0, alpha=None, targets="", seed=0, names=None):
@@ -46,13 +43,7 @@ class Adapted(Model):
         names: their whole names instead. head: "lm" is the base's; "scalar" is a new one, which
         begins as the base's where that has one. Raises BadInput.
         """
-        nn.Module.__init__(self)
-        hf = base.hf if head == "lm" else scalar_shell(base)
-        # not attributes that nn.Module would register: they are the base's own
-        self.__dict__.update(hf=hf, base=base)
-        self.head, self.path, self.file_dtype = head, base.path, base.file_dtype
-        self.processor, self.unread = base.processor, base.unread
-        self.score_shift, self.new_head, self.offloaded = 0.0, False, False
+        super().__init__(base, head, seed)
         self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
         self.adapters = nn.ModuleDict()  # {name of the linear map in the trunk, with / for .: LoRA}
         if rank:
@@ -60,13 +51,6 @@ class Adapted(Model):
             generator = torch.Generator().manual_seed(seed)
             for name in names or adaptable(base, targets):
                 self.add_adapter(name, generator)
-        if head == "scalar":
-            self.score = hf.score
-            if base.head == "scalar":
-                self.score.weight.data.copy_(base.hf.score.weight)
-                self.score_shift, self.new_head = base.score_shift, base.new_head
-            else:
-                draw_score_head(self, seed)
 
     def add_adapter(self, name, generator):
         """
@@ -88,10 +72,6 @@ class Adapted(Model):
             linear.register_forward_hook(
                 lambda linear, inputs, y: add_active(owner.active, key, inputs[0], y))
 
-    def owner(self):
-        """The Model whose trunk it stands on in the end."""
-        return self.base.owner() if isinstance(self.base, Adapted) else self.base
-
     def in_use(self):
         """The block in which the trunk computes with these adapters, if there are any."""
         return self.owner().reading_with(self) if self.adapters else contextlib.nullcontext()
@@ -110,8 +90,7 @@ class Adapted(Model):
         at least 32 bits: bfloat16 has steps of 1/256 of a weight, and would round away most of an
         adapter's changes, which are smaller.
         """
-        if isinstance(self.base, Adapted):
-            W = self.base.merged(name, W)
+        W = self.base.merged(name, W)
         if not self.adapters:
             return W
         W = at_least_float32(W)
@@ -121,6 +100,20 @@ class Adapted(Model):
             linear = self.hf.base_model.get_submodule(module)
             W = W + as_linear(linear, self.adapters[key].product()).to(W)
         return W
+
+    def save_own(self, folder):
+        """Write the adapters, and the head, as peft does."""
+        save_adapter(self, folder, self.path)
+
+    def fill_own(self, folder):
+        fill_adapter(self, folder)
+
+    def warning(self):
+        """What who gets the files of the adapter should know; ""."""
+        if not peft_misreads(self):
+            return ""
+        return ("peft reads other numbers from it (MLPs beside experts); give others the merged "
+                "model, or train with --lora=16:32:q+k+v+o")
 
 
 class LoRA(nn.Module):
@@ -149,25 +142,6 @@ def add_active(active, key, x, y):
     if active is None or key not in active.adapters:
         return None  # y stays as it is
     return y + active.adapters[key](x).to(y.dtype)
-
-
-def scalar_shell(base):
-    """A sequence classifier of transformers with a new head, on base's trunk, not its own."""
-    config = copy.deepcopy(base.hf.config)
-    want_one_score(config, base.path)
-    with torch.device("meta"):  # the trunk that is made here gives way to base's
-        hf = auto_class("scalar").from_config(config)
-    check_head(hf, base.path)
-    setattr(hf, hf.base_model_prefix, base.hf.base_model)
-    weight = base.hf.get_input_embeddings().weight
-    hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
-                         dtype=torch.promote_types(weight.dtype, torch.float32))
-    return hf.eval()
-
-
-def is_linear(module):
-    """Whether an adapter can be added to a module. GPT-2's Conv1D is a linear map, too."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def as_linear(linear, matrix):
@@ -326,23 +300,15 @@ def fill_adapter(model, folder):
 
 
 @torch.no_grad()
-def load_whole(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
-    """
-    load_model; or, where `path` is an adapter, the model that it was trained on, with the adapter
-    merged into its weights. That model may be an adapter as well. Raises BadInput.
-    """
-    *adapters, folder = model_folders(path)
-    model = load_model(folder, head, dtype, seed=seed)
-    for adapter in reversed(adapters):
-        has_head = "base_model.model.score.weight" in read_adapter(adapter)[1]
-        if has_head and head == "lm":
-            raise BadInput(f"{adapter}: this adapter has a score head: it makes a reward model, "
-                           "not a language model")
-        adapted = load_adapted(model, adapter, "scalar" if has_head else "lm")
-        for name, p in model.hf.named_parameters():
-            p.copy_(adapted.merged(name, p))
-        if has_head:
-            model.hf.score.weight.copy_(adapted.score.weight)
-            model.score_shift, model.new_head = adapted.score_shift, False
-    model.path = path
-    return model.to(device)
+def merge(model, adapter):
+    """Put the adapter of a folder into the weights of the model that it was trained on."""
+    has_head = "base_model.model.score.weight" in read_adapter(adapter)[1]
+    if has_head and model.head == "lm":
+        raise BadInput(f"{adapter}: this adapter has a score head: it makes a reward model, not a "
+                       "language model")
+    adapted = load_adapted(model, adapter, "scalar" if has_head else "lm")
+    for name, p in model.hf.named_parameters():
+        p.copy_(adapted.merged(name, p))
+    if has_head:
+        model.hf.score.weight.copy_(adapted.score.weight)
+        model.score_shift, model.new_head = adapted.score_shift, False

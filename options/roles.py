@@ -1,0 +1,352 @@
+"""
+The keys roles and staleness. Without them every rank does everything, one phase after the other: a
+batch is sampled, scored and read when the loop of ppo.py or grpo.py asks for it. With them
+
+    roles = "train=6,generate=1,score=1"    ranks of their own sample, and score
+    staleness = 1                           the batch is sampled one update ahead
+
+The trainers run the loop. They hold policy and value model. A generator holds a copy of the policy
+in the dtype in which it decodes; a scorer holds reference and reward model. Without generators, or
+without scorers, the trainers do that work.
+
+A version is the number of the iteration that begins with these weights. The batch of iteration k is
+sampled by version max(0, k - staleness), always: never by "the newest that is there". So what each
+rank sends and receives next is known from the iteration alone:
+
+    generators   for each k: take the weights that are due; sample batch k; send it
+    scorers      for each k: held-out prompts, if they are due, batch k, refills: score them; send
+    trainers     the loop, which receives in the same order, and sends new weights after each update
+
+and the texts of a run depend neither on how fast anybody is, nor on how many ranks have which role.
+With staleness 1 the generators sample the batch of iteration k + 1 while the trainers train on that
+of k. Held-out prompts and refills are sampled by the trainers, who hold the policy of now.
+
+The age of a batch is how many updates ago the policy was that sampled it. An older batch has the
+log-probs of the policy that sampled it as its old_logprobs: the clipped ratio of PPO and GRPO is
+then between the policy of now and that one. With importance_cap the policy that begins the update
+reads the batch first: the ratio is to that policy, and the older one comes in as a weight
+(loss.importance_weights).
+
+In the scripts: an Ahead takes the place of their functions `sample` and `score`; ranks of other
+roles stay in `serve`; `begin` and `share_weights` are called before the loop and after each update.
+How messages are sent is in options/messages.py.
+"""
+import contextlib
+import math
+import sys
+
+import torch
+
+import errors
+import parallel
+from data import micro_batch
+from engine import launch
+from engine.audit import audit, checksum_of, watched
+from engine.checkpoint import load_batches
+from engine.placement import held, matrices_of
+from engine.together import together
+from errors import BadConfig, Lost, Stop
+from options import messages
+from parallel import fill, gather, is_shard, my_part
+from rollout import read_batch
+
+
+def check_ahead(system, target_kl, importance_cap):
+    """Raise BadConfig where keys do not go together."""
+    if system.roles and system.generate_tp > 1:
+        raise BadConfig("generate_tp with roles: ranks with roles sample each for itself; leave "
+                        "one of the two out")
+    if target_kl > 0 and system.staleness > 0 and importance_cap == 0:
+        raise BadConfig("target_kl with staleness: how far the policy has moved would be counted "
+                        "from the older policy that has sampled, so that the first step may "
+                        "already be too far; type --importance_cap=2, which counts from now")
+
+
+class Ahead:
+    """
+    Batches that are sampled ahead of the update, here or by ranks of their own. A batch has a
+    label, (what, iteration): what is rollout, eval, "refill 0", "refill 1", ...
+
+    placement: a build.Placement. models: {name: model} of the run. max_iters, max_refills: keys of
+    the script. The others are functions of the script: evaluates(iteration), whether one begins
+    with held-out prompts; rows_of(iteration), the data rows of its batch; sample, score,
+    minibatches, micro_batches and forward, see there. Raises BadConfig.
+    """
+
+    def __init__(self, placement, models, max_iters, max_refills, evaluates, rows_of, sample, score,
+                 minibatches, micro_batches, forward):
+        reward_model = models.get("reward_model")
+        if "score" in parallel.roles and reward_model is not None and not hasattr(
+                reward_model.hf.config, "score_shift"):
+            raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score "
+                            "do not look for one; write one there, or leave score out of roles")
+        self.placement, self.system, self.device = placement, placement.system, placement.device
+        self.models = watched.models = held(models)
+        self.max_iters, self.max_refills = max_iters, max_refills
+        self.evaluates, self.rows_of = evaluates, rows_of
+        self.sample_now, self.score_here = sample, score
+        self.minibatches, self.micro_batches = minibatches, micro_batches
+        self.forward = forward
+        self.keep = self.system.staleness + 1  # messages that may be under way, see messages.send
+        if parallel.roles:
+            errors.leaving = messages.fail_and_leave  # the roles tell each other their errors
+
+    def versions(self, start, kept=()):
+        """
+        {iteration: the version that samples its batch}, in the order in which they are sampled, of
+        a run that begins with iteration `start`. kept: iterations whose batches are there already.
+        """
+        return versions(start, self.max_iters, self.system.staleness, kept)
+
+    # ---------------------------------------------------------------------------------------------
+    # on the trainers
+
+    def begin(self, run):
+        """A collective: take the batches of the run's checkpoint; let the other roles begin."""
+        self.run = run
+        self.sampled = {}  # iteration: its batch, sampled and not yet scored
+        self.version = {}  # iteration: that of the weights that sample its batch
+        saved = load_batches(run.checkpoint) if run.checkpoint else {}  # COLLECTIVE
+        for key, t in saved.items():
+            iteration, version, name = key.split(".")
+            batch = self.sampled.setdefault(int(iteration), {})
+            batch[name] = t.to(self.device)
+            self.version[int(iteration)] = int(version)
+        kept = list(self.sampled)
+        due = self.versions(run.start, kept)
+        self.version |= due
+        self.to_come = list(due)  # iterations, in this order
+        self.from_generators = due if "generate" in parallel.roles else {}
+        for role in [role for role in parallel.roles if role != "train"]:
+            messages.send(role, ("begin", 0), start=run.start, kept=kept)
+        run.to_save = self.to_save
+        self.share_weights(run.start)  # COLLECTIVE
+
+    def age(self, iteration):
+        """How many updates ago the policy was that has sampled the batch of an iteration."""
+        return iteration - self.version[iteration]
+
+    def sample(self, what, iteration, picked, slots=None):
+        """A collective, in the place of the script's `sample`: a whole batch, not yet scored."""
+        if what != "rollout":
+            return self.sample_now(what, iteration, picked, slots)  # COLLECTIVE
+        # not earlier: a stop while a batch is scored, or groups of it are sampled again, saves it
+        self.sampled.pop(iteration - 1, None)
+        self.have(iteration + (0 if self.from_generators else self.system.staleness))  # COLLECTIVE
+        return self.sampled[iteration]
+
+    def have(self, last):
+        """A collective: have the batches up to that of iteration `last`, sampled here or sent."""
+        while self.to_come and self.to_come[0] <= last:
+            k = self.to_come.pop(0)
+            if self.from_generators:
+                self.sampled[k], _ = self.receive("generate", ("rollout", k))  # COLLECTIVE
+            else:
+                self.sampled[k] = self.sample_now("rollout", k, self.rows_of(k))  # COLLECTIVE
+
+    def score(self, what, iteration, batch, picked, slots=None):
+        """
+        A collective, in the place of the script's `score`: a batch with its scores. Scorers with a
+        reference also add ref_logprobs (B, R).
+        """
+        if "score" not in parallel.roles:
+            return self.score_here(what, iteration, batch, picked, slots)  # COLLECTIVE
+        label = what, iteration
+        if what != "rollout" or iteration not in self.from_generators:
+            messages.send("score", label, batch, self.keep, picked=list(picked), slots=slots)
+        columns, _ = self.receive("score", label)  # COLLECTIVE
+        return batch | columns
+
+    def nothing_to_refill(self, what, iteration):
+        """Scorers wait for each refill: there is none this time."""
+        if "score" in parallel.roles:
+            messages.send("score", (what, iteration))
+
+    def receive(self, source, label):
+        """A collective: a message of another role; its tensors are on the device."""
+        tensors, said = messages.receive(source, label)  # COLLECTIVE
+        return {name: t.to(self.device) for name, t in tensors.items()}, said
+
+    def share_weights(self, version):
+        """
+        A collective, right after an update: the weights of now are this version. The generators get
+        them, in the background, where they sample a batch with them. The buffers are copies: the
+        next step may change the weights before they have left.
+        """
+        if version not in self.from_generators.values():
+            return
+        self.run.enter("weights")
+        policy, matrices = self.models["policy"], self.placement.decoding
+        checksum = None
+        if self.run.audit_is_due(version):
+            checksum = checksum_of(my_weights(policy, matrices))  # COLLECTIVE
+        # `send` makes one after the other: all ranks gather what is sharded, and the first one
+        # alone holds the whole, in the CPU's memory
+        whole = ((name, gather(t, p) if is_shard(p) else t)
+                 for name, p, t in my_weights(policy, matrices))
+        messages.send("generate", ("weights", version), whole, self.keep, checksum=checksum)
+
+    def to_save(self):
+        """
+        A collective: {"ITERATION.VERSION.NAME": tensor} of the batches of this iteration and later
+        ones that are sampled by weights that will be gone. Those that are still being sampled are
+        waited for.
+        """
+        tensors, now = {}, self.run.iteration
+        for k in [k for k, version in sorted(self.version.items()) if version < now <= k]:
+            self.have(k)  # COLLECTIVE
+            tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in self.sampled[k].items()}
+        return tensors
+
+    # ---------------------------------------------------------------------------------------------
+    # on the others
+
+    def serve(self):
+        """
+        What a rank that generates or scores does until the run is over; then this ends the process.
+        On a trainer it returns at once.
+        """
+        if parallel.role in ("", "train"):
+            return
+        try:
+            _, said = messages.receive("train", ("begin", 0))  # COLLECTIVE
+            generates = parallel.role == "generate"
+            work = self.sample_for_trainers if generates else self.score_for_trainers
+            work(said["start"], said["kept"])  # COLLECTIVE
+            parallel.phase = "the end"
+            messages.wait_for_the_end()  # COLLECTIVE
+        except messages.Ended:
+            if parallel.role == "generate":
+                messages.tell(["score"], ended=True)
+        launch.finish()  # COLLECTIVE
+        sys.exit(0)
+
+    def sample_for_trainers(self, start, kept):
+        """A collective of the generators: sample each batch with the weights that are due."""
+        version, frozen = None, {}
+        for k, due in self.versions(start, kept).items():
+            if version != due:
+                parallel.phase = f"iteration {k}, waiting for weights"
+                checksum = take_weights(self.models["policy"], due)  # COLLECTIVE
+                version = due
+                # of the old weights; the audit would call it a frozen model that has changed
+                frozen = {key: x for key, x in frozen.items() if key[0] != "policy"}
+            parallel.phase = f"iteration {k}, rollout"
+            picked = self.rows_of(k)
+            with told_if_it_fails():  # COLLECTIVE
+                sampled = self.sample_now(  # COLLECTIVE
+                    "rollout", k, picked, stop=trainers_have_left)
+                leave_with_trainers()  # COLLECTIVE
+                if checksum:  # the trainers audit their models in the iteration of this version
+                    audit(self.models, frozen, k)  # COLLECTIVE
+                    check_copy(self.models["policy"], version, checksum, k)  # COLLECTIVE
+            for to in ["train"] + ["score"] * ("score" in parallel.roles):
+                messages.send(to, ("rollout", k), sampled, self.keep, picked=list(picked),
+                              slots=None)
+
+    def score_for_trainers(self, start, kept):
+        """A collective of the scorers: score each batch, and read it with the reference."""
+        frozen, interval = {}, self.system.sync_check_interval
+        for what, k in to_score(start, self.max_iters, self.max_refills, self.evaluates):
+            from_generators = what == "rollout" and "generate" in parallel.roles and k not in kept
+            parallel.phase = f"iteration {k}, waiting for {what}"
+            sampled, said = self.receive(  # COLLECTIVE
+                "generate" if from_generators else "train", (what, k))
+            if not sampled:  # no place to refill
+                continue
+            parallel.phase = f"iteration {k}, score"
+            with told_if_it_fails():  # COLLECTIVE
+                if what == "rollout" and (k % interval == 0 or k == start):
+                    audit(self.models, frozen, k)  # COLLECTIVE
+                batch = self.score_here(  # COLLECTIVE
+                    what, k, sampled, said["picked"], said["slots"])
+                reader = dict(ref_logprobs=self.models.get("ref_policy"))
+                steps = self.minibatches(k) if what == "rollout" else [batch["index"]]
+                read_batch(batch, reader, self.forward,  # COLLECTIVE
+                           self.micro_batches_of_trainers(batch, steps), k, self.device)
+            columns = {name: t for name, t in batch.items() if name not in sampled}
+            messages.send("train", (what, k), columns, self.keep)
+
+    def micro_batches_of_trainers(self, batch, steps):
+        """
+        The micro-batches in which the trainers train, dealt to the scorers: perhaps those of
+        several trainers. A scorer that is left over reads as many, without rows: a sharded model
+        needs all in each forward.
+        """
+        rank, size = parallel.rank_and_size()
+        trainers = len(parallel.roles["train"])
+        for rows in steps:
+            for whose in range(rank, math.ceil(trainers / size) * size, size):
+                part = min(whose, trainers - 1), trainers
+                for mb in self.micro_batches(batch, rows, part):
+                    yield mb if whose < trainers else micro_batch(batch, rows[:0])
+
+
+def versions(start, max_iters, staleness, kept=()):
+    """See Ahead.versions."""
+    return {k: max(start, k - staleness) for k in range(start, max_iters) if k not in kept}
+
+
+def to_score(start, max_iters, max_refills, evaluates):
+    """The labels of what is scored, in this order."""
+    for k in range(start, max_iters + 1):
+        if evaluates(k):
+            yield "eval", k
+        if k < max_iters:
+            yield "rollout", k
+            yield from ((f"refill {attempt}", k) for attempt in range(max_refills))
+
+
+def my_weights(policy, matrices=None):
+    """
+    (name, parameter, this rank's part of it) of a policy. matrices: the dtype in which frozen
+    copies of it hold their matrices, see placement.settle; None: as here.
+    """
+    rounded = {id(p) for p in matrices_of(policy)} if matrices else ()
+    for name, p in policy.named_parameters():
+        t = my_part(p.detach())
+        yield name, p, t.to(matrices) if id(p) in rounded else t
+
+
+def take_weights(policy, version):
+    """A collective of the generators: the policy becomes this version. Returns its checksum."""
+    own = dict(policy.named_parameters())
+    _, said = messages.receive(  # COLLECTIVE; of a sharded copy only this rank's part stays
+        "train", ("weights", version), lambda name, t: fill(own[name], t))
+    return said["checksum"]
+
+
+def check_copy(policy, version, checksum, iteration):
+    """A collective of the generators: raise Stop if a copy is not what the trainers have sent."""
+    same = checksum_of(my_weights(policy)) == checksum  # COLLECTIVE
+
+    def refuse():
+        if not same:
+            raise Stop(f"iteration {iteration}: the ranks have drifted apart: a generator's policy "
+                       f"of version {version} is not the trainers'")
+
+    together(refuse)  # COLLECTIVE
+
+
+def trainers_have_left():
+    """Whether nobody waits for this rank's work any more."""
+    return "left" in launch.heard
+
+
+def leave_with_trainers():
+    """A collective of a role: raise Ended where the trainers have left."""
+    left = torch.tensor(float(trainers_have_left()), device=parallel.wire())
+    if parallel.all_reduce_max(left):  # COLLECTIVE
+        raise messages.Ended
+
+
+@contextlib.contextmanager
+def told_if_it_fails():
+    """A collective, if this block fails: the trainers learn why, save, and all leave with that."""
+    try:
+        yield
+    except Lost:
+        raise
+    except Stop as e:
+        messages.fail(e)
+        messages.wait_for_the_end()  # COLLECTIVE

@@ -1,0 +1,114 @@
+"""
+Rows from other places than JSONL: data sets of the Hugging Face hub (hf:NAME:SPLIT), CSV and
+parquet. rows.py asks for them where a source is called so.
+
+We read the files ourselves: the libraries for tables guess what a text might mean, and turn the
+answer "02" into 2 and "NA" into nothing.
+"""
+import csv
+import functools
+import io
+import os
+import re
+
+from errors import BadInput, first_line
+from rows import ENDINGS, read_text
+
+
+@functools.cache  # or the hub would be asked again for the hash of the same files
+def hub_files(source):
+    """
+    The files of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT, such as hf:openai/gsm8k:main:train, where
+    the files of main/ are meant whose name has the word `train`. NAME is a folder here in the
+    layout of the hub; or a name on the hub, from which the files are downloaded into its cache.
+    """
+    match = re.fullmatch(r"hf:([^:]+):(?:([^:]*):)?([^:]+)", source)
+    if not match:
+        raise BadInput(f"{source!r}: wanted hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT, such as "
+                       "hf:openai/gsm8k:main:train")
+    name, folder, split = match.groups()
+    if os.path.isdir(name):
+        files = [os.path.relpath(os.path.join(place, file), name)
+                 for place, _, inside in os.walk(name) for file in inside]
+        return [os.path.join(name, file) for file in files_of_split(files, folder, split, source)]
+    import huggingface_hub
+
+    try:
+        files = huggingface_hub.list_repo_files(name, repo_type="dataset")
+        wanted = files_of_split(files, folder, split, source)
+        copy = huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted)
+    except BadInput:
+        raise
+    except Exception as e:  # no network, no such set, no access: the library raises anything
+        raise BadInput(f"{source}: no such folder here, and the hub did not give it "
+                       f"({first_line(e)[:200]}); where there is a network, type hf download "
+                       f"{name} --repo-type=dataset --local-dir=DIR, then give hf:DIR:SPLIT"
+                       ) from e
+    return [os.path.join(copy, file) for file in wanted]
+
+
+def files_of_split(files, folder, split, source):
+    """
+    Which of the files of a data set, with paths relative to it, are those of a split, sorted.
+    Raises BadInput where there are none, or where several folders have some.
+    """
+    files = sorted(file for file in files
+                   if file.lower().removesuffix(".gz").endswith(ENDINGS) and file[0] != ".")
+    inside = [file for file in files if not folder or file.startswith(f"{folder}/")]
+    # a word of the path: `train` is one in data/train-00000.parquet, and none in train_sft.jsonl
+    word = rf"(^|[/-]){re.escape(split)}([-_]?\d|[/.-])"
+    wanted = [file for file in inside if re.search(word, file)]
+    if split == "train" and not any(re.search("(^|[/-])(train|test|valid|dev)", file)
+                                    for file in inside):
+        wanted = inside  # a set without splits
+    folders = {os.path.dirname(file) for file in wanted}
+    if not wanted or len(folders) > 1 and not folder:
+        found = f"it is in the folders {sorted(folders)}" if wanted else f"there are {files}"
+        raise BadInput(f"{source}: cannot tell which files are {split!r}, {found[:300]}; wanted "
+                       "hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT")
+    return wanted
+
+
+def csv_rows(path):
+    """The first line names the columns; a value may hold newlines, between quotes. All are text."""
+    csv.field_size_limit(2**30)
+    text = io.StringIO(read_text(path), newline="")
+    try:
+        for number, row in enumerate(csv.DictReader(text, strict=True), 1):
+            if None in row or None in row.values():
+                raise BadInput(f"{path}, row {number}: not as many columns as in the first line; "
+                               "is a quote or a comma missing?")
+            yield f"row {number}", row
+    except csv.Error as e:
+        raise BadInput(f"{path}: not a table ({e})") from e
+
+
+def parquet_rows(path):
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as e:
+        raise BadInput(f"{path}: parquet files are read with pyarrow, which is not installed; type "
+                       "pip install pyarrow") from e
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            floats = [field for field in batch.schema if "float" in str(field.type)]
+            for row in batch.to_pylist():
+                number += 1
+                row |= {field.name: shortest(row[field.name], field.type) for field in floats}
+                yield f"row {number}", row
+    except (OSError, ValueError, pyarrow.ArrowException) as e:
+        raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e
+
+
+def shortest(value, kind):
+    """A parquet value; floats of 32 and 16 bits as short as they can be, 0.1 for 0.100000001."""
+    import numpy  # pyarrow needs it, too
+
+    if isinstance(value, dict):
+        return {part.name: shortest(value[part.name], part.type) for part in kind}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [shortest(one, kind.value_type) for one in value]
+    form = {"float": numpy.float32, "halffloat": numpy.float16}.get(str(kind))
+    return float(str(form(value))) if form and value is not None else value

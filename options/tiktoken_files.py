@@ -1,0 +1,99 @@
+"""
+tiktoken's encodings as tokenizers of transformers, with the same ids:
+
+    --tokenizer_path=tiktoken:gpt2    an encoding that tiktoken knows by its name
+    qwen.tiktoken in a model folder   a line a token: its bytes in base64, and its id
+    encode_as(encoding, ...)          any tiktoken.Encoding; the toy's: data/byte_tokenizer.py
+
+transformers reads Llama 3's tokenizer.model, which is such a file, too, by itself, with tiktoken's
+help. What is saved is a tokenizer.json in all cases.
+"""
+import glob
+import hashlib
+import os
+import re
+
+from errors import BadInput, first_line
+from folders import read_json
+
+
+def encode_as(encoding, markers=(), **special):
+    """
+    A tokenizer of transformers that gives a text the ids of encoding.encode_ordinary. The special
+    tokens of the encoding keep their ids; markers: those of them that text may contain.
+    special: eos_token, pad_token and so on.
+    """
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    ranks, named = encoding._mergeable_ranks, {i: s for s, i in encoding._special_tokens.items()}
+    converter = TikTokenConverter(pattern=as_oniguruma(encoding._pat_str))
+    converter.load_tiktoken_bpe = lambda file: ranks
+    backend = converter.converted()
+    for i in range(len(ranks), max(named, default=0) + 1):  # some encodings leave out numbers
+        text = named.get(i, f"<|unused_{i}|>")
+        backend.add_tokens([AddedToken(text, normalized=False, special=text not in markers)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False,
+                                   **special)
+
+
+def as_oniguruma(pattern):
+    """
+    tiktoken's pattern as the package tokenizers reads it, where $ is the end of a line, and {1,3}+
+    has no limit: the + there only forbids to go back, which changes nothing in these patterns.
+    """
+    return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern).replace("$", r"\z")
+
+
+def by_name(path):
+    """The tokenizer of a path such as tiktoken:gpt2. Raises BadInput."""
+    import tiktoken
+
+    name = path.removeprefix("tiktoken:")
+    if name not in tiktoken.list_encoding_names():
+        raise BadInput(f"{path}: tiktoken knows no such encoding; it has "
+                       f"{', '.join(tiktoken.list_encoding_names())}")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except Exception as e:  # no network, no disk, a file that is not the one
+        url = getattr(getattr(e, "request", None), "url", None)
+        where = "put its files into a folder and its name into TIKTOKEN_CACHE_DIR"
+        if url:
+            cached = hashlib.sha1(url.encode()).hexdigest()
+            where = (f"put the file of {url} as {cached} into a folder, and name that in the "
+                     "variable TIKTOKEN_CACHE_DIR")
+        raise BadInput(f"{path}: tiktoken cannot get this encoding ({first_line(e)[:80]}); "
+                       f"{where}") from e
+    end = "<|endoftext|>"
+    if end not in encoding._special_tokens:
+        raise BadInput(f"{path}: this encoding has no {end}, so no response could ever end; choose "
+                       "another one")
+    return encode_as(encoding, eos_token=end)
+
+
+def from_folder(folder):
+    """
+    The tokenizer of a folder with a file *.tiktoken, which is split into words as cl100k's and
+    Qwen's are. Its special tokens are those of tokenizer_config.json. Raises BadInput.
+    """
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    file = sorted(glob.glob(os.path.join(glob.escape(folder), "*.tiktoken")))[0]
+    config = os.path.join(folder, "tokenizer_config.json")
+    settings = read_json(config) if os.path.isfile(config) else {}
+    try:
+        ranks = load_tiktoken_bpe(file)
+        added = {token["content"]: int(i)
+                 for i, token in settings.get("added_tokens_decoder", {}).items()}
+        encoding = tiktoken.Encoding(
+            os.path.basename(file), pat_str=TikTokenConverter().pattern, mergeable_ranks=ranks,
+            special_tokens=added)
+        special = {key: settings[key] for key in ("bos_token", "eos_token", "pad_token",
+                                                  "chat_template") if settings.get(key)}
+        return encode_as(encoding, **special)
+    except Exception as e:  # other files may hold anything
+        raise BadInput(f"{file}: no usable tiktoken file beside its tokenizer_config.json "
+                       f"({first_line(e)[:200]}); download both again") from e

@@ -1,0 +1,103 @@
+"""
+Models on another model's trunk. With value_init="shared" the value model is a scalar head on the
+policy: both losses train what the policy trains. With adapters (options/lora.py) several models
+stand on one frozen trunk.
+"""
+import copy
+import os
+
+import torch
+import torch.nn as nn
+
+from errors import BadInput
+from folders import model_folders
+from model import (Model, auto_class, check_head, draw_score_head, load_model, want_one_score)
+
+
+class OnTrunk(Model):
+    """
+    A model on the trunk of `base`, to which the trunk's parameters belong: for all but its own ones
+    it calls base. Its own are those of a scalar head (`score`). It is called like any Model.
+    """
+
+    def __init__(self, base, head="scalar", seed=0):
+        """head: "lm" is the base's; "scalar" a new one, or a copy of the base's, if it has one."""
+        nn.Module.__init__(self)
+        hf = base.hf if head == "lm" else scalar_shell(base)
+        # not attributes that nn.Module would register: they are the base's own
+        self.__dict__.update(hf=hf, base=base)
+        self.adapters = {}
+        self.head, self.path, self.file_dtype = head, base.path, base.file_dtype
+        self.processor, self.unread = base.processor, base.unread
+        self.score_shift, self.new_head, self.offloaded = 0.0, False, False
+        if head == "scalar":
+            self.score = hf.score
+            if base.head == "scalar":
+                self.score.weight.data.copy_(base.hf.score.weight)
+                self.score_shift, self.new_head = base.score_shift, base.new_head
+            else:
+                draw_score_head(self, seed)
+
+    def owner(self):
+        return self.base.owner()
+
+    def states(self, tokens):
+        return self.base.states(tokens)
+
+    def next_logits(self, *args):
+        return self.base.next_logits(*args)
+
+    def merged(self, name, W):
+        return self.base.merged(name, W)
+
+    def save_own(self, folder):
+        """Write what is its own, and not the base's."""
+        from safetensors.torch import save_file
+
+        os.makedirs(folder, exist_ok=True)
+        weight = self.score.weight.detach().cpu().contiguous()
+        save_file({"score.weight": weight}, os.path.join(folder, "head.safetensors"))
+
+    def fill_own(self, folder):
+        """The inverse of save_own. Raises BadInput."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        file = os.path.join(folder, "head.safetensors")
+        try:
+            weight = load_file(file)["score.weight"]
+            self.score.weight.data.copy_(weight)
+        except (OSError, SafetensorError, KeyError, RuntimeError) as e:
+            raise BadInput(f"{file}: not the head of this model ({e})") from e
+        self.new_head = False
+
+
+def scalar_shell(base):
+    """A sequence classifier of transformers with a new head, on base's trunk, not its own."""
+    config = copy.deepcopy(base.hf.config)
+    want_one_score(config, base.path)
+    with torch.device("meta"):  # the trunk that is made here gives way to base's
+        hf = auto_class("scalar").from_config(config)
+    check_head(hf, base.path)
+    setattr(hf, hf.base_model_prefix, base.hf.base_model)
+    weight = base.hf.get_input_embeddings().weight
+    hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
+                         dtype=torch.promote_types(weight.dtype, torch.float32))
+    return hf.eval()
+
+
+@torch.no_grad()
+def load_whole(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
+    """
+    load_model; or, where `path` is an adapter, the model that it was trained on, with the adapter
+    merged into its weights. That model may be an adapter as well. Raises BadInput.
+    """
+    *adapters, folder = model_folders(path)
+    model = load_model(folder, head, dtype, seed=seed)
+    if adapters:
+        from options.lora import merge
+
+        for adapter in reversed(adapters):
+            merge(model, adapter)
+    model.path = path
+    return model.to(device)
