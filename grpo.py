@@ -35,8 +35,6 @@ import torch
 
 import parallel
 from configurator import configure
-from data import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row, permutation,
-                  replace_rows, spread)
 from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
@@ -45,6 +43,8 @@ from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked
                   response_logprobs)
 from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
                        token_weights)
+from prompts import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row,
+                     permutation, replace_rows, spread)
 from rewards import alike_for_equal_texts, center_scores, reward_terms, score_batch
 from rollout import add_columns, read_batch, responses_to, sample_batch
 
@@ -171,7 +171,7 @@ def minibatches(iteration, epoch=0):
 
 
 def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch; whose: see data.my_micro_batches."""
+    """This rank's micro-batches of these rows of a batch; whose: see prompts.my_micro_batches."""
     return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
 
 

@@ -35,8 +35,6 @@ import torch
 
 import parallel
 from configurator import configure
-from data import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
-                  permutation, spread, tokens_of_example, trained_tokens)
 from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
@@ -45,6 +43,8 @@ from gae import compute_gae
 from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, importance_weights,
                   kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
                   response_values, standard_deviation, update_moments)
+from prompts import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
+                     permutation, spread, tokens_of_example, trained_tokens)
 from rewards import center_scores, last_real, reward_terms, score_batch
 from rollout import read_batch, responses_to, sample_batch
 
@@ -183,7 +183,7 @@ def minibatches(iteration, epoch=0):
 
 
 def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch; whose: see data.my_micro_batches."""
+    """This rank's micro-batches of these rows of a batch; whose: see prompts.my_micro_batches."""
     return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
 
 

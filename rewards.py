@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import parallel
-from data import left_aligned, right_pad
+from prompts import left_aligned, right_pad
 from engine import audit, launch, together
 from engine.answers import final_answer, same_answer, whole_responses
 from engine.placement import no_grad_forwards

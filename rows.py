@@ -45,7 +45,7 @@ class Rows(list):
 
     @property
     def mix(self):
-        """What data.batch_rows wants to know: len(rows), or with weights [(rows, weight), ...]."""
+        """What prompts.batch_rows wants to know: len(rows), or with weights [(n, weight), ...]."""
         if all(weight is None for _, weight, _ in self.parts):
             return len(self)
         return [(count, 1.0 if weight is None else weight) for _, weight, count in self.parts]

@@ -7,7 +7,7 @@ import os
 import shutil
 
 import parallel
-from data import encode_examples
+from prompts import encode_examples
 from errors import BadConfig, BadInput, say
 from engine import launch
 from engine.optimizers import make_optimizer

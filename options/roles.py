@@ -39,7 +39,7 @@ import torch
 
 import errors
 import parallel
-from data import micro_batch
+from prompts import micro_batch
 from engine import launch
 from engine.audit import audit, checksum_of, watched
 from engine.checkpoint import load_batches

@@ -163,7 +163,7 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
 # killed, stopped, with other roles
 
 ACT = tiny.ends(9) + """
-import data, loss, rewards, rollout
+import prompts, loss, rewards, rollout
 def at(owner, name, call, action):
     f, calls = getattr(owner, name), []
     def changed(*args, **kwargs):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from data import encode_examples, encode_prompts, encode_scored
+from prompts import encode_examples, encode_prompts, encode_scored
 from engine.answers import whole_responses
 from engine.tokenizers import Tokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
