@@ -162,6 +162,18 @@ def load_ref_policy(policy_path, placement, policy, tokenizer):
     return ref_policy
 
 
+def begin_sampler(policy, tokenizer, placement):
+    """
+    A collective: the engine that samples in the place of the policy, where the key sampler says so;
+    else None.
+    """
+    if placement.system.sampler == "own":
+        return None
+    from options.vllm import begin_vllm
+
+    return begin_vllm(policy, tokenizer, placement.system, placement.device)  # COLLECTIVE
+
+
 def load_reward_model(path, placement, policy, tokenizer, terms):
     """
     The reward model, frozen, and its tokenizer, which reads the run's chats, with its
