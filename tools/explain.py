@@ -64,7 +64,8 @@ if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")
 # of the files that the run began with, of its machine; and nothing is reported to others
-keys = {name: x for name, x in keys.items() if name not in ("sha256", "gpu")} | {"report_to": ""}
+others = "sha256", "gpu", "format"
+keys = {name: x for name, x in keys.items() if name not in others} | {"report_to": ""}
 rules = str(keys["reward_functions"])
 if files_of(rules) and not reward_functions:  # the folder may be somebody else's
     raise BadInput(f"{file} names code, {', '.join(files_of(rules))}, which runs only where you "
