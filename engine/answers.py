@@ -131,8 +131,8 @@ LABEL = re.compile(r"""[\W_]* (?:\d{1,2}[.)][\W_]*)? (?:(?:the|my|our|your)\ )?
     [ \t*_]* (?:->|=>|[:：=→]|(?<=ans)\.|$) (?:__)? (?P<answer>.*)""", re.IGNORECASE | re.VERBOSE)
 # what may follow an answer that stands below its label
 BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps)", re.IGNORECASE)
-ANSWER_IS = re.compile(r"""\banswer\b (?P<between>[^.:;=?!]{0,60}?)
-    \b(?:is|was|equals|must\ be|should\ be)\b
+ANSWER_IS = re.compile(r"""\b(?:answer|(?:correct|right|best)\ (?:option|choice))\b
+    (?P<between>[^.:;=?!]{0,60}?) \b(?:is|was|equals|(?:must|should|would|will|has\ to)\ be)\b
     (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]*""", re.IGNORECASE | re.VERBOSE)
 IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
 # how a sentence begins that concludes; what else it is about; where its verb is
@@ -162,9 +162,8 @@ def stated(text):
     """
     text = re.sub(r"\\text[a-z]* *\{([^{}]*\b[aA]ns(?:wer)?\b[^{}]*)\}", r"\1 ", text).strip()
     ends, end = [match.end() for match in SENTENCE_END.finditer(text)], len(text)
-    while ends and end - ends[-1] < 300 and REMARK.match(last := text[ends[-1]:end]):
-        if DENIED.search(last):
-            break
+    while (ends and end - ends[-1] < 300 and REMARK.match(last := text[ends[-1]:end])
+           and not DENIED.search(last)):
         end = ends.pop()
     lines = text[:end].rstrip().split("\n")
     found = answer_is(lines[-1]) or labelled(lines) or concluded(lines[-1])
@@ -178,10 +177,9 @@ def answer_is(line):
     *_, match = [None, *ANSWER_IS.finditer(line)]
     if match is None:
         return None
-    before = re.split(r"[.!?;:] ", line[:match.start()])[-1]
-    clause = re.split(r", (?:so|but|and|hence|thus|therefore|then|the|my|our)\b", before)[-1]
-    two = ANSWER_IS.search(before) and " not " not in before
-    if two or DOUBT.search(clause + match["between"]):
+    clause = re.split(r"[.!?;:] |, (?:so|but|hence|thus|therefore|then|the|my|our)\b",
+                      line[:match.start()])[-1]
+    if ANSWER_IS.search(clause) or DOUBT.search(clause + match["between"]):
         return None
     return line[match.end():].strip(" *.!")
 
@@ -191,24 +189,26 @@ def labelled(lines):
     below = True  # only the last label may have its answer below it
     for i in reversed(range(len(lines))):
         match = LABEL.match(lines[i])
-        if match and match["answer"].strip(" *_-"):
-            behind = match["answer"].strip(" \t*")
-            return answer_is(behind) or behind
-        if below and (match or answer_is(lines[i]) == ""):
+        said = match["answer"].strip(" \t*") if match else ""
+        if not said.strip("_-") and below and (match or answer_is(lines[i]) == ""):
             below = False
             text = "\n".join(lines[i + 1:]).strip()
-            paragraph, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
-            if paragraph and (not more or BEHIND.match(more[0])):
-                return concluded(paragraph.rpartition("\n")[2]) or paragraph
+            said, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
+            if more and not BEHIND.match(more[0]):
+                said = ""
+        if said.strip("_-"):
+            last = said.rpartition("\n")[2]
+            return answer_is(last) or concluded(last, label=True) or said
     return None
 
 
-def concluded(line):
+def concluded(line, label=False):
     """
     What the last sentence of a line concludes, or has in bold at its end; None if it does neither.
-    Of a sentence with a verb, such as "So the total is 5.", only a number is read.
+    Of a sentence with a verb, such as "So the total is 5.", only a number is read. label: the line
+    stands behind a label.
     """
-    sentence = line[max([0, *(match.end() for match in SENTENCE_END.finditer(line))]):]
+    sentence = SENTENCE_END.split(line)[-1]
     if bold := re.search(r"(?<!\*\* and )(?<!\*\*, )\*\*([^*]+)\*\*[.!]?$", line):
         return None if DOUBT.search(sentence) else bold[1].strip(" *.!")
     so = SO.match(sentence)
@@ -222,7 +222,8 @@ def concluded(line):
         return sentence if so else None
     subject, *rest = VERB.split(sentence, maxsplit=1)
     letters = EXPRESSION.fullmatch(plain(subject.replace("$", "")))  # x + y is 5
-    if not rest or DOUBT.search(subject) or not (so or letters or NOUN.search(subject)):
+    if not rest or DOUBT.search(subject) or not (
+            so or label or letters or NOUN.search(subject)):
         return None
     if not isinstance(read_answer(plain(rest[0]), loose=True)[1], Fraction):
         return None
@@ -266,25 +267,32 @@ def clash(given, truth):
     return bool(name and given_name not in ("", name) or unit and given_unit not in ("", unit))
 
 
+# the names of LaTeX's signs
+GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau
+upsilon phi chi psi omega""".split()
+SYMBOLS, LETTERS = "×·∞√∪∩±≤≥≠∈∅", "αβγδεζηθικλμνξπρστυφχψω"
+LATEX = dict(zip(SYMBOLS + LETTERS, "times cdot infty sqrt cup cap pm le ge ne in emptyset".split() + GREEK, strict=True))
+
 # What is only typesetting: patterns and what replaces them, applied in this order. ¤ stands for a
 # dollar sign that does not delimit LaTeX, ¶ for the end of a matrix's row, ⦃ and ⦄ for a set's
 # braces, \{ and \}: the braces { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
-    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$", "¤"), (r"\\?%", " percent "),
-    ("×", r"\\times "), ("·", r"\\cdot "), ("π", r"\\pi "),
+    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"), (r"\\?%", " percent "),
     # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
     ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
     ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
     ("[₀-₉]+", lambda m: "_{" + normalize("NFKC", m[0]) + "}"),
-    ("[⁄∕]", "/"), ("[−‐‑‒–﹣－]", "-"),
+    ("[⁄∕]", "/"), ("[−‐‑‒–﹣－]", "-"), ("[’‘′]", "'"),
     (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # about
-    ("∞", r"\\infty "), ("°", r"^\\circ "), ("√", r"\\sqrt "), ("∪", r"\\cup "), ("±", r"\\pm "),
-    ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "), (r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1"),
+    ("!=", "≠"), ("<=", "≤"), (">=", "≥"), ("°", r"^\\circ "),
+    # a Greek letter, unless it is in a word
+    (rf"[{SYMBOLS}]|(?<![Α-ώ])[{LETTERS}](?![Α-ώ])", lambda m: rf"\{LATEX[m[0]]} "),
+    (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
     (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
     (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),
-    (r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
+    (r"(?<=[0-9])(?:\\[, ]|[~\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
     (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
     # \text{m} is meters; a bare m may be a variable
     (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
@@ -293,13 +301,14 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r" *,? +and +| +,", ", "),
     (r"(?<=[0-9]) *([aApP])\.? ?[mM](?![A-Za-z])\.?", lambda m: f" {m[1].lower()}m"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
+    (r"\bdegrees? +([CF])(?:elsius|ahrenheit)?\b", r" degrees\1"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
     (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),
     (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
     (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
     (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
-    (r'^ *["“`]+([^"“”`]*)["”`]+ *$', r"\1"),
+    (r"""^ *["'“„«`]+([^"'“„”«»`]*)["'“”»`]+ *$""", r"\1"),
     # Yes is yes; but not \Delta, and no short unit behind a number: 5 mW is not 5 MW
     (r"(?<![\\0-9])(?<![^\W\d_])(?<![0-9] )[^\W\d_]{2,}|(?<!\\)(?<![^\W\d_])[^\W\d_]{4,}",
      lambda m: m[0].casefold()),
@@ -311,6 +320,7 @@ def plain(text):
     The text of an answer without what is only typesetting: one way to write fractions, no $ around
     formulas, single blanks, no period at the end. "$\\tfrac12$." -> "\\frac{1}{2}".
     """
+    text = normalize("NFC", text)
     for pattern, replacement in TYPESETTING:
         text = pattern.sub(replacement, text)
     # pairs of $ are LaTeX's; if their number is odd, they are dollars
@@ -318,36 +328,37 @@ def plain(text):
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
-GREEK = "|".join("""alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu
-xi pi rho sigma tau phi varphi chi psi omega""".split())
+VARIABLES = "|".join([*GREEK, "varepsilon", "varphi"])
 # The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
-# one of the words below. Other words, or the ! of !=, could say that two sides are not equal.
-NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{GREEK})|(?i:answer|area|volume|total|sum))
+# one of the words below. Other words could say that two sides are not equal.
+NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{VARIABLES})|(?i:answer|area|volume|total|sum))
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
-# the units that may be left out on one side
-UNITS = ("percent|degrees (?:C|F)|degree|radian|dollar|cent|euro|unit|point|people|way|mm|cm|m|"
-         "meter|km|in|inch|ft|foot|feet|mi|mile|mg|g|kg|pound|lb|ml|mL|L|liter|second|sec|s|ms|ns|"
-         "minute|min|hour|hr|h|day|week|month|year|mph|N|J|kJ|W|mW|kW|MW|kWh|V|Hz|kHz|MHz|GHz|kPa|"
-         "dB|MB|GB|TB|mol|usd|USD|EUR")
-UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])((?:square |cubic |per )?)({UNITS})"
-                  rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({UNITS})s?)?( ?\^[23])?")
+# the units that may be left out on one side: each with its other names
+UNITS = {name: names.split(",")[0] for names in """percent degree degreesc degreesf radian dollar
+    cent euro unit point people way mm,millimeter,millimetre cm,centimeter,centimetre m,meter,metre
+    km,kilometer,kilometre in,inch ft,foot,feet yd,yard mi,mile mg,milligram g,gram kg,kilogram
+    lb,pound oz,ounce ml,mL,milliliter L,l,liter,litre gal,gallon ns ms s,sec,second min,minute
+    h,hr,hour day week month year mi/h,mph km/h,kph,kmh N,newton J,joule kJ W,watt mW kW MW kWh
+    V,volt Hz,hertz kHz MHz GHz kPa dB MB GB TB mol,mole""".split() for name in names.split(",")}
+POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
+UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])(?:(square|sq|cubic|per) )?({'|'.join(UNITS)})"
+                  rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({'|'.join(UNITS)})s?)? ?(\^[23])?")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
 # left, 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
 PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
-    (?:(?:\ per\ |/)[a-z]+)?)(?:\ (?:left|each|remaining|altogether|(?:in\ )?(?:total|all)
+    (?:(?:\ per\ |/)[a-z]+)?)(?:\ (?:left|old|each|remaining|altogether|(?:in\ )?(?:total|all)
     |of\ [a-z]+))?""", re.VERBOSE)
-NO_UNIT = re.compile(r"""\b(?:(?:hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
-    |quarter|hal(?:f|ve)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+t(?:y|ie|een)
-    |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+(?:teen|tie|sand|dred|illion))th)s?
-    |more|fewer|extra|additional|other|plus|minus|versus|and|not|than|over|point|this|perhaps)\b""",
-                     re.VERBOSE)
+NO_UNIT = re.compile(r"""\b(?:(?:one|two|three|four|five|fif|six|seven|eight?|nine?|ten|eleven|twelve
+    |twelf|[a-z]+t(?:y|ie|een)|hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
+    |quarter|hal(?:f|ve))(?:th)?s?|more|fewer|extra|additional|other|plus|minus|versus|and|not|than
+    |over|point|this|perhaps)\b""", re.VERBOSE)
 SIGNS = {"¤": "dollar", "¢": "cent", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
 # what may stand before "=" in a response: no words but functions, and no other relation
 EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
     |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s])+""",
                         re.IGNORECASE | re.VERBOSE)
-VARIABLE = re.compile(rf"\\(?:{GREEK})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])(?:_[0-9A-Za-z])?")
+VARIABLE = re.compile(rf"\\(?:{VARIABLES})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])(?:_[0-9A-Za-z])?")
 
 
 def read_answer(text, loose=False):
@@ -368,9 +379,10 @@ def read_answer(text, loose=False):
         text, unit = text[:-1].rstrip(), SIGNS[text[-1]]
     known, plural = UNIT.fullmatch(text), PLURAL.fullmatch(text) if loose else None
     number = known and read_number(known[1]) is not None
-    if known and (number or not plural) and (number and known[2] or len(known[3] + known[4]) > 1):
+    if number and (known[2] or known[3] or len(known[4]) > 1) or (
+            known and not plural and (known[3] or len(known[4]) > 1)):
         text, _, kind, one, per, power = known.groups()
-        unit = unit or kind + one + ("/" + per if per else "") + (power or "").strip()
+        unit = unit or UNITS[one] + ("/" + UNITS[per] if per else "") + (power or POWERS.get(kind, kind or ""))
     elif plural and read_number(plural[1]) is not None and not NO_UNIT.search(text):
         text, unit = plural[1], unit or plural[2]
     return name, value_of(text), unit
@@ -386,7 +398,7 @@ def equation(text):
         variables = set(VARIABLE.findall(side))
         unsolved = len(variables) == 1 and side not in variables and not re.match(r"[fgh]\(", side)
         other = read_number(side) not in (None, read_number(last))
-        if unsolved or other or side.endswith("!") or not EXPRESSION.fullmatch(side):
+        if unsolved or other or not EXPRESSION.fullmatch(side):
             return "", text
     return " = ".join(sides), last
 
@@ -436,11 +448,11 @@ def squeeze(text):
     return re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
 
 
-# the numbers that are read: 1234 or 1,234 (but not 1,2); 0.5; 1/2, 1/-2; 1 1/2; 5e-1
-INTEGER = r"(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)"
-DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
+# the numbers that are read, in groups of digits or not: 1234; 0.5; 1/2, 1/-2; 1 1/2; 5e-1
+GROUPED = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
+DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?(-?{DECIMAL}|\(-{DECIMAL}\)))?")
-MIXED = re.compile(rf"({INTEGER}) ({INTEGER}) ?/ ?({INTEGER})")
+MIXED = re.compile("([0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
                         r"([+-]?[0-9]{1,3})")
 
@@ -452,18 +464,17 @@ def read_number(text):
     """
     if sum(map(str.isdigit, text)) > MOST_DIGITS:
         return None
+    text = GROUPED.sub(lambda m: m[0].replace(",", ""), text)
     # 1\frac{1}{2} -> 1 1/2
-    text = re.sub(r"\\frac\{ ?([+-]?[0-9.,]+) ?\}\{ ?(-?[0-9.,]+) ?\}", r" \1/\2 ", text).strip()
+    text = re.sub(r"\\frac\{ ?([+-]?[0-9.]+) ?\}\{ ?(-?[0-9.]+) ?\}", r" \1/\2 ", text).strip()
     negative, text = text.startswith("-"), re.sub(r"^[+-] *", "", text).replace("  ", " ")
-    text = re.sub(r"^0+(?=[0-9]+$)", "", text)  # AIME's 033 is 33
     value = None
     if match := QUOTIENT.fullmatch(text):
-        numerator, denominator = (Fraction(part.replace(",", "").strip("()"))
-                                  for part in (match[1], match[2] or "1"))
+        numerator, denominator = Fraction(match[1]), Fraction((match[2] or "1").strip("()"))
         value = numerator / denominator if denominator else None
     elif match := MIXED.fullmatch(text):
-        whole, numerator, denominator = (int(part.replace(",", "")) for part in match.groups())
+        whole, numerator, denominator = map(int, match.groups())
         value = whole + Fraction(numerator, denominator) if numerator < denominator else None
     elif (match := SCIENTIFIC.fullmatch(text)) and abs(int(match[2])) <= LARGEST_EXPONENT:
-        value = Fraction((match[1] or "1").replace(",", "")) * Fraction(10) ** int(match[2])
+        value = Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
     return -value if value is not None and negative else value
