@@ -253,6 +253,8 @@ def same_answer(given, truth):
     if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
         return given == truth != ""
     given, truth = plain(given), plain(truth)
+    if len(truth.strip("()")) == 1 and (chosen := CHOICE.fullmatch(given)):
+        given = chosen[1]
     if squeeze(given) == squeeze(truth) != "":
         return True
     read, wanted = read_answer(given, loose=True), read_answer(truth)
@@ -267,27 +269,37 @@ def clash(given, truth):
     return bool(name and given_name not in ("", name) or unit and given_unit not in ("", unit))
 
 
-# the names of LaTeX's signs
-GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau
-upsilon phi chi psi omega""".split()
-SYMBOLS, LETTERS = "×·∞√∪∩±≤≥≠∈∅", "αβγδεζηθικλμνξπρστυφχψω"
-LATEX = dict(zip(SYMBOLS + LETTERS, "times cdot infty sqrt cup cap pm le ge ne in emptyset".split() + GREEK, strict=True))
-
+# the units that may be left out on one side: each with its other names and its plurals
+UNITS = {name + s: names.split(",")[0] for names in """percent degree degreesc degreesf radian
+    dollar,¤ cent,¢ euro,€ sterling,£ yen,¥ rupee,₹ unit point people way mm,millimeter,millimetre
+    cm,centimeter,centimetre m,meter,metre km,kilometer,kilometre in,inch,inche ft,foot,feet yd,yard
+    mi,mile mg,milligram g,gram kg,kilogram lb,pound oz,ounce ml,mL,milliliter L,l,liter,litre
+    gal,gallon ns ms s,sec,second min,minute h,hr,hour day week month year mi/h,mph km/h,kph,kmh
+    N,newton J,joule kJ W,watt mW kW MW kWh V,volt Hz,hertz kHz MHz GHz kPa dB MB GB TB
+    mol,mole""".split() for name in names.split(",") for s in ("", "s") if len(name) > 1 or not s}
+WORDS = "|".join(UNITS)
+# one of several choices that are named by letters, perhaps with what it says: B), (B) Paris
+CHOICE = re.compile(rf"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z]\)|{DOUBT.pattern})).*)?",
+                    re.DOTALL)
+GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho
+varsigma sigma tau upsilon phi chi psi omega varepsilon varphi""".split()
+LATEX = dict(zip("αβγδεζηθικλμνξοπρςστυφχψω", GREEK, strict=False)) | dict(zip(
+    "×·∞√∪∩±≤≥≠∈∅", "times cdot infty sqrt cup cap pm le ge ne in emptyset".split(), strict=True))
 # What is only typesetting: patterns and what replaces them, applied in this order. ¤ stands for a
 # dollar sign that does not delimit LaTeX, ¶ for the end of a matrix's row, ⦃ and ⦄ for a set's
 # braces, \{ and \}: the braces { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
-    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"), (r"\\?%", " percent "),
+    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"),
+    (r"\\?%|\bper cent\b", " percent "),
     # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
     ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
     ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
     ("[₀-₉]+", lambda m: "_{" + normalize("NFKC", m[0]) + "}"),
-    ("[⁄∕]", "/"), ("[−‐‑‒–﹣－]", "-"), ("[’‘′]", "'"),
+    (r" *(?:[⁄∕/]|\bper\b) *", "/"), ("[−‐‑‒–﹣－]", "-"), ("[’‘′]", "'"),
     (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # about
     ("!=", "≠"), ("<=", "≤"), (">=", "≥"), ("°", r"^\\circ "),
-    # a Greek letter, unless it is in a word
-    (rf"[{SYMBOLS}]|(?<![Α-ώ])[{LETTERS}](?![Α-ώ])", lambda m: rf"\{LATEX[m[0]]} "),
+    (r"[×·∞√∪∩±≤≥≠∈∅]|(?<![Α-ώ])[α-ω](?![Α-ώ])", lambda m: rf"\{LATEX[m[0]]} "),
     (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
     (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
@@ -296,8 +308,8 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
     # \text{m} is meters; a bare m may be a variable
     (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
-    (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|normal|)|mbox|boldsymbol|bm) *\{([^{}]*)\}", r" \1 "),
-    (r"\\(?:text|math)?(?:bf|rm|it|sf|tt|bfseries|boldsymbol)(?![a-zA-Z])", " "),  # \bf 5
+    (r"\\(?:(?:text|math)?(?:bf|it|rm|sf|tt)|text|math|textnormal|mbox|bfseries|boldsymbol|bm)"
+     r"(?![a-zA-Z])(?: *\{([^{}]*)\})?", r" \1 "),
     (r" *,? +and +| +,", ", "),
     (r"(?<=[0-9]) *([aApP])\.? ?[mM](?![A-Za-z])\.?", lambda m: f" {m[1].lower()}m"),
     (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
@@ -312,6 +324,7 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # Yes is yes; but not \Delta, and no short unit behind a number: 5 mW is not 5 MW
     (r"(?<![\\0-9])(?<![^\W\d_])(?<![0-9] )[^\W\d_]{2,}|(?<!\\)(?<![^\W\d_])[^\W\d_]{4,}",
      lambda m: m[0].casefold()),
+    (rf"\b(?:square|sq) ({WORDS})\b", r"\1^2"), (rf"\bcubic ({WORDS})\b", r"\1^3"),
 ]]
 
 
@@ -328,37 +341,27 @@ def plain(text):
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
-VARIABLES = "|".join([*GREEK, "varepsilon", "varphi"])
 # The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
 # one of the words below. Other words could say that two sides are not equal.
-NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{VARIABLES})|(?i:answer|area|volume|total|sum))
+NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{'|'.join(GREEK)})|(?i:answer|area|volume|total|sum))
 (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
 NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
-# the units that may be left out on one side: each with its other names
-UNITS = {name: names.split(",")[0] for names in """percent degree degreesc degreesf radian dollar
-    cent euro unit point people way mm,millimeter,millimetre cm,centimeter,centimetre m,meter,metre
-    km,kilometer,kilometre in,inch ft,foot,feet yd,yard mi,mile mg,milligram g,gram kg,kilogram
-    lb,pound oz,ounce ml,mL,milliliter L,l,liter,litre gal,gallon ns ms s,sec,second min,minute
-    h,hr,hour day week month year mi/h,mph km/h,kph,kmh N,newton J,joule kJ W,watt mW kW MW kWh
-    V,volt Hz,hertz kHz MHz GHz kPa dB MB GB TB mol,mole""".split() for name in names.split(",")}
-POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
-UNIT = re.compile(rf"(?!a )(.*?[^ ])( ?)(?<![A-Za-z\\])(?:(square|sq|cubic|per) )?({'|'.join(UNITS)})"
-                  rf"(?:(?<=[a-z][a-z])e?s)?(?:(?: per | ?/ ?)({'|'.join(UNITS)})s?)? ?(\^[23])?")
+UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
+                  rf"(/?(?:{WORDS})(?:/(?:{WORDS}))?(?: ?\^[23])?)")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
 # left, 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
 PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
-    (?:(?:\ per\ |/)[a-z]+)?)(?:\ (?:left|old|each|remaining|altogether|(?:in\ )?(?:total|all)
+    (?:/[a-z]+)?)(?:\ (?:left|old|each|remaining|altogether|(?:in\ )?(?:total|all)
     |of\ [a-z]+))?""", re.VERBOSE)
 NO_UNIT = re.compile(r"""\b(?:(?:one|two|three|four|five|fif|six|seven|eight?|nine?|ten|eleven|twelve
     |twelf|[a-z]+t(?:y|ie|een)|hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
     |quarter|hal(?:f|ve))(?:th)?s?|more|fewer|extra|additional|other|plus|minus|versus|and|not|than
     |over|point|this|perhaps)\b""", re.VERBOSE)
-SIGNS = {"¤": "dollar", "¢": "cent", "£": "sterling", "€": "euro", "¥": "yen", "₹": "rupee"}
 # what may stand before "=" in a response: no words but functions, and no other relation
 EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
     |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s])+""",
                         re.IGNORECASE | re.VERBOSE)
-VARIABLE = re.compile(rf"\\(?:{VARIABLES})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])(?:_[0-9A-Za-z])?")
+VARIABLE = re.compile(rf"\\(?:{'|'.join(GREEK)})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])(?:_[0-9A-Za-z])?")
 
 
 def read_answer(text, loose=False):
@@ -374,17 +377,15 @@ def read_answer(text, loose=False):
     elif loose and "=" in text:
         name, text = equation(text)
     if match := re.match(r"([+-]?) ?([¤£€¥₹]) ?", text):
-        text, unit = match[1] + text[match.end():], SIGNS[match[2]]
-    elif text and text[-1] in SIGNS:
-        text, unit = text[:-1].rstrip(), SIGNS[text[-1]]
-    known, plural = UNIT.fullmatch(text), PLURAL.fullmatch(text) if loose else None
-    number = known and read_number(known[1]) is not None
-    if number and (known[2] or known[3] or len(known[4]) > 1) or (
-            known and not plural and (known[3] or len(known[4]) > 1)):
-        text, _, kind, one, per, power = known.groups()
-        unit = unit or UNITS[one] + ("/" + UNITS[per] if per else "") + (power or POWERS.get(kind, kind or ""))
-    elif plural and read_number(plural[1]) is not None and not NO_UNIT.search(text):
-        text, unit = plural[1], unit or plural[2]
+        text, unit = match[1] + text[match.end():], UNITS[match[2]]
+    known = UNIT.fullmatch(text)
+    if known and (not re.match("/?[a-zA-Z](?![a-zA-Z])", known[3])
+                  or known[2] and read_number(known[1]) is not None):
+        text = known[1]
+        unit = unit or re.sub("[^/^0-9 ]+", lambda m: UNITS[m[0]], known[3]).replace(" ", "")
+    elif loose and (plural := PLURAL.fullmatch(text)) and not NO_UNIT.search(text):
+        if read_number(plural[1]) is not None:
+            text, unit = plural[1], unit or plural[2]
     return name, value_of(text), unit
 
 
