@@ -4,11 +4,9 @@ What a response says as a whole, where in it the answer is, and when two answers
 All of it reads text that a model wrote. So nothing is evaluated as code, every size is bounded, and
 no text raises an exception.
 
-same_answer works as the grader of MATH does (Hendrycks et al., arXiv 2103.03874): it undoes what is
-only typesetting, and then compares. Unlike that grader it compares numbers as exact fractions, and
-lists and sets part by part. An answer that is none of these is compared as text. There is no
-algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see the reward `math`.
-docs/rewards.md has examples of what is read and what is the same, and of what is not.
+docs/rewards.md has tables of what is read and what is the same, and of what is not, by decision.
+There is no algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see the reward
+`math`.
 """
 import re
 from fractions import Fraction
@@ -71,12 +69,9 @@ def final_answer(completion):
         return text
     text = text[-LONGEST_TEXT:].strip()
     boxed = last_boxed(text)
-    if boxed is not None:
-        return stated(boxed)
-    for pattern in (TAGGED, HASHED):
-        found = last_match(pattern, text)
-        text = text if found is None else found
-    return stated(text)
+    if boxed is None:
+        boxed = last_match(HASHED, tagged := last_match(TAGGED, text, text), tagged)
+    return stated(boxed)
 
 
 def after_thinking(completion):
@@ -119,10 +114,9 @@ TAGGED = re.compile("<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 HASHED = re.compile(r"####(?!#)\s*((?:[^#\n]|#(?!###))*)")  # how GSM8K's solutions end
 
 
-def last_match(pattern, text):
-    """What the last match of one of these patterns holds; None if there is none."""
-    found = pattern.findall(text)
-    return found[-1] if found else None
+def last_match(pattern, text, otherwise=None):
+    """What the last match of one of these patterns holds; `otherwise` if there is none."""
+    return [otherwise, *pattern.findall(text)][-1]
 
 
 # a line of its own, with the answer behind it or below it: Answer: 72, - **Final answer**: 72
@@ -221,11 +215,10 @@ def concluded(line, label=False):
     if name or isinstance(value, Fraction):
         return sentence if so else None
     subject, *rest = VERB.split(sentence, maxsplit=1)
+    value = read_answer(plain(" ".join(rest)), loose=True)[1]
     letters = EXPRESSION.fullmatch(plain(subject.replace("$", "")))  # x + y is 5
-    if not rest or DOUBT.search(subject) or not (
-            so or label or letters or NOUN.search(subject)):
-        return None
-    if not isinstance(read_answer(plain(rest[0]), loose=True)[1], Fraction):
+    clear = so or label or letters or NOUN.search(subject)
+    if not clear or DOUBT.search(subject) or not isinstance(value, Fraction):
         return None
     return f"{subject} = {rest[0]}" if letters else rest[0].strip()
 
@@ -237,17 +230,10 @@ def concluded(line, label=False):
 def same_answer(given, truth):
     r"""
     Whether two answers, as final_answer returns them, are the same: given is the model's, truth the
-    data's. Both are text. An empty answer is the same as none. Numbers are the same if their exact
-    values are: 0.5, 1/2, \frac12, ½ and 5e-1 are all the same, 0.333 and 1/3 are not.
-
-    A name ("x =") or one of UNITS may be on one side alone. If both sides have one, the two must be
-    the same. So 12% is 12 (and not 0.12), but 5 cm is not 5 m, though both are the same as 5. Only
-    the model's may have more beside a number that the data has alone: any unit (72 clips), and an
-    expression in the place of a name (x + y = 5). But 12 million is not 12.
-
-    Tuples, intervals and bare lists are compared element by element, in order, and by their
-    brackets; sets in any order. Everything else is compared as text, after undoing TYPESETTING: Yes
-    is yes and \pm 3 is \pm3, but not 3, -3.
+    data's. An empty answer is the same as none. What is only typesetting is undone; numbers are the
+    same if their exact values are, lists, tuples, intervals and sets if their parts are, all else
+    as text. As to names and units see clash. Only the model's answer may have more beside a number
+    that the data has alone: any unit (72 clips), an expression in the place of a name (x + y = 5).
     """
     given, truth = given.strip(), truth.strip()
     if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
@@ -257,16 +243,19 @@ def same_answer(given, truth):
         given = chosen[1]
     if squeeze(given) == squeeze(truth) != "":
         return True
-    read, wanted = read_answer(given, loose=True), read_answer(truth)
-    same = read[1] == wanted[1] and not clash(given, truth)
+    read = read_answer(given, loose=True)
+    same = read[1] == read_answer(truth)[1] and not clash(given, truth)
     return read[1] != "" and (same or read == read_answer(truth, loose=True))
 
 
 def clash(given, truth):
-    """Whether two answers, plain texts, have names or units that make them two."""
-    given_name, _, given_unit = read_answer(given, loose=True)
-    name, _, unit = read_answer(truth)
-    return bool(name and given_name not in ("", name) or unit and given_unit not in ("", unit))
+    """
+    Whether two answers, plain texts, have names (x = 5) or units that make them two: one that the
+    other does not have is left out, so 12% is 12 (and not 0.12); 5 cm and 5 m clash.
+    """
+    pairs = zip(read_answer(given, loose=True), read_answer(truth), strict=True)
+    (name, true_name), _, (unit, true_unit) = pairs
+    return "" != name != true_name != "" or "" != unit != true_unit != ""
 
 
 # the units that may be left out on one side: each with its other names and its plurals
@@ -290,15 +279,14 @@ LATEX = dict(zip("αβγδεζηθικλμνξοπρςστυφχψω", GREEK, st
 # braces, \{ and \}: the braces { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
-    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"),
-    (r"\\?%|\bper cent\b", " percent "),
+    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"), (r"\\?%|\bper cent\b", " percent "),
     # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
     ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
     ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
     ("[₀-₉]+", lambda m: "_{" + normalize("NFKC", m[0]) + "}"),
     (r" *(?:[⁄∕/]|\bper\b) *", "/"), ("[−‐‑‒–﹣－]", "-"), ("[’‘′]", "'"),
     (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # about
-    ("!=", "≠"), ("<=", "≤"), (">=", "≥"), ("°", r"^\\circ "),
+    ("!=", "≠"), ("<=", "≤"), (">=", "≥"),
     (r"[×·∞√∪∩±≤≥≠∈∅]|(?<![Α-ώ])[α-ω](?![Α-ώ])", lambda m: rf"\{LATEX[m[0]]} "),
     (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
     (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
@@ -312,13 +300,12 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
      r"(?![a-zA-Z])(?: *\{([^{}]*)\})?", r" \1 "),
     (r" *,? +and +| +,", ", "),
     (r"(?<=[0-9]) *([aApP])\.? ?[mM](?![A-Za-z])\.?", lambda m: f" {m[1].lower()}m"),
-    (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
+    (r"°|\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))", " degrees "),
     (r"\bdegrees? +([CF])(?:elsius|ahrenheit)?\b", r" degrees\1"),
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    # \frac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
-    (r"\\(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),
-    (rf"\\frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
-    (rf"\\frac *({GROUP}) *\{{", r"\\frac\1{"),
+    # \dfrac12 -> \frac{1}2; \sqrt2 -> \sqrt{2}
+    (r"\\[dtc]?(frac|sqrt)(?![a-zA-Z]) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\\1{\2}"),
+    (rf"\\[dtc]?frac *({GROUP}) *([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\\frac\1{\2}"),
+    (rf"\\[dtc]?frac *({GROUP}) *\{{", r"\\frac\1{"),
     (r"([\^_]) *\{([+-]?[0-9]+|[a-zA-Z])\}(?![0-9])", r"\1\2"),
     (r"""^ *["'“„«`]+([^"'“„”«»`]*)["'“”»`]+ *$""", r"\1"),
     # Yes is yes; but not \Delta, and no short unit behind a number: 5 mW is not 5 MW
@@ -343,9 +330,8 @@ def plain(text):
 
 # The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
 # one of the words below. Other words could say that two sides are not equal.
-NAME = rf"""(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{'|'.join(GREEK)})|(?i:answer|area|volume|total|sum))
-(?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?""".replace("\n", "")
-NAMED = re.compile(rf"({NAME})? ?(?:=|\\in(?![a-zA-Z])) ?([^=]+)")
+NAMED = re.compile(r"""((?:(?!no\b)[A-Za-z]{1,2}|\\[A-Za-z]+|(?i:answer|area|volume|total|sum))
+    (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?)?\ ?(?:=|\\in(?![a-zA-Z]))\ ?([^=]+)""", re.VERBOSE)
 UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
                   rf"(/?(?:{WORDS})(?:/(?:{WORDS}))?(?: ?\^[23])?)")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
@@ -382,7 +368,8 @@ def read_answer(text, loose=False):
     if known and (not re.match("/?[a-zA-Z](?![a-zA-Z])", known[3])
                   or known[2] and read_number(known[1]) is not None):
         text = known[1]
-        unit = unit or re.sub("[^/^0-9 ]+", lambda m: UNITS[m[0]], known[3]).replace(" ", "")
+        words = re.sub("[^/^0-9 ]+", lambda m: UNITS[m[0]], known[3]).replace(" ", "")
+        unit += "" if unit and words[0] != "/" else words  # $5 dollars, $5 per day
     elif loose and (plural := PLURAL.fullmatch(text)) and not NO_UNIT.search(text):
         if read_number(plural[1]) is not None:
             text, unit = plural[1], unit or plural[2]
@@ -452,8 +439,8 @@ def squeeze(text):
 # the numbers that are read, in groups of digits or not: 1234; 0.5; 1/2, 1/-2; 1 1/2; 5e-1
 GROUPED = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-QUOTIENT = re.compile(rf"({DECIMAL})(?: ?/ ?(-?{DECIMAL}|\(-{DECIMAL}\)))?")
-MIXED = re.compile("([0-9]+) ([0-9]+) ?/ ?([0-9]+)")
+QUOTIENT = re.compile(rf"(?:([0-9]+) (?=[0-9]+/[0-9]+$))?({DECIMAL})"
+                      rf"(?:/(-?{DECIMAL}|\(-{DECIMAL}\)))?")
 SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
                         r"([+-]?[0-9]{1,3})")
 
@@ -471,11 +458,10 @@ def read_number(text):
     negative, text = text.startswith("-"), re.sub(r"^[+-] *", "", text).replace("  ", " ")
     value = None
     if match := QUOTIENT.fullmatch(text):
-        numerator, denominator = Fraction(match[1]), Fraction((match[2] or "1").strip("()"))
-        value = numerator / denominator if denominator else None
-    elif match := MIXED.fullmatch(text):
-        whole, numerator, denominator = map(int, match.groups())
-        value = whole + Fraction(numerator, denominator) if numerator < denominator else None
+        whole, numerator = Fraction(match[1] or 0), Fraction(match[2])
+        denominator = Fraction((match[3] or "1").strip("()"))
+        if denominator and (not whole or numerator < denominator):
+            value = whole + numerator / denominator
     elif (match := SCIENTIFIC.fullmatch(text)) and abs(int(match[2])) <= LARGEST_EXPONENT:
         value = Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
     return -value if value is not None and negative else value
