@@ -14,8 +14,7 @@ from unicodedata import normalize
 
 LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
 LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
-# an answer beyond these is no number or list, but text
-MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20
+MOST_DIGITS, MOST_ELEMENTS = 100, 20  # an answer beyond these is no number or list, but text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -23,10 +22,7 @@ MOST_DIGITS, LARGEST_EXPONENT, MOST_ELEMENTS = 100, 100, 20
 
 
 def whole_responses(batch):
-    """
-    The texts that the rules judge: each completion behind its opening_of. A prompt that ends with
-    "<think>" and the completion "3+4</think>7" make "<think>3+4</think>7". batch: see rewards.py.
-    """
+    """The texts that the rules judge: each completion behind its opening_of."""
     rows, completions = batch["rows"], batch["completions"]
     prompts = batch.get("prompts") or [None] * len(rows)
     return [opening_of(row.get("prompt"), text) + completion
@@ -35,12 +31,10 @@ def whole_responses(batch):
 
 def opening_of(prompt, text=None):
     """
-    The text that a response has been made to begin with, by its prompt; "" for most. prompt: the
-    data's, text or messages; text: what the policy read, if it is known.
-
-    A chat whose last message is the assistant's own begins the response with that message: it
-    counts from its <think> on, if it has one, else as a whole. And a prompt whose text ends with
-    <think>, since the data or a chat template put it there, begins the response with "<think>".
+    The text that a response has been made to begin with, by its prompt (the data's, text or
+    messages); "" for most. text: what the policy read, if it is known. A last message that is the
+    assistant's own counts, from its <think> on if it has one. Where the text ends with <think>,
+    since the data or a chat template put it there, the response begins with "<think>".
     """
     last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
     begun = last["content"] if last["role"] == "assistant" else ""
@@ -56,22 +50,20 @@ def opening_of(prompt, text=None):
 
 def final_answer(completion):
     r"""
-    The final answer of a completion, without blanks at its ends: what is stated (see there) in the
-    last \boxed{} of the text behind the thinking; without one in the last <answer>...</answer>, and
-    there behind the last ####; without them in all of it.
-    "<think>3+6+0=09</think>so \boxed{579}" -> "579".
-
-    A completion whose thinking never ends is returned as it is, "<think>" included: such a text
-    equals no answer. Of a long text the last LONGEST_TEXT characters are read.
+    The final answer of a completion: what is stated (see there) in the last \boxed{} behind the
+    thinking; without one in the last <answer>...</answer>, and there behind the last ####; without
+    them in all of it. "<think>3+6+0=09</think>so \boxed{579}" -> "579". A completion whose thinking
+    never ends is returned as it is: with its "<think>" it equals no answer.
     """
     text = after_thinking(completion)
     if "<think>" in text:
         return text
     text = text[-LONGEST_TEXT:].strip()
-    boxed = last_boxed(text)
-    if boxed is None:
-        boxed = last_match(HASHED, tagged := last_match(TAGGED, text, text), tagged)
-    return stated(boxed)
+    found = last_boxed(text)
+    if found is None:
+        found = last_match(TAGGED, text, text)
+        found = last_match(HASHED, found, found)
+    return stated(found)
 
 
 def after_thinking(completion):
@@ -80,9 +72,8 @@ def after_thinking(completion):
 
 
 GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
-# What last_boxed looks for, one of: \boxed{ or \fbox{; \boxed or \fbox without braces, and then a
-# number, a command or a single letter with all that follows it without a blank; an escaped
-# character, since \{ and \} are no braces to count; a brace.
+# What last_boxed looks for: \boxed{; \boxed without braces before a number, a command or a single
+# letter with what follows it without a blank; \{, which is no brace to count; a brace.
 BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
     (?:\{{ | (?P<bare> (?=[-+.(0-9A-Z\\] | [a-z](?![a-z]))
                        (?:[^\s${{}}\\] | \\(?!boxed|fbox|[)\]])\S | {GROUP})+ (?<![.,;:])))
@@ -91,9 +82,8 @@ BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
 
 def last_boxed(text):
     r"""
-    The contents of the \boxed{...} or \fbox{...} that begins last, its braces balanced; without
-    braces, as in \boxed 5, up to a blank or a $. None if there is none. One pass over the text,
-    however deep it is nested.
+    The contents of the \boxed{...} or \fbox{...} that begins last; without braces, as in \boxed 5,
+    up to a blank or a $. None if there is none. One pass, however deep the text is nested.
     """
     opened = []  # for each open brace: where its contents begin, and whether they are boxed
     begin, end = -1, -1  # of the contents found so far
@@ -125,9 +115,10 @@ LABEL = re.compile(r"""[\W_]* (?:\d{1,2}[.)][\W_]*)? (?:(?:the|my|our|your)\ )?
     [ \t*_]* (?:->|=>|[:：=→]|(?<=ans)\.|$) (?:__)? (?P<answer>.*)""", re.IGNORECASE | re.VERBOSE)
 # what may follow an answer that stands below its label
 BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps)", re.IGNORECASE)
-ANSWER_IS = re.compile(r"""\b(?:answer|(?:correct|right|best)\ (?:option|choice))\b
+ANSWER_IS = re.compile(r"""(?P<before>.*)\b(?:answer|(?:correct|right|best)\ (?:option|choice))\b
     (?P<between>[^.:;=?!]{0,60}?) \b(?:is|was|equals|(?:must|should|would|will|has\ to)\ be)\b
-    (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]*""", re.IGNORECASE | re.VERBOSE)
+    (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]* (?P<said>.*)""",
+                       re.IGNORECASE | re.VERBOSE)
 IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
 # how a sentence begins that concludes; what else it is about; where its verb is
 SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|altogether|and|that|it
@@ -149,9 +140,8 @@ REMARK = re.compile(r"""[\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$ | [^\d$\\
 
 def stated(text):
     r"""
-    The answer that a text states, or the text: "Final Answer: The final answer is $5$. I hope it is
-    correct." -> "$5$". A polite remark at the end is left out. Then it is the first of these: what
-    the last line says the "answer is"; what stands behind or below the last label such as Answer:;
+    The answer that a text states, or the text, less polite remarks at its end: what the last line
+    says the "answer is"; or else what stands behind or below the last label such as Answer:; or
     what the last sentence concludes ("Thus x + y = 5." -> "x + y = 5"), or has in bold at its end.
     """
     text = re.sub(r"\\text[a-z]* *\{([^{}]*\b[aA]ns(?:wer)?\b[^{}]*)\}", r"\1 ", text).strip()
@@ -168,14 +158,12 @@ def stated(text):
 
 def answer_is(line):
     """What a line says last that the "answer is"; None if it does not, or doubts it."""
-    *_, match = [None, *ANSWER_IS.finditer(line)]
-    if match is None:
+    if not (match := ANSWER_IS.match(line)):
         return None
     clause = re.split(r"[.!?;:] |, (?:so|but|hence|thus|therefore|then|the|my|our)\b",
-                      line[:match.start()])[-1]
-    if ANSWER_IS.search(clause) or DOUBT.search(clause + match["between"]):
-        return None
-    return line[match.end():].strip(" *.!")
+                      match["before"])[-1]
+    doubted = ANSWER_IS.match(clause) or DOUBT.search(clause + match["between"])
+    return None if doubted else match["said"].strip(" *.!")
 
 
 def labelled(lines):
@@ -220,7 +208,7 @@ def concluded(line, label=False):
     clear = so or label or letters or NOUN.search(subject)
     if not clear or DOUBT.search(subject) or not isinstance(value, Fraction):
         return None
-    return f"{subject} = {rest[0]}" if letters else rest[0].strip()
+    return (f"{subject.strip()} = " if letters else "") + rest[0].strip()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,9 +255,9 @@ UNITS = {name + s: names.split(",")[0] for names in """percent degree degreesc d
     N,newton J,joule kJ W,watt mW kW MW kWh V,volt Hz,hertz kHz MHz GHz kPa dB MB GB TB
     mol,mole""".split() for name in names.split(",") for s in ("", "s") if len(name) > 1 or not s}
 WORDS = "|".join(UNITS)
-# one of several choices that are named by letters, perhaps with what it says: B), (B) Paris
-CHOICE = re.compile(rf"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z]\)|{DOUBT.pattern})).*)?",
-                    re.DOTALL)
+# one of several choices that have letters, perhaps with what it says: B), option B, (B) Paris
+CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z]\)|"
+                    rf"{DOUBT.pattern})).*)?", re.DOTALL)
 GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho
 varsigma sigma tau upsilon phi chi psi omega varepsilon varphi""".split()
 LATEX = dict(zip("αβγδεζηθικλμνξοπρςστυφχψω", GREEK, strict=False)) | dict(zip(
@@ -279,7 +267,8 @@ LATEX = dict(zip("αβγδεζηθικλμνξοπρςστυφχψω", GREEK, st
 # braces, \{ and \}: the braces { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
-    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"), (r"\\?%|\bper cent\b", " percent "),
+    (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"),
+    (r"\\?%|\bper cent\b", " percent "),
     # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
     ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
     ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
@@ -292,7 +281,6 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r" *\\! *", ""), (r" *\{ *, *\} *", ","),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\[()\[\]]", ""),
     (r"\\\{|\\lbrace(?![a-zA-Z])", "⦃"), (r"\\\}|\\rbrace(?![a-zA-Z])", "⦄"),
-    (r"(?<=[0-9])(?:\\[, ]|[~\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
     (r"(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
     # \text{m} is meters; a bare m may be a variable
     (r"(?<=[0-9a-z)}\]]) *\\(?:text|mathrm|mbox) *\{ *m *\}", " meters "),
@@ -330,8 +318,9 @@ def plain(text):
 
 # The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
 # one of the words below. Other words could say that two sides are not equal.
-NAMED = re.compile(r"""((?:(?!no\b)[A-Za-z]{1,2}|\\[A-Za-z]+|(?i:answer|area|volume|total|sum))
-    (?:_[0-9A-Za-z]+)?'*(?:\^-1)?(?:\([A-Za-z]\))?)?\ ?(?:=|\\in(?![a-zA-Z]))\ ?([^=]+)""", re.VERBOSE)
+NAME = re.compile(rf"""(?:(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{'|'.join(GREEK)})
+    |(?i:answer|area|volume|total|sum))(?:_[0-9A-Za-z]+)?'*(?:\^-1)?
+    (?:\([A-Za-z]\)|(?<=[fgh])\([^()]*\))?)?""", re.VERBOSE)
 UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
                   rf"(/?(?:{WORDS})(?:/(?:{WORDS}))?(?: ?\^[23])?)")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
@@ -339,15 +328,15 @@ UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
 PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
     (?:/[a-z]+)?)(?:\ (?:left|old|each|remaining|altogether|(?:in\ )?(?:total|all)
     |of\ [a-z]+))?""", re.VERBOSE)
-NO_UNIT = re.compile(r"""\b(?:(?:one|two|three|four|five|fif|six|seven|eight?|nine?|ten|eleven|twelve
-    |twelf|[a-z]+t(?:y|ie|een)|hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
+NO_UNIT = re.compile(r"""\b(?:(?:one|two|three|four|five|fif|six|seven|eight?|nine?|ten|eleven
+    |twel[vf]e?|[a-z]+t(?:y|ie|een)|hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
     |quarter|hal(?:f|ve))(?:th)?s?|more|fewer|extra|additional|other|plus|minus|versus|and|not|than
     |over|point|this|perhaps)\b""", re.VERBOSE)
 # what may stand before "=" in a response: no words but functions, and no other relation
 EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
     |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s])+""",
                         re.IGNORECASE | re.VERBOSE)
-VARIABLE = re.compile(rf"\\(?:{'|'.join(GREEK)})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])(?:_[0-9A-Za-z])?")
+VARIABLE = re.compile(rf"(?:\\(?:{'|'.join(GREEK)})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]))(_\w)?")
 
 
 def read_answer(text, loose=False):
@@ -358,10 +347,9 @@ def read_answer(text, loose=False):
     the place of a name (x + y = 5), and any unit of a number (72 clips).
     """
     name, unit = "", ""
-    if match := NAMED.fullmatch(text):
-        name, text = match[1] or "", match[2].strip()
-    elif loose and "=" in text:
-        name, text = equation(text)
+    *sides, last = map(str.strip, re.split(r"=|\\in(?![a-zA-Z])", text))
+    if all(NAME.fullmatch(side) or loose and is_side(side, last) for side in sides):
+        name, text = " = ".join(sides), last
     if match := re.match(r"([+-]?) ?([¤£€¥₹]) ?", text):
         text, unit = match[1] + text[match.end():], UNITS[match[2]]
     known = UNIT.fullmatch(text)
@@ -376,30 +364,23 @@ def read_answer(text, loose=False):
     return name, value_of(text), unit
 
 
-def equation(text):
+def is_side(text, last):
     """
-    "x + y = 2 + 3 = 5" -> ("x + y = 2 + 3", "5"). ("", text) for what is none (x < 5, 6 = 5), and
-    for an equation that is still to be solved: 2x = 5 does not say that x is 5.
+    Whether a text may stand before "= last" in an equation that says something of `last`: not 6 in
+    6 = 5, no words, and not 2x in 2x = 5, which is still to be solved.
     """
-    *sides, last = (side.strip() for side in text.split("="))
-    for side in sides:
-        variables = set(VARIABLE.findall(side))
-        unsolved = len(variables) == 1 and side not in variables and not re.match(r"[fgh]\(", side)
-        other = read_number(side) not in (None, read_number(last))
-        if unsolved or other or not EXPRESSION.fullmatch(side):
-            return "", text
-    return " = ".join(sides), last
+    solved = len({match[0] for match in VARIABLE.finditer(text)}) != 1
+    return solved and EXPRESSION.fullmatch(text) and read_number(text) in (None, read_number(last))
 
 
 def value_of(text, deep=3):
     """
     The value of plain text without name and unit: a Fraction; of a list or a set its brackets and
-    its values, "(1, 2]" -> ("(]", 1, 2) and "1, 2" -> ("", 1, 2); or the text itself. Brackets
-    around one value only group it. deep: how many lists may be inside each other.
+    its values, "(1, 2]" -> ("(]", 1, 2); or the text itself. Brackets around one value only group
+    it. deep: how many lists may be inside each other.
     """
     text = text.strip()
-    number = read_number(text)
-    if number is not None:
+    if (number := read_number(text)) is not None:
         return number
     kind, parts = "", split_at_commas(text)
     if len(parts) == 1 and text[:1] in tuple("([{⦃") and text[-1:] in tuple(")]}⦄"):
@@ -437,31 +418,28 @@ def squeeze(text):
 
 
 # the numbers that are read, in groups of digits or not: 1234; 0.5; 1/2, 1/-2; 1 1/2; 5e-1
-GROUPED = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
-DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-QUOTIENT = re.compile(rf"(?:([0-9]+) (?=[0-9]+/[0-9]+$))?({DECIMAL})"
-                      rf"(?:/(-?{DECIMAL}|\(-{DECIMAL}\)))?")
-SCIENTIFIC = re.compile(rf"(?:({DECIMAL})(?:[eE]| ?(?:\\times|\\cdot|\*|x) ?10\^)|10\^)"
-                        r"([+-]?[0-9]{1,3})")
+GROUPED = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+(?!/))(?![0-9,])")
+DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?"
+NUMBER = re.compile(rf"(?:([0-9]+) (?=[0-9]+/[0-9]+$))?({DECIMAL})"
+                    rf"(?:/(-?{DECIMAL}|\(-{DECIMAL}\)))?")
 
 
 def read_number(text):
     """
     The value of a number in plain text as a Fraction; None if it is no number, or one with more
-    than MOST_DIGITS digits or an exponent beyond LARGEST_EXPONENT.
+    than MOST_DIGITS digits or with an exponent of more than two.
     """
     if sum(map(str.isdigit, text)) > MOST_DIGITS:
         return None
-    text = GROUPED.sub(lambda m: m[0].replace(",", ""), text)
+    text = GROUPED.sub(lambda m: re.sub("[ ,]", "", m[0]), text)
     # 1\frac{1}{2} -> 1 1/2
     text = re.sub(r"\\frac\{ ?([+-]?[0-9.]+) ?\}\{ ?(-?[0-9.]+) ?\}", r" \1/\2 ", text).strip()
     negative, text = text.startswith("-"), re.sub(r"^[+-] *", "", text).replace("  ", " ")
-    value = None
-    if match := QUOTIENT.fullmatch(text):
-        whole, numerator = Fraction(match[1] or 0), Fraction(match[2])
-        denominator = Fraction((match[3] or "1").strip("()"))
-        if denominator and (not whole or numerator < denominator):
-            value = whole + numerator / denominator
-    elif (match := SCIENTIFIC.fullmatch(text)) and abs(int(match[2])) <= LARGEST_EXPONENT:
-        value = Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
-    return -value if value is not None and negative else value
+    text = re.sub(r" ?(?:\\times|\\cdot|\*|x) ?10\^", "e", re.sub(r"^(?=10\^)", "1x", text))
+    if not (match := NUMBER.fullmatch(text)):
+        return None
+    whole, numerator = Fraction(match[1] or 0), Fraction(match[2])
+    denominator = Fraction((match[3] or "1").strip("()"))
+    if not denominator or whole and numerator >= denominator:
+        return None
+    return (whole + numerator / denominator) * (-1 if negative else 1)
