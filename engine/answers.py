@@ -1,12 +1,9 @@
 r"""
 What a response says as a whole, where in it the answer is, and when two answers are the same.
 
-All of it reads text that a model wrote. So nothing is evaluated as code, every size is bounded, and
-no text raises an exception.
-
-docs/rewards.md has tables of what is read and what is the same, and of what is not, by decision.
-There is no algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see the reward
-`math`.
+All of it reads text that a model wrote: nothing is evaluated as code, every size is bounded, and no
+text raises an exception. docs/rewards.md has the tables of what is read and what is the same. There
+is no algebra: x + 1 and 1 + x are two answers, and so are a/b and \frac{a}{b}; see `math` there.
 """
 import re
 from fractions import Fraction
@@ -168,16 +165,13 @@ def answer_is(line):
 
 def labelled(lines):
     """What stands behind the last label, or below it as a paragraph of its own; None if nothing."""
-    below = True  # only the last label may have its answer below it
     for i in reversed(range(len(lines))):
         match = LABEL.match(lines[i])
         said = match["answer"].strip(" \t*") if match else ""
-        if not said.strip("_-") and below and (match or answer_is(lines[i]) == ""):
-            below = False
+        if not said.strip("_-") and (match or answer_is(lines[i]) == ""):
             text = "\n".join(lines[i + 1:]).strip()
             said, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
-            if more and not BEHIND.match(more[0]):
-                said = ""
+            said = "" if more and not BEHIND.match(more[0]) else said
         if said.strip("_-"):
             last = said.rpartition("\n")[2]
             return answer_is(last) or concluded(last, label=True) or said
@@ -187,8 +181,7 @@ def labelled(lines):
 def concluded(line, label=False):
     """
     What the last sentence of a line concludes, or has in bold at its end; None if it does neither.
-    Of a sentence with a verb, such as "So the total is 5.", only a number is read. label: the line
-    stands behind a label.
+    Of one with a verb (So the total is 5.) only a number is read. label: a label is in front of it.
     """
     sentence = SENTENCE_END.split(line)[-1]
     if bold := re.search(r"(?<!\*\* and )(?<!\*\*, )\*\*([^*]+)\*\*[.!]?$", line):
@@ -237,10 +230,7 @@ def same_answer(given, truth):
 
 
 def clash(given, truth):
-    """
-    Whether two answers, plain texts, have names (x = 5) or units that make them two: one that the
-    other does not have is left out, so 12% is 12 (and not 0.12); 5 cm and 5 m clash.
-    """
+    """Whether two answers, plain texts, have names or units that differ: 5 cm, 5 m; but not 5."""
     pairs = zip(read_answer(given, loose=True), read_answer(truth), strict=True)
     (name, true_name), _, (unit, true_unit) = pairs
     return "" != name != true_name != "" or "" != unit != true_unit != ""
@@ -304,11 +294,8 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
 
 
 def plain(text):
-    """
-    The text of an answer without what is only typesetting: one way to write fractions, no $ around
-    formulas, single blanks, no period at the end. "$\\tfrac12$." -> "\\frac{1}{2}".
-    """
-    text = normalize("NFC", text)
+    """An answer without what is only typesetting: "$\\tfrac12$." -> "\\frac{1}{2}"."""
+    text = normalize("NFC", text)  # é may be two characters
     for pattern, replacement in TYPESETTING:
         text = pattern.sub(replacement, text)
     # pairs of $ are LaTeX's; if their number is odd, they are dollars
@@ -341,10 +328,9 @@ VARIABLE = re.compile(rf"(?:\\(?:{'|'.join(GREEK)})\b|(?<![\\A-Za-z])[A-Za-z](?!
 
 def read_answer(text, loose=False):
     """
-    The text of an answer, as plain returns it -> its name in "name = ...", its value and its unit;
-    "" where there is none: "x = 5 cm" -> ("x", Fraction(5), "cm"). "5 m" has a unit, but "5m" none:
-    there m may be a variable. loose: what only a response may have is read, too: an expression in
-    the place of a name (x + y = 5), and any unit of a number (72 clips).
+    The text of an answer, as plain returns it -> its name, or "", its value, and its unit, or "":
+    "x = 5 cm" -> ("x", Fraction(5), "cm"). "5 m" has a unit, but "5m" none: m may be a variable.
+    loose: also an expression as the name (x + y = 5), and any unit of a number (72 clips).
     """
     name, unit = "", ""
     *sides, last = map(str.strip, re.split(r"=|\\in(?![a-zA-Z])", text))
@@ -410,8 +396,8 @@ def split_at_commas(text):
 
 def squeeze(text):
     """
-    Plain text in the form in which it is compared. Blanks are taken out, but for those that count:
-    4 2 is not 42, and 1, 234 is not 1,234. The + of +x is taken out. {1} and \\{1\\} become one.
+    Plain text as it is compared: without blanks, but for those that count (4 2 is not 42, 1, 234 is
+    not 1,234), without the + of +x; {1} and \\{1\\} become one.
     """
     text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
     return re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
