@@ -264,7 +264,7 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
     ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
     ("[₀-₉]+", lambda m: "_{" + normalize("NFKC", m[0]) + "}"),
     (r" *(?:[⁄∕/]|\bper\b) *", "/"), ("[−‐‑‒–﹣－]", "-"), ("[’‘′]", "'"),
-    (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # about
+    ("[\u200b-\u200f\u2060\ufeff]", ""), (r"(?<![^\s(])~(?=[ 0-9.$])", "≈"),  # ~5 is about 5
     ("!=", "≠"), ("<=", "≤"), (">=", "≥"),
     (r"[×·∞√∪∩±≤≥≠∈∅]|(?<![Α-ώ])[α-ω](?![Α-ώ])", lambda m: rf"\{LATEX[m[0]]} "),
     (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
