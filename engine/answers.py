@@ -181,11 +181,12 @@ def labelled(lines):
 def concluded(line, label=False):
     """
     What the last sentence of a line concludes, or has in bold at its end; None if it does neither.
-    Of one with a verb (So the total is 5.) only a number is read. label: a label is in front of it.
+    Of one with a verb (So the total is 5.) only a formula is read. label: a label is before it.
     """
     sentence = SENTENCE_END.split(line)[-1]
     if bold := re.search(r"(?<!\*\* and )(?<!\*\*, )\*\*([^*]+)\*\*[.!]?$", line):
-        return None if DOUBT.search(sentence) else bold[1].strip(" *.!")
+        before = sentence.removesuffix(bold[0])
+        return None if DOUBT.search(before) else bold[1].strip(" *.!")
     so = SO.match(sentence)
     sentence = sentence[so.end() if so else 0:].strip(" *!").removesuffix(".")
     if match := IS_THE_ANSWER.fullmatch(sentence):
@@ -196,10 +197,11 @@ def concluded(line, label=False):
     if name or isinstance(value, Fraction):
         return sentence if so else None
     subject, *rest = VERB.split(sentence, maxsplit=1)
-    value = read_answer(plain(" ".join(rest)), loose=True)[1]
+    value = plain(" ".join(rest))
+    formula = isinstance(read_answer(value, loose=True)[1], Fraction) or EXPRESSION.fullmatch(value)
     letters = EXPRESSION.fullmatch(plain(subject.replace("$", "")))  # x + y is 5
     clear = so or label or letters or NOUN.search(subject)
-    if not clear or DOUBT.search(subject) or not isinstance(value, Fraction):
+    if not clear or DOUBT.search(subject) or not formula:
         return None
     return (f"{subject.strip()} = " if letters else "") + rest[0].strip()
 
@@ -246,7 +248,7 @@ UNITS = {name + s: names.split(",")[0] for names in """percent degree degreesc d
     mol,mole""".split() for name in names.split(",") for s in ("", "s") if len(name) > 1 or not s}
 WORDS = "|".join(UNITS)
 # one of several choices that have letters, perhaps with what it says: B), option B, (B) Paris
-CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z]\)|"
+CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z][).:]|, [A-Z]$|"
                     rf"{DOUBT.pattern})).*)?", re.DOTALL)
 GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho
 varsigma sigma tau upsilon phi chi psi omega varepsilon varphi""".split()
@@ -310,11 +312,12 @@ NAME = re.compile(rf"""(?:(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{'|'.join(GREEK)})
     (?:\([A-Za-z]\)|(?<=[fgh])\([^()]*\))?)?""", re.VERBOSE)
 UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
                   rf"(/?(?:{WORDS})(?:/(?:{WORDS}))?(?: ?\^[23])?)")
-# any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples
-# left, 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
+# what a response may have behind a number: 5 apples left, $5 each
+TAIL = re.compile(r"(?=.*\d)(.*?) (?:left|each|remaining|altogether|(?:in )?total|in all|(?<=s )old)")
+# any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples,
+# 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
 PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
-    (?:/[a-z]+)?)(?:\ (?:left|old|each|remaining|altogether|(?:in\ )?(?:total|all)
-    |of\ [a-z]+))?""", re.VERBOSE)
+    (?:/[a-z]+)?)(?:\ of\ [a-z]+)?""", re.VERBOSE)
 NO_UNIT = re.compile(r"""\b(?:(?:one|two|three|four|five|fif|six|seven|eight?|nine?|ten|eleven
     |twel[vf]e?|[a-z]+t(?:y|ie|een)|hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
     |quarter|hal(?:f|ve))(?:th)?s?|more|fewer|extra|additional|other|plus|minus|versus|and|not|than
@@ -323,7 +326,8 @@ NO_UNIT = re.compile(r"""\b(?:(?:one|two|three|four|five|fif|six|seven|eight?|ni
 EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
     |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s])+""",
                         re.IGNORECASE | re.VERBOSE)
-VARIABLE = re.compile(rf"(?:\\(?:{'|'.join(GREEK)})\b|(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]))(_\w)?")
+VARIABLE = re.compile(rf"(?:\\(?:{'|'.join(GREEK)})\b|(?<![\\A-Za-z])(?![fgh]\()[A-Za-z]"
+                      r"(?![A-Za-z]))(?:_\w)?")
 
 
 def read_answer(text, loose=False):
@@ -336,6 +340,8 @@ def read_answer(text, loose=False):
     *sides, last = map(str.strip, re.split(r"=|\\in(?![a-zA-Z])", text))
     if all(NAME.fullmatch(side) or loose and is_side(side, last) for side in sides):
         name, text = " = ".join(sides), last
+    if loose and (match := TAIL.fullmatch(text)):
+        text = match[1]
     if match := re.match(r"([+-]?) ?([¤£€¥₹]) ?", text):
         text, unit = match[1] + text[match.end():], UNITS[match[2]]
     known = UNIT.fullmatch(text)
@@ -355,7 +361,7 @@ def is_side(text, last):
     Whether a text may stand before "= last" in an equation that says something of `last`: not 6 in
     6 = 5, no words, and not 2x in 2x = 5, which is still to be solved.
     """
-    solved = len({match[0] for match in VARIABLE.finditer(text)}) != 1
+    solved = len(set(VARIABLE.findall(text))) != 1
     return solved and EXPRESSION.fullmatch(text) and read_number(text) in (None, read_number(last))
 
 

@@ -184,7 +184,7 @@ Answer: 5|Ans: 5|Ans. 5|ANSWER = 5|Answer：5|**Answer:** 5|**Answer**: 5|- **An
 __Answer:__ 5|My answer: 5|The correct answer: 5|Final result: $5$|Answer: x = 5|Answer: 5 clips|Answer -> 5
 Answer: 5¶Bye, see figure 6.
 **Answer:** The total is 5.|Final answer: Ann has 5 apples left.|The answer would be 5.|The answer will be 5 USD.
-My answer is 4, so the final answer is 5.|5 years old|I add 2 and 3.¶Answer: so x = 5
+My answer is 4, so the final answer is 5.|5 years old|I add 2 and 3.¶Answer: so x = 5|So she has $5 left.|So it is $5 each
 **Final Answer:**¶5|**Final Answer**¶¶$5$|### Answer¶¶5|## Final answer:¶¶**5**|Answer:¶¶$$5$$|Ans:¶x + y = 5|Answer:¶```¶5¶```
 The answer is:¶5|So the final answer is:¶¶\[5\]|**Answer:**¶¶5¶¶I hope this helps!
 **Answer:**¶5¶¶**Explanation:** 2 and 3.¶¶Add them.
@@ -230,10 +230,12 @@ OTHERS = r"""
 6: Answer:¶5¶6|The answer is 5, not 6.
 x + y = 5: 5|Thus 2x - y = 5.|x + y = 6|5 = 5
 x = 5: y = 5|2x = 5|So y is 5.
-5: 2x = 5|So $2x = 5$.|So 2x is 5.|Thus x + 1 = 5.|Hence x^2 = 5.|Answer: \sqrt{x} = 5|It is 5.
+5: f(x) + 1 = 5|\sin(x) = 5|2x = 5|So $2x = 5$.|So 2x is 5.|Thus x + 1 = 5.|Hence x^2 = 5.|Answer: \sqrt{x} = 5|It is 5.
 B: B) or C)|B) Paris C) Rome|B or C|(A) and (B)|B) is wrong|b) Paris|A) B|Option B or C
 72 clips: 72 dogs|72 cm|72|71 clips
-yes: no|Yes, no|not yes|y
+yes: no|Yes, no|not yes|y|It is not **yes**
+no: **not no**|It is not **no**.|none|**No** or **yes**
+25\pi: So the area is 25.|So the area is not 25\pi|So she is 25\pi or 5
 (3, 5): [3, 5]|(3, 5]|(5, 3)|3–5|35
 4:30 pm: 4:30 am|4:30|4.5
 """
@@ -253,6 +255,14 @@ def test_a_choice_may_say_what_it_chooses():
     for answer, score in (("B", 1), ("(B)", 1), ("A", 0), ("b", 0)):
         batch = dict(completions=forms, rows=[dict(prompt="?", answer=answer)] * len(forms))
         assert accuracy(batch).tolist() == [score] * len(forms)
+
+
+@pytest.mark.parametrize("response, answer", [
+    ("**No**", "no"), ("5 is odd.\n\n**No.**", "no"), ("**Answer:**\n\n**No**", "no"), ("The answer is **No**.", "no"),
+    ("Therefore the area is $25\\pi$.", "25\\pi"), ("So the length is $\\sqrt{2}$", "\\sqrt2"), ("Thus the choice is B.", "B"),
+    ("5! = 120", "120"), ("x_1 + x_2 = 5", "5"), ("5\u200b", "5"), ("Zu\u0308rich", "Zürich")])
+def test_words_and_formulas_that_are_stated(response, answer):
+    assert accuracy(dict(completions=[response], rows=[dict(prompt="?", answer=answer)])).item() == 1
 
 
 def test_what_is_not_the_answer():
