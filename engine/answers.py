@@ -313,7 +313,7 @@ NAME = re.compile(rf"""(?:(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{'|'.join(GREEK)})
 UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
                   rf"(/?(?:{WORDS})(?:/(?:{WORDS}))?(?: ?\^[23])?)")
 # what a response may have behind a number: 5 apples left, $5 each
-TAIL = re.compile(r"(?=.*\d)(.*?) (?:left|each|remaining|altogether|(?:in )?total|in all|(?<=s )old)")
+TAIL = re.compile(r"(?=.*\d)(.*?) (?:left|each|remaining|altogether|(?:in )?total|in all|old)")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples,
 # 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
 PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
