@@ -313,7 +313,7 @@ NAME = re.compile(rf"""(?:(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{'|'.join(GREEK)})
 UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
                   rf"(/?(?:{WORDS})(?:/(?:{WORDS}))?(?: ?\^[23])?)")
 # what a response may have behind a number: 5 apples left, $5 each
-TAIL = re.compile(r"(?=.*\d)(.*?) (?:left|each|remaining|altogether|(?:in )?total|in all|old)")
+TAIL = re.compile(r"^(?=.*\d)(.*?) (?:left|each|remaining|altogether|(?:in )?total|in all|old)$")
 # any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples,
 # 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
 PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
@@ -340,8 +340,7 @@ def read_answer(text, loose=False):
     *sides, last = map(str.strip, re.split(r"=|\\in(?![a-zA-Z])", text))
     if all(NAME.fullmatch(side) or loose and is_side(side, last) for side in sides):
         name, text = " = ".join(sides), last
-    if loose and (match := TAIL.fullmatch(text)):
-        text = match[1]
+    text = TAIL.sub(r"\1", text) if loose else text
     if match := re.match(r"([+-]?) ?([¤£€¥₹]) ?", text):
         text, unit = match[1] + text[match.end():], UNITS[match[2]]
     known = UNIT.fullmatch(text)
