@@ -347,7 +347,7 @@ def read_answer(text, loose=False):
     if known and (not re.match("/?[a-zA-Z](?![a-zA-Z])", known[3])
                   or known[2] and read_number(known[1]) is not None):
         text = known[1]
-        words = re.sub("[^/^0-9 ]+", lambda m: UNITS[m[0]], known[3]).replace(" ", "")
+        words = re.sub("[^/^0-9 ]+", lambda m: UNITS.get(m[0], ""), known[3]).replace(" ", "")
         unit += "" if unit and words[0] != "/" else words  # $5 dollars, $5 per day
     elif loose and (plural := PLURAL.fullmatch(text)) and not NO_UNIT.search(text):
         if read_number(plural[1]) is not None:

@@ -274,7 +274,7 @@ def test_what_is_not_the_answer():
 
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
           "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
-          "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
+          "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "mi/hs", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
           "\ud800",
           "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
           "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n",
