@@ -312,7 +312,7 @@ def prompt_row(row):
         row["answer"] = repr(answer).removesuffix(".0")
     elif answer is not None:
         check_text(answer, "field 'answer', where it is no number,", may_be_empty=True)
-        if not final_answer(answer):
+        if not any(map(str.isprintable, final_answer(answer))):
             raise BadInput(f"field 'answer' is {shorten(answer)}, which is no answer; where a row "
                            "has none, leave the field out, or write null")
     return row
