@@ -227,7 +227,7 @@ def run_tests(asked, scratch, world, expected):
         file = getattr(module, "__file__", None) or ""
         if file.startswith(ROOT + os.sep) and "site-packages" not in file and name != "__main__":
             del sys.modules[name]
-    sys.path[:] = [root, os.path.join(root, "tests"), *(p for p in sys.path if p not in (ROOT, os.path.join(ROOT, "tests")))]
+    sys.path[:] = [root, os.path.join(root, "tests"), *(p for p in sys.path if not f"{p}/".startswith(f"{ROOT}/"))]
     os.chdir(root)
     sys.dont_write_bytecode = True
     tempfile.tempdir = tempfile.mkdtemp(dir=scratch)
