@@ -150,9 +150,9 @@ class Tokenizer:
             behind = self.text_of(ids).rpartition("ANSWER")[2]
             behind = self.hf.encode(behind, add_special_tokens=False)
             self.turn_ends = set([i for i in behind if i in self.specials.values()][:1])
-            front, written, _ = (self.text_behind(before, ids) or "").rpartition("ANSWER")
-            frame = tidy(self.opening(before) + front)
-            if written and not frame.endswith("THOUGHTS"):  # an answer begins behind a mark
+            text = self.text_behind(before, ids) or ""
+            frame = tidy(self.opening(before) + text.rpartition("ANSWER")[0])
+            if "ANSWER" in text and not frame.endswith("THOUGHTS"):  # it begins behind a mark
                 self.frames.append(frame)
 
     @property
@@ -298,18 +298,16 @@ class Tokenizer:
             parts = [self.text_of(part) for part in self.encode_texts(parts)]
         # some write blanks around what spells a special token
         blank = " " if any(name in part for part in parts for name in self.specials) else ""
-        content, thoughts, text, *frames = [tidy(part).replace(blank, "") for part in (
-            *parts, self.opening(before) + text, *self.frames)]
-        own = "think>" in content  # then no other thoughts may stand in front of it
-        if not text.endswith(content) or own and thoughts:
-            return False
-        if own:
+        text, content, thoughts = [tidy(part).replace(blank, "")
+                                   for part in (self.opening(before) + text, *parts)]
+        front, frames = text[:len(text) - len(content)].strip(), self.frames
+        if "think>" in content:  # no other thoughts stand in front of its own
             frames = [frame for frame in frames if not re.search("think>|THOUGHTS", frame)]
             frames += ["<think>"] * ("<think>" not in content.partition("</think>")[0])
-        fronts = [re.escape(frame).replace("THOUGHTS", rf"\s*{re.escape(thoughts)}\s*")
-                  for frame in frames if "THOUGHTS" in frame or not thoughts]
-        front = text[:len(text) - len(content)].strip()
-        return any(re.fullmatch(one, front) for one in fronts)
+        return text.endswith(content) and any(
+            re.fullmatch(re.escape(frame.replace(blank, "")).replace(
+                "THOUGHTS", rf"\s*{re.escape(thoughts)}\s*"), front)
+            for frame in frames if "THOUGHTS" in frame or not thoughts)
 
     def as_written(self, message, before):
         """
@@ -365,15 +363,16 @@ class Tokenizer:
             written = None
             if end == len(ids) or not self.is_whole(message, ids[:end], before):
                 answer = message["content"].rpartition("</think>")[2].strip()
-                if self.turn_ends and answer in self.text_of(ids[begin:end]):
-                    written = self.as_written(message, before)
-                if len(turns) > 1 or written is None:
+                written = self.as_written(message, before)
+                if (len(turns) > 1 or written is None or not self.turn_ends
+                        or answer not in self.text_of(ids[begin:end])):
                     self.refuse(message, ids[begin:end + 1])
+                written += self.turn_ends
             elif len(turns) == 1 and begin < len(before) and self.opening(before):
                 # the line break behind <think> has become one token with the template's next
-                written = self.encode_texts([self.text_behind(before, ids[:end])])[0]
+                written = self.encode_texts([self.text_behind(before, ids[:end])])[0] + [ids[end]]
             if written is not None:
-                ids = before + written + list(self.turn_ends)
+                ids = before + written
                 begin, end = len(before), len(ids) - 1
             trained += [False] * (begin - len(trained)) + [True] * (end + 1 - begin)
         return ids[:end + 1], trained
