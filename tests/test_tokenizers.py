@@ -370,6 +370,23 @@ def test_nothing_is_learned_beside_the_message(folders, tmp_path, how, opening, 
     assert ids[:trained.index(True)] == opened(ours, row["prompt"])
 
 
+def test_thoughts_that_are_special_tokens_are_not_learned_as_letters(folders, tmp_path):
+    """The template writes the token itself; in a message it would be letters, which the policy never samples."""
+    shutil.copytree(folders["qwen3"], tmp_path / "tokenizer")
+    for file in (tmp_path / "tokenizer" / name for name in ("tokenizer.json", "tokenizer_config.json")):
+        settings = json.loads(file.read_text())
+        added = settings.get("added_tokens") or settings.get("added_tokens_decoder", {}).values()
+        for token in [token for token in added if "think>" in token["content"]]:
+            token["special"] = True
+        file.write_text(json.dumps(settings))
+    ours = thinking(dict(qwen3=str(tmp_path / "tokenizer")), tmp_path, "reads", "")
+    assert {"<think>", "</think>"} <= ours.specials.keys()
+    with pytest.raises(BadInput, match="<think> is a special token.*reasoning_content"):
+        encoded(ours, [user("1+2?")], [assistant("<think>add</think>3")])
+    ids, trained = encoded(ours, [user("1+2?")], [assistant("3") | dict(reasoning_content="add")])
+    assert [i for i, learned in zip(ids, trained, strict=True) if learned][0] == ours.specials["<think>"]
+
+
 FLAGGED = {  # what a message says: how it is read, None: not at all
     False: [dict(weight=0), dict(weight=0.0), dict(train=False), dict(training="false"), dict(trainable=0), dict(loss=False),
             dict(loss_mask="0"), dict(loss_weight=0), dict(masked=True), dict(weight=1, train=False), dict(train_on_turn=False)],
