@@ -35,8 +35,6 @@ import torch
 
 import parallel
 from configurator import configure
-from data import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row, permutation,
-                  replace_rows, spread)
 from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
@@ -45,8 +43,10 @@ from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked
                   response_logprobs)
 from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
                        token_weights)
+from prompts import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row,
+                     permutation, replace_rows, spread)
 from rewards import alike_for_equal_texts, center_scores, reward_terms, score_batch
-from rollout import add_columns, read_batch, responses_to, sample_batch
+from rollout import add_columns, read_batch, sample_batch
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -171,7 +171,7 @@ def minibatches(iteration, epoch=0):
 
 
 def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch; whose: see data.my_micro_batches."""
+    """This rank's micro-batches of these rows of a batch; whose: see prompts.my_micro_batches."""
     return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
 
 
@@ -180,50 +180,35 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
 
 
-def evaluates(iteration):
-    """Whether an iteration begins with held-out prompts."""
-    return len(eval_rows) > 0 and (iteration % eval_interval == 0 or iteration == max_iters)
-
-
-def wanted(what, picked, slots):
-    """
-    group_size responses to the prompt of each of these data rows; or one, if what is eval, held
-    out.
-    """
-    if what == "eval":
-        return responses_to(eval_rows, eval_prompts, picked, slots)
-    return responses_to(train_rows, train_prompts, picked, slots, group_size)
-
-
 def sample(what, iteration, picked, slots=None, stop=launch.stop_asked):
     """
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
-    what: rollout, eval, or "refill 0", "refill 1", ... All evaluations have the same noise. slots:
-    see rollout.responses_to; stop: see rollout.generate.
+    what: rollout, "refill 0", "refill 1", ...; or eval: held out, one response each, and always
+    with the same noise. slots: see rollout.sample_batch; stop: see rollout.generate.
     """
-    noise = seed, what, 0 if what == "eval" else iteration
-    return sample_batch(  # COLLECTIVE
-        policy, tokenizer, wanted(what, picked, slots), noise, max_new_tokens, temperature,
-        placement, vllm, stop)
+    prompts, noise, samples = train_prompts, (seed, what, iteration), group_size
+    if what == "eval":
+        prompts, noise, samples = eval_prompts, (seed, what, 0), 1
+    return sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens,  # COLLECTIVE
+                        temperature, placement, samples, slots, vllm, stop)
 
 
-def score(what, iteration, batch, picked, slots=None):
+def score(what, iteration, batch):
     """A collective: a sampled batch, with its scores."""
+    rows, prompts = train_rows, train_prompts
+    if what == "eval":
+        rows, prompts = eval_rows, eval_prompts
     return score_batch(  # COLLECTIVE
-        batch, wanted(what, picked, slots), terms, reward_model, judge, tokenizer, reward_tokenizer,
+        batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
         micro_batch_size, placement, iteration)
 
 
-vllm = None
-if system.sampler == "vllm":  # an engine that samples in the place of the policy
-    from options.vllm import begin_vllm
-    vllm = begin_vllm(policy, tokenizer, system, placement.device)  # COLLECTIVE
-
+vllm = build.begin_sampler(policy, tokenizer, placement)  # COLLECTIVE
 ahead = None
 if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
     from options.roles import Ahead
-    ahead = Ahead(placement, models, max_iters, max_refills, evaluates, rows_of, sample, score,
-                  minibatches, micro_batches, forward)
+    ahead = Ahead(placement, models, max_iters, max_refills, eval_interval if eval_rows else 0,
+                  rows_of, sample, score, minibatches, micro_batches, forward)
     sample, score = ahead.sample, ahead.score
     ahead.serve()  # ranks that only generate or score stay here until the run ends
 
@@ -258,7 +243,7 @@ def rollout(what, iteration, picked, slots=None):
     if what == "rollout":
         run.enter("score")
     with run.saved_if_it_fails():  # COLLECTIVE
-        batch = score(what, iteration, batch, picked, slots)  # COLLECTIVE
+        batch = score(what, iteration, batch)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
     return batch
 
@@ -336,7 +321,7 @@ center_scores(  # COLLECTIVE
 
 for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
-    if evaluates(iteration):
+    if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from data import right_pad
+from prompts import right_pad
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
     """
     Log-probs of the n trained tokens of b demonstrations, (n,), at temperature 1.
 
-    examples: b pairs (ids, trained), see data.encode_examples. tokenizer: its pad_id and
+    examples: b pairs (ids, trained), see prompts.encode_examples. tokenizer: its pad_id and
     vocab_size are used. chunk: see Model.logprobs.
     """
     tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
@@ -246,7 +246,7 @@ def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True
     scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
     exp could overflow there, and a NaN would spread into the gradients.
 
-    mb: a micro-batch, as data.micro_batch makes them. chunk and entropy: see Model.logprobs.
+    mb: a micro-batch, as prompts.micro_batch makes them. chunk and entropy: see Model.logprobs.
     """
     found = policy.logprobs(mb["tokens"], mb["chosen"], temperature, vocab_size, chunk, entropy)
     return tuple(in_rows(x, mb["response_mask"]) for x in found)

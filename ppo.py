@@ -35,8 +35,6 @@ import torch
 
 import parallel
 from configurator import configure
-from data import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
-                  permutation, spread, tokens_of_example, trained_tokens)
 from engine import audit, build, launch, report
 from engine.optimizers import MovingAverage, step
 from engine.placement import in_memory
@@ -45,8 +43,10 @@ from gae import compute_gae
 from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, importance_weights,
                   kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
                   response_values, standard_deviation, update_moments)
+from prompts import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
+                     permutation, spread, tokens_of_example, trained_tokens)
 from rewards import center_scores, last_real, reward_terms, score_batch
-from rollout import read_batch, responses_to, sample_batch
+from rollout import read_batch, sample_batch
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -183,7 +183,7 @@ def minibatches(iteration, epoch=0):
 
 
 def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch; whose: see data.my_micro_batches."""
+    """This rank's micro-batches of these rows of a batch; whose: see prompts.my_micro_batches."""
     return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
 
 
@@ -192,46 +192,34 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size, train_rows.mix)
 
 
-def evaluates(iteration):
-    """Whether an iteration begins with held-out prompts."""
-    return len(eval_rows) > 0 and (iteration % eval_interval == 0 or iteration == max_iters)
-
-
-def wanted(what, picked, slots):
-    """A response to the prompt of each of these data rows; what: rollout, or eval, held out."""
-    if what == "eval":
-        return responses_to(eval_rows, eval_prompts, picked, slots)
-    return responses_to(train_rows, train_prompts, picked, slots)
-
-
-def sample(what, iteration, picked, slots=None, stop=launch.stop_asked):
+def sample(what, iteration, picked, stop=launch.stop_asked):
     """
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
-    All evaluations have the same noise. stop: see rollout.generate.
+    what: rollout, or eval: held out, and always with the same noise. stop: see rollout.generate.
     """
-    noise = seed, what, 0 if what == "eval" else iteration
-    return sample_batch(  # COLLECTIVE
-        policy, tokenizer, wanted(what, picked, slots), noise, max_new_tokens, temperature,
-        placement, vllm, stop)
+    prompts, noise = train_prompts, (seed, what, iteration)
+    if what == "eval":
+        prompts, noise = eval_prompts, (seed, what, 0)
+    return sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens,  # COLLECTIVE
+                        temperature, placement, vllm=vllm, stop=stop)
 
 
-def score(what, iteration, batch, picked, slots=None):
+def score(what, iteration, batch):
     """A collective: a sampled batch, with its scores."""
+    rows, prompts = train_rows, train_prompts
+    if what == "eval":
+        rows, prompts = eval_rows, eval_prompts
     return score_batch(  # COLLECTIVE
-        batch, wanted(what, picked, slots), terms, reward_model, judge, tokenizer, reward_tokenizer,
+        batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
         micro_batch_size, placement, iteration)
 
 
-vllm = None
-if system.sampler == "vllm":  # an engine that samples in the place of the policy
-    from options.vllm import begin_vllm
-    vllm = begin_vllm(policy, tokenizer, system, placement.device)  # COLLECTIVE
-
+vllm = build.begin_sampler(policy, tokenizer, placement)  # COLLECTIVE
 ahead = None
 if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
     from options.roles import Ahead
-    ahead = Ahead(placement, models, max_iters, 0, evaluates, rows_of, sample, score, minibatches,
-                  micro_batches, forward)
+    ahead = Ahead(placement, models, max_iters, 0, eval_interval if eval_rows else 0,
+                  rows_of, sample, score, minibatches, micro_batches, forward)
     sample, score = ahead.sample, ahead.score
     ahead.serve()  # ranks that only generate or score stay here until the run ends
 
@@ -272,7 +260,7 @@ def rollout(what, iteration, picked):
     if what == "rollout":
         run.enter("score")
     with run.saved_if_it_fails():  # COLLECTIVE
-        batch = score(what, iteration, batch, picked)  # COLLECTIVE
+        batch = score(what, iteration, batch)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
     return batch
 
@@ -343,7 +331,7 @@ center_scores(  # COLLECTIVE
 
 for iteration in run.iterations():  # COLLECTIVE: between two of them it audits, saves and stops
     record = {}
-    if evaluates(iteration):
+    if eval_rows and (iteration % eval_interval == 0 or iteration == max_iters):
         record |= evaluate()  # COLLECTIVE
     if iteration == max_iters:
         run.log(record)  # COLLECTIVE

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import parallel
-from data import left_aligned, right_pad
+from prompts import left_aligned, right_pad
 from engine import audit, launch, together
 from engine.answers import final_answer, same_answer, whole_responses
 from engine.placement import no_grad_forwards
@@ -255,28 +255,25 @@ def reward_terms(spec, folder="."):
     return parse_rewards(spec, BUILT_IN, built_in, folder)
 
 
-def score_batch(batch, wanted, terms, reward_model, judge, tokenizer, reward_tokenizer,
+def score_batch(batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
                 micro_batch_size, placement, iteration):
     """
     A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
 
-    batch: what has been sampled for the responses that are wanted (rollout.responses_to); all ranks
-    hold it. The others: see score_responses.
+    batch: of rollout.sample_batch; all ranks hold it. rows, prompts: of the data, and their token
+    ids. The others: see score_responses.
 
     Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
-    the weighted sum of the rewards; index, the numbers of the rows; slot, the places of their
-    prompts. Raises Stop, on all ranks, if a model's output is not finite.
+    the weighted sum of the rewards. Raises Stop, on all ranks, if a model's output is not finite.
     """
-    share = parallel.share(len(wanted), *parallel.rank_and_size())
+    B = len(batch["tokens"])
+    share = parallel.share(B, *parallel.rank_and_size())
     mine = {name: t[share.start:share.stop] for name, t in batch.items()}
-    mine |= texts_of(wanted[share.start:share.stop], mine, tokenizer)
+    answered = [(rows[i], prompts[i]) for i in mine["prompt"].tolist()]
+    mine |= texts_of(answered, mine, tokenizer)
     columns = score_responses(  # COLLECTIVE
-        mine, len(wanted), terms, reward_model, judge, reward_tokenizer, micro_batch_size,
-        placement)
-    batch = batch | parallel.gather_rows(columns, len(wanted))  # COLLECTIVE
-    device = batch["tokens"].device
-    batch["index"] = torch.arange(len(batch["tokens"]), device=device)
-    batch["slot"] = torch.tensor([slot for _, _, slot, _ in wanted], device=device)
+        mine, B, terms, reward_model, judge, reward_tokenizer, micro_batch_size, placement)
+    batch = batch | parallel.gather_rows(columns, B)  # COLLECTIVE
     read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     add_up(batch, terms)

@@ -18,7 +18,7 @@ import torch
 
 import parallel
 from configurator import configure
-from data import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
+from prompts import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
 from engine import audit, build
 from engine.estimates import agreement, calibration_error, correlation
 from engine.optimizers import step

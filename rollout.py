@@ -276,54 +276,54 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-def responses_to(rows, prompts, picked, slots=None, samples=1):
+def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temperature, placement,
+                 samples=1, slots=None, vllm=None, stop=None):
     """
-    What is wanted of a batch: [(data row, its prompt's token ids, slot, sample)], one for each
-    response. rows, prompts: all of the data's, and their token ids. picked: the numbers of those
-    rows whose prompts get `samples` responses each. slots: the places of their prompts in the
-    batch; None: 0, 1, ...
+    A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
+    samples its share. Where the weights are sharded, or several ranks decode together
+    (generate_tp), the sampling is a collective, too.
+
+    prompts: the token ids of all prompts of the data. picked: the numbers of those that get
+    `samples` responses each. slots: their places in the batch; None: 0, 1, ... noise: (seed,
+    purpose, iteration), which with a response's slot and sample decide its noise. vllm: the engine
+    that samples in the place of the policy, where the key sampler says so. stop: see generate.
+
+    Columns (B,) beside those of generate: index, the numbers of the rows; prompt, the number of the
+    prompt of each, and slot, its place.
     """
     slots = range(len(picked)) if slots is None else slots
-    return [(rows[number], prompts[number], slot, sample)
-            for number, slot in zip(picked, slots, strict=True) for sample in range(samples)]
-
-
-def sample_batch(policy, tokenizer, wanted, noise, max_new_tokens, temperature, placement,
-                 vllm=None, stop=None):
-    """
-    A collective: the batch of the responses that are wanted, as `generate` returns it, on all
-    ranks; each of them samples its share. Where the weights are sharded, or several ranks decode
-    together (generate_tp), the sampling is a collective, too.
-
-    wanted: see responses_to. noise: (seed, purpose, iteration), which with a response's slot and
-    sample decide its noise. vllm: the engine that samples in the place of the policy, where the key
-    sampler says so. stop: see generate.
-    """
-    width = max(len(prompt) for _, prompt, _, _ in wanted)  # one P for all ranks
+    # of each of the B responses: the number of its prompt, its slot, its sample
+    prompt, slot = ([x for x in given for _ in range(samples)] for given in (picked, slots))
+    sample = list(range(samples)) * len(picked)
+    width = max(len(prompts[number]) for number in picked)  # one P for all ranks
     tp = placement.system.generate_tp
-    numbers = parallel.my_share(range(len(wanted)), tp)  # neighbours decode together
-    prompts, slots, samples = ([wanted[i][k] for i in numbers] for k in (1, 2, 3))
+    numbers = parallel.my_share(range(len(prompt)), tp)  # neighbours decode together
+    ids = [prompts[prompt[i]] for i in numbers]
+    names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     if tp > 1:
         stop = None  # those who decode together must take the same steps
     with placement.autocast:
         if vllm:
             vllm.take_weights(policy)  # COLLECTIVE
             sampled = vllm.respond(
-                prompts, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                response_seeds(*noise, slots, samples), width, stop, tokenizer.has_stop)
+                ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
+                response_seeds(*noise, *names), width, stop, tokenizer.has_stop)
         else:
-            uniforms = response_uniforms(*noise, slots, max_new_tokens, samples)
+            uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])
             with decoding_copy(policy, placement.decoding, placement.device, tp) as decoder:
                 sampled = generate(
-                    decoder, prompts, max_new_tokens, temperature, tokenizer.eos_ids,
-                    tokenizer.pad_id, tokenizer.vocab_size, uniforms,
+                    decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
+                    tokenizer.vocab_size, uniforms,
                     batch_size=placement.system.rollout_batch_size, prompt_width=width, stop=stop,
                     has_stop=tokenizer.has_stop)
     if tp > 1:  # this rank sends its own
-        mine = parallel.my_share(range(len(wanted)))
+        mine = parallel.my_share(range(len(prompt)))
         kept = [row for row, i in enumerate(numbers) if i in mine]
         sampled = {name: t[kept] for name, t in sampled.items()}
-    return parallel.gather_rows(sampled, len(wanted))  # COLLECTIVE
+    batch = parallel.gather_rows(sampled, len(prompt))  # COLLECTIVE
+    for name, column in dict(index=range(len(prompt)), prompt=prompt, slot=slot).items():
+        batch[name] = torch.tensor(column, device=placement.device)
+    return batch
 
 
 def texts_of(wanted, part, tokenizer):

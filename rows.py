@@ -45,7 +45,7 @@ class Rows(list):
 
     @property
     def mix(self):
-        """What data.batch_rows wants to know: len(rows), or with weights [(rows, weight), ...]."""
+        """What prompts.batch_rows wants to know: len(rows), or with weights [(n, weight), ...]."""
         if all(weight is None for _, weight, _ in self.parts):
             return len(self)
         return [(count, 1.0 if weight is None else weight) for _, weight, count in self.parts]
@@ -312,7 +312,7 @@ def prompt_row(row):
         row["answer"] = repr(answer).removesuffix(".0")
     elif answer is not None:
         check_text(answer, "field 'answer', where it is no number,", may_be_empty=True)
-        if not final_answer(answer):
+        if not any(map(str.isprintable, final_answer(answer))):
             raise BadInput(f"field 'answer' is {shorten(answer)}, which is no answer; where a row "
                            "has none, leave the field out, or write null")
     return row
@@ -381,6 +381,9 @@ def text_or_messages(value, field):
                    may_be_empty=field == "completion" or role == "system")
         for name in THOUGHTS:
             check_text(message.get(name, ""), f"{where}: {name}", may_be_empty=True)
+        if not thoughts_of(message):  # blank, or the content's, which a template may write twice
+            for name in THOUGHTS:
+                message.pop(name, None)
     return messages
 
 
@@ -409,7 +412,8 @@ def is_learned(message):
 def thoughts_of(message):
     """The thoughts that a message has in one of THOUGHTS, and its content has not; or ""."""
     thoughts = next((message[name].strip() for name in THOUGHTS if message.get(name)), "")
-    return "" if "think>" in message["content"] and thoughts in message["content"] else thoughts
+    begins = re.match(rf"\s*(<think>)?\s*{re.escape(thoughts)}\s*</think>", message["content"])
+    return "" if begins else thoughts
 
 
 def check_text(text, where, may_be_empty=False):

@@ -15,7 +15,7 @@ import torch
 
 import parallel
 from configurator import configure
-from data import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
+from prompts import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
                   tokens_of_example, trained_tokens)
 from engine import audit, build
 from engine.optimizers import step

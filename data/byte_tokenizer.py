@@ -5,7 +5,7 @@ import os
 import sys
 
 # Python looks for modules in this file's folder, data/; ours are in the folder above it.
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import tiktoken  # noqa: E402
 

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
-from data import encode_for_all  # noqa: E402
+from prompts import encode_for_all  # noqa: E402
 from options.judging import Judge, template_text  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, load_placed, precisions  # noqa: E402

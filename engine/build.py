@@ -7,7 +7,7 @@ import os
 import shutil
 
 import parallel
-from data import encode_examples
+from prompts import encode_examples
 from errors import BadConfig, BadInput, say
 from engine import launch
 from engine.optimizers import make_optimizer
@@ -160,6 +160,18 @@ def load_ref_policy(policy_path, placement, policy, tokenizer):
                        "log-probs would be of other tokens; give the model that policy_path began "
                        "as")
     return ref_policy
+
+
+def begin_sampler(policy, tokenizer, placement):
+    """
+    A collective: the engine that samples in the place of the policy, where the key sampler says so;
+    else None.
+    """
+    if placement.system.sampler == "own":
+        return None
+    from options.vllm import begin_vllm
+
+    return begin_vllm(policy, tokenizer, placement.system, placement.device)  # COLLECTIVE
 
 
 def load_reward_model(path, placement, policy, tokenizer, terms):

@@ -25,7 +25,7 @@ import traceback
 
 import torch
 
-from data import prompt_text
+from prompts import prompt_text
 from errors import BadConfig, BadInput, Stop, first_line, shorten
 
 

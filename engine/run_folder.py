@@ -29,6 +29,7 @@ from errors import BadConfig, BadInput, one_line, warn
 from folders import model_folders, read_json, several_paths
 from rows import files_of, sources_of
 
+FORMAT = 2  # of checkpoints; another number: they hold other things, or under other names
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
 PRODUCTS = tuple(f"{name}{kind}" for name in ("policy", "value_model", "reward_model")
                  for kind in ("", "_adapter")) + ("best_policy", "ema_policy")  # what runs leave
@@ -177,6 +178,10 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder):
         except BadInput as e:
             raise BadInput(f"{file}: unreadable, so this run cannot be resumed safely; "
                            "choose another --out_dir") from e
+        if folder and before.get("format") != FORMAT:
+            raise BadInput(f"{folder} was written by another version of quartet; go on with that "
+                           f"one (commit c382598 reads those before format {FORMAT}), or choose "
+                           "another --out_dir")
         check_same_run(out_dir, before, config, must_match, hashes)
         changed = [f"{key} {before[key]!r} -> {value!r}" for key, value in config.items()
                    if key in before and before[key] != value]
@@ -191,7 +196,8 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder):
         # log beside the new configuration would look like a log of this run.
         cut_log(out_dir, 0)
     computes_on = {"gpu": gpu()} if gpu() else {}
-    write_json(os.path.join(out_dir, "config.json"), config | computes_on | {"sha256": hashes})
+    made_by = {"sha256": hashes, "format": FORMAT}
+    write_json(os.path.join(out_dir, "config.json"), config | computes_on | made_by)
 
 
 def check_same_run(out_dir, before, config, must_match, hashes):

@@ -21,7 +21,7 @@ import threading
 
 from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
 from folders import CONFIGS, data_alone, model_folders, read_json, read_text
-from rows import is_learned, thoughts_of
+from rows import THOUGHTS, is_learned, thoughts_of
 
 # the files that hold a tokenizer's vocabulary, one of which must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -205,26 +205,34 @@ class Tokenizer:
         hf.add_tokens(plain, special_tokens=True)
         hf.chat_control_tokens = []  # beside the special ones
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
-        self.turn_ends = self.find_turn_ends()
+        self.read_template()
         self.eos_ids = {self.eos_id} | self.turn_ends
         if "strftime_now" in text and "date_string" not in self.kwargs:
             warn(f"{name} writes today's date, so a run that goes on tomorrow would read other "
                  "prompts; fix it, as in --template_kwargs=\"date_string='26 Jul 2024'\"")
 
-    def find_turn_ends(self):
+    def read_template(self):
         """
-        {the id of the first special token that the template writes behind an answer}; empty where
-        there is none. A base model's own files may name another end than its chat template has.
+        Find what the template writes around an answer. turn_ends: {the id of the first special
+        token behind it}; empty where there is none. A base model's own files may name another end
+        than its chat template has. frames: what stands between the generation prompt and an answer,
+        "" and more, as <think>THOUGHTS</think> of thoughts in a field.
         """
-        if not self.template:
-            return set()
-        chat = [dict(role="user", content="a"), dict(role="assistant", content="ANSWER")]
-        try:
-            text = self.hf.apply_chat_template(chat, tokenize=False, **self.kwargs)
-        except Exception:  # the template's own words come where messages are to be encoded
-            return set()
-        behind = self.hf.encode(text.rpartition("ANSWER")[2], add_special_tokens=False)
-        return set([i for i in behind if i in self.specials.values()][:1])
+        self.turn_ends, self.frames = set(), [""]
+        asked, answer = dict(role="user", content="a"), dict(role="assistant", content="ANSWER")
+        for thoughts in {}, dict.fromkeys(THOUGHTS, "THOUGHTS"):
+            try:
+                before = self.chat_ids([asked], add_generation_prompt=True)
+                ids = self.chat_ids([asked, answer | thoughts])
+            except BadInput:  # the template's own words come where messages are to be encoded
+                return
+            behind = self.text_of(ids).rpartition("ANSWER")[2]
+            behind = self.hf.encode(behind, add_special_tokens=False)
+            self.turn_ends = set([i for i in behind if i in self.specials.values()][:1])
+            text = self.text_behind(before, ids) or ""
+            frame = tidy(self.opening(before) + text.rpartition("ANSWER")[0])
+            if "ANSWER" in text and not frame.endswith("THOUGHTS"):  # it begins behind a mark
+                self.frames.append(frame)
 
     @property
     def fingerprint(self):
@@ -330,36 +338,73 @@ class Tokenizer:
 
     def open_ids(self, messages):
         """
-        The ids of messages up to where the assistant goes on: see encode_prompts. A message that is
-        begun stands as it is written, if the template would write other thoughts in front of its.
+        The ids of messages up to where the assistant goes on: see encode_prompts. Thoughts that the
+        last message has begun stand as they are written, if the template would change them.
         """
         if messages[-1]["role"] != "assistant":
             return self.chat_ids(messages, add_generation_prompt=True)
         ids, last = self.chat_ids(messages, continue_final_message=True), messages[-1]
-        count = bool(thoughts_of(last)) + last["content"].count("<think>")
-        if not count or count == (self.text_of(ids).count("<think>") - self.text_of(
-                self.chat_ids(messages[:-1])).count("<think>")):
+        if not thoughts_of(last) and "<think>" not in last["content"]:
             return ids
-        opened = self.chat_ids(messages[:-1], add_generation_prompt=True)
-        written = self.written_behind(opened, last)
-        return self.refuse(last, ids[-40:]) if written is None else opened + written
+        before = self.chat_ids(messages[:-1], add_generation_prompt=True)
+        if self.is_whole(last, ids, before):
+            return ids
+        written = self.as_written(last, before)
+        return self.refuse(last, ids[-40:]) if written is None else before + written
 
-    def written_behind(self, opened, message):
+    def opening(self, before):
+        """What opens thoughts at the end of the prompt, and perhaps ends them; or ""."""
+        return re.search(r"(<think>\s*)?(</think>\s*)?\Z", self.text_of(before[-40:]))[0]
+
+    def text_behind(self, before, ids):
+        """The text of ids behind those of the prompt. None where they do not go on from it."""
+        if ids[:len(before)] == before:
+            return self.text_of(ids[len(before):])
+        # the prompt's last token may have become one with what follows, as two line breaks do
+        text, prompt = self.text_of(ids), self.text_of(before)
+        return text[len(prompt):] if text.startswith(prompt) else None
+
+    def is_whole(self, message, ids, before):
         """
-        The ids of the assistant's message as it is written, behind the generation prompt `opened`;
-        a <think> at the end of that is the message's own. None where the two do not fit.
+        Whether ids have the message's thoughts and content behind the prompt `before`, and in front
+        of them only what the template writes in any turn.
         """
-        content, thoughts = message["content"], thoughts_of(message)
-        prompt = self.text_of(opened[-40:])
-        opens = re.search(r"<think>(\s*)\Z", prompt)
-        if opens and thoughts and "think>" not in content:
-            content, thoughts = f"{thoughts}\n</think>\n\n{content}", ""
-        elif opens and content.lstrip().startswith("<think>"):
-            content = content.lstrip().removeprefix("<think>").removeprefix(opens[1])
-        elif opens and content.count("</think>") <= content.count("<think>") or (
-                prompt.rstrip().endswith("</think>") and "think>" in content):
-            return None
-        return None if thoughts else self.encode_texts([content])[0]
+        text, parts = self.text_behind(before, ids), [message["content"], thoughts_of(message)]
+        if text is None:
+            return False
+        if not all(part.strip() in text for part in parts):
+            # some tokenizers write "e\u0301" as one letter
+            parts = [self.text_of(part) for part in self.encode_texts(parts)]
+        # some write blanks around what spells a special token
+        blank = " " if any(name in part for part in parts for name in self.specials) else ""
+        text, content, thoughts = [tidy(part).replace(blank, "")
+                                   for part in (self.opening(before) + text, *parts)]
+        front, frames = text[:len(text) - len(content)].strip(), self.frames
+        if "think>" in content:  # no other thoughts stand in front of its own
+            frames = [frame for frame in frames if not re.search("think>|THOUGHTS", frame)]
+            frames += ["<think>"] * ("<think>" not in content.partition("</think>")[0])
+        return text.endswith(content) and any(
+            re.fullmatch(re.escape(frame.replace(blank, "")).replace(
+                "THOUGHTS", rf"\s*{re.escape(thoughts)}\s*"), front)
+            for frame in frames if "THOUGHTS" in frame or not thoughts)
+
+    def as_written(self, message, before):
+        """
+        The ids of the assistant's message as it is written, without the template, behind the
+        generation prompt `before`. None where the two do not fit.
+        """
+        content, thoughts, opening = message["content"], thoughts_of(message), self.opening(before)
+        opened = opening.strip() == "<think>"
+        if thoughts:  # in a field: how the model writes them is clear behind a <think> alone
+            fits = opened and "think>" not in content
+            content = f"{thoughts}\n</think>\n\n{content}"
+        elif opened and content.lstrip().startswith("<think>"):  # the prompt has written that
+            fits, content = True, content.lstrip().removeprefix(opening.strip())
+            content = content.removeprefix(opening.removeprefix("<think>"))
+        else:  # no answer where thoughts go on, and no thoughts where they have ended
+            fits = (content.count("</think>") > content.count("<think>") if opened else
+                    not opening or "think>" not in content)
+        return self.encode_texts([content])[0] if fits else None
 
     def refuse(self, message, ids):
         """Raise BadInput: the template has these ids in the place of the assistant's message."""
@@ -375,8 +420,8 @@ class Tokenizer:
         """
         encode_examples for one row with messages. A turn that is trained begins where the prompt
         that the policy would answer there ends, and ends with the first end-of-turn token. If only
-        one is, and the template changes its thoughts, it stands as it is written behind that
-        prompt. Raises BadInput where one of several would not be learned as it is written.
+        one is, and the template changes it, it stands as it is written behind that prompt. Raises
+        BadInput where one of several would not be learned as it is written.
         """
         prompt = self.with_system_prompt(as_messages(prompt, "user"))
         completion = as_messages(completion, "assistant")
@@ -386,49 +431,35 @@ class Tokenizer:
                  if message["role"] == "assistant" and is_learned(message)]
         if not turns:
             raise BadInput("no message says that it is to be learned; leave the row out")
-        messages = messages[:turns[-1] + 1]
-        ids, special_ends = self.chat_ids(messages), self.eos_ids & set(self.specials.values())
-        prompts = [self.open_ids(prompt) if i == first < len(prompt) else  # which has begun it
-                   self.chat_ids(messages[:i], add_generation_prompt=True) for i in turns]
-        begins = [len(os.path.commonprefix([ids, before])) for before in prompts]
-        trained = [False] * len(ids)
-        for i, before, begin, limit in zip(turns, prompts, begins, [*begins[1:], len(ids)],
-                                           strict=True):
-            end = next((n for n in range(begin, limit) if ids[n] in special_ends), limit)
-            message, learned = completion[i - first], self.text_of(ids[begin:end])
-            if end == limit or not self.holds(ids[:end], learned, before, message):
-                more = self.written_behind(before, message)
+        ids, trained = self.chat_ids(messages[:turns[-1] + 1]), []
+        special_ends = self.eos_ids & set(self.specials.values())
+        for i in turns:
+            message = completion[i - first]
+            for mark in ("<think>", "</think>"):
+                if mark in self.specials and mark in message["content"]:
+                    raise BadInput(f"{mark} is a special token of this tokenizer, and would be "
+                                   "learned as letters; put the thoughts into the field "
+                                   "reasoning_content, if the template reads it")
+            before = (self.open_ids(prompt) if i == first < len(prompt) else  # which has begun it
+                      self.chat_ids(messages[:i], add_generation_prompt=True))
+            begin = len(os.path.commonprefix([ids, before]))
+            end = next((n for n in range(begin, len(ids)) if ids[n] in special_ends), len(ids))
+            written = None
+            if end == len(ids) or not self.is_whole(message, ids[:end], before):
                 answer = message["content"].rpartition("</think>")[2].strip()
-                if len(turns) > 1 or not self.turn_ends or answer not in learned or more is None:
+                written = self.as_written(message, before)
+                if (len(turns) > 1 or written is None or not self.turn_ends
+                        or answer not in self.text_of(ids[begin:end])):
                     self.refuse(message, ids[begin:end + 1])
-                more += self.turn_ends
-                return before + more, [False] * len(before) + [True] * len(more)
-            trained[begin:end + 1] = [True] * (end + 1 - begin)
-        return ids[:end + 1], trained[:end + 1]
-
-    def holds(self, ids, learned, before, message):
-        """
-        Whether ids go on from the prompt `before`, and the text that is learned of them ends with
-        the message's thoughts, a mark and the rest of its content, and has no more thoughts.
-        """
-        if ids[:len(before)] != before and not self.text_of(ids).startswith(self.text_of(before)):
-            return False
-        content = message["content"]
-        opened = re.search(r"(<think>\s*)?(</think>\s*)?\Z", self.text_of(before[-40:]))[0]
-        if any((opened + learned).count(mark) > max(content.count(mark), 1)
-               for mark in ("<think>", "</think>")):
-            return False
-        parts = [part.strip() for part in [thoughts_of(message), *re.split("</?think>", content)]]
-        spells = any(special in part for part in parts for special in self.specials)
-        for number, part in enumerate(reversed(parts)):  # the last one first
-            if part not in learned:  # some tokenizers write "e\u0301" as one letter
-                part = self.text_of(self.encode_texts([part])[0]).strip()
-            if spells:  # some write blanks around what spells a special token
-                learned, part = learned.replace(" ", ""), part.replace(" ", "")
-            if part not in learned or number == 0 and not learned.rstrip().endswith(part):
-                return False
-            learned = learned[:learned.rindex(part)].rstrip()[:-1]  # a mark ends there
-        return True
+                written += self.turn_ends
+            elif len(turns) == 1 and begin < len(before) and self.opening(before):
+                # the line break behind <think> has become one token with the template's next
+                written = self.encode_texts([self.text_behind(before, ids[:end])])[0] + [ids[end]]
+            if written is not None:
+                ids = before + written
+                begin, end = len(before), len(ids) - 1
+            trained += [False] * (begin - len(trained)) + [True] * (end + 1 - begin)
+        return ids[:end + 1], trained
 
     # ids -> text
 
@@ -528,6 +559,11 @@ def are_strings(prompt, completion):
 def as_messages(text, role):
     """Messages as they are; of a string, one message of this role."""
     return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
+
+
+def tidy(text):
+    """A text without the blanks around it, and around its <think> and </think>."""
+    return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
 
 
 def joined(prompt, completion):

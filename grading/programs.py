@@ -376,12 +376,8 @@ def same_output(written, wanted):
     Whether what a program wrote (bytes) is what a test wants: its numbers as in same, all else byte
     for byte, but for blanks at the ends of lines, and blank lines at the end.
     """
-    got, want = (text.rstrip().split(b"\n") for text in (written, wanted))
-    return len(got) == len(want) and all(map(same_line, got, want))
-
-
-def same_line(got, want):
-    """The same of two lines. NUMBER.split gives text, number, text, ..., number, text."""
-    got, want = NUMBER.split(got.rstrip()), NUMBER.split(want.rstrip())
+    # text, number, text, ..., number, text
+    got, want = (NUMBER.split(b"\n".join(line.rstrip() for line in text.rstrip().split(b"\n")))
+                 for text in (written, wanted))
     return got[::2] == want[::2] and all(x == y or judge(x, json.loads(y)) == "pass"
                                          for x, y in zip(got[1::2], want[1::2], strict=True))

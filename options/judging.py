@@ -20,7 +20,7 @@ import re
 
 import torch
 
-from data import at_row, keep, rows_that_fit
+from prompts import at_row, keep, rows_that_fit
 from folders import read_text, same_folder
 from engine.tokenizers import joined
 from errors import BadInput, shorten

@@ -39,7 +39,7 @@ import torch
 
 import errors
 import parallel
-from data import micro_batch
+from prompts import micro_batch
 from engine import launch
 from engine.audit import audit, checksum_of, watched
 from engine.checkpoint import load_batches
@@ -68,13 +68,13 @@ class Ahead:
     label, (what, iteration): what is rollout, eval, "refill 0", "refill 1", ...
 
     placement: a build.Placement. models: {name: model} of the run. max_iters, max_refills: keys of
-    the script. The others are functions of the script: evaluates(iteration), whether one begins
-    with held-out prompts; rows_of(iteration), the data rows of its batch; sample, score,
-    minibatches, micro_batches and forward, see there. Raises BadConfig.
+    the script; eval_interval: too, 0 where nothing is held out. The others are functions of the
+    script: rows_of(iteration), the data rows of its batch; sample, score, minibatches,
+    micro_batches and forward, see there. Raises BadConfig.
     """
 
-    def __init__(self, placement, models, max_iters, max_refills, evaluates, rows_of, sample, score,
-                 minibatches, micro_batches, forward):
+    def __init__(self, placement, models, max_iters, max_refills, eval_interval, rows_of, sample,
+                 score, minibatches, micro_batches, forward):
         reward_model = models.get("reward_model")
         if "score" in parallel.roles and reward_model is not None and not hasattr(
                 reward_model.hf.config, "score_shift"):
@@ -83,7 +83,7 @@ class Ahead:
         self.placement, self.system, self.device = placement, placement.system, placement.device
         self.models = watched.models = held(models)
         self.max_iters, self.max_refills = max_iters, max_refills
-        self.evaluates, self.rows_of = evaluates, rows_of
+        self.eval_interval, self.rows_of = eval_interval, rows_of
         self.sample_now, self.score_here = sample, score
         self.minibatches, self.micro_batches = minibatches, micro_batches
         self.forward = forward
@@ -126,10 +126,10 @@ class Ahead:
         """How many updates ago the policy was that has sampled the batch of an iteration."""
         return iteration - self.version[iteration]
 
-    def sample(self, what, iteration, picked, slots=None):
+    def sample(self, what, iteration, picked, *slots):
         """A collective, in the place of the script's `sample`: a whole batch, not yet scored."""
         if what != "rollout":
-            return self.sample_now(what, iteration, picked, slots)  # COLLECTIVE
+            return self.sample_now(what, iteration, picked, *slots)  # COLLECTIVE
         # not earlier: a stop while a batch is scored, or groups of it are sampled again, saves it
         self.sampled.pop(iteration - 1, None)
         self.have(iteration + (0 if self.from_generators else self.system.staleness))  # COLLECTIVE
@@ -144,16 +144,16 @@ class Ahead:
             else:
                 self.sampled[k] = self.sample_now("rollout", k, self.rows_of(k))  # COLLECTIVE
 
-    def score(self, what, iteration, batch, picked, slots=None):
+    def score(self, what, iteration, batch):
         """
         A collective, in the place of the script's `score`: a batch with its scores. Scorers with a
         reference also add ref_logprobs (B, R).
         """
         if "score" not in parallel.roles:
-            return self.score_here(what, iteration, batch, picked, slots)  # COLLECTIVE
+            return self.score_here(what, iteration, batch)  # COLLECTIVE
         label = what, iteration
         if what != "rollout" or iteration not in self.from_generators:
-            messages.send("score", label, batch, self.keep, picked=list(picked), slots=slots)
+            messages.send("score", label, batch, self.keep)
         columns, _ = self.receive("score", label)  # COLLECTIVE
         return batch | columns
 
@@ -232,25 +232,23 @@ class Ahead:
                 # of the old weights; the audit would call it a frozen model that has changed
                 frozen = {key: x for key, x in frozen.items() if key[0] != "policy"}
             parallel.phase = f"iteration {k}, rollout"
-            picked = self.rows_of(k)
             with told_if_it_fails():  # COLLECTIVE
                 sampled = self.sample_now(  # COLLECTIVE
-                    "rollout", k, picked, stop=trainers_have_left)
+                    "rollout", k, self.rows_of(k), stop=trainers_have_left)
                 leave_with_trainers()  # COLLECTIVE
                 if checksum:  # the trainers audit their models in the iteration of this version
                     audit(self.models, frozen, k)  # COLLECTIVE
                     check_copy(self.models["policy"], version, checksum, k)  # COLLECTIVE
             for to in ["train"] + ["score"] * ("score" in parallel.roles):
-                messages.send(to, ("rollout", k), sampled, self.keep, picked=list(picked),
-                              slots=None)
+                messages.send(to, ("rollout", k), sampled, self.keep)
 
     def score_for_trainers(self, start, kept):
         """A collective of the scorers: score each batch, and read it with the reference."""
         frozen, interval = {}, self.system.sync_check_interval
-        for what, k in to_score(start, self.max_iters, self.max_refills, self.evaluates):
+        for what, k in to_score(start, self.max_iters, self.max_refills, self.eval_interval):
             from_generators = what == "rollout" and "generate" in parallel.roles and k not in kept
             parallel.phase = f"iteration {k}, waiting for {what}"
-            sampled, said = self.receive(  # COLLECTIVE
+            sampled, _ = self.receive(  # COLLECTIVE
                 "generate" if from_generators else "train", (what, k))
             if not sampled:  # no place to refill
                 continue
@@ -258,8 +256,7 @@ class Ahead:
             with told_if_it_fails():  # COLLECTIVE
                 if what == "rollout" and (k % interval == 0 or k == start):
                     audit(self.models, frozen, k)  # COLLECTIVE
-                batch = self.score_here(  # COLLECTIVE
-                    what, k, sampled, said["picked"], said["slots"])
+                batch = self.score_here(what, k, sampled)  # COLLECTIVE
                 reader = dict(ref_logprobs=self.models.get("ref_policy"))
                 steps = self.minibatches(k) if what == "rollout" else [batch["index"]]
                 read_batch(batch, reader, self.forward,  # COLLECTIVE
@@ -287,10 +284,10 @@ def versions(start, max_iters, staleness, kept=()):
     return {k: max(start, k - staleness) for k in range(start, max_iters) if k not in kept}
 
 
-def to_score(start, max_iters, max_refills, evaluates):
-    """The labels of what is scored, in this order."""
+def to_score(start, max_iters, max_refills, eval_interval):
+    """The labels of what is scored, in this order. eval_interval: 0 = nothing is held out."""
     for k in range(start, max_iters + 1):
-        if evaluates(k):
+        if eval_interval and (k % eval_interval == 0 or k == max_iters):
             yield "eval", k
         if k < max_iters:
             yield "rollout", k

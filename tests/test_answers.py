@@ -29,6 +29,12 @@ PAIRS = {"numbers": r"""
 ~5   !=   5
 1,234   ==   1{,}234
 1,234   !=   1, 234
+1,234   ==   1 234
+1 234.5   ==   1\,234.5
+1 234   !=   1234, 5
+12 34   !=   1234
+1 234/500   !=   1234/500
+5e2   ==   500
 10^6   ==   1 \times 10^{6}
 10^6   !=   106
 ١٢   !=   12
@@ -80,6 +86,26 @@ $7   !=   7 €
 x=5   ==   5
 x=5   !=   y=5
 f^{-1}(x) = 2x   ==   2x
+θ = 30°   ==   \theta = 30
+α = 5   !=   β = 5
+5 kg   ==   5 kilograms
+5 cm   ==   5 centimetres
+5 km/h   ==   5 kilometers per hour
+5 mph   ==   5 miles/hour
+5 sq ft   ==   5 square feet
+5 ft²   ==   5 square feet
+5 m³   ==   5 cubic meters
+5 m³   !=   5 square meters
+5 °C   ==   5 degrees Celsius
+5 °C   !=   5 degrees
+5 minutes   ==   5 min
+5 min   !=   5 m
+5 USD   ==   $5
+USD 5   ==   5 dollars
+$5 per day   ==   5 dollars/day
+$5 per day   !=   $5 per hour
+5 per day   !=   5 days
+£5   !=   $5
 """, "lists and sets": r"""
 (1, 2)   ==   \left(\frac22, 2.0\right)
 (1, 2)   !=   (2, 1)
@@ -97,6 +123,11 @@ YES   ==   yes
 No   !=   not
 New York   ==   new york
 Да   ==   да
+‘Paris’   ==   «paris»
+don't   ==   don’t
+x ≥ 5   ==   x >= 5
+x != 5   ==   x \neq 5
+x != 5   !=   x = 5
 Ab   ==   ab
 A   !=   a
 A or B   !=   A
@@ -152,6 +183,8 @@ Answer: 5|Ans: 5|Ans. 5|ANSWER = 5|Answer：5|**Answer:** 5|**Answer**: 5|- **An
 > Answer: 5
 __Answer:__ 5|My answer: 5|The correct answer: 5|Final result: $5$|Answer: x = 5|Answer: 5 clips|Answer -> 5
 Answer: 5¶Bye, see figure 6.
+**Answer:** The total is 5.|Final answer: Ann has 5 apples left.|The answer would be 5.|The answer will be 5 USD.
+My answer is 4, so the final answer is 5.|5 years old|I add 2 and 3.¶Answer: so x = 5|So she has $5 left.|So it is $5 each
 **Final Answer:**¶5|**Final Answer**¶¶$5$|### Answer¶¶5|## Final answer:¶¶**5**|Answer:¶¶$$5$$|Ans:¶x + y = 5|Answer:¶```¶5¶```
 The answer is:¶5|So the final answer is:¶¶\[5\]|**Answer:**¶¶5¶¶I hope this helps!
 **Answer:**¶5¶¶**Explanation:** 2 and 3.¶¶Add them.
@@ -178,6 +211,7 @@ OTHERS = r"""
 5: The wrong answer is 5.
 5: The answer is 5 or 6.|The answer is 5 or the answer is 6.|The answer is 5 and the answer is 6.|Either 4 or the answer is 5.
 5: Incorrect answer: 5
+5: Answer: Tom has 3 and Ann has 5.|Answer: She has 5 more.|Answer: 5!|A) 5|A. 5|The answer is 4, and the answer is 5
 5: The answer is 5? No, 6.|The answer is 5. No, the answer is 6.|The answer is 5. Wait, that is wrong.
 5: The answer is 5. I hope it is 6.|5 is not the answer.
 5: Check if the answer is 5.|It is not **5**.|either **4** or **5**|**4** and **5**|The answer is less than 5.
@@ -196,9 +230,12 @@ OTHERS = r"""
 6: Answer:¶5¶6|The answer is 5, not 6.
 x + y = 5: 5|Thus 2x - y = 5.|x + y = 6|5 = 5
 x = 5: y = 5|2x = 5|So y is 5.
-5: 2x = 5|So $2x = 5$.|So 2x is 5.|Thus x + 1 = 5.|Hence x^2 = 5.|Answer: \sqrt{x} = 5|It is 5.
+5: f(x) + 1 = 5|\sin(x) = 5|2x = 5|So $2x = 5$.|So 2x is 5.|Thus x + 1 = 5.|Hence x^2 = 5.|Answer: \sqrt{x} = 5|It is 5.
+B: B) or C)|B) Paris C) Rome|B or C|(A) and (B)|B) is wrong|b) Paris|A) B|Option B or C
 72 clips: 72 dogs|72 cm|72|71 clips
-yes: no|Yes, no|not yes|y
+yes: no|Yes, no|not yes|y|It is not **yes**
+no: **not no**|It is not **no**.|none|**No** or **yes**
+25\pi: So the area is 25.|So the area is not 25\pi|So she is 25\pi or 5
 (3, 5): [3, 5]|(3, 5]|(5, 3)|3–5|35
 4:30 pm: 4:30 am|4:30|4.5
 """
@@ -212,6 +249,22 @@ def test_one_right_answer_in_many_forms():
     assert accuracy(batch | dict(completions=[form for form in cut if "5" not in form])).sum() == 0
 
 
+def test_a_choice_may_say_what_it_chooses():
+    forms = (r"B)|(B)|B.|B) Paris|(B) Paris|B: Paris|The answer is (B) Paris.|Answer: B) 5 cm|**B. Paris**|\boxed{B) 12}|"
+             "Option B|The correct option is B.|The answer is choice B.|<answer>B) Paris</answer>").split("|")
+    for answer, score in (("B", 1), ("(B)", 1), ("A", 0), ("b", 0)):
+        batch = dict(completions=forms, rows=[dict(prompt="?", answer=answer)] * len(forms))
+        assert accuracy(batch).tolist() == [score] * len(forms)
+
+
+@pytest.mark.parametrize("response, answer", [
+    ("**No**", "no"), ("5 is odd.\n\n**No.**", "no"), ("**Answer:**\n\n**No**", "no"), ("The answer is **No**.", "no"),
+    ("Therefore the area is $25\\pi$.", "25\\pi"), ("So the length is $\\sqrt{2}$", "\\sqrt2"), ("Thus the choice is B.", "B"),
+    ("5! = 120", "120"), ("x_1 + x_2 = 5", "5"), ("5\u200b", "5"), ("Zu\u0308rich", "Zürich")])
+def test_words_and_formulas_that_are_stated(response, answer):
+    assert accuracy(dict(completions=[response], rows=[dict(prompt="?", answer=answer)])).item() == 1
+
+
 def test_what_is_not_the_answer():
     pairs = [(response.replace("¶", "\n"), answer) for line in OTHERS.strip().splitlines()
              for answer, _, responses in [line.partition(": ")] for response in responses.split("|")]
@@ -221,7 +274,7 @@ def test_what_is_not_the_answer():
 
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
           "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
-          "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
+          "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "mi/hs", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
           "\ud800",
           "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
           "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n",

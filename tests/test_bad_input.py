@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import engine.tokenizers
 import errors
 from configurator import run_config_file
-from data import encode_prompts
+from prompts import encode_prompts
 from engine.tokenizers import load_tokenizer
 from engine.reward_mix import call_rewards
 from engine.run_folder import open_run

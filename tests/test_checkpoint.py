@@ -199,7 +199,18 @@ def test_another_runs_folder_is_refused_and_left_alone(tmp_path):
             open_run(str(tmp_path), CONFIG | {"seed": 2}, MATCH)
         assert every_file(tmp_path) == before
         assert open_run(str(tmp_path), CONFIG, MATCH)[1] == {"iteration": 4}
-        assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"sha256": {}}
+        assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"sha256": {}, "format": 2}
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.run_folder.FORMAT", 1)
+    open_run(str(tmp_path), CONFIG, MATCH)
+    save(tmp_path, 4)
+    monkeypatch.undo()
+    before = every_file(tmp_path)
+    with pytest.raises(BadInput, match="checkpoint-000004 .*another version.*c382598"):
+        open_run(str(tmp_path), CONFIG, MATCH)
+    assert every_file(tmp_path) == before
 
 
 def test_other_contents_are_refused(tmp_path):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from data import micro_batch
+from prompts import micro_batch
 from engine import launch
 from model import freeze, from_scratch
 from rollout import draw, generate

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import tiny
-from data import encode_prompts, encode_scored
+from prompts import encode_prompts, encode_scored
 from errors import BadInput
 from rows import Rows
 from tiny import forked, jsonl, one_run

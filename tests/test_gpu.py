@@ -121,10 +121,10 @@ def test_no_impossible_token_in_many_draws(V):
 DRIVER = f"""
 import json, os, runpy, sys
 sys.path[:0] = [{ROOT!r}, {ROOT + "/tests"!r}]
-import torch, parallel, loss, rollout, data
+import torch, parallel, loss, rollout, prompts
 from engine import launch, run, together
 
-ours, work, results = (parallel, loss, rollout, data, launch, run, together), sys.argv[1], []
+ours, work, results = (parallel, loss, rollout, prompts, launch, run, together), sys.argv[1], []
 for script, code, args in json.load(open(work)):
     sys.argv, result, before = [script, *args], "", [dict(vars(module)) for module in ours]
     try:

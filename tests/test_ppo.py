@@ -62,7 +62,7 @@ def test_model_cards_say_what_a_model_is(chain):
         assert head == dict(library_name="transformers", tags=["quartet"],
                             pipeline_tag="text-classification" if scalar else "text-generation")
         with open(f"{chain}/{run}/config.json", encoding="utf-8") as f:
-            keys = json.load(f).keys() - {"sha256"}
+            keys = json.load(f).keys() - {"sha256", "format"}
         assert keys and all(re.search(rf"^    {key} = ", text, re.MULTILINE) for key in keys)
         assert chain not in text and f"{run}.py" in text and ("made from `" in text or run == "sft")
 
@@ -91,7 +91,7 @@ def test_sample(chain, world, tmp_path):
 
 SABOTAGE = """
 import json, torch
-import data, loss, model, parallel, rewards, rollout
+import prompts, loss, model, parallel, rewards, rollout
 case, now, held, steps = os.environ.get("CASE"), -1, {}, 0
 
 def patch(owner, name, change):
@@ -145,7 +145,7 @@ def logits(original, self, states):
         states = states * torch.nan
     return original(self, states * (1.01 if case == "forward" and torch.is_grad_enabled() else 1))
 
-patch(data, "batch_rows", batch_rows)
+patch(prompts, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
 patch(rewards, "score_sequences", scores)
 patch(loss, "response_logprobs", spoil("policy"))

@@ -68,7 +68,7 @@ def test_options_are_imported_where_their_key_is_read():
 
 def test_imports_only_point_down():
     """No circles; and nothing imports a script or a tool, but for parts of tools."""
-    assert {"gae.py", "data.py"} <= imports_of("ppo.py") and not imports_of("gae.py")
+    assert {"gae.py", "prompts.py"} <= imports_of("ppo.py") and not imports_of("gae.py")
     left = {path: imports_of(path) - {path} for path in HOUSE}
     top = {"ppo.py", "grpo.py", "sft.py", "rm.py", *files("tools/*.py")} - {"tools/dry_run.py"}
     assert not top & set().union(*left.values())

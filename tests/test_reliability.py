@@ -272,7 +272,7 @@ def test_what_is_edited_damaged_or_cut_before_a_resume_is_said(edited, script):
 NAN = tiny.NOW + """
 import torch
 import parallel
-held, broadcast, draw, adamw = [], parallel.broadcast_parameters, data.batch_rows, torch.optim.AdamW.step
+held, broadcast, draw, adamw = [], parallel.broadcast_parameters, prompts.batch_rows, torch.optim.AdamW.step
 adamw = getattr(adamw, "plain", adamw)  # another run of this process may have been here
 def remember(models):
     held[:] = models = list(models)
@@ -289,7 +289,7 @@ def step(self, *args, **kwargs):
             part_of(state[STATE]).view(-1)[0] = float("nan")
     return adamw(self, *args, **kwargs)
 step.plain = adamw
-parallel.broadcast_parameters, data.batch_rows, torch.optim.AdamW.step = remember, spoil, step
+parallel.broadcast_parameters, prompts.batch_rows, torch.optim.AdamW.step = remember, spoil, step
 """
 BROKEN = {  # (script, keys, ranks, number of the model, the optimizers' state, what is not finite)
     "policy": ("ppo.py", {}, 1, 0, "", "policy's hf.lm_head.weight"),

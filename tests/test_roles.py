@@ -36,10 +36,10 @@ def test_the_order_of_what_is_sampled_and_scored():
     assert list(versions(2, 6, 2, kept=[2, 3])) == [4, 5]  # resumed: the checkpoint has two batches
     assert versions(2, 6, 2, kept=[2, 3]) == {4: 2, 5: 3}
     assert versions(4, 6, 2) == {4: 4, 5: 4}  # a finished run gets a larger max_iters: nothing was kept
-    assert list(to_score(0, 2, 2, lambda k: k % 2 == 0)) == [
+    assert list(to_score(0, 2, 2, 2)) == [
         ("eval", 0), ("rollout", 0), ("refill 0", 0), ("refill 1", 0),
         ("rollout", 1), ("refill 0", 1), ("refill 1", 1), ("eval", 2)]
-    assert list(to_score(1, 2, 0, lambda k: False)) == [("rollout", 1)]
+    assert list(to_score(1, 2, 0, 0)) == [("rollout", 1)]
     # the versions come one after the other, and none is older than staleness allows
     for staleness in range(4):
         for start in range(5):
@@ -131,7 +131,7 @@ def before(owner, name, wait):
         return f(*args, **kwargs)
     setattr(owner, name, changed)
 def sampling(*args):
-    _, purpose, iteration = args[3]
+    _, purpose, iteration = args[4]
     with open("order", "a") as f:
         f.write(f"{purpose} {iteration}, ")
     open(f"began-{iteration}", "w").close()
@@ -163,7 +163,7 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
 # killed, stopped, with other roles
 
 ACT = tiny.ends(9) + """
-import data, loss, rewards, rollout
+import prompts, loss, rewards, rollout
 def at(owner, name, call, action):
     f, calls = getattr(owner, name), []
     def changed(*args, **kwargs):
@@ -190,11 +190,11 @@ STOPS_IN_A_REFILL = """
 import os, signal
 import rollout
 sample = rollout.sample_batch
-def asked(policy, tokenizer, wanted, noise, *rest):
+def asked(policy, tokenizer, prompts, picked, noise, *rest, **more):
     _, purpose, iteration = noise
     if purpose.startswith("refill") and iteration >= 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    return sample(policy, tokenizer, wanted, noise, *rest)
+    return sample(policy, tokenizer, prompts, picked, noise, *rest, **more)
 rollout.sample_batch = asked
 """
 

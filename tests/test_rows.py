@@ -119,7 +119,7 @@ BAD = [  # (kind, row or line, what the message must name beside the file and th
     # layouts of others
     (sft_row, {"messages": [U, A]}, "'prompt'.*convert.py --kind=sft --source=.*rows.jsonl"),
     *((prompt_row, {"prompt": "p", "answer": x}, "field 'answer'")
-      for x in ("", " ", "\n\t", "\\boxed{}", "<answer> </answer>", True, [72], {}, math.inf)),
+      for x in ("", " ", "\n\t", "\u200b\ufeff", "\\boxed{}", "<answer> </answer>", True, [72], {}, math.inf)),
     (prompt_row, {"prompt": [U], "reward_model": {"ground_truth": "4"}}, "'answer'.*convert.py --kind=prompts"),
 ]
 

@@ -10,17 +10,17 @@ import sys
 import pytest
 
 import tiny
-from data import batch_rows
+from prompts import batch_rows
 from tiny import arguments, forked, in_a_row, one_run
 
 KILL = """
-import os, data
-batch_rows = data.batch_rows
+import os, prompts
+batch_rows = prompts.batch_rows
 def killed(seed, iteration, *rest):
     if iteration == 3:
         os._exit(9)
     return batch_rows(seed, iteration, *rest)
-data.batch_rows = killed
+prompts.batch_rows = killed
 """
 # wandb and trackio that note how they are called; wandb is out of order from step FAILS on
 FAKES = """

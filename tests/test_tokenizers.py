@@ -16,10 +16,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from data import encode_examples, encode_prompts, encode_scored
+from prompts import encode_examples, encode_prompts, encode_scored
 from engine.answers import whole_responses
 from engine.tokenizers import Tokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
+from rows import sft_row
 
 import models_of_the_world as world
 import tiny
@@ -270,6 +271,11 @@ def test_odd_templates(folders, tmp_path):
     assert spans(ours, *encoded(ours, [user("a")], "b")) == ["b<|im_end|>"]
     with pytest.raises(BadInput, match="<.im_end.>.*<end>.*train"):
         encoded(ours, [user("a")], [assistant("b"), user("c"), assistant("b")])
+    # an empty one has no end at all, and the user's must not be taken for it
+    ours = with_template(folders["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "") + "{% endfor %}"
+                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    with pytest.raises(BadInput, match="my.jinja"):
+        encoded(ours, [user("a")], [assistant(""), user("c"), assistant("b")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,6 +335,56 @@ def test_a_message_is_learned_as_it_is_written_or_refused(folders, tmp_path, how
         assert spans(ours, list(ids), trained) == [text + "<|im_end|>" for text in texts], row
         if "two" not in row:
             assert list(ids[:list(trained).index(1)]) == opened(ours, prompt), row
+
+
+TWICE = dict(thinking=APART["reasoning"])
+EXACT = [  # how, the end of the generation prompt, the completion, the texts that are learned; None: refused
+    ("cuts", "", [assistant(EMPTY + "3")], [EMPTY + "3"]),
+    ("cuts earlier", "", [assistant(EMPTY + "3"), user("?"), assistant("4")], None),
+    ("plain", "", [assistant(FULL) | dict(thinking="3")], None),  # this 3 is not in the content's thoughts
+    ("reads", "", [assistant(FULL) | TWICE], [FULL]),
+    ("reads", "", [assistant(FULL) | dict(thinking=" \n")], [FULL]),
+    ("reads", "", [assistant(FULL) | dict(thinking="other")], None),
+    ("twice", "", [assistant("3")], ["3"]),
+    ("twice", "", [assistant("3"), user("?"), assistant("4")], None),
+    ("channel", "", [assistant(CODE) | TWICE], [f"[thoughts] {TWICE['thinking']} [says] {CODE}"]),
+    ("channel", "", [assistant(CODE), user("?"), assistant("4")], [f"[says] {CODE}", "[says] 4"]),
+    ("channel", "", [assistant(FULL) | TWICE], [f"[says] {FULL}"]),
+    ("empty", "<think>\n", [assistant("3")], ["\n</think>\n\n3"]),  # two line breaks, which are one token elsewhere
+    ("empty", "<think>", [assistant("3")], ["\n\n</think>\n\n3"])]
+THINKING |= {"twice": "m['content'] + m['content']",
+             "channel": "('[thoughts] ' + m['thinking'] + ' ' if m['thinking'] else '') + '[says] ' + m['content']"}
+
+
+@pytest.mark.parametrize(("how", "opening", "completion", "texts"), EXACT)
+def test_nothing_is_learned_beside_the_message(folders, tmp_path, how, opening, completion, texts):
+    """By hand, as rows are read; and the ids go on from the very ids that the policy is given."""
+    ours = thinking(folders, tmp_path, how, opening)
+    row = sft_row(dict(prompt=[user("1+2?")], completion=completion))
+    if texts is None:
+        with pytest.raises(BadInput, match="my.jinja.*--chat_template=FILE"):
+            encoded(ours, row["prompt"], row["completion"])
+        return
+    ids, trained = encoded(ours, row["prompt"], row["completion"])
+    assert spans(ours, ids, trained) == [text + "<|im_end|>" for text in texts]
+    assert ids[:trained.index(True)] == opened(ours, row["prompt"])
+
+
+def test_thoughts_that_are_special_tokens_are_not_learned_as_letters(folders, tmp_path):
+    """The template writes the token itself; in a message it would be letters, which the policy never samples."""
+    shutil.copytree(folders["qwen3"], tmp_path / "tokenizer")
+    for file in (tmp_path / "tokenizer" / name for name in ("tokenizer.json", "tokenizer_config.json")):
+        settings = json.loads(file.read_text())
+        added = settings.get("added_tokens") or settings.get("added_tokens_decoder", {}).values()
+        for token in [token for token in added if "think>" in token["content"]]:
+            token["special"] = True
+        file.write_text(json.dumps(settings))
+    ours = thinking(dict(qwen3=str(tmp_path / "tokenizer")), tmp_path, "reads", "")
+    assert {"<think>", "</think>"} <= ours.specials.keys()
+    with pytest.raises(BadInput, match="<think> is a special token.*reasoning_content"):
+        encoded(ours, [user("1+2?")], [assistant("<think>add</think>3")])
+    ids, trained = encoded(ours, [user("1+2?")], [assistant("3") | dict(reasoning_content="add")])
+    assert [i for i, learned in zip(ids, trained, strict=True) if learned][0] == ours.specials["<think>"]
 
 
 FLAGGED = {  # what a message says: how it is read, None: not at all

@@ -19,15 +19,15 @@ ADDRESSES = "192.0.2.1", "192.0.2.2"  # of a network for examples (RFC 5737)
 # In iteration 2 each rank waits for the test: what is cut is then cut in the rollout, and nobody is writing to the disk.
 PAUSE = """
 import os, time
-import data
-batch_rows = data.batch_rows
+import prompts
+batch_rows = prompts.batch_rows
 def paused(seed, iteration, *rest):
     if iteration == 2:
         open(f"{os.environ['SIGNS']}/here-{RANK}", "w").close()
         while not os.path.exists(f"{os.environ['SIGNS']}/go"):
             time.sleep(0.05)
     return batch_rows(seed, iteration, *rest)
-data.batch_rows = paused
+prompts.batch_rows = paused
 """
 
 

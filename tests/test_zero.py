@@ -23,9 +23,9 @@ P = placement.Place
 # what a watched run leaves beside its product: the dtypes of its models, before the first step
 WATCH = """
 import json, torch
-import data, parallel
+import prompts, parallel
 now, seen = -1, {}
-original_rows, original_broadcast = data.batch_rows, parallel.broadcast_parameters
+original_rows, original_broadcast = prompts.batch_rows, parallel.broadcast_parameters
 
 def at(iteration):  # cases put in here what is to happen as an iteration begins
     pass
@@ -45,7 +45,7 @@ def broadcast(models):
     with open(f"dtypes-{RANK}.json", "w") as f:
         json.dump(dtypes, f)
 
-data.batch_rows, parallel.broadcast_parameters = batch_rows, broadcast
+prompts.batch_rows, parallel.broadcast_parameters = batch_rows, broadcast
 """
 
 

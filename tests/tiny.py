@@ -326,13 +326,13 @@ def run_patches(code, rank, modules):
 
 # Code for runs. `now` is the iteration, and in iteration 1 `once` lets something happen before a function is called.
 NOW = """
-import data
-now, original_rows = -1, data.batch_rows
+import prompts
+now, original_rows = -1, prompts.batch_rows
 def batch_rows(seed, iteration, *rest):
     global now
     now = iteration
     return original_rows(seed, iteration, *rest)
-data.batch_rows = batch_rows
+prompts.batch_rows = batch_rows
 """
 ONCE = """
 def once(owner, name, action):
@@ -352,13 +352,13 @@ def stops(iteration, rank=0):
     """
     return f"""
 import os, signal
-import data
-drawn, asked = data.batch_rows, []
+import prompts
+drawn, asked = prompts.batch_rows, []
 def stopped(seed, iteration, *rest):
     if iteration == {iteration} and RANK == {rank} and not asked:
         asked.append(os.kill(os.getpid(), signal.SIGTERM))
     return drawn(seed, iteration, *rest)
-data.batch_rows = stopped
+prompts.batch_rows = stopped
 """
 
 

@@ -28,7 +28,7 @@ from statistics import fmean  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
-from data import encode_for_all, spread  # noqa: E402
+from prompts import encode_for_all, spread  # noqa: E402
 from engine import build, launch, together  # noqa: E402
 from engine.curves import short_names  # noqa: E402
 from engine.estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402

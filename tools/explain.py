@@ -25,8 +25,8 @@ sys.path.insert(0, ROOT)
 
 import engine  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
-import data  # noqa: E402
 import engine.optimizers  # noqa: E402
+import prompts  # noqa: E402
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
 from engine import launch, report, run_folder  # noqa: E402
@@ -64,7 +64,8 @@ if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")
 # of the files that the run began with, of its machine; and nothing is reported to others
-keys = {name: x for name, x in keys.items() if name not in ("sha256", "gpu")} | {"report_to": ""}
+others = "sha256", "gpu", "format"
+keys = {name: x for name, x in keys.items() if name not in others} | {"report_to": ""}
 rules = str(keys["reward_functions"])
 if files_of(rules) and not reward_functions:  # the folder may be somebody else's
     raise BadInput(f"{file} names code, {', '.join(files_of(rules))}, which runs only where you "
@@ -87,7 +88,7 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
 
 names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
 seen = {}  # column -> (n,): what the script adds up of the first response, in its last pass
-encode, noise, add_up = data.encode_for_all, rollout.response_uniforms, report.add_up
+encode, noise, add_up = prompts.encode_for_all, rollout.response_uniforms, report.add_up
 take_step = engine.optimizers.step
 
 
@@ -100,12 +101,12 @@ def encode_with_the_prompt(rows, path, *rest):
     ids = encode(rows, path, *rest)  # rows that are too long may be dropped here
     if path == keys["prompts_path"]:
         count = keys["batch_size"] // keys.get("group_size", 1)
-        first = data.batch_rows(keys["seed"], iteration, count, rows.mix)[0]
+        first = prompts.batch_rows(keys["seed"], iteration, count, rows.mix)[0]
         chat = rows[0]["prompt"] if isinstance(rows[0]["prompt"], list) else None
         system = [message for message in chat or [] if message["role"] == "system"]
         row = {"prompt": [*system, {"role": "user", "content": prompt}] if chat else prompt}
         for known in (*rows, *names["eval_rows"]):  # a row of the data, with all its fields
-            if data.prompt_text(known) == prompt:
+            if prompts.prompt_text(known) == prompt:
                 row = known
         rows[first] = row | ({"answer": answer} if answer else {})
         for _, name, _ in names["terms"]:
@@ -137,7 +138,7 @@ def end_of_iteration(*_, **__):
     raise Enough
 
 
-data.encode_for_all, report.add_up, engine.optimizers.step = (
+prompts.encode_for_all, report.add_up, engine.optimizers.step = (
     encode_with_the_prompt, add_up_and_look, step)
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)

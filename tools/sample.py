@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from data import encode_for_all  # noqa: E402
+from prompts import encode_for_all  # noqa: E402
 from engine.launch import choose_device  # noqa: E402
 from engine.placement import Place, load_placed, precisions  # noqa: E402
 from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402

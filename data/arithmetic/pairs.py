@@ -19,7 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
-from data import batch_rows  # noqa: E402
+from prompts import batch_rows  # noqa: E402
 from trunk import load_whole  # noqa: E402
 from engine.tokenizers import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402

@@ -1,10 +1,10 @@
-"""data.py: which rows a batch of several files holds, and micro-batches. (One file's order is by_hand.py's.)"""
+"""prompts.py: which rows a batch of several files holds, and micro-batches. (One file's order is by_hand.py's.)"""
 import itertools
 
 import pytest
 import torch
 
-from data import batch_rows, my_micro_batches, other_row, spread
+from prompts import batch_rows, my_micro_batches, other_row, spread
 
 
 @pytest.mark.parametrize("sizes, weights, batch_size", [
