@@ -13,7 +13,7 @@ these (again). "same", written by hand: nothing that counts is changed. Who has 
 a line of the kind "written", with a whole line of the file, its new text and the result "open".
 Last tried at commit 9b97e63: of 114 mutants 26 computed the same, 86 were noticed, and two were not: prompts.py, `if trained[0]
 or not any(trained)` with `and`, since rows.py refuses such rows before, and run.py, a fresh run's `skipped=1` in float16.
-Of 76 that were written 74 are noticed, and two compute the same.
+Of 83 that were written 81 are noticed, and two compute the same.
 """
 import ast
 import collections
