@@ -9,7 +9,7 @@ pin_threads
 
 # Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
 # with another seed the run would be refused.
-for old in out/arithmetic_sft out/arithmetic_rm out/arithmetic_ppo; do
+for old in out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.{png,html}; do
     if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
 done
 began=$SECONDS

@@ -131,6 +131,8 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
     shutil.copytree(os.path.join(ROOT, "runs"), tmp_path / "runs")
     for of in ("sft", "rm", "ppo", "grpo"):
         (tmp_path / "out" / f"arithmetic_{of}").mkdir(parents=True)
+    for picture in ("arithmetic_ppo.png", "arithmetic_ppo.html"):  # an earlier quartet's would be refused at the end
+        (tmp_path / "out" / picture).write_text("old")
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\necho "$@" >> said\n')
     python.chmod(0o755)
@@ -138,7 +140,7 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
     def quickstart(*seed):
         return subprocess.run(["bash", "runs/quickstart.sh", *seed], cwd=tmp_path, env=ENV | {"QUARTET_PYTHON": str(python)})
 
-    assert quickstart("one").returncode == 2 and len(os.listdir(tmp_path / "out")) == 4
+    assert quickstart("one").returncode == 2 and len(os.listdir(tmp_path / "out")) == 6
     assert quickstart().returncode == 0
     assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"] and "--seed=1\n" in (tmp_path / "said").read_text()
     assert "`out/arithmetic_{sft,rm,ppo}`" in open(f"{ROOT}/README.md").read()
