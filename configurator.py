@@ -16,7 +16,7 @@ are enforced, so a comment cannot promise another range than the one that is che
 
 Keys that several scripts share stand in files of their own, written alike:
 
-    config, system = configure(globals(), "engine/keys.py", checkpoint_interval=500)
+    config, system = configure(globals(), "keys.py", checkpoint_interval=500)
 
 gives them as attributes of `system`, which the script hands on as one value. The keywords are this
 script's own defaults of shared keys.

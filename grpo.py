@@ -29,16 +29,19 @@ With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its rel
 relatives.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
 and its neighbours.
 """
-import engine  # noqa: F401, before torch: it notes which CPUs this process may use
+import before_torch  # noqa: F401, before torch: it notes which CPUs this process may use
 
 import torch
 
 import parallel
 from configurator import configure
-from engine import audit, build, launch, report
-from engine.optimizers import MovingAverage, step
-from engine.placement import in_memory
-from engine.run import Run, ranks_agree
+import audit
+import build
+import launch
+import report
+from optimizers import MovingAverage, step
+from placement import in_memory
+from run import Run, ranks_agree
 from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
 from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
@@ -113,7 +116,7 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
 # keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
-config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
+config, system = configure(globals(), "keys.py", "rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 

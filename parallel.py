@@ -34,7 +34,7 @@ themselves; then clip_gradients adds an all_reduce of 1 number a model, for the 
 rollout decoding_copy gathers the policy.
 
 In the code: the docstring of a function that is a collective begins with the words "A collective",
-and a line of a training script or of what these share (rollout.py, rewards.py, engine/run.py,
+and a line of a training script or of what these share (rollout.py, rewards.py, run.py,
 options/roles.py) that calls such a function is marked # COLLECTIVE.
 """
 import contextlib

@@ -29,16 +29,19 @@ to the columns that they use. response_mask is True on the tokens that the polic
 COLLECTIVE marks a line that all ranks must reach together: there they exchange data.
 N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031).
 """
-import engine  # noqa: F401, before torch: it notes which CPUs this process may use
+import before_torch  # noqa: F401, before torch: it notes which CPUs this process may use
 
 import torch
 
 import parallel
 from configurator import configure
-from engine import audit, build, launch, report
-from engine.optimizers import MovingAverage, step
-from engine.placement import in_memory
-from engine.run import Run, ranks_agree
+import audit
+import build
+import launch
+import report
+from optimizers import MovingAverage, step
+from placement import in_memory
+from run import Run, ranks_agree
 from gae import compute_gae
 from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, importance_weights,
                   kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
@@ -117,7 +120,7 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 
 # keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
-config, system = configure(globals(), "engine/keys.py", "engine/rl_keys.py")
+config, system = configure(globals(), "keys.py", "rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 

@@ -19,7 +19,7 @@ responses. In a run the batch also has the tensors of rollout.generate (tokens, 
 response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it.
 
 What becomes of a score stands behind the models; which rewards a run uses, with which weights, and
-how they are added up comes last. When two answers are the same is in engine/answers.py. What a
+how they are added up comes last. When two answers are the same is in answers.py. What a
 script does to a score afterwards is in its shape_scores: for example, missing_eos_penalty = 1 gives
 every response that did not end with EOS the score -1, in the place of its own score.
 """
@@ -31,10 +31,12 @@ import torch
 
 import parallel
 from prompts import left_aligned, right_pad
-from engine import audit, launch, together
-from engine.answers import final_answer, same_answer, whole_responses
-from engine.placement import no_grad_forwards
-from engine.reward_mix import call_rewards, parse_rewards
+import audit
+import launch
+import together
+from answers import final_answer, same_answer, whole_responses
+from placement import no_grad_forwards
+from reward_mix import call_rewards, parse_rewards
 from errors import Stop, say
 from rollout import texts_of
 
@@ -161,7 +163,7 @@ def read_texts(rows, completions, finished, tokenizer, longest, device):
     """
     What a reward model reads of completions to the prompts of data rows, up to the token at which
     its score is read (N+ detail 12): tokens and attention_mask (b, T). They are text, which its own
-    tokenizer encodes as rm.py has in training: see encode_scored in engine/tokenizers.py. finished:
+    tokenizer encodes as rm.py has in training: see encode_scored in tokenizer.py. finished:
     whether each has ended by itself; None: all have.
 
     longest: the reward model's context. The text of a response may be longer, though all prompts
@@ -295,7 +297,7 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     mine: the texts and tensors of all of them; rows: how many responses all ranks have together.
     terms: [(weight, name, function)] from reward_terms; a model's function is None. reward_model,
     judge: None where there is none; one that ranks of another role hold is left out.
-    reward_tokenizer: the reward model's. placement: a build.Placement, with the keys of the engine.
+    reward_tokenizer: the reward model's. placement: a build.Placement, with the shared keys.
     """
     device, system = placement.device, placement.system
     reward_model, judge = (

@@ -19,12 +19,13 @@ import torch
 import parallel
 from configurator import configure
 from prompts import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
-from engine import audit, build
-from engine.estimates import agreement, calibration_error, correlation
-from engine.optimizers import step
-from engine.placement import Place, in_memory, no_grad_forwards
-from engine.run import Run, ranks_agree
-from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
+import audit
+import build
+from estimates import agreement, calibration_error, correlation
+from optimizers import step
+from placement import Place, in_memory, no_grad_forwards
+from run import Run, ranks_agree
+from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 from errors import BadConfig, BadInput, say, warn
 from folders import several_paths
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
@@ -74,7 +75,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 
 # keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
-config, system = configure(globals(), "engine/keys.py", checkpoint_interval=500,
+config, system = configure(globals(), "keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, the model, its optimizer, and resume or begin

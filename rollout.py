@@ -29,8 +29,8 @@ import hashlib
 import torch
 
 import parallel
-from engine import audit
-from engine.placement import decoding_copy, no_grad_forwards
+import audit
+from placement import decoding_copy, no_grad_forwards
 from errors import BadInput
 from model import scaled_logits
 

@@ -23,7 +23,7 @@ import os
 import re
 import zlib
 
-from engine.answers import final_answer
+from answers import final_answer
 from errors import BadInput, shorten
 from folders import read_file
 

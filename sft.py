@@ -17,11 +17,12 @@ import parallel
 from configurator import configure
 from prompts import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
                   tokens_of_example, trained_tokens)
-from engine import audit, build
-from engine.optimizers import step
-from engine.placement import in_memory, no_grad_forwards
-from engine.run import Run, ranks_agree
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer
+import audit
+import build
+from optimizers import step
+from placement import in_memory, no_grad_forwards
+from run import Run, ranks_agree
+from tokenizer import check_tokenizer_fits, load_tokenizer
 from errors import BadConfig, say, warn
 from loss import example_logprobs, learning_rate_at
 from rows import Rows, read_rows, sft_row
@@ -64,7 +65,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides the weights of a scratch model and the order of the data [>= 0]
 
 # keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
-config, system = configure(globals(), "engine/keys.py", checkpoint_interval=500,
+config, system = configure(globals(), "keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, the model, its optimizer, and resume or begin

@@ -31,7 +31,7 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from engine.answers import last_boxed  # noqa: E402
+from answers import last_boxed  # noqa: E402
 from errors import BadInput, one_line, report_errors  # noqa: E402
 from folders import check_writable, written  # noqa: E402
 from rows import (FLAGS, PAIR, files_of, is_learned, parse_fields, preference_row,  # noqa: E402

@@ -26,9 +26,9 @@ import torch  # noqa: E402
 from configurator import configure  # noqa: E402
 from prompts import encode_for_all  # noqa: E402
 from options.judging import Judge, template_text  # noqa: E402
-from engine.launch import choose_device  # noqa: E402
-from engine.placement import Place, load_placed, precisions  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_tokenizer  # noqa: E402
+from launch import choose_device  # noqa: E402
+from placement import Place, load_placed, precisions  # noqa: E402
+from tokenizer import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import check_writable, model_folders, written  # noqa: E402
 from rewards import accuracy, ask_judge  # noqa: E402

@@ -17,8 +17,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from engine import CPUS
-from engine.answers import DENIED, clash, final_answer, plain, same_answer, whole_responses
+from before_torch import CPUS
+from answers import DENIED, clash, final_answer, plain, same_answer, whole_responses
 from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
 
@@ -92,7 +92,7 @@ def check_installed(rows, path):
                        "installed; type pip install math-verify, or use accuracy")
 
 
-math_answer.check_rows = check_installed  # for engine/reward_mix.py
+math_answer.check_rows = check_installed  # for reward_mix.py
 
 
 def same_expressions(pairs, workers, seconds):

@@ -11,8 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from engine import CPUS
-from engine.answers import whole_responses
+from before_torch import CPUS
+from answers import whole_responses
 from errors import BadInput, shorten
 from grading import sandbox
 
@@ -55,7 +55,7 @@ def check_code(rows, path):
         check_tests(row["tests"], f"{path}, row {number}")
 
 
-code.check_rows = check_code  # for engine/reward_mix.py
+code.check_rows = check_code  # for reward_mix.py
 
 
 # --------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ import sys
 import threading
 import time
 
-from engine import CPUS
+from before_torch import CPUS
 from errors import BadInput, Stop, shorten
 
 OUTPUT_LIMIT = 2**16  # bytes that we read back, besides what tests expect

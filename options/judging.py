@@ -22,7 +22,7 @@ import torch
 
 from prompts import at_row, keep, rows_that_fit
 from folders import read_text, same_folder
-from engine.tokenizers import joined
+from tokenizer import joined
 from errors import BadInput, shorten
 from model import at_least_float32
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from engine.together import PATIENCE, patience
+from together import PATIENCE, patience
 from errors import BadConfig, BadInput, Lost, Stop, shorten
 from parallel import wire
 

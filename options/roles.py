@@ -40,11 +40,11 @@ import torch
 import errors
 import parallel
 from prompts import micro_batch
-from engine import launch
-from engine.audit import audit, checksum_of, watched
-from engine.checkpoint import load_batches
-from engine.placement import held, matrices_of
-from engine.together import together
+import launch
+from audit import audit, checksum_of, watched
+from checkpoint import load_batches
+from placement import held, matrices_of
+from together import together
 from errors import BadConfig, Lost, Stop
 from options import messages
 from parallel import fill, gather, is_shard, my_part

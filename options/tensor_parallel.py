@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from engine.placement import matrices_of
+from placement import matrices_of
 from errors import BadConfig, first_line
 from model import Model, auto_class, freeze
 from parallel import fill, gather, is_shard, my_part

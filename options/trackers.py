@@ -9,7 +9,7 @@ import importlib
 import math
 import os
 
-from engine.together import alone
+from together import alone
 from errors import BadConfig, first_line, warn
 
 TRACKERS = "tensorboard", "wandb", "trackio"

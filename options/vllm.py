@@ -26,9 +26,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-import engine
+import before_torch
 import parallel
-from engine.together import patience
+from together import patience
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
 from model import in_full
@@ -130,7 +130,7 @@ class VLLM:
         memory = os.memfd_create("weights")
         os.ftruncate(memory, size)
         # this thread may be pinned to one CPU, and a process begins where its parent is
-        code = (f"import os, sys; os.sched_setaffinity(0, {sorted(engine.CPUS)}); "
+        code = (f"import os, sys; os.sched_setaffinity(0, {sorted(before_torch.CPUS)}); "
                 f"sys.path.insert(0, {ROOT!r}); from options.vllm import serve; "
                 f"serve({theirs.fileno()}, {memory}, {os.getpid()})")
         quiet = None if "VLLM_LOGGING_LEVEL" in os.environ else subprocess.DEVNULL

@@ -57,7 +57,7 @@ from transformers import (  # noqa: E402, F401
 
 import configurator  # noqa: E402
 import model  # noqa: E402
-from engine import checkpoint  # noqa: E402
+import checkpoint  # noqa: E402
 
 import tiny  # noqa: E402
 
@@ -81,7 +81,7 @@ ROLE_JOBS = [("ppo.py", 2, "train=1,generate=1", 1), ("grpo.py", 2, "train=1,gen
              ("ppo.py", 2, "train=1,score=1", 1), ("ppo.py", 2, "", 0, 3), ("grpo.py", 3, "", 0, 2), ("ppo.py", 2, "", 0, 1)]
 KINDS = ["collective", "file", "write", "time", "compute", "signal"]
 
-OURS = [name[:-3].replace(os.sep, ".") for folder in ("", "engine/", "options/", "grading/")
+OURS = [name[:-3].replace(os.sep, ".") for folder in ("", "options/", "grading/")
         for name in glob.glob(f"{folder}[!_]*.py", root_dir=ROOT) if name not in KEYS]  # every module that the scripts may import
 
 Fault = collections.namedtuple("Fault", "kind rank at when")

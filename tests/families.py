@@ -55,8 +55,8 @@ def make(variant, head="lm", seed=0):
 
 def add_vision(world):
     """world.seeing: a policy as Gemma 3 4B is, with a vision part that no text reaches, and files of its processor."""
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
     from model import from_scratch
 
     tokenizer, folder = load_tokenizer(world.tokenizer), f"{world.root}/seeing"

@@ -39,13 +39,13 @@ TESTS = {
     "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards, reward_models", "ppo or grpo"),
     "prompts.py": (8, "prompts", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
     "model.py": (10, "model", "ppo or rm"), "options/roles.py": (8, "roles", "generate or score or roles"),
-    "engine/run.py": (6, "ppo and sabotage", "ppo or grpo or sft"), "engine/report.py": (0, "", "ppo or grpo"),
+    "run.py": (6, "ppo and sabotage", "ppo or grpo or sft"), "report.py": (0, "", "ppo or grpo"),
     "options/lora.py": (0, "lora", "rm or shared or adapters"),
-    "trunk.py": (0, "lora", "rm or shared or adapters"), "engine/tokenizers.py": (0, "", "ppo or grpo"),
-    "engine/optimizers.py": (0, "zero and adafactor, knobs and resumed_run", "ppo or grpo"),
-    "engine/checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"),
-    "engine/audit.py": (0, "parallel, ppo and sabotage, roles and fails", "one and token"),
-    "engine/estimates.py": (0, "eval", "rm"), "tools/eval.py": (0, "eval", "one and token")}
+    "trunk.py": (0, "lora", "rm or shared or adapters"), "tokenizer.py": (0, "", "ppo or grpo"),
+    "optimizers.py": (0, "zero and adafactor, knobs and resumed_run", "ppo or grpo"),
+    "checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"),
+    "audit.py": (0, "parallel, ppo and sabotage, roles and fails", "one and token"),
+    "estimates.py": (0, "eval", "rm"), "tools/eval.py": (0, "eval", "one and token")}
 # of the runs by hand first a few, then those on one rank, then all: most mutants are noticed by the first
 WAYS = "(learned or gspo or plain or again or generate)", "alone", ""
 

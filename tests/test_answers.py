@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from engine.answers import final_answer, same_answer
+from answers import final_answer, same_answer
 from rewards import accuracy, format, thinks
 
 PAIRS = {"numbers": r"""

@@ -14,13 +14,13 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-import engine.tokenizers
+import tokenizer
 import errors
 from configurator import run_config_file
 from prompts import encode_prompts
-from engine.tokenizers import load_tokenizer
-from engine.reward_mix import call_rewards
-from engine.run_folder import open_run
+from tokenizer import load_tokenizer
+from reward_mix import call_rewards
+from run_folder import open_run
 from errors import BadConfig, BadInput, Stop
 from folders import check_writable, written
 from model import load_model
@@ -234,7 +234,7 @@ def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens):
     "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "{{ 1 / 0 }}", "{% for %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
 def test_a_template_that_fails(template, tokens, monkeypatch):
-    monkeypatch.setattr(engine.tokenizers, "RENDERING", 0.3)
+    monkeypatch.setattr(tokenizer, "RENDERING", 0.3)
     (tokens / "chat_template.jinja").write_text(template)
     rows = [dict(prompt="a"), dict(prompt=[dict(role="user", content="a")])]
     with pytest.raises(BadInput, match="rows.jsonl, row 2: .*/tokens") as caught:

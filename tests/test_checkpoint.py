@@ -14,10 +14,10 @@ import time
 import pytest
 import torch
 
-from engine import run_folder
-from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_model
-from engine.run_folder import open_run
-from engine.run_log import write_log
+import run_folder
+from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_model
+from run_folder import open_run
+from run_log import write_log
 from errors import BadInput
 from model import from_scratch
 
@@ -203,7 +203,7 @@ def test_another_runs_folder_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.run_folder.FORMAT", 1)
+    monkeypatch.setattr("run_folder.FORMAT", 1)
     open_run(str(tmp_path), CONFIG, MATCH)
     save(tmp_path, 4)
     monkeypatch.undo()
@@ -306,7 +306,7 @@ def names_in(source):
 
 
 def test_no_pickle_anywhere():
-    scripts = [p for where in ("", "engine", "options", "grading", "tools") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
+    scripts = [p for where in ("", "options", "grading", "tools") for p in glob.glob(os.path.join(ROOT, where, "*.py"))]
     assert len(scripts) >= 10
     for script in scripts:  # sandbox.py writes marshal, for the sandbox to read: nothing that comes back is so read
         with open(script, encoding="utf-8") as f:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from engine.placement import finish_placing
+from placement import finish_placing
 from model import from_scratch
 from rollout import generate
 

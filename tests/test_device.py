@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prompts import micro_batch
-from engine import launch
+import launch
 from model import freeze, from_scratch
 from rollout import draw, generate
 
@@ -26,7 +26,9 @@ import datetime, json
 import torch
 import torch.distributed as dist
 import pretend
-from engine import launch, report, together
+import launch
+import report
+import together
 import parallel
 
 launch.choose_device = lambda device: "cuda:0"

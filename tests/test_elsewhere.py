@@ -18,7 +18,7 @@ import builtins, ctypes, os, shutil, resource, sys
 import campaign
 
 os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
-for name in ["engine", "options", "grading", *campaign.OURS]:  # imported anew; torch and transformers know their own system
+for name in ["before_torch", "options", "grading", *campaign.OURS]:  # imported anew; torch and transformers know their own system
     sys.modules.pop(name, None)
 for name in [name for name in vars(os) if name.startswith(("sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
     delattr(os, name)
@@ -78,7 +78,7 @@ def test_a_mac_runs_everything_but_the_sandbox(tmp_path):
 
 
 def test_windows_is_told_to_use_wsl():
-    done = subprocess.run([sys.executable, "-c", "import sys; sys.platform = 'win32'; import engine.run_folder"], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-c", "import sys; sys.platform = 'win32'; import before_torch, run_folder"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "WSL" in done.stderr, done.stderr
 

@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 import tiny
-from engine.estimates import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
+from estimates import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
 from tiny import arguments, forked, one_run
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from grading import expressions
 from grading.expressions import math_answer
-from engine.reward_mix import check_rows
+from reward_mix import check_rows
 from errors import BadInput
 from rewards import accuracy, reward_terms
 

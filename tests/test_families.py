@@ -47,8 +47,8 @@ OFTEN = ("Llama with yarn", "Qwen3", "Gemma 3 (text)", "OPT", "Mixtral", "Cohere
 
 def make(world, name):
     """Save a random policy of a family in world.root/name."""
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
     from model import from_scratch
 
     kind, sizes = FAMILIES[name]

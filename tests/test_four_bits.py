@@ -6,7 +6,7 @@ import torch
 
 from model import in_full
 from options.four_bits import bitsandbytes, check_four_bits, quantize
-from engine.placement import placements
+from placement import placements
 from errors import BadConfig
 from model import freeze, from_scratch, probe
 from tools import dry_run

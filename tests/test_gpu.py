@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from engine import launch
+import launch
 from gae import compute_gae
 from model import freeze, load_model
 from rollout import draw, generate
@@ -122,7 +122,9 @@ DRIVER = f"""
 import json, os, runpy, sys
 sys.path[:0] = [{ROOT!r}, {ROOT + "/tests"!r}]
 import torch, parallel, loss, rollout, prompts
-from engine import launch, run, together
+import launch
+import run
+import together
 
 ours, work, results = (parallel, loss, rollout, prompts, launch, run, together), sys.argv[1], []
 for script, code, args in json.load(open(work)):
@@ -219,7 +221,7 @@ def test_a_run_is_that_of_the_cpu(runs, name):
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
 def test_what_is_offloaded_is_pinned(world):
-    from engine.placement import Place, load_placed, on_device
+    from placement import Place, load_placed, on_device
 
     model = load_placed(world.reward, Place(offload="params"), torch.device(DEVICE), "scalar")
     assert all(p.is_pinned() for p in model.parameters())

@@ -43,7 +43,7 @@ def closure(path):
 
 def own_keys(script):
     """The keys that stand in the script itself."""
-    shared = {name for file in ("engine/keys.py", "engine/rl_keys.py") for name in read_keys(os.path.join(ROOT, file))}
+    shared = {name for file in ("keys.py", "rl_keys.py") for name in read_keys(os.path.join(ROOT, file))}
     return read_keys(os.path.join(ROOT, script)).keys() - shared
 
 
@@ -69,5 +69,5 @@ def test_each_shared_key_is_read():
     options = glob.glob("options/*.py", root_dir=ROOT)
     files = {*SCRIPTS, *options, *(file for script in SCRIPTS for file in closure(script))}
     read = {node.attr for file in files for node in ast.walk(tree_of(file)) if isinstance(node, ast.Attribute)}
-    for file in ("engine/keys.py", "engine/rl_keys.py"):
+    for file in ("keys.py", "rl_keys.py"):
         assert read_keys(os.path.join(ROOT, file)).keys() <= read

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from options.judging import TEMPLATES, Judge, judged_by_reference
-from engine.tokenizers import load_tokenizer
+from tokenizer import load_tokenizer
 from errors import BadInput
 from rows import Rows
 from model import freeze, load_model

@@ -24,7 +24,7 @@ ROWS = dict(fields="answer>prompt,prompt>answer", max_prompt_tokens=2, too_long=
 JUDGE = dict(judge_path="JUDGE", judge_template="QUESTION")
 AWAY = "policy=params,value=params,ref=params,reward=params"
 SHORT = dict(dtype="bfloat16", master_weights=False, optim="adafactor")
-CUT = "from engine import checkpoint; checkpoint.FILE_BYTES = 20_000\n"  # optimizer states go into many files
+CUT = "import checkpoint; checkpoint.FILE_BYTES = 20_000\n"  # optimizer states go into many files
 CASES = {  # (script, name) -> the keys; ranks and keys until a stop in iteration 1; and from there on
     ("ppo.py", "rows"): (ROWS | JUDGE | dict(epochs=0.5, lora="policy=2:8:c_attn", ema_decay=0.7, value_init="shared",
                                              reward_functions="judge,0.1*length,0.1*reward_model"),

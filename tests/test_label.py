@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.tokenizers import load_tokenizer
+from tokenizer import load_tokenizer
 from model import load_model
 from rollout import generate, response_uniforms, texts_of
 

@@ -9,8 +9,8 @@ import torch
 
 from options.lora import Adapted, fill_adapter, load_adapted, save_adapter
 from trunk import load_whole
-from engine.checkpoint import save_final
-from engine.tokenizers import load_tokenizer
+from checkpoint import save_final
+from tokenizer import load_tokenizer
 from errors import BadInput
 from model import from_scratch, load_model
 
@@ -31,7 +31,7 @@ def tokenizer(tmp_path):
 
 
 def base_in(folder, family="llama", head="lm", dtype=torch.float32):
-    from engine.checkpoint import named_tensors
+    from checkpoint import named_tensors
 
     model = from_scratch(dict(model_type=family, **FAMILIES[family]), head, seed=1)
     model.hf.save_pretrained(folder, state_dict={n: t.contiguous() for n, t in named_tensors(model)})

@@ -17,7 +17,8 @@ TRACKED = """
 import gc, json, os
 from unittest import mock
 import torch
-import engine.run
+import before_torch
+import run
 from torch.distributed._tools.mem_tracker import MemTracker
 
 class Tracker(MemTracker):
@@ -25,7 +26,7 @@ class Tracker(MemTracker):
         super().__init__()
         self._mod_tracker = mock.MagicMock(is_bw=False)  # its hooks fail where a module is called twice
 
-tracker, peaks, enter = Tracker(), {}, engine.run.Run.enter
+tracker, peaks, enter = Tracker(), {}, run.Run.enter
 
 def entered(self, phase):
     ended = self.phase
@@ -41,7 +42,7 @@ def entered(self, phase):
         with open("peaks-" + os.environ.get("RANK", "0") + ".json", "w") as f:
             json.dump(peaks, f)
 
-engine.run.Run.enter = entered
+run.Run.enter = entered
 """
 
 
@@ -58,8 +59,8 @@ def read_table(text):
 def world(tmp_path_factory):
     """A tiny world with a Llama-like policy, a reward model, an adapter on the policy, and prompts of one length."""
     from options.lora import Adapted, save_adapter
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
     from model import from_scratch
 
     folder = str(tmp_path_factory.mktemp("memory"))

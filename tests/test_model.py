@@ -300,8 +300,8 @@ def test_the_longest_row_changes_no_other(name, monkeypatch):
 
 def test_longer_rows_are_refused_by_each_script(tmp_path):
     """Of a Phi-3 with longrope, whose first length of context is 12 tokens; the prompt and the answer are longer."""
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
 
     world = tiny.build(str(tmp_path / "world"))
     tokenizer, policy = load_tokenizer(world.tokenizer), f"{world.root}/phi"

@@ -1,5 +1,5 @@
 """
-parallel.py, and engine/audit.py: micro-batches of all ranks, what is gathered, and an audit that misses nothing. (What the
+parallel.py, and audit.py: micro-batches of all ranks, what is gathered, and an audit that misses nothing. (What the
 collectives sum, and that a number that is not finite stops all, test_by_hand.py and test_ppo.py hold.)
 """
 import ast
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import parallel
-from engine import audit
+import audit
 
 import tiny
 from tiny import forked, one_run
@@ -116,7 +116,8 @@ WORKER = """
 import json
 import torch
 import parallel
-from engine import audit, launch
+import audit
+import launch
 from errors import Stop
 from test_parallel import two_layers
 
@@ -170,7 +171,7 @@ def test_three_ranks_gather_every_bit_and_audit_every_bit(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # the marks of collectives, and the list in the docstring of parallel.py
 
-SCRIPTS = ("ppo.py", "grpo.py", "options/roles.py", "rollout.py", "rewards.py", "engine/run.py")
+SCRIPTS = ("ppo.py", "grpo.py", "options/roles.py", "rollout.py", "rewards.py", "run.py")
 OTHERS = r"(torch|math|os|os\.path)\.\w+|' \| '\.join|iterations|self\.to_save"  # no collectives
 
 
@@ -182,7 +183,7 @@ def parsed(script):
 
 def test_every_collective_is_marked_and_nothing_else():
     """A call of what says "A collective" in its docstring is marked # COLLECTIVE, or the class whose __init__ calls some."""
-    files = [os.path.relpath(path, tiny.ROOT) for folder in ("", "engine", "options")
+    files = [os.path.relpath(path, tiny.ROOT) for folder in ("", "options")
              for path in glob.glob(f"{tiny.ROOT}/{folder}/*.py")]
     collectives = {"Run", "Placement", "first_batch", "sample_now", "score_here", "work"}
     for file in files:

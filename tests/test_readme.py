@@ -24,8 +24,8 @@ def files(*patterns):
     return sorted(os.path.relpath(p, ROOT) for pattern in patterns for p in glob.glob(os.path.join(ROOT, pattern)))
 
 
-PAGES = {path: read(path) for path in files("*.md", "docs/*.md", "engine/*.md", "options/*.md")}
-HOUSE = files("*.py", "engine/*.py", "options/*.py", "grading/*.py", "tools/*.py")
+PAGES = {path: read(path) for path in files("*.md", "docs/*.md", "options/*.md")}
+HOUSE = files("*.py", "options/*.py", "grading/*.py", "tools/*.py")
 SOURCE = "\n".join(map(read, [*HOUSE, *files("config/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/*.sh",
                                               "runs/peers/*.py")]))
 pages = pytest.mark.parametrize("page", PAGES)
@@ -38,8 +38,8 @@ pages = pytest.mark.parametrize("page", PAGES)
 def test_pages_are_reached_from_the_front_page_and_files_from_their_map():
     linked = set(re.findall(r"\]\((\w+/\w+\.md)\)", PAGES["README.md"]))
     assert linked == PAGES.keys() - {"README.md"} and len(PAGES["README.md"].splitlines()) <= 100
-    for folder, those in (("engine", ["engine/*.py"]), ("options", ["options/*.py", "grading/*.py"])):
-        assert sorted(re.findall(r"^\| `([\w/]+\.py)` \|", PAGES[f"{folder}/README.md"], re.MULTILINE)) == files(*those)
+    listed = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["options/README.md"], re.MULTILINE)
+    assert sorted(listed) == files("options/*.py", "grading/*.py")
 
 
 def imports_of(path, inside=False):
@@ -61,7 +61,7 @@ def test_options_are_imported_where_their_key_is_read():
         assert not [file for file in imports_of(path) if file.startswith(("options/", "grading/"))], path
         slow = {"decoding_cache.py"}  # it imports transformers, which takes seconds
         assert not [file for file in imports_of(path, inside=True) - slow
-                    if not file.startswith(("options/", "grading/", "engine/__init__"))], path
+                    if not file.startswith(("options/", "grading/"))], path
     pairs = {(path, file) for path in files("options/*.py") for file in imports_of(path) if file.startswith("options/")}
     assert pairs == {("options/roles.py", "options/messages.py")}
 
@@ -87,7 +87,7 @@ def anchors(page):
 
 @pages
 def test_links_and_files_of_a_page_are_there(page):
-    folders = "config|data|runs|tests|assets|engine|options|grading|tools|docs"
+    folders = "config|data|runs|tests|assets|options|grading|tools|docs"
     named = re.findall(rf"(?:{folders})/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
     for path in {*named, *re.findall(r"`(\w+\.(?:py|txt))`", PAGES[page])}:
         assert "mine" in path or os.path.exists(os.path.join(ROOT, path)), path  # but for the reader's own
@@ -179,7 +179,7 @@ def outcomes(tmp_path_factory):
     home = folder / "home"
     (home / "data").mkdir(parents=True)
     os.symlink(world.root, home / "data" / "arithmetic")
-    for name in ("config", "engine", "options", "grading", "tools", *files("*.py")):
+    for name in ("config", "options", "grading", "tools", *files("*.py")):
         os.symlink(os.path.join(ROOT, name), home / name)
     for run, model in (("sft", "policy"), ("rm", "reward_model")):
         (home / "out" / f"arithmetic_{run}").mkdir(parents=True)

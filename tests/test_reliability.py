@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.tokenizers import load_tokenizer
+from tokenizer import load_tokenizer
 from model import load_model
 
 import tiny
@@ -36,7 +36,7 @@ def is_one_line(text, pattern, where=""):
 OPEN = "import os; os.dup2(os.open({!r}, os.O_RDONLY), 99)"  # one path, /proc/self/fd/99, is another file on each rank
 NOT_SHARED = """
 import os
-from engine import run_folder
+import run_folder
 open_run = run_folder.open_run
 def elsewhere(*args, **kwargs):
     os.mkdir("there")
@@ -55,7 +55,7 @@ SAID = {  # what is another on rank 1 -> what rank 0 says
 
 @pytest.fixture(scope="module")
 def starts(world, tmp_path_factory):
-    from engine.checkpoint import save_model
+    from checkpoint import save_model
 
     folder = str(tmp_path_factory.mktemp("starts"))
     policy = load_model(world.policy)
@@ -117,7 +117,7 @@ LOST = {  # name -> (what rank 1 does in iteration 1, its exit code, the phase i
 }
 SLOW_DISK = """
 import time
-from engine import checkpoint
+import checkpoint
 def slow(name, there):
     original = getattr(checkpoint, name)
     def slowly(*args):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from engine.tokenizers import load_reader, load_tokenizer
+from tokenizer import load_reader, load_tokenizer
 from model import freeze, load_model
 from rewards import read_texts, score_sequences
 

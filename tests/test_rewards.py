@@ -1,5 +1,5 @@
 """
-rewards.py and engine/reward_mix.py: the rules; the key reward_functions, which functions it names, how they are called, what
+rewards.py and reward_mix.py: the rules; the key reward_functions, which functions it names, how they are called, what
 they may give; where a reward model's score is read. (Scores of whole runs: test_by_hand.py.)
 """
 import asyncio
@@ -12,7 +12,7 @@ import torch
 
 import tiny
 from conftest import ROOT
-from engine.reward_mix import call_rewards, check_rows, files_of
+from reward_mix import call_rewards, check_rows, files_of
 from errors import BadInput, Stop
 from rewards import accuracy, alike_for_equal_texts, format, length, reward_terms, score_sequences, thinks
 

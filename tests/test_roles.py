@@ -117,7 +117,9 @@ def test_roles_change_no_text_and_no_weight(runs, name):
 MEANWHILE = """
 import json, os, time
 import rollout
-from engine import checkpoint, run, run_log
+import checkpoint
+import run
+import run_log
 def wait_for(iteration):
     began = time.monotonic()
     while not os.path.exists(f"began-{iteration}"):
@@ -275,7 +277,7 @@ if RANK == 1:
 """
 LONG_END = """
 import time
-from engine import run
+import run
 f = run.save_final
 def slow(*args):
     time.sleep(4)

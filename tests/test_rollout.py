@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.placement import decoding_copy
+from placement import decoding_copy
 from errors import BadInput
 from loss import gap, gap_limit
 from model import freeze, load_model

@@ -544,9 +544,9 @@ code = "import os\\ndef f(): return os.getresuid(), os.uname().nodename, os.getp
 print([tuple(v) for v in run_all([(code, tests), (loop, tests)], 2, timeout=1)])
 """
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("engine", "grading"):
-            shutil.copytree(os.path.join(ROOT, name), os.path.join(folder, name))
-        shutil.copy(os.path.join(ROOT, "errors.py"), folder)
+        shutil.copytree(os.path.join(ROOT, "grading"), os.path.join(folder, "grading"))
+        for file in glob.glob(os.path.join(ROOT, "*.py")):
+            shutil.copy(file, folder)
         os.chmod(folder, 0o755)
         done = subprocess.run([python, "-B", "-c", CHILD.replace(ROOT, folder) + code], user=12345, group=12345, extra_groups=[],
                               capture_output=True, text=True, cwd="/")

@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers as hf
 
-from engine.checkpoint import model_card, public, save_model
-from engine.tokenizers import load_tokenizer
+from checkpoint import model_card, public, save_model
+from tokenizer import load_tokenizer
 from model import load_model
 
 import tiny

@@ -37,7 +37,7 @@ def fake(name):
 fake("wandb"), fake("trackio")
 """
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
-PEAK = "import engine.report\nengine.report.peak_flops = lambda *_: 1e9\n"  # operations a second
+PEAK = "import report\nreport.peak_flops = lambda *_: 1e9\n"  # operations a second
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_samples(done):
 # what a run warns of, once. PPO with accuracies, scores and KLs of our own; 12 held-out prompts
 
 SEEN = """
-from engine import report
+import report
 summarize = report.summarize
 def told(batch, prefix, *rest):
     figures = summarize(batch, prefix, *rest)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from rows import prompt_row, read_rows
-from engine.reward_mix import call_rewards, check_rows
+from reward_mix import call_rewards, check_rows
 from rewards import reward_terms
 
 from conftest import ROOT

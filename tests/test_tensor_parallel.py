@@ -20,8 +20,8 @@ RUNS = {  # run: ranks, keys; the first two must be the same
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
     from model import from_scratch
 
     folder = str(tmp_path_factory.mktemp("split"))

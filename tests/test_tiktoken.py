@@ -8,7 +8,7 @@ import tiktoken
 import tiktoken_ext.openai_public
 from transformers import AutoTokenizer
 
-from engine.tokenizers import load_tokenizer
+from tokenizer import load_tokenizer
 from errors import BadInput
 from options.tiktoken_files import encode_as
 

@@ -17,8 +17,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from prompts import encode_examples, encode_prompts, encode_scored
-from engine.answers import whole_responses
-from engine.tokenizers import Tokenizer, check_tokenizer_fits, load_tokenizer
+from answers import whole_responses
+from tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
 from rows import sft_row
 
@@ -540,7 +540,7 @@ def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
 
 def test_all_ends_of_a_saved_policy(folders, tmp_path):
     """Those of generation_config.json, config.json, the tokenizer and its template; the makers' settings stay."""
-    from engine.checkpoint import save_model
+    from checkpoint import save_model
     from model import load_model
 
     qwen = ["<|endoftext|>", "<|im_end|>"]

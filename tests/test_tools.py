@@ -77,7 +77,6 @@ def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("repository")
     for file in glob.glob(os.path.join(ROOT, "*.py")):
         shutil.copy(file, folder)
-    shutil.copytree(os.path.join(ROOT, "engine"), folder / "engine", ignore=shutil.ignore_patterns("__pycache__"))
     task = folder / "data" / "arithmetic"
     task.mkdir(parents=True)
     for file in glob.glob(os.path.join(ROOT, "data", "arithmetic", "*.py")):

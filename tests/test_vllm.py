@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from options import vllm as vllm_sampler
-from engine.checkpoint import save_model
-from engine.tokenizers import load_tokenizer
+from checkpoint import save_model
+from tokenizer import load_tokenizer
 from options.vllm import begin_vllm, check_vllm
 from errors import BadConfig, BadInput, Lost
 from model import from_scratch, load_model

@@ -1,5 +1,5 @@
 """
-Where models lie (engine/placement.py, optimizers.py): 16 bits, what stops runs with sharded models, the scale of float16, and
+Where models lie (placement.py, optimizers.py): 16 bits, what stops runs with sharded models, the scale of float16, and
 the keys. (That shards, ranks, adapters and offload change nothing in float64, test_knobs.py shows; and placement.on_device
 needs a second device: tests/test_gpu.py has it.)
 """
@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import optimizers, placement
+import optimizers
+import placement
 from errors import BadConfig, Stop
 from model import load_model
 
@@ -115,8 +116,8 @@ EXPERTS = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_k
 @pytest.fixture(scope="module")
 def staged(world, tmp_path_factory):
     """Runs on two ranks in bfloat16: {(policy, stage): the log}. Among the policies are mixtures with odd parameters."""
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
     from model import from_scratch
 
     folder, tokenizer, jobs = str(tmp_path_factory.mktemp("staged")), tiny.add_qwen(world), {}

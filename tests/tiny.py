@@ -166,7 +166,7 @@ class World:
 
 def byte_tokenizer(markers=MARKERS):
     """The built-in tokenizer with these markers."""
-    from engine.tokenizers import load_tokenizer
+    from tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         write_byte_tokenizer(folder, markers)
@@ -181,8 +181,8 @@ def build(folder):
     """Tokenizers, a policy, reward models, rules and data in this folder, in a second. Returns a World."""
     import torch
 
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
     from model import from_scratch
 
     tokenizers = {}
@@ -230,8 +230,8 @@ def build(folder):
 
 def add_qwen(world):
     """world.qwen: a policy of another family, tied, with sizes that no number of ranks divides. Returns its tokenizer."""
-    from engine.checkpoint import save_model
-    from engine.tokenizers import load_tokenizer
+    from checkpoint import save_model
+    from tokenizer import load_tokenizer
     from model import from_scratch
 
     tokenizer = load_tokenizer(world.tokenizer)
@@ -418,7 +418,7 @@ dist.destroy_process_group = lambda: None
 ROW = """
 import contextlib, io, json, os, runpy, sys, time
 import campaign, tiny
-from engine import launch
+import launch
 meeting, run_path, ours = launch.meet, runpy.run_path, [sys.modules[name] for name in campaign.OURS]
 launch.meet = lambda *args: dist.is_initialized() or meeting(*args)
 

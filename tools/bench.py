@@ -31,8 +31,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
-from engine.launch import choose_device  # noqa: E402
-from engine.placement import Place, decoding_copy, load_placed, precisions  # noqa: E402
+from launch import choose_device  # noqa: E402
+from placement import Place, decoding_copy, load_placed, precisions  # noqa: E402
 from errors import BadConfig, Stop, first_line  # noqa: E402
 from model import from_scratch  # noqa: E402
 from rollout import generate  # noqa: E402

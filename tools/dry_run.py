@@ -25,9 +25,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import parallel
 from decoding_cache import SPARE, decoding_cache
-from engine.build import Placement
-from engine.optimizers import MovingAverage, inner, make_optimizer, step
-from engine.placement import (decoding_copy, in_memory, is_sharded, no_grad_forwards, settle,
+from build import Placement
+from optimizers import MovingAverage, inner, make_optimizer, step
+from placement import (decoding_copy, in_memory, is_sharded, no_grad_forwards, settle,
                               shard)
 from errors import BadConfig
 from folders import model_folders, read_json

@@ -19,7 +19,7 @@ import sys
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import engine  # noqa: E402, F401, before torch: it notes which CPUs this process may use
+import before_torch  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
 import json  # noqa: E402
 import math  # noqa: E402
@@ -29,17 +29,19 @@ from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from prompts import encode_for_all, spread  # noqa: E402
-from engine import build, launch, together  # noqa: E402
-from engine.curves import short_names  # noqa: E402
-from engine.estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
+import build
+import launch
+import together  # noqa: E402
+from curves import short_names  # noqa: E402
+from estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
                               pass_at_k, wins)
 from options.judging import Judge  # noqa: E402
-from engine.placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
+from placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
+from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, say, warn  # noqa: E402
 from folders import check_writable, response_length, written  # noqa: E402
 from rows import sources_of  # noqa: E402
-from engine.answers import final_answer  # noqa: E402
+from answers import final_answer  # noqa: E402
 from rewards import add_up, reward_terms, score_responses, whole_responses  # noqa: E402
 from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
 

@@ -23,17 +23,19 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import engine  # noqa: E402, F401, before torch: it notes which CPUs this process may use
+import before_torch  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
-import engine.optimizers  # noqa: E402
+import optimizers  # noqa: E402
 import prompts  # noqa: E402
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
-from engine import launch, report, run_folder  # noqa: E402
-from engine.checkpoint import find_checkpoint  # noqa: E402
-from engine.curves import check_picture, empty_picture, save_picture  # noqa: E402
-from engine.reward_mix import NEEDS, files_of  # noqa: E402
-from engine.run import Run  # noqa: E402
+import launch  # noqa: E402
+import report  # noqa: E402
+import run_folder  # noqa: E402
+from checkpoint import find_checkpoint  # noqa: E402
+from curves import check_picture, empty_picture, save_picture  # noqa: E402
+from reward_mix import NEEDS, files_of  # noqa: E402
+from run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
 from gae import compute_gae  # noqa: E402
@@ -89,7 +91,7 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
 names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
 seen = {}  # column -> (n,): what the script adds up of the first response, in its last pass
 encode, noise, add_up = prompts.encode_for_all, rollout.response_uniforms, report.add_up
-take_step = engine.optimizers.step
+take_step = optimizers.step
 
 
 class Enough(Exception):
@@ -138,7 +140,7 @@ def end_of_iteration(*_, **__):
     raise Enough
 
 
-prompts.encode_for_all, report.add_up, engine.optimizers.step = (
+prompts.encode_for_all, report.add_up, optimizers.step = (
     encode_with_the_prompt, add_up_and_look, step)
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)

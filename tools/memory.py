@@ -33,14 +33,14 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import engine  # noqa: E402, F401, before torch: it notes which CPUs this process may use
+import before_torch  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
 import math  # noqa: E402
 
 import torch.distributed as dist  # noqa: E402
 
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
-from engine.placement import mesh_of_ranks  # noqa: E402
+from placement import mesh_of_ranks  # noqa: E402
 from errors import BadConfig, first_line, report_errors, shorten  # noqa: E402
 from tools.dry_run import (COLUMNS, CPU, build, equip, fake_tensors, layers_of,  # noqa: E402
                            paths_of, places_of, step_through)

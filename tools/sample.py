@@ -22,9 +22,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
 from prompts import encode_for_all  # noqa: E402
-from engine.launch import choose_device  # noqa: E402
-from engine.placement import Place, load_placed, precisions  # noqa: E402
-from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
+from launch import choose_device  # noqa: E402
+from placement import Place, load_placed, precisions  # noqa: E402
+from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from folders import response_length  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402

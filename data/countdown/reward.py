@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from engine.answers import TAGGED, after_thinking, last_match, whole_responses
+from answers import TAGGED, after_thinking, last_match, whole_responses
 
 LONGEST = 200  # characters of an equation, which also bounds the digits
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,

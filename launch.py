@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import errors
 import parallel
-from engine import report, together
+import report
+import together
 from errors import BadConfig, BadInput, Lost
 from parallel import all_reduce_max, collective, lost, reason, wire
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from engine.optimizers import inner
-from engine.together import name_ranks, ranks_where
+from optimizers import inner
+from together import name_ranks, ranks_where
 from errors import Stop
 from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, rank_and_size, wire
 

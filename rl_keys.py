@@ -1,5 +1,5 @@
 """
-The keys that ppo.py and grpo.py share, beside those of engine/keys.py: how they sample and score,
+The keys that ppo.py and grpo.py share, beside those of keys.py: how they sample and score,
 and on which ranks. See there how a key gets from here into a script.
 """
 # models beside the four

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from engine.answers import same_answer
+from answers import same_answer
 
 
 def pass_at_k(n, right, k):

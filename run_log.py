@@ -9,7 +9,7 @@ import json
 import math
 import os
 
-from engine.together import together
+from together import together
 from errors import Stop, warn
 from parallel import rank_and_size
 

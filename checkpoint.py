@@ -32,10 +32,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.optimizers import fill_optimizer, optimizer_tensors
-from engine.placement import refill
-from engine.run_log import LOG_FILES, cut_log
-from engine.together import alone, patience, together, whole
+from optimizers import fill_optimizer, optimizer_tensors
+from placement import refill
+from run_log import LOG_FILES, cut_log
+from together import alone, patience, together, whole
 from errors import BadConfig, Lost, Stop, say
 from folders import read_json
 from model import in_full

@@ -1,9 +1,7 @@
 """
-The engine room: what makes a run fit, scale and survive. It need not be read to understand PPO.
-
-This file notes which CPUs the process may use, and sets what torch's libraries read when they
-start. It must be imported before torch: with OMP_PROC_BIND=true torch's OpenMP pins the thread that
-imports it to one of them.
+Which CPUs the process may use, and what torch's libraries read when they start. It must be imported
+before torch: with OMP_PROC_BIND=true torch's OpenMP pins the thread that imports it to one of
+them.
 """
 import os
 import sys

@@ -12,8 +12,8 @@ import contextlib
 import torch
 
 import parallel
-from engine import together
-from engine.together import Part
+import together
+from together import Part
 from errors import Stop
 from model import at_least_float32
 from parallel import is_shard, my_part, split_like
@@ -30,7 +30,7 @@ FLOOR = 2.0**20
 
 def make_optimizer(model, place, lr, betas, eps, weight_decay):
     """
-    The optimizer of a model's trained parameters, as its Place says (engine/placement.py).
+    The optimizer of a model's trained parameters, as its Place says (placement.py).
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are

@@ -19,12 +19,12 @@ import socket
 import time
 from array import array
 
-from engine.audit import checksums
-from engine.checkpoint import find_checkpoint, list_checkpoints, put_back, sha256, write_json
-from engine.placement import sharded
-from engine.report import gpu
-from engine.run_log import LOG_FILES, cut_log, read_log
-from engine.together import alone, name_ranks, ranks_where
+from audit import checksums
+from checkpoint import find_checkpoint, list_checkpoints, put_back, sha256, write_json
+from placement import sharded
+from report import gpu
+from run_log import LOG_FILES, cut_log, read_log
+from together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line, warn
 from folders import model_folders, read_json, several_paths
 from rows import files_of, sources_of

@@ -177,7 +177,7 @@ def failure(name, error):
     """The Stop for a reward that raised this error; a Stop or BadInput of its own is kept."""
     if isinstance(error, (BadInput, Stop)):
         return error
-    calling = (os.path.dirname(os.path.dirname(__file__)) + f"{os.sep}options", __file__,
+    calling = (os.path.dirname(__file__) + f"{os.sep}options", __file__,
                os.path.dirname(asyncio.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith(calling)]

@@ -24,15 +24,16 @@ import torch
 
 import errors
 import parallel
-from engine import launch, report
-from engine.audit import audit, check_finite, find_cause, must_agree, watched
-from engine.checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
-from engine.optimizers import overflowed
-from engine.placement import held
-from engine.reward_mix import files_of
-from engine.run_folder import data_hashes, fingerprint, open_run
-from engine.run_log import write_log, write_samples
-from engine.together import agree, alone
+import launch
+import report
+from audit import audit, check_finite, find_cause, must_agree, watched
+from checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
+from optimizers import overflowed
+from placement import held
+from reward_mix import files_of
+from run_folder import data_hashes, fingerprint, open_run
+from run_log import write_log, write_samples
+from together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
 

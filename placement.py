@@ -9,7 +9,7 @@ which precision. In this file, downwards:
     decoding_copy                   the model that the rollout samples from
 
 The stages are ZeRO's (arXiv 1910.02054). Stage 0 holds everything on every rank; stage 1 splits the
-optimizer's states over the ranks (torch's ZeroRedundancyOptimizer, engine/optimizers.py); stage 2
+optimizer's states over the ranks (torch's ZeroRedundancyOptimizer, optimizers.py); stage 2
 also the gradients and, between steps, the weights; stage 3 also the weights during a step: a layer
 is gathered while it computes (both are torch's FSDP2, fully_shard). On one rank every stage is 0.
 Only 16 bits, LoRA and Adafactor change what a run computes; all else changes the memory that it
@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 
 import parallel
-from engine.together import alone
+from together import alone
 from errors import BadConfig, BadInput, shorten
 from folders import model_folders
 from model import (Model, freeze, is_linear, load_model, probe, processor_files, read_config,

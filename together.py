@@ -220,7 +220,7 @@ def own_code():
     imported, the script among them, and torch. A rank with another version of the loss must be
     found here: the gradients are summed over the ranks, so no audit could see it later.
     """
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    folder = os.path.dirname(os.path.abspath(__file__)) + os.sep
     loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     ours = [path for path in loaded if path.startswith(folder) and "site-packages" not in path]
     code = {"the version of torch": torch.__version__}

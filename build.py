@@ -1,6 +1,6 @@
 """
 The models of a run, built one by one: load_policy, load_ref_policy, load_reward_model, load_judge,
-load_value_model. Where each model is held, and in which precision, the keys of engine/keys.py say;
+load_value_model. Where each model is held, and in which precision, the keys of keys.py say;
 a Placement has what they say, so that the scripts need no switch for it.
 """
 import os
@@ -9,12 +9,12 @@ import shutil
 import parallel
 from prompts import encode_examples
 from errors import BadConfig, BadInput, say
-from engine import launch
-from engine.optimizers import make_optimizer
-from engine.placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
+import launch
+from optimizers import make_optimizer
+from placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
                               placements, precisions, shard)
-from engine.reward_mix import check_rows
-from engine.tokenizers import check_tokenizer_fits, load_reader, load_tokenizer
+from reward_mix import check_rows
+from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze, from_scratch
 from rows import Rows, prompt_row, ptx_row, read_rows
 from trunk import OnTrunk
@@ -26,11 +26,11 @@ class Placement:
     this is a collective, where a script joins them (launch.init). What is read of it:
 
         device     this rank's
-        places     {policy, ref, reward, judge, value: Place}, see engine/placement.py
+        places     {policy, ref, reward, judge, value: Place}, see placement.py
         autocast   the context of a run's forwards: torch.autocast in 16 bits, otherwise nothing
         decoding   the dtype of the matrices while the policy decodes; None: that of its weights
 
-    system: the keys of engine/keys.py. seed: of new heads and adapters. trained: the names of the
+    system: the keys of keys.py. seed: of new heads and adapters. trained: the names of the
     trained models. value_init: ppo.py's. alone: there is one model, which is trained, as in sft.py.
     device: of a tool, which is no rank of a run.
     """
