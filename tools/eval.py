@@ -32,7 +32,7 @@ from prompts import encode_for_all, spread  # noqa: E402
 import build
 import launch
 import together  # noqa: E402
-from curves import short_names  # noqa: E402
+from tools.curves import short_names  # noqa: E402
 from estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
                               pass_at_k, wins)
 from options.judging import Judge  # noqa: E402

@@ -33,7 +33,7 @@ import launch  # noqa: E402
 import report  # noqa: E402
 import run_folder  # noqa: E402
 from checkpoint import find_checkpoint  # noqa: E402
-from curves import check_picture, empty_picture, save_picture  # noqa: E402
+from tools.curves import check_picture, empty_picture, save_picture  # noqa: E402
 from reward_mix import NEEDS, files_of  # noqa: E402
 from run import Run  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402

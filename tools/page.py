@@ -18,7 +18,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from curves import finite, metrics_in, points, read_records, read_runs  # noqa: E402
+from tools.curves import finite, metrics_in, points, read_records, read_runs  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from folders import check_writable, read_json, written  # noqa: E402
 

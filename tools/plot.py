@@ -15,7 +15,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from curves import (  # noqa: E402
+from tools.curves import (  # noqa: E402
     check_picture, choose_metrics, empty_picture, metrics_in, points, read_runs, save_picture)
 
 
