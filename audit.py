@@ -2,18 +2,16 @@
 What stops a run whose numbers are wrong. Every rank must hold the same weights, and they must be
 finite; a frozen model must not move; and log-probs that are equal on paper must be equal.
 """
-import hashlib
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import parallel
-from optimizers import inner
-from together import name_ranks, ranks_where
 from errors import Stop
-from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, rank_and_size, wire
-
+from optimizers import inner
+from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, wire
+from together import name_ranks, ranks_where
 
 # {name: model} and {name: optimizer} of the run: they tell why a number is wrong, see find_cause
 watched = SimpleNamespace(models={}, optimizers={})
@@ -100,20 +98,6 @@ def checksums(models):
     return torch.stack(sums)
 
 
-def checksum_of(parts):
-    """
-    A collective: one text for the weights of a model: that of other bits is another one, and it
-    does not depend on how many ranks hold parts of them. parts: (name, parameter, this rank's part
-    of it, in any dtype), see batches.my_weights.
-    """
-    found = [(is_shard(p), weighted_sum(as_words(t), first_word(p)).to(wire()))
-             for _, p, t in parts]
-    mine = torch.stack([total for _, total in found])
-    of_all = torch.stack(all_gather(mine)).sum(0)  # int64, which wraps around
-    sums = [int((of_all if split else mine)[i]) for i, (split, _) in enumerate(found)]
-    return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
-
-
 def as_words(t):
     """
     The memory of a tensor as integers of 32 bits, or of 16 or 8 where its elements have. Integers,
@@ -139,14 +123,12 @@ def weighted_sum(words, first):
 
 
 def first_word(p):
-    """The number, within the whole parameter, of the first word that this rank holds of it."""
+    """The number, within the whole parameter, of the first word that this rank has of it."""
     if not is_shard(p):
         return 0
-    # FSDP splits by rows, as torch.chunk does: ceil(rows / ranks) each, the last ranks fewer or 0
-    rows, (rank, size) = p.shape[0], rank_and_size()
-    first_row = min(-(-rows // size) * rank, rows)
-    words_a_row = (p.numel() // rows) * (2 if p.element_size() == 8 else 1)
-    return first_row * words_a_row
+    from options import shards
+
+    return shards.first_word(p)
 
 
 def outvoted(values):

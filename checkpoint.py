@@ -32,14 +32,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from optimizers import fill_optimizer, optimizer_tensors
-from placement import refill
-from run_log import LOG_FILES, cut_log
-from together import alone, patience, together, whole
 from errors import BadConfig, Lost, Stop, say
 from folders import read_json
+from load import refill
 from model import in_full
-from parallel import rank_and_size
+from optimizers import fill_optimizer, optimizer_tensors
+from parallel import rank_and_size, whole
+from run_log import LOG_FILES, cut_log
+from together import alone, patience, together
 
 FILE_BYTES = 5 * 10**9  # the most that a file of tensors has, unless a single tensor has more
 MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # an answer, not a failing disk

@@ -245,6 +245,19 @@ def convert(key, value, default, where):
     return value
 
 
+def of_model(text, name):
+    """
+    What a key says of one model: "3" and "policy=3,value=2" say "3" of the policy; of two values
+    for it the last one counts. "" where the key says nothing of it.
+    """
+    found = ""
+    for part in text.split(",") if text.strip() else ():
+        whose, equals, value = (x.strip() for x in part.rpartition("="))
+        if not equals or whose == name:
+            found = value
+    return found
+
+
 def check_range(key, value, comment, where):
     """Enforce the [range] at the end of a key's comment. Raises BadConfig."""
     match = re.search(r"\[([^\[\]]+)\]$", comment)

@@ -3,12 +3,13 @@ The folders of models: one here, or the hub's copy of a name. And files that are
 what is broken raises BadInput.
 """
 import contextlib
+import importlib
 import json
 import os
 import re
 import tempfile
 
-from errors import BadInput, first_line
+from errors import BadConfig, BadInput, first_line
 
 
 def several_paths(spec, key):
@@ -188,6 +189,14 @@ def weight_files(folder):
         raise BadInput(f"{os.path.join(folder, index)}: its weight_map must name safetensors files "
                        "of this folder")
     return [index, *names]
+
+
+def optional_package(name, key):
+    """A package that only some runs need. Raises BadConfig where it is missing. key: who asks."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise BadConfig(f"{key} needs the package {name}: pip install {name}") from e
 
 
 # --------------------------------------------------------------------------------------------------

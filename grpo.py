@@ -33,23 +33,24 @@ import before_torch  # noqa: F401, before torch: it notes which CPUs this proces
 
 import torch
 
-import parallel
-from configurator import configure
 import audit
-import build
 import launch
+import parallel
 import report
-from optimizers import MovingAverage, step
-from placement import in_memory
-from run import Run, ranks_agree
+from checks import check_grpo, check_rl, check_system
+from configurator import configure
 from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
-from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
-                       token_weights)
+from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
+from optimizers import MovingAverage, make_optimizer, step
 from prompts import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row,
                      permutation, replace_rows, spread)
-from rewards import alike_for_equal_texts, center_scores, reward_terms, score_batch
+from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
+                       token_weights)
+from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
+                     score_batch)
 from rollout import add_columns, read_batch, sample_batch
+from run import Run, ranks_agree
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -120,30 +121,38 @@ config, system = configure(globals(), "keys.py", "rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
-placement = build.Placement(system, seed, ("policy",))  # COLLECTIVE
+device = launch.init(  # COLLECTIVE
+    system.device_type, system.timeout, system.deterministic, system.roles)
+precision = autocast(system, device)
+check_system(system, device, ("policy",), ("ref", "reward", "judge"))
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-build.check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
-               importance_cap, eval_path)
-build.check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in,
-                 kl_estimator, kl_correction, refill_by)
-train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
+check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
+         importance_cap, eval_path)
+check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in,
+           kl_estimator, kl_correction, refill_by)
+train_rows, eval_rows = (read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(policy_path, placement)
+policy, tokenizer = load_policy(policy_path, system, device, seed)
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = None
 if kl_coef > 0:
-    ref_policy = build.load_ref_policy(policy_path, placement, policy, tokenizer)
+    ref_policy = load_ref_policy(policy_path, policy, tokenizer, system, device)
 
 # the reward model: frozen. One number for a whole response; None where it is not among the rewards
-reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy, tokenizer,
-                                                         terms)
+reward_model, reward_tokenizer = None, None
+if "reward_model" in reward_names:
+    reward_model, reward_tokenizer = load_reward_model(reward_path, policy, tokenizer, system,
+                                                       device)
 
 # the judge: frozen. A language model that is asked how good a response is; mostly None
-judge = build.load_judge(policy_path, placement, policy, ref_policy, terms)
+judge = None
+if "judge" in reward_names:
+    from options.judging import load_judge
+    judge = load_judge(policy_path, policy, ref_policy, system, device)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
@@ -162,7 +171,7 @@ ranks_agree(config, [prompts_path, eval_path], models,  # COLLECTIVE
 
 def forward(model, mb):
     """What a model says of each response token of a micro-batch: its log-prob, entropy, (b, R)."""
-    with placement.autocast:
+    with precision:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
                                  entropy=entropy_coef > 0)
 
@@ -170,7 +179,7 @@ def forward(model, mb):
 def minibatches(iteration, epoch=0):
     """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
-    return order.to(placement.device).tensor_split(num_minibatches)
+    return order.to(device).tensor_split(num_minibatches)
 
 
 def micro_batches(batch, rows, whose=None):
@@ -193,7 +202,7 @@ def sample(what, iteration, picked, slots=None, stop=launch.stop_asked):
     if what == "eval":
         prompts, noise, samples = eval_prompts, (seed, what, 0), 1
     return sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens,  # COLLECTIVE
-                        temperature, placement, samples, slots, vllm, stop)
+                        temperature, system, device, samples, slots, vllm, stop)
 
 
 def score(what, iteration, batch):
@@ -203,23 +212,26 @@ def score(what, iteration, batch):
         rows, prompts = eval_rows, eval_prompts
     return score_batch(  # COLLECTIVE
         batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
-        micro_batch_size, placement, iteration)
+        micro_batch_size, system, device, iteration)
 
 
-vllm = build.begin_sampler(policy, tokenizer, placement)  # COLLECTIVE
+vllm = None
+if system.sampler == "vllm":  # an engine samples in the place of the policy
+    from options.vllm import begin_vllm
+    vllm = begin_vllm(policy, tokenizer, system, device)  # COLLECTIVE
 ahead = None
 if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
     from options.roles import Ahead
-    ahead = Ahead(placement, models, max_iters, max_refills, eval_interval if eval_rows else 0,
+    ahead = Ahead(system, device, models, max_iters, max_refills, eval_interval if eval_rows else 0,
                   rows_of, sample, score, minibatches, micro_batches, forward)
     sample, score = ahead.sample, ahead.score
     ahead.serve()  # ranks that only generate or score stay here until the run ends
 
-optimizers = dict(policy=build.optimizer_of(policy, "policy", placement, learning_rate,
-                                            (beta1, beta2), adam_eps))
+optimizers = dict(policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2),
+                                        adam_eps))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, placement, models, optimizers, tokenizer,
+    out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
     token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
@@ -257,7 +269,7 @@ def read(batch, readers, steps):
     each step, in whose micro-batches they read.
     """
     parts = (mb for rows in steps for mb in micro_batches(batch, rows))
-    read_batch(batch, readers, forward, parts, run.iteration, placement.device)  # COLLECTIVE
+    read_batch(batch, readers, forward, parts, run.iteration, device)  # COLLECTIVE
 
 
 def shape_scores(batch):
@@ -300,8 +312,8 @@ def refill(batch, picked, flat):
         fresh = rollout(  # COLLECTIVE
             f"refill {attempt}", run.iteration, [picked[slot] for slot in slots], slots)
         rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
-        batch = replace_rows(batch, rows.flatten().to(placement.device), fresh, tokenizer.pad_id)
-        batch["index"] = torch.arange(batch_size, device=placement.device)
+        batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
+        batch["index"] = torch.arange(batch_size, device=device)
         flat = flat_groups(compared(batch), group_size)
     return batch, flat
 
@@ -373,7 +385,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     # (sum, count) of what is measured on the way; it stays 0 where nothing can be learned
     sums = dict.fromkeys(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
-                         torch.zeros(2, dtype=torch.float64, device=placement.device))
+                         torch.zeros(2, dtype=torch.float64, device=device))
     sampler_gap, ratio_gap = None, 0.0
     policy_norm = torch.zeros(())
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others

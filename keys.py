@@ -49,7 +49,7 @@ head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch
 
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
 # policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
-# reward in rm.py. placement.py says what can be combined
+# reward in rm.py. options/README.md says what can be combined
 zero_stage = ""  # * 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
 offload = ""  # none, optimizer or params: what is in the CPU's memory (params: frozen or sharded)
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model

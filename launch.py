@@ -37,7 +37,7 @@ def init(device, timeout, deterministic=False, layout=""):
     device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
     is an error. deterministic: on GPUs, only kernels that give the same bits every time. layout:
     how many ranks train, generate and score, the key roles. From here on SIGTERM and SIGINT
-    are requests, see stop_asked. Returns rank, world_size, torch.device. Raises BadConfig or
+    are requests, see stop_asked. Returns this rank's torch.device. Raises BadConfig or
     BadInput if there is no GPU for this rank or no such roles, Lost if the ranks cannot meet.
     """
     signal.signal(signal.SIGTERM, on_signal)
@@ -61,7 +61,7 @@ def init(device, timeout, deterministic=False, layout=""):
         with meeting(timeout):
             errors.leads = begin(  # COLLECTIVE
                 ranks, rank, timeout, lambda: signalled_at is not None, heard)
-    return rank, world_size, device
+    return device
 
 
 def choose_device(device):

@@ -19,21 +19,19 @@ token sees only the tokens before it, so padding behind a text changes nothing i
 no mask. There is no dropout: a policy must give the same token the same probability twice, so every
 model stays in eval mode.
 
-In this file: Model; the functions that stand between states and log-probs; loading; the probe.
+How a Model is loaded stands in load.py.
 
 b rows, T tokens in the longest of them, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
 import inspect
-import os
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from folders import data_alone, find_folder, read_file
-from errors import BadInput, first_line, say, shorten
+from errors import BadInput
 
 
 class Model(nn.Module):
@@ -54,7 +52,7 @@ class Model(nn.Module):
         self.__dict__["active"] = None  # whose adapters are in use now: see reading_with
         self.recomputed = []  # layers that the backward pass computes again: see recompute
         self.compiled = None  # the trunk, compiled: see compile_trunk
-        self.offloaded = False  # True: a frozen model that waits in the CPU's memory
+        self.elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
 
     @property
     def config(self):
@@ -264,118 +262,6 @@ def freeze(model):
     return model.requires_grad_(False)
 
 
-# --------------------------------------------------------------------------------------------------
-# loading
-
-
-def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
-    """
-    The Model in a Hugging Face folder, or of that name on the hub. (trunk.load_whole also takes the
-    folder of an adapter.)
-
-    head: "lm", or "scalar": a reward or value model. Of a plain language model it is a new one,
-    drawn from seed (new_head is then True). dtype: of the weights, whatever it is in the file.
-    Raises BadInput where the folder is no such model, or a tensor is missing, unexpected, of
-    another shape or not finite. Weights are safetensors alone, and no code comes from the folder.
-    """
-    folder = find_folder(path, weights=True)
-    config = read_config(folder, path, head)
-    file_dtype, settings = config.dtype, {}
-    if dtype == torch.float64 and has_experts(config):
-        settings["experts_implementation"] = "batched_mm"  # the usual kernel refuses float64
-    with data_alone(folder, weights=True) as room:
-        hf, found = auto_class(head).from_pretrained(
-            room, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True, ignore_mismatched_sizes=True, **settings)
-    check_tensors(found, hf, head, path)
-    model = Model(hf, head, path, file_dtype)
-    model.processor = processor_files(folder)
-    if model.max_positions < (getattr(model.config, "max_position_embeddings", None) or 0):
-        say(f"{path}: reads up to {model.max_positions} tokens: with longrope a longer row would "
-            "change the numbers of those beside it")
-    if head == "scalar" and "score.weight" in found["missing_keys"]:
-        draw_score_head(model, seed)
-    for name, p in model.hf.named_parameters():
-        if not p.isfinite().all():
-            raise BadInput(f"{path}: tensor {name!r} holds NaN or numbers that are not finite in "
-                           f"{str(dtype).removeprefix('torch.')}; save or download the model again")
-        if p.data_ptr() % 64:  # mapped from the file: products of such matrices differ in a bit
-            p.data = p.data.clone()
-    return model.to(device)
-
-
-def auto_class(head):
-    """The class of transformers that finds a model's own; and keep transformers quiet."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
-    from transformers.integrations import moe
-
-    logging.set_verbosity_error()  # it warns of padding without a mask, see this file's header
-    logging.disable_progress_bar()
-    product = moe._grouped_mm  # the only product of matrices that autocast does not round
-
-    def rounded(x, weight, offs):
-        if torch.is_autocast_enabled(x.device.type):
-            weight = weight.to(torch.get_autocast_dtype(x.device.type))
-        return product(x, weight, offs)  # has x in the dtype of weight
-
-    if product.__module__ == moe.__name__:
-        moe._grouped_mm = rounded
-    return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-
-
-# what is read of a config beside what transformers itself checks
-NUMBERS = dict.fromkeys(("sliding_window", "attention_chunk_size", "max_position_embeddings"), int)
-NUMBERS |= dict.fromkeys(("score_shift", "logit_scale", "logits_scaling",
-                          "final_logit_softcapping"), float)
-
-
-def read_config(folder, path, head="lm"):
-    """The config.json of a folder, as transformers reads it. Raises BadInput."""
-    from transformers import AutoConfig
-
-    with data_alone(folder) as room:
-        config = AutoConfig.from_pretrained(room, trust_remote_code=False)
-    text = config.get_text_config()
-    if any(getattr(c, "quantization_config", None) for c in (config, text)):
-        raise BadInput(f"{path}: its weights are quantized; get the model as it was before")
-    for name, kind in NUMBERS.items():
-        value = getattr(text, name, None)
-        if value is not None and not (type(value) in (int, kind) and abs(value) < 1e18):
-            raise BadInput(f"{path}: {name} = {shorten(value)} in its config.json makes no sense")
-    if head == "scalar":
-        want_one_score(config, path)
-    return config
-
-
-def shapes(config, head, path, dtype=torch.float32, **settings):
-    """The model of transformers that a config describes, with new weights. Raises BadInput."""
-    try:
-        return auto_class(head).from_config(config, dtype=dtype, **settings)
-    except Exception as e:  # whatever transformers raises
-        raise BadInput(f"{path}: transformers cannot make it: {first_line(e)}") from e
-
-
-def processor_files(folder):
-    """{name: content} of a folder's files for images and sound, which a saved model has again."""
-    names = [name for name in os.listdir(folder) if name.endswith("processor_config.json")]
-    return {name: read_file(os.path.join(folder, name)) for name in names}
-
-
-def has_experts(config):
-    """Whether a model is a mixture of experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(config.get_text_config(), name, None) for name in names)
-
-
-def want_one_score(config, path):
-    """Make a config one of a model with one score a token. Raises BadInput where there is none."""
-    config.num_labels = 1
-    if type(config) not in auto_class("scalar")._model_mapping:
-        raise BadInput(f"{path}: transformers has no sequence classifier of the family "
-                       f"{config.model_type}, so it cannot be a reward or value model here; "
-                       "grpo.py with rules trains it without one")
-
-
 def check_head(hf, path):
     """Raise BadInput where a sequence classifier's head is not a linear map to one score."""
     score = getattr(hf, "score", None)
@@ -384,122 +270,17 @@ def check_head(hf, path):
                        "without a bias; give another model")
 
 
-def check_tensors(found, hf, head, path):
+@contextlib.contextmanager
+def no_grad_forwards(models, device):
     """
-    Raise BadInput for tensors that are missing, of another shape, or not the model's. found: what
-    transformers says of them. A scalar model may lack its head, which load_model then draws, and
-    the file may have a language model's in its place.
+    The block around every forward that has no backward pass: no gradients are recorded. `models`
+    are all the models that the block calls; None stands for one that the run does not have.
     """
-    missing, extra = found["missing_keys"], found["unexpected_keys"]
-    if head == "scalar":
-        missing = set(missing) - {"score.weight"}
-        extra = [n for n in extra if not n.startswith(("lm_head.", "embed_out.", "output."))]
-    if missing:
-        raise BadInput(f"{path}: tensor {min(missing)!r} is missing from its weights ("
-                       f"{len(missing)} in all); is the download complete?")
-    if found["mismatched_keys"]:
-        name, here, wanted = min(found["mismatched_keys"])
-        raise BadInput(f"{path}: tensor {name!r} has the shape {here}, and config.json says "
-                       f"{wanted}")
-    if extra:
-        raise BadInput(f"{path}: its weights hold {min(extra)!r} ({len(extra)} such), which is not "
-                       f"in a {type(hf).__name__}; the model would not be the one that was saved")
-    if found.get("error_msgs"):
-        raise BadInput(f"{path}: {shorten(found['error_msgs'][0])}")
+    trunks = dict.fromkeys(model.owner() for model in models if model is not None)
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for trunk in trunks:  # each once, however many models stand on it
+            if trunk.elsewhere:
+                from options.shards import here
 
-
-def draw_score_head(model, seed):
-    """A new scalar head: normal with std 1 / sqrt(d + 1) (N+ detail 11)."""
-    weight = model.hf.score.weight
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.empty(weight.shape).normal_(0, (weight.shape[1] + 1) ** -0.5, generator=generator)
-    with torch.no_grad():
-        weight.copy_(drawn)
-    model.new_head = True
-
-
-def from_scratch(settings, head="lm", seed=0, dtype=torch.float32, device="cpu"):
-    """A new Model with random weights. settings: a dict as config.json has it, with model_type."""
-    from transformers import AutoConfig
-
-    settings = dict(settings)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    if head == "scalar":
-        config.num_labels = 1
-    experts = dict(experts_implementation="batched_mm") if has_experts(config) else {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        hf = auto_class(head).from_config(config, dtype=torch.float32, **experts)
-    model = Model(hf.to(device, dtype), head)
-    model.hf.config.dtype = dtype
-    if head == "scalar":
-        draw_score_head(model, seed)
-    return model
-
-
-# --------------------------------------------------------------------------------------------------
-# the probe
-
-
-def unread_parameters(model):
-    """
-    The names of those parameters of model.hf that no text reaches, so that no loss has a gradient
-    for them: a vision part, a bias that only chooses experts. A forward pass, long enough for the
-    blocks of compressed attention, leads back to all others; experts are one tensor, chosen or not.
-    """
-    model.requires_grad_(True)
-    text = torch.arange(min(256, model.max_positions)) % model.config.vocab_size
-    try:
-        with torch.enable_grad():
-            states = model.states(text[None].to(model.hf.device))[0]  # (256, d)
-            out = model.logits(states) if model.head == "lm" else model.scalars(states)
-    except Exception as e:  # of models that read in other ways
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: {first_line(e)}") from e
-    steps, seen, reached = [out.grad_fn], set(), set()
-    while steps:
-        step = steps.pop()
-        if step is not None and step not in seen:
-            seen.add(step)
-            reached.add(id(getattr(step, "variable", None)))  # where a parameter enters
-            steps += [before for before, _ in step.next_functions]
-    return [name for name, p in model.hf.named_parameters() if id(p) not in reached]
-
-
-@torch.no_grad()
-def probe(model):
-    """
-    Raise BadInput unless a language model, of whatever family, does what quartet needs: decode two
-    texts of unequal length together, padded on the left, drop one of them from the cache, and give
-    the log-probs that reading the other alone gives. The one that is dropped stands at the end of
-    the context: the numbers of a text must not depend on the longest one beside it.
-    """
-    from decoding_cache import decoding_cache
-
-    device = model.hf.device
-    tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
-    # row 1 has 3 tokens of padding, and then a text of 5
-    mask = torch.arange(8, device=device) >= torch.tensor([[0], [3]], device=device)  # (2, 8)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (2, 8)
-    positions[0] += max(model.max_positions - 5, 0)  # 5 tokens of row 0 are read
-    text = tokens[1:, 3:]
-    try:
-        cache = decoding_cache(model.hf.config)
-        # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
-        logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
-        cache.batch_select_indices(torch.tensor([1], device=device))
-        for t in (5, 6):
-            logits += model.next_logits(tokens[1:, t:t + 1], cache, mask[1:, :t + 1],
-                                        positions[1:, t:t + 1])  # (1, V)
-        decoded = scaled_logits(torch.stack(logits)).log_softmax(-1)  # (3, V)
-        decoded = decoded.gather(-1, text[0, 2:, None]).squeeze(-1)  # (3,)
-        chosen = torch.arange(5, device=device)[None] >= 2  # (1, 5): the text's last 3 tokens
-        gap = (decoded - model.logprobs(text, chosen)[0]).abs().max().item()
-    except Exception as e:  # of models that decode in other ways
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: {first_line(e)}") from e
-    in_16_bits = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2
-    if not gap <= (0.3 if in_16_bits else 1e-3):
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: read and decoded, a token's log-probs differ "
-                       f"by {gap:.2g} nats")
+                stack.enter_context(here(trunk, device))
+        yield

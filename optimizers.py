@@ -1,8 +1,7 @@
 """
 What surrounds an optimizer's step. In this file, downwards:
 
-    make_optimizer, step              which optimizer a model has, and one step of it
-    OffloadedAdamW                    AdamW in the CPU's memory
+    make_optimizer, step              the optimizer of a model, and one step of it
     optimizer_tensors, fill_optimizer an optimizer's state, for checkpoints
     overflowed                        the loss scale of float16
     MovingAverage                     the moving average of a model's weights
@@ -12,60 +11,43 @@ import contextlib
 import torch
 
 import parallel
-import together
-from together import Part
+from configurator import of_model
 from errors import Stop
 from model import at_least_float32
 from parallel import is_shard, my_part, split_like
 
-
 # --------------------------------------------------------------------------------------------------
 # optimizers
 
-# torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
-# With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and we divide lr
-# by FLOOR beforehand. FLOOR is a power of two, so that neither rounds anything.
-FLOOR = 2.0**20
 
-
-def make_optimizer(model, place, lr, betas, eps, weight_decay):
+def make_optimizer(model, name, system, lr, betas, eps):
     """
-    The optimizer of a model's trained parameters, as its Place says (placement.py).
-
-    Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
-    of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
-    AdamW's alone.
+    The optimizer of a model's trained parameters: torch's fused AdamW, or what the keys want. name:
+    of the model in the keys, policy, value or reward.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if place.optimizer == "adafactor":
-        kind = torch.optim.Adafactor
-        # 1e-15 squared is the paper's epsilon_1; torch multiplies weight_decay by this small lr
-        # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
-        settings = dict(lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR),
-                        foreach=False)
-    elif place.optimizer == "adamw8bit":
-        from options.four_bits import bitsandbytes
+    kind, settings = torch.optim.AdamW, dict(
+        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay, fused=True)
+    scale = 1.0  # what the learning rate is multiplied by
+    if of_model(system.optim, name) not in ("", "adamw"):
+        from options.optimizers import other_optimizer
 
-        kind = bitsandbytes("optim = 'adamw8bit'").optim.AdamW8bit
-        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        kind, settings, scale = other_optimizer(
+            of_model(system.optim, name), lr, betas, eps, system.weight_decay)
+    if system.zero_stage or system.offload:
+        from options.shards import optimizer_of
+
+        optimizer = optimizer_of(name, system, parameters, kind, settings)
     else:
-        kind = OffloadedAdamW if place.offload == "optimizer" else torch.optim.AdamW
-        settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-    if place.stage == 1 and parallel.rank_and_size()[1] > 1:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(parameters, kind, process_group=parallel.group, **settings)
-    shards = [p for p in parameters if is_shard(p)]
-    whole = [p for p in parameters if not is_shard(p)]
-    # two groups, because a fused kernel cannot take shards and whole tensors together
-    return kind([dict(params=group) for group in (shards, whole) if group], **settings)
+        optimizer = kind(parameters, **settings)
+    optimizer.scale = scale
+    return optimizer
 
 
 def step(optimizer, lr):
     """One step of an optimizer at this learning rate."""
-    adafactor = isinstance(inner(optimizer), torch.optim.Adafactor)
     for group in optimizer.param_groups:
-        group["lr"] = lr / FLOOR if adafactor else lr
+        group["lr"] = lr * optimizer.scale
     if inner(optimizer) is optimizer:
         optimizer.step()
     else:
@@ -73,37 +55,8 @@ def step(optimizer, lr):
 
 
 def inner(optimizer):
-    """The optimizer that holds this rank's states: at stage 1, the one in ZeRO's wrapper."""
+    """The optimizer that holds this rank's states: at ZeRO stage 1, the one in its wrapper."""
     return getattr(optimizer, "optim", optimizer)
-
-
-class OffloadedAdamW(torch.optim.AdamW):
-    """
-    AdamW whose states, and a copy of the weights, are in the CPU's memory, where the step is
-    computed (ZeRO-Offload, arXiv 2101.06840). A step moves each gradient there and each weight
-    back, so that the GPU never holds a state.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        from torch.optim.adamw import adamw
-
-        if not hasattr(self, "weights"):
-            self.weights = {}  # filled at the first step, when a checkpoint has been loaded
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state, on_device = self.state[p], my_part(p)
-                if p not in self.weights:
-                    self.weights[p] = on_device.detach().cpu()  # of a model on the CPU: itself
-                weight = self.weights[p]
-                if not state:
-                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight),
-                                 exp_avg_sq=torch.zeros_like(weight))
-                adamw([weight], [my_part(p.grad).cpu()], [state["exp_avg"]], [state["exp_avg_sq"]],
-                      [], [state["step"]], fused=True, amsgrad=False, maximize=False,
-                      lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
-                      weight_decay=group["weight_decay"], eps=group["eps"])
-                on_device.copy_(weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -112,38 +65,38 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 def optimizer_tensors(model, optimizer):
     """
-    A collective: {"NAME.KEY": tensor} of an optimizer's state, such as "layers.0.q.weight.exp_avg".
-    Names rather than numbers, and the shapes of whole tensors: so another number of ranks can go
-    on. What ranks have of them, together.whole puts together: tensors, sharded ones, or Parts.
+    A collective where zero_stage splits the model or the states: {"NAME.KEY": tensor} of an
+    optimizer's state, such as "layers.0.q.weight.exp_avg". Names rather than numbers, and the
+    shapes of whole tensors: so another number of ranks can go on. A tensor of which this rank has a
+    part is put together by parallel.whole.
     """
     state, tensors = inner(optimizer).state, {}
-    names = [name for name, _ in model.named_parameters()]
     for name, p in model.named_parameters():
         for key, t in state.get(p, {}).items():
             if isinstance(t, int):  # adamw8bit's step
                 t = torch.tensor(t)
             if key.startswith("qmap"):  # adamw8bit's levels: one table for all, which no file takes
                 t = t.clone()
-            if torch.is_tensor(t) and t.dim() > 0 and is_shard(p) and not is_shard(t):
-                t = Part(t, p.shape, t.dtype, like=p)  # offloaded
-            if torch.is_tensor(t) or isinstance(t, Part):
+            if torch.is_tensor(t):
                 tensors[f"{name}.{key}"] = t
-    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
-        tensors = together.everyones(tensors)
+    if inner(optimizer) is not optimizer or any(map(is_shard, model.parameters())):
+        from options.shards import parts_of_states
+
+        tensors = parts_of_states(tensors, model, optimizer)  # COLLECTIVE
     # one order, whoever has them, and whether they were made by steps or loaded
-    order = {name: number for number, name in enumerate(names)}
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     in_order = sorted(tensors, key=lambda full: (order[full.rpartition(".")[0]], full))
     return {full: tensors[full] for full in in_order}
 
 
 def fill_optimizer(model, optimizer, tensors):
     """The inverse of optimizer_tensors: give this rank its part of {"NAME.KEY": whole tensor}."""
-    held = {p for group in inner(optimizer).param_groups for p in group["params"]}
-    offloaded = isinstance(inner(optimizer), OffloadedAdamW)
+    own = {p for group in inner(optimizer).param_groups for p in group["params"]}
+    on_cpu = getattr(inner(optimizer), "on_cpu", False)  # offloaded
     for full_name, t in tensors.items():
         name, _, key = full_name.rpartition(".")
         p = model.get_parameter(name)
-        if p not in held:
+        if p not in own:
             continue
         if key != "step" and t.is_floating_point():
             t = t.to(p.dtype)  # the run that wrote it may have had another dtype
@@ -151,7 +104,7 @@ def fill_optimizer(model, optimizer, tensors):
             t = split_like(p, t)
         # clone: a tensor that is mapped from a file may lie unaligned in memory, and the kernels
         # then add in another order, which changes the last bits of a sum
-        t = my_part(t).clone().cpu() if offloaded else t.clone().to(p.device)
+        t = my_part(t).clone().cpu() if on_cpu else t.clone().to(p.device)
         # a step that is whole is adamw8bit's, for torch's are floats
         inner(optimizer).state[p][key] = t if t.is_floating_point() or t.dim() else int(t)
 
@@ -231,10 +184,9 @@ class MovingAverage:
                     my_part(p.detach()).copy_(t)
 
     def tensors(self):
-        """{name: average, or the Part of it that this rank has}."""
+        """{name: average, or the part of it that this rank has}: see parallel.whole."""
         parts = zip(self.names, self.parameters, self.averages, strict=True)
-        return {name: Part(t, p.shape, t.dtype, like=p) if is_shard(p) else t
-                for name, p, t in parts}
+        return {name: parallel.part_of(t, p) for name, p, t in parts}
 
     def fill(self, tensors):
         """The inverse of tensors: {name: whole average} -> this rank's part of it."""

@@ -304,7 +304,11 @@ def flatten_gradients(parameters):
     shards = [p for p in trained if is_shard(p)]
     buffers = [Flat([p for p in whole if p.dtype == dtype])
                for dtype in sorted({p.dtype for p in whole}, key=str)]
-    return buffers + ([Shards(shards)] if shards else [])
+    if shards:
+        from options.shards import Shards
+
+        buffers.append(Shards(shards))
+    return buffers
 
 
 def zero_gradients(buffers):
@@ -349,6 +353,11 @@ def is_shard(p):
     return hasattr(p, "placements")
 
 
+def is_sharded(model):
+    """Whether a rank holds only a part of a model's weights."""
+    return any(map(is_shard, model.owner().parameters()))
+
+
 def my_part(p):
     """The part of a parameter that this rank holds: its shard, or all of it."""
     return p.to_local() if is_shard(p) else p
@@ -356,14 +365,13 @@ def my_part(p):
 
 def split_like(p, tensor):
     """
-    A tensor that every rank has whole -> itself, or, if the parameter p is sharded, a DTensor that
-    is split as p is. Nothing is sent.
+    A tensor that every rank has whole -> itself, or, if the parameter p is sharded, split as p is.
     """
     if not is_shard(p):
         return tensor
-    from torch.distributed.tensor import distribute_tensor
+    from options.shards import distribute
 
-    return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+    return distribute(p, tensor)
 
 
 def fill(p, tensor):
@@ -377,39 +385,27 @@ def gather(t, p):
     The whole tensor, on every rank. Each rank has a part t of it; the tensor is split as the
     sharded parameter p is. A collective.
     """
-    from torch.distributed.tensor import DTensor
+    from options import shards
 
-    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
-                           shape=p.shape, stride=p.stride())
-    return collective(t.full_tensor)
+    return shards.gather(t, p)
 
 
-class Shards:
+def part_of(t, p):
+    """What belongs to a parameter, as its average does: t, or for a sharded p a Part of a whole."""
+    if not is_shard(p):
+        return t
+    from options.shards import Part
+
+    return Part(t, p.shape, t.dtype, like=p)
+
+
+def whole(t):
     """
-    The gradients of sharded parameters, with the methods of a flat buffer that are used above. FSDP
-    makes these gradients and reduces them by itself.
+    A whole tensor in the CPU's memory of rank 0, None on the others. A collective where t is split
+    over the ranks, or a Part.
     """
+    if not torch.is_tensor(t) or is_shard(t):
+        from options import shards
 
-    def __init__(self, parameters):
-        self.parameters = parameters
-
-    def parts(self):
-        return [p.grad.to_local() for p in self.parameters if p.grad is not None]
-
-    def zero_(self):
-        for p in self.parameters:
-            p.grad = None
-
-    def mul_(self, factor):
-        for part in self.parts():
-            part.mul_(float(factor))  # a number: the part may be on the CPU, the factor on the GPU
-
-    def all_reduce(self):
-        """Within backward FSDP has taken the mean over the ranks: this makes it a sum."""
-        self.mul_(rank_and_size()[1])
-
-    def norm(self):
-        """A collective: the norm over all parts of all ranks."""
-        squares = torch.stack([part.norm().double() ** 2 for part in self.parts()]).sum().to(wire())
-        collective(dist.all_reduce, squares, group=group)
-        return squares.sqrt()
+        t = shards.whole(t)  # COLLECTIVE
+    return t.detach().cpu().contiguous() if rank_and_size()[0] == 0 else None

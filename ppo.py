@@ -33,23 +33,23 @@ import before_torch  # noqa: F401, before torch: it notes which CPUs this proces
 
 import torch
 
-import parallel
-from configurator import configure
 import audit
-import build
 import launch
+import parallel
 import report
-from optimizers import MovingAverage, step
-from placement import in_memory
-from run import Run, ranks_agree
+from checks import check_rl, check_system
+from configurator import configure
 from gae import compute_gae
-from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, importance_weights,
-                  kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
-                  response_values, standard_deviation, update_moments)
-from prompts import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
-                     permutation, spread, tokens_of_example, trained_tokens)
-from rewards import center_scores, last_real, reward_terms, score_batch
+from loss import (adapt_kl_coef, explained_variance, gap, importance_weights, kl_estimate,
+                  learning_rate_at, masked_sum, masked_whiten, response_logprobs, response_values,
+                  standard_deviation, update_moments)
+from models import (autocast, in_memory, load_policy, load_ref_policy, load_reward_model,
+                    load_value_model)
+from optimizers import MovingAverage, make_optimizer, step
+from prompts import (batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread)
+from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
 from rollout import read_batch, sample_batch
+from run import Run, ranks_agree
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -124,33 +124,41 @@ config, system = configure(globals(), "keys.py", "rl_keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
-placement = build.Placement(system, seed, ("policy", "value"), value_init)  # COLLECTIVE
+device = launch.init(  # COLLECTIVE
+    system.device_type, system.timeout, system.deterministic, system.roles)
+precision = autocast(system, device)
+check_system(system, device, ("policy", "value"), ("ref", "reward", "judge"), value_init)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-build.check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
-               importance_cap, eval_path)
-train_rows, eval_rows = (build.read_prompts(path, terms, system.fields)
+check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
+         importance_cap, eval_path)
+train_rows, eval_rows = (read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = build.load_policy(policy_path, placement)
+policy, tokenizer = load_policy(policy_path, system, device, seed)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
 ref_policy = None
 if kl_coef > 0:
-    ref_policy = build.load_ref_policy(policy_path, placement, policy, tokenizer)
+    ref_policy = load_ref_policy(policy_path, policy, tokenizer, system, device)
 
 # the reward model: frozen. One number for a whole response; None where it is not among the rewards
-reward_model, reward_tokenizer = build.load_reward_model(reward_path, placement, policy, tokenizer,
-                                                         terms)
+reward_model, reward_tokenizer = None, None
+if "reward_model" in reward_names:
+    reward_model, reward_tokenizer = load_reward_model(reward_path, policy, tokenizer, system,
+                                                       device)
 
 # the judge: frozen. A language model that is asked how good a response is; mostly None
-judge = build.load_judge(policy_path, placement, policy, ref_policy, terms)
+judge = None
+if "judge" in reward_names:
+    from options.judging import load_judge
+    judge = load_judge(policy_path, policy, ref_policy, system, device)
 
 # the value model, trained: one number for each token, the score that is still to be expected
-value_model = build.load_value_model(value_init, placement, policy, tokenizer, reward_path,
-                                     reward_tokenizer)
+value_model = load_value_model(value_init, policy, tokenizer, reward_path, reward_tokenizer, system,
+                               device, seed)
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    value_model=value_model, judge=judge and judge.model)
@@ -161,7 +169,10 @@ train_prompts, eval_prompts = (
                    system.too_long)
     for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
-ptx_rows, ptx_examples = build.read_ptx(ptx_path, policy, tokenizer, system)
+ptx = None
+if ptx_path:
+    from options.ptx import Ptx
+    ptx = Ptx(ptx_path, policy, tokenizer, system, device)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
             (tokenizer, reward_tokenizer, judge), reward_functions)
@@ -172,7 +183,7 @@ def forward(model, mb):
     What a model says of each response token of a micro-batch, (b, R) each: the value model the
     value of the state before it; the others its log-prob and entropy.
     """
-    with placement.autocast:
+    with precision:
         if model is value_model:
             return response_values(model, mb)
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
@@ -182,7 +193,7 @@ def forward(model, mb):
 def minibatches(iteration, epoch=0):
     """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
-    return order.to(placement.device).tensor_split(num_minibatches)
+    return order.to(device).tensor_split(num_minibatches)
 
 
 def micro_batches(batch, rows, whose=None):
@@ -204,7 +215,7 @@ def sample(what, iteration, picked, stop=launch.stop_asked):
     if what == "eval":
         prompts, noise = eval_prompts, (seed, what, 0)
     return sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens,  # COLLECTIVE
-                        temperature, placement, vllm=vllm, stop=stop)
+                        temperature, system, device, vllm=vllm, stop=stop)
 
 
 def score(what, iteration, batch):
@@ -214,26 +225,29 @@ def score(what, iteration, batch):
         rows, prompts = eval_rows, eval_prompts
     return score_batch(  # COLLECTIVE
         batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
-        micro_batch_size, placement, iteration)
+        micro_batch_size, system, device, iteration)
 
 
-vllm = build.begin_sampler(policy, tokenizer, placement)  # COLLECTIVE
+vllm = None
+if system.sampler == "vllm":  # an engine samples in the place of the policy
+    from options.vllm import begin_vllm
+    vllm = begin_vllm(policy, tokenizer, system, device)  # COLLECTIVE
 ahead = None
 if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
     from options.roles import Ahead
-    ahead = Ahead(placement, models, max_iters, 0, eval_interval if eval_rows else 0,
+    ahead = Ahead(system, device, models, max_iters, 0, eval_interval if eval_rows else 0,
                   rows_of, sample, score, minibatches, micro_batches, forward)
     sample, score = ahead.sample, ahead.score
     ahead.serve()  # ranks that only generate or score stay here until the run ends
 
 betas = beta1, beta2
 optimizers = dict(
-    policy=build.optimizer_of(policy, "policy", placement, learning_rate, betas, adam_eps),
-    value_model=build.optimizer_of(value_model, "value", placement,
-                                   value_learning_rate or learning_rate, betas, adam_eps))
+    policy=make_optimizer(policy, "policy", system, learning_rate, betas, adam_eps),
+    value_model=make_optimizer(value_model, "value", system, value_learning_rate or learning_rate,
+                               betas, adam_eps))
 ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, placement, models, optimizers, tokenizer,
+    out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
@@ -274,25 +288,7 @@ def read(batch, steps):
     of each step, in whose micro-batches the models read.
     """
     parts = (mb for rows in steps for mb in micro_batches(batch, rows))
-    read_batch(batch, readers, forward, parts, run.iteration, placement.device)  # COLLECTIVE
-
-
-def add_ptx_gradients(number, sums):
-    """
-    A collective where the policy is sharded. PPO-ptx (InstructGPT, arXiv 2203.02155, equation 2):
-    the SFT loss on the demonstrations of step `number` of the run. Its mean over their tokens,
-    times ptx_coef, goes into the gradients; this rank's losses are added to sums["loss/ptx"].
-    """
-    picked = batch_rows(seed, number, batch_size // num_minibatches, ptx_rows.mix)
-    examples = [ptx_examples[i] for i in picked]  # of all ranks
-    for part in micro_batches_of(examples, tokens_of_example, micro_batch_size,
-                                 system.micro_batch_tokens):
-        with placement.autocast:
-            losses = -example_logprobs(policy, part, tokenizer, system.head_chunk,
-                                       placement.device)  # (n,)
-        loss = ptx_coef * losses.sum() / trained_tokens(examples)
-        (run.loss_scale * loss).backward()
-        report.add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})
+    read_batch(batch, readers, forward, parts, run.iteration, device)  # COLLECTIVE
 
 
 def shape_scores(batch, deviation):
@@ -392,9 +388,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             token_count = mask[rows].sum()
             gaps, moved = [], {}  # of this step: log ratios, and how far the policy has moved
             parallel.zero_gradients(gradients)
-            if ptx_rows:
+            if ptx:
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
-                add_ptx_gradients(first + number, sums)  # COLLECTIVE where the policy is sharded
+                picked = batch_rows(seed, first + number, batch_size // num_minibatches, ptx.mix)
+                ptx.add_gradients(  # COLLECTIVE where the policy is sharded
+                    picked, run.loss_scale * ptx_coef, micro_batch_size, precision, sums)
 
             for mb in micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)

@@ -24,7 +24,6 @@ import parallel
 from errors import BadInput, warn
 from rows import FLAGS, THOUGHTS, where_is
 
-
 # --------------------------------------------------------------------------------------------------
 # rows as token ids. All are encoded once, at the start: else a row that is too long could end a run
 # on its third day

@@ -25,9 +25,8 @@ import traceback
 
 import torch
 
-from prompts import prompt_text
 from errors import BadConfig, BadInput, Stop, first_line, shorten
-
+from prompts import prompt_text
 
 # --------------------------------------------------------------------------------------------------
 # the key reward_functions

@@ -29,17 +29,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-import parallel
-from prompts import left_aligned, right_pad
 import audit
 import launch
+import parallel
 import together
 from answers import final_answer, same_answer, whole_responses
-from placement import no_grad_forwards
-from reward_mix import call_rewards, parse_rewards
 from errors import Stop, say
+from model import no_grad_forwards
+from models import autocast
+from prompts import left_aligned, right_pad
+from reward_mix import call_rewards, check_rows, parse_rewards
 from rollout import texts_of
-
+from rows import Rows, prompt_row, read_rows
 
 # --------------------------------------------------------------------------------------------------
 # rules
@@ -257,8 +258,21 @@ def reward_terms(spec, folder="."):
     return parse_rewards(spec, BUILT_IN, built_in, folder)
 
 
+def read_prompts(path, terms, fields=""):
+    """
+    The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
+    BadInput.
+    """
+    rows = read_rows(path, prompt_row, fields) if path else Rows()
+    rules, first = [term for term in terms if term[2]], 0
+    for file, _, count in rows.parts:
+        check_rows(rules, rows[first:first + count], file)
+        first += count
+    return rows
+
+
 def score_batch(batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
-                micro_batch_size, placement, iteration):
+                micro_batch_size, system, device, iteration):
     """
     A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
 
@@ -274,7 +288,8 @@ def score_batch(batch, rows, prompts, terms, reward_model, judge, tokenizer, rew
     answered = [(rows[i], prompts[i]) for i in mine["prompt"].tolist()]
     mine |= texts_of(answered, mine, tokenizer)
     columns = score_responses(  # COLLECTIVE
-        mine, B, terms, reward_model, judge, reward_tokenizer, micro_batch_size, placement)
+        mine, B, terms, reward_model, judge, reward_tokenizer, micro_batch_size, system,
+        device)
     batch = batch | parallel.gather_rows(columns, B)  # COLLECTIVE
     read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
@@ -289,7 +304,7 @@ thread = ThreadPoolExecutor(1)
 
 
 def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, micro_batch_size,
-                    placement):
+                    system, device):
     """
     A collective: the scores of this rank's b responses, (b,) each: by each reward, as
     "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
@@ -297,9 +312,8 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     mine: the texts and tensors of all of them; rows: how many responses all ranks have together.
     terms: [(weight, name, function)] from reward_terms; a model's function is None. reward_model,
     judge: None where there is none; one that ranks of another role hold is left out.
-    reward_tokenizer: the reward model's. placement: a build.Placement, with the shared keys.
+    reward_tokenizer: the reward model's. system: the shared keys.
     """
-    device, system = placement.device, placement.system
     reward_model, judge = (
         model if model is not None and not next(model.parameters()).is_meta else None
         for model in (reward_model, judge))
@@ -332,12 +346,12 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     most = math.ceil(rows / parallel.rank_and_size()[1])  # rows of a rank
     forwards = math.ceil(most / at_once)
     if reward_model is not None:
-        with placement.autocast, no_grad_forwards([reward_model], device):
+        with autocast(system, device), no_grad_forwards([reward_model], device):
             scores["reward_model"] = score_sequences(reward_model, *read, at_once, forwards)
     if judge is not None:
         questions = [(row, [response]) for row, response
                      in zip(mine["rows"], mine["completions"], strict=True)]
-        with placement.autocast, no_grad_forwards([judge.model], device):
+        with autocast(system, device), no_grad_forwards([judge.model], device):
             scores["judge"] = ask_judge(judge, questions, device, at_once, forwards)  # COLLECTIVE
     like = mine["sampler_logprobs"]
     said = {f"reward/{name}": x.to(like) for name, x in scores.items()}

@@ -16,21 +16,23 @@ them. Masks are True where it counts.
 """
 import torch
 
-import parallel
-from configurator import configure
-from prompts import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
 import audit
-import build
-from estimates import agreement, calibration_error, correlation
-from optimizers import step
-from placement import Place, in_memory, no_grad_forwards
-from run import Run, ranks_agree
-from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
+import launch
+import parallel
+from checks import check_system
+from configurator import configure
 from errors import BadConfig, BadInput, say, warn
+from estimates import agreement, calibration_error, correlation
 from folders import several_paths
 from loss import (centred, centring_loss, learning_rate_at, preference_loss,
                   soft_preference_loss)
+from model import no_grad_forwards
+from models import autocast, in_memory, load
+from optimizers import make_optimizer, step
+from prompts import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
 from rows import PAIR, Rows, completions_of, preference_row, read_rows, scored_row, sft_row
+from run import Run, ranks_agree
+from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 
 # -------------------------------------------------------------------------------------------------
 # where to write
@@ -90,7 +92,10 @@ if teacher and score_coef == preference_coef == 0:
     raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the teacher; "
                     "type --score_coef=1")
 
-placement = build.Placement(system, seed, ("reward",), alone=True)  # COLLECTIVE
+device = launch.init(  # COLLECTIVE
+    system.device_type, system.timeout, system.deterministic)
+precision = autocast(system, device)
+check_system(system, device, ("reward",))
 train_rows = read_rows(train_path, scored_row if teacher else preference_row, system.fields)
 completions = completions_of(train_rows, train_path)  # the fields: of a pair two
 k = len(completions)
@@ -104,7 +109,7 @@ tokenizer = load_tokenizer(init_from, system.chat_template, system.template_kwar
 tokenizer.set_padding_apart()  # the score is read at the last token that is no padding
 
 # a model that exists, with a scalar head, and with an adapter where there is LoRA
-reward_model = placement.load(init_from, "reward", head="scalar", trained=True)
+reward_model = load(init_from, "reward", system, device, head="scalar", trained=True, seed=seed)
 reward_model.score_shift = 0.0  # set at the end
 check_tokenizer_fits(tokenizer, reward_model, init_from)
 
@@ -126,10 +131,9 @@ config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train
 models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and what it is on
 ranks_agree(config, [train_path, val_path, demonstrations_path], models, [tokenizer])  # COLLECTIVE
 
-optimizer = build.optimizer_of(reward_model, "reward", placement, learning_rate, (beta1, beta2),
-                               adam_eps)
+optimizer = make_optimizer(reward_model, "reward", system, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, placement, models, dict(reward_model=optimizer), tokenizer,
+    out_dir, max_iters, config, system, device, models, dict(reward_model=optimizer), tokenizer,
     must_match=["seed", "batch_size", "teacher"],
     sources=["train_path", "init_from"] + ["teacher"] * bool(teacher),
     token_ids=[ids for example in train_ids for ids in example])
@@ -161,8 +165,8 @@ def scores_of(groups, k, model):
     read, too.
     """
     sequences = [ids for group in groups for ids in group] or [[0]]  # sharded: all run the forward
-    tokens, mask = (x.to(placement.device) for x in right_pad(sequences, tokenizer.pad_id))
-    with placement.autocast:
+    tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
+    with precision:
         scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
     return scores[:len(groups) * k].view(-1, k)
 
@@ -172,7 +176,7 @@ def all_scores(groups, model):
     k = len(groups[0])
     scores = torch.zeros(len(groups), k, dtype=torch.float64)
     numbered = [(group, number) for number, group in enumerate(groups)]
-    with no_grad_forwards([model], placement.device):
+    with no_grad_forwards([model], device):
         for part in micro_batches(numbered):
             rows = [number for _, number in part]
             scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
@@ -243,8 +247,7 @@ if teacher:
     known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
     teachers = several_paths(teacher, "teacher")
     for path in teachers:  # each reads the text, in its own tokens
-        model = placement.load(path, "reward", head="scalar",
-                               place=Place(placement.places["reward"].stage))
+        model = load(path, "reward", system, device, head="scalar")
         reader = load_reader(path, model, tokenizer)
         ids = encode_scored(train_rows, train_path, reader, completions, model.max_positions)
         known = known + centred(all_scores(ids, model)) / len(teachers)  # COLLECTIVE
@@ -291,7 +294,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     for part in micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
         told = torch.tensor([what for _, what in part], dtype=scores.dtype,
-                            device=placement.device)
+                            device=device)
         losses = losses_of(scores, told.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()

@@ -24,15 +24,18 @@ decoded, and whichever row it gets. And a resumed run needs no saved random stat
 
 B responses, P prompt length, R the longest response, V vocabulary.
 """
+import contextlib
+import copy
 import hashlib
 
 import torch
+import torch.nn as nn
 
-import parallel
 import audit
-from placement import decoding_copy, no_grad_forwards
+import parallel
 from errors import BadInput
-from model import scaled_logits
+from model import no_grad_forwards, scaled_logits
+from models import autocast, dtypes, matrices_of
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -232,8 +235,12 @@ def warpers(top_k=0, top_p=1.0, min_p=0.0):
     With the probabilities 0.5, 0.3, 0.15, 0.05: top_k = 3 keeps three of them; they become 0.526,
     0.316, 0.158. Then top_p = 0.8 keeps two, for 0.526 is below it, and min_p = 0.7 only the first.
     """
-    from transformers.generation import (LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper,
-                                         TopPLogitsWarper)
+    from transformers.generation import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     chosen = LogitsProcessorList()
     if top_k > 0:
@@ -276,8 +283,8 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temperature, placement,
-                 samples=1, slots=None, vllm=None, stop=None):
+def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temperature, system,
+                 device, samples=1, slots=None, vllm=None, stop=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
     samples its share. Where the weights are sharded, or several ranks decode together
@@ -296,13 +303,13 @@ def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temp
     prompt, slot = ([x for x in given for _ in range(samples)] for given in (picked, slots))
     sample = list(range(samples)) * len(picked)
     width = max(len(prompts[number]) for number in picked)  # one P for all ranks
-    tp = placement.system.generate_tp
+    tp = system.generate_tp
     numbers = parallel.my_share(range(len(prompt)), tp)  # neighbours decode together
     ids = [prompts[prompt[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     if tp > 1:
         stop = None  # those who decode together must take the same steps
-    with placement.autocast:
+    with autocast(system, device):
         if vllm:
             vllm.take_weights(policy)  # COLLECTIVE
             sampled = vllm.respond(
@@ -310,11 +317,11 @@ def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temp
                 response_seeds(*noise, *names), width, stop, tokenizer.has_stop)
         else:
             uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])
-            with decoding_copy(policy, placement.decoding, placement.device, tp) as decoder:
+            with decoding_copy(policy, dtypes(system)[1], device, tp) as decoder:
                 sampled = generate(
                     decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
                     tokenizer.vocab_size, uniforms,
-                    batch_size=placement.system.rollout_batch_size, prompt_width=width, stop=stop,
+                    batch_size=system.rollout_batch_size, prompt_width=width, stop=stop,
                     has_stop=tokenizer.has_stop)
     if tp > 1:  # this rank sends its own
         mine = parallel.my_share(range(len(prompt)))
@@ -322,8 +329,44 @@ def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temp
         sampled = {name: t[kept] for name, t in sampled.items()}
     batch = parallel.gather_rows(sampled, len(prompt))  # COLLECTIVE
     for name, column in dict(index=range(len(prompt)), prompt=prompt, slot=slot).items():
-        batch[name] = torch.tensor(column, device=placement.device)
+        batch[name] = torch.tensor(column, device=device)
     return batch
+
+
+@contextlib.contextmanager
+def decoding_copy(policy, matrices, device, tp=1):
+    """
+    The block in which the policy decodes, and the model that does it. All ranks come to it
+    together. It is the policy itself, unless autocast would round its matrices to the dtype
+    `matrices` at every token: then it is a copy that has them in that dtype, for this block only.
+    A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
+    have a copy together, see options/tensor_parallel.py.
+    """
+    if tp > 1:
+        from options.tensor_parallel import split_copy
+
+        yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
+        return
+    if policy.owner().elsewhere:
+        from options.shards import gathered
+
+        with gathered(policy.owner()):  # COLLECTIVE
+            yield policy
+        return
+    if matrices is None or policy.hf.dtype == matrices or policy.base is not None:
+        # an adapter's trunk is frozen, and has its matrices in that dtype already
+        yield policy
+        return
+    # deepcopy takes from `memo` what is there already, the buffers, too, and copies the modules
+    memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
+    for p in policy.parameters():
+        t = p.detach().to(matrices if id(p) in rounded else p.dtype)
+        memo[id(p)] = nn.Parameter(t, requires_grad=False)
+    decoder = copy.deepcopy(policy, memo)
+    head = decoder.hf.get_output_embeddings()
+    if head.weight is decoder.hf.get_input_embeddings().weight:  # tied: rounded as a head alone
+        head.weight = nn.Parameter(head.weight.to(matrices), requires_grad=False)
+    yield decoder
 
 
 def texts_of(wanted, part, tokenizer):

@@ -27,7 +27,6 @@ from answers import final_answer
 from errors import BadInput, shorten
 from folders import read_file
 
-
 # --------------------------------------------------------------------------------------------------
 # sources: one file, several, or a data set of the hub
 

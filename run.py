@@ -3,7 +3,7 @@ What a run keeps beside the algorithm, in all four scripts: its folder, the phas
 for how long, requests to stop, the audit, checkpoints, the log, what it prints, and at the end its
 products.
 
-    placement = build.Placement(...)                    COLLECTIVE: the ranks meet
+    device = launch.init(...)                           COLLECTIVE: the ranks meet
     ...                                                 the data, the models, the optimizers
     ranks_agree(config, ...)                            COLLECTIVE
     run = Run(out_dir, max_iters, ...)                  COLLECTIVE: begins, or resumes
@@ -23,19 +23,19 @@ import time
 import torch
 
 import errors
-import parallel
 import launch
+import parallel
 import report
 from audit import audit, check_finite, find_cause, must_agree, watched
 from checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
+from errors import Lost, Stop
+from loss import gap, gap_limit
+from models import held
 from optimizers import overflowed
-from placement import held
 from reward_mix import files_of
 from run_folder import data_hashes, fingerprint, open_run
 from run_log import write_log, write_samples
 from together import agree, alone
-from errors import Lost, Stop
-from loss import gap, gap_limit
 
 # a run that goes on must have these keys and files as they were; a change of SAID is only said
 MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
@@ -70,7 +70,7 @@ class Run:
     Opens the run's folder and, where it has a checkpoint, loads that.
 
     models: {name: model}, also those that ranks of other roles hold. optimizers: {name: optimizer},
-    of those that are trained. config: all keys, to be stored. placement: a build.Placement.
+    of those that are trained. config: all keys, to be stored. system: the shared ones.
     must_match: the script's keys that must be the same when a run resumes; sources: those that name
     a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
     run trains on. temperature: of the sampling. state: what the loop carries from one iteration to
@@ -78,10 +78,9 @@ class Run:
     self.state is what to go on with. ema: the policy's average or None. reward_functions: the key.
     """
 
-    def __init__(self, out_dir, max_iters, config, placement, models, optimizers, tokenizer,
+    def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
                  must_match, sources, token_ids=(), temperature=1.0, state=None, ema=None,
                  reward_functions=""):
-        system, device = placement.system, placement.device
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
         self.models, self.optimizers = held(models), optimizers

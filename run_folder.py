@@ -21,13 +21,13 @@ from array import array
 
 from audit import checksums
 from checkpoint import find_checkpoint, list_checkpoints, put_back, sha256, write_json
-from placement import sharded
-from report import gpu
-from run_log import LOG_FILES, cut_log, read_log
-from together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line, warn
 from folders import model_folders, read_json, several_paths
+from parallel import is_sharded
+from report import gpu
 from rows import files_of, sources_of
+from run_log import LOG_FILES, cut_log, read_log
+from together import alone, name_ranks, ranks_where
 
 FORMAT = 2  # of checkpoints; another number: they hold other things, or under other names
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
@@ -284,6 +284,6 @@ def fingerprint(model):
     A value that differs where a model's weights differ, for ranks to compare before they start:
     the checksums of its tensors; of a sharded model, of which no rank has all, its files' hash.
     """
-    if sharded(model):
+    if is_sharded(model):
         return content_hash(model.path)
     return checksums({"": model}).tolist()

@@ -9,9 +9,9 @@ import json
 import math
 import os
 
-from together import together
 from errors import Stop, warn
 from parallel import rank_and_size
+from together import together
 
 LOG_FILES = "log.jsonl", "samples.jsonl"
 

@@ -13,19 +13,21 @@ d width of the model.
 """
 import torch
 
-import parallel
-from configurator import configure
-from prompts import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
-                  tokens_of_example, trained_tokens)
 import audit
-import build
-from optimizers import step
-from placement import in_memory, no_grad_forwards
-from run import Run, ranks_agree
-from tokenizer import check_tokenizer_fits, load_tokenizer
+import launch
+import parallel
+from checks import check_system
+from configurator import configure
 from errors import BadConfig, say, warn
 from loss import example_logprobs, learning_rate_at
+from model import no_grad_forwards
+from models import autocast, begin, in_memory, load
+from optimizers import make_optimizer, step
+from prompts import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
+                     tokens_of_example, trained_tokens)
 from rows import Rows, read_rows, sft_row
+from run import Run, ranks_agree
+from tokenizer import check_tokenizer_fits, load_tokenizer
 
 # -------------------------------------------------------------------------------------------------
 # where to write
@@ -79,7 +81,10 @@ if init_from == "scratch" and system.lora:
     raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type "
                     "--init_from=FOLDER, or leave lora out")
 
-placement = build.Placement(system, seed, ("policy",), alone=True)  # COLLECTIVE
+device = launch.init(  # COLLECTIVE
+    system.device_type, system.timeout, system.deterministic)
+precision = autocast(system, device)
+check_system(system, device, ("policy",))
 train_rows = read_rows(train_path, sft_row, system.fields)
 val_rows = read_rows(val_path, sft_row, system.fields) if val_path else Rows()
 tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from,
@@ -91,12 +96,12 @@ if init_from == "scratch":
     if family == "llama":
         sizes = dict(hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
                      intermediate_size=d_ff, max_position_embeddings=context)
-    policy = placement.begin(dict(
+    policy = begin(dict(
         model_type=family, tie_word_embeddings=False, **sizes, vocab_size=tokenizer.vocab_size,
         bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-        initializer_range=d_model**-0.5), "policy")
+        initializer_range=d_model**-0.5), "policy", system, device, seed)
 else:
-    policy = placement.load(init_from, "policy", trained=True)
+    policy = load(init_from, "policy", system, device, trained=True, seed=seed)
 check_tokenizer_fits(tokenizer, policy, init_from)
 
 # [(ids, trained), ...] of all rows: trained is 1 on the tokens that the loss counts, else 0
@@ -108,9 +113,9 @@ config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train
 models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
 ranks_agree(config, [train_path, val_path], models, [tokenizer])  # COLLECTIVE
 
-optimizer = build.optimizer_of(policy, "policy", placement, learning_rate, (beta1, beta2), adam_eps)
+optimizer = make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, placement, models, dict(policy=optimizer), tokenizer,
+    out_dir, max_iters, config, system, device, models, dict(policy=optimizer), tokenizer,
     must_match=["seed", "batch_size", "init_from"],
     sources=["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"],
     token_ids=[part for example in train_examples for part in example])
@@ -127,16 +132,16 @@ def micro_batches(examples):
 
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
-    with placement.autocast:
+    with precision:
         return example_logprobs(policy, examples, tokenizer, system.head_chunk,
-                                placement.device)
+                                device)
 
 
 def evaluate():
     """A collective: the mean loss in nats a token over held-out demonstrations."""
     run.enter("eval")
     total, count = 0.0, 0
-    with no_grad_forwards([policy], placement.device):
+    with no_grad_forwards([policy], device):
         for part in micro_batches(eval_examples):
             logprobs = completion_logprobs(part)  # (n,)
             total -= logprobs.sum().item()

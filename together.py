@@ -7,8 +7,7 @@ same code, settings and files?
     alone(f)        the same for work at the disk, which may take hours
     together(f)     every rank calls f and keeps its own result
 
-An error of one rank is raised on all of them, so that no rank waits for one that has left. And
-whole: a tensor that no rank has whole, put together on rank 0.
+An error of one rank is raised on all of them, so that no rank waits for one that has left.
 """
 import contextlib
 import datetime
@@ -16,7 +15,6 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from safetensors import SafetensorError
 
 import parallel
 from errors import BadConfig, BadInput, Stop
-from parallel import all_gather, broadcast, collective, gather, is_shard, rank_and_size, wire
+from parallel import all_gather, broadcast, rank_and_size, wire
 
 PATIENCE = 6 * 3600  # seconds that the ranks wait for each other while some work at the disk
 usual_wait = None  # how long a collective waits otherwise; set by launch.init
@@ -97,59 +95,6 @@ def patience():
         yield
     finally:
         group.set_timeout(wait)
-
-
-# --------------------------------------------------------------------------------------------------
-# a tensor that no rank has whole
-
-
-@dataclass
-class Part:
-    """
-    What this rank has of a tensor that it does not have whole: its rows, which are split as the
-    sharded parameter `like` is; or all or nothing of it, where only the rank `owner` has it, as at
-    ZeRO stage 1.
-    """
-
-    mine: torch.Tensor  # None on the ranks that have nothing of it
-    shape: tuple  # of the whole tensor
-    dtype: torch.dtype
-    like: torch.Tensor = None
-    owner: int = None
-
-
-def whole(t):
-    """
-    A collective: the whole tensor in the CPU's memory of rank 0, None on the others. t: a tensor,
-    which all ranks have whole; a sharded one; or a Part. The others have it for a moment, too.
-    """
-    rank = rank_and_size()[0]
-    if is_shard(t):
-        t = collective(t.full_tensor)
-    elif isinstance(t, Part) and t.owner is None:
-        t = gather(t.mine, t.like)
-    elif isinstance(t, Part):
-        sent = torch.empty(t.shape, dtype=t.dtype, device=wire())
-        if t.owner == rank:
-            sent.copy_(t.mine)
-        broadcast(sent, t.owner)
-        t = sent
-    return t.detach().cpu().contiguous() if rank == 0 else None
-
-
-def everyones(parts):
-    """
-    A collective: {name: tensor} of each rank, all of other names -> {name: Part} of all of them, in
-    the order of the ranks. No tensor is sent.
-    """
-    known = {}
-    for rank in range(rank_and_size()[1]):
-        header = from_rank(lambda: [[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
-                                    for name, t in parts.items()], rank)
-        for name, shape, dtype in header:
-            mine = parts.get(name) if rank == rank_and_size()[0] else None
-            known[name] = Part(mine, shape, getattr(torch, dtype), owner=rank)
-    return known
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 
 from errors import BadInput
-from folders import model_folders
-from model import (Model, auto_class, check_head, draw_score_head, load_model, want_one_score)
+from load import auto_class, draw_score_head, want_one_score
+from model import Model, check_head
 
 
 class OnTrunk(Model):
@@ -29,7 +29,7 @@ class OnTrunk(Model):
         self.adapters = {}
         self.head, self.path, self.file_dtype = head, base.path, base.file_dtype
         self.processor, self.unread = base.processor, base.unread
-        self.score_shift, self.new_head, self.offloaded = 0.0, False, False
+        self.score_shift, self.new_head, self.elsewhere = 0.0, False, False
         if head == "scalar":
             self.score = hf.score
             if base.head == "scalar":
@@ -84,20 +84,3 @@ def scalar_shell(base):
     hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
                          dtype=torch.promote_types(weight.dtype, torch.float32))
     return hf.eval()
-
-
-@torch.no_grad()
-def load_whole(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
-    """
-    load_model; or, where `path` is an adapter, the model that it was trained on, with the adapter
-    merged into its weights. That model may be an adapter as well. Raises BadInput.
-    """
-    *adapters, folder = model_folders(path)
-    model = load_model(folder, head, dtype, seed=seed)
-    if adapters:
-        from options.lora import merge
-
-        for adapter in reversed(adapters):
-            merge(model, adapter)
-    model.path = path
-    return model.to(device)

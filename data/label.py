@@ -27,7 +27,7 @@ from configurator import configure  # noqa: E402
 from prompts import encode_for_all  # noqa: E402
 from options.judging import Judge, template_text  # noqa: E402
 from launch import choose_device  # noqa: E402
-from placement import Place, load_placed, precisions  # noqa: E402
+from models import autocast, load, plain  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import check_writable, model_folders, written  # noqa: E402
@@ -74,7 +74,7 @@ if not judge_path:
 if samples % 2:
     raise BadConfig(f"samples = {samples}: wanted an even number, for two are a pair")
 device = torch.device(choose_device(device_type))
-autocast, weights_dtype, matrices = precisions(dtype, True, device)
+system = plain(dtype)
 stem, ending = os.path.splitext(out)
 out_val = f"{stem}_val{ending}"  # the held-out pairs
 read = [source for source, _ in sources_of(prompts_path)] + [judge_template, chat_template]
@@ -86,8 +86,8 @@ if ending != ".jsonl":
 
 tokenizer = load_tokenizer(policy_path, chat_template, template_kwargs, system_prompt, stop_strings)
 judge_tokenizer = load_tokenizer(judge_path)
-policy, model = (load_placed(path, Place(), device, dtype=weights_dtype, matrices=matrices)
-                 for path in (policy_path, judge_path))
+policy, model = (load(path, name, system, device) for path, name
+                 in ((policy_path, "policy"), (judge_path, "judge")))
 check_tokenizer_fits(tokenizer, policy, policy_path)
 check_tokenizer_fits(judge_tokenizer, model, judge_path)
 compares = "{first}" in template_text(judge_template)
@@ -107,7 +107,7 @@ def answer(numbers):
     which = [(i, sample) for i in numbers for sample in range(samples)]
     uniforms = response_uniforms(seed, "label", 0, [i for i, _ in which], max_new_tokens,
                                  [sample for _, sample in which])
-    with torch.no_grad(), autocast:
+    with torch.no_grad(), autocast(system, device):
         batch = generate(policy, [prompts[i] for i, _ in which], max_new_tokens, temperature,
                          tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
                          has_stop=tokenizer.has_stop)
@@ -117,7 +117,7 @@ def answer(numbers):
 
 def ask(questions):
     """The judge's log-odds for each of [(row, responses)], a list."""
-    with torch.no_grad(), autocast:
+    with torch.no_grad(), autocast(system, device):
         return ask_judge(judge, questions, device, micro_batch_size).tolist()
 
 

@@ -17,8 +17,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from before_torch import CPUS
 from answers import DENIED, clash, final_answer, plain, same_answer, whole_responses
+from before_torch import CPUS
 from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
 

@@ -11,8 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from before_torch import CPUS
 from answers import whole_responses
+from before_torch import CPUS
 from errors import BadInput, shorten
 from grading import sandbox
 

@@ -7,30 +7,25 @@ the rounded model.
 """
 import torch.nn as nn
 
+from configurator import of_model
 from errors import BadConfig, BadInput
+from folders import optional_package
 
 
-def check_four_bits(system, places):
-    """Raise BadConfig where keys do not go together. places: {name: Place}, see placement.py."""
-    if not any(place.lora for place in places.values()):
+def check_four_bits(system, trained):
+    """Raise BadConfig where keys do not go together. trained: the names of the trained models."""
+    adapted = [name for name in trained if of_model(system.lora, name)]
+    if not adapted:
         raise BadConfig("quantize = '4bit' rounds a trunk that stays frozen, and adapters on it "
                         "are trained; type --lora=16, or leave quantize out")
-    if any(place.lora and place.stage > 0 for place in places.values()) or system.generate_tp > 1:
+    split = any(of_model(system.zero_stage, name) not in ("", "0") for name in adapted)
+    if split or getattr(system, "generate_tp", 1) > 1:
         raise BadConfig("quantize = '4bit': a matrix in 4 bits cannot be split over ranks; leave "
                         "zero_stage and generate_tp out for what has an adapter, or quantize")
     if system.dtype == "float64":
         raise BadConfig("quantize = '4bit' has no kernels for float64; type --dtype=float32 or "
                         "--dtype=bfloat16")
-    bitsandbytes("quantize = '4bit'")
-
-
-def bitsandbytes(key):
-    """The package. Raises BadConfig, if it is missing. key: what asks for it."""
-    try:
-        import bitsandbytes
-    except ImportError as e:
-        raise BadConfig(f"{key} needs the package bitsandbytes: pip install bitsandbytes") from e
-    return bitsandbytes
+    optional_package("bitsandbytes", "quantize = '4bit'")
 
 
 def quantize(model, device, dtype):
@@ -38,7 +33,7 @@ def quantize(model, device, dtype):
     Give the matrices of a frozen model's layers 4 bits, one map after the other; the model may wait
     in the CPU's memory until then. dtype: in which it computes. Raises BadInput.
     """
-    package, found = bitsandbytes("quantize = '4bit'"), False
+    package, found = optional_package("bitsandbytes", "quantize = '4bit'"), False
     unread = {model.hf.get_parameter(name) for name in model.unread}  # is saved as it was
     for layer in model.layers():
         for parent in list(layer.modules()):
@@ -61,4 +56,5 @@ def quantize(model, device, dtype):
 
 def rounded(p):
     """A parameter in 4 bits as the numbers with which its map computes, (out, in)."""
-    return bitsandbytes("4 bits").functional.dequantize_4bit(p.data, p.quant_state)
+    package = optional_package("bitsandbytes", "4 bits")
+    return package.functional.dequantize_4bit(p.data, p.quant_state)

@@ -20,11 +20,12 @@ import re
 
 import torch
 
-from prompts import at_row, keep, rows_that_fit
+from errors import BadConfig, BadInput, say, shorten
 from folders import read_text, same_folder
-from tokenizer import joined
-from errors import BadInput, shorten
 from model import at_least_float32
+from models import load
+from prompts import at_row, keep, rows_that_fit
+from tokenizer import check_tokenizer_fits, joined, load_tokenizer
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
          "[Answer]\n{response}\n\n")
@@ -254,3 +255,24 @@ def as_text(messages):
 def judged_by_reference(judge_path, ref_path, policy_path):
     """Whether the judge is the reference policy, whose weights are there already."""
     return judge_path == "ref_policy" or same_folder(judge_path, ref_path or policy_path)
+
+
+def load_judge(policy_path, policy, ref_policy, system, device):
+    """
+    The judge of the key judge_path, frozen. Where its folder is the frozen reference's it is that
+    model: no second copy. Raises BadConfig or BadInput.
+    """
+    path, model = system.judge_path, None
+    if judged_by_reference(path, system.ref_path, policy_path):
+        path = system.ref_path or policy_path
+        model = ref_policy or policy.base
+        if model is None and system.judge_path == "ref_policy":
+            raise BadConfig("judge_path = 'ref_policy', but with kl_coef = 0 there is no "
+                            "reference; give its folder, or type --kl_coef=1e-9")
+    tokenizer = load_tokenizer(path)
+    if model is None:
+        model = load(path, "judge", system, device)
+    check_tokenizer_fits(tokenizer, model, path)
+    judge = Judge(model, tokenizer, path, system.judge_template)
+    say(judge.in_words)
+    return judge

@@ -22,9 +22,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from errors import BadInput, say, shorten
+from configurator import of_model
+from errors import BadConfig, BadInput, say, shorten
 from folders import read_json, same_folder
-from model import at_least_float32, freeze, has_experts, is_linear
+from load import has_experts
+from model import at_least_float32, freeze, is_linear
 from trunk import OnTrunk
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of mixtures: they choose experts
@@ -114,6 +116,25 @@ class Adapted(OnTrunk):
             return ""
         return ("peft reads other numbers from it (MLPs beside experts); give others the merged "
                 "model, or train with --lora=16:32:q+k+v+o")
+
+
+def check_lora(system, trained, share_base, value_init):
+    """Raise BadConfig where keys do not go together. trained: the names of the trained models."""
+    for name in trained:
+        is_head = name == "value" and value_init == "shared"  # on the policy
+        if is_head and "value=" in system.lora.replace(" ", ""):
+            raise BadConfig("value_init = 'shared': the value model is a head on the policy, with "
+                            "no adapter; leave value out of lora")
+        if share_base and not is_head and not of_model(system.lora, name):
+            raise BadConfig(f"share_base: {name} stands on the frozen trunk, so it needs an "
+                            "adapter; type --lora=16")
+
+
+def adapt(base, text, head="lm", seed=0):
+    """An Adapted on a model, as the key lora says it: RANK[:ALPHA[:TARGETS]]."""
+    rank, alpha, targets = [*text.split(":"), "", ""][:3]
+    return Adapted(base, head, int(rank), float(alpha or 2 * int(rank)), targets.replace("+", ","),
+                   seed)
 
 
 class LoRA(nn.Module):

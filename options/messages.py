@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from together import PATIENCE, patience
 from errors import BadConfig, BadInput, Lost, Stop, shorten
 from parallel import wire
+from together import PATIENCE, patience
 
 ROLES = "train", "generate", "score"
 
@@ -69,6 +69,18 @@ def parse_roles(text, world_size):
         found[name] = range(first, first + number)
         first += number
     return found if len(found) > 1 else {}
+
+
+def needs(name, system):
+    """
+    Whether this rank's role needs a model whole: policy, ref, reward, judge or value. LoRA's trunk,
+    which is the policy's, is on all ranks.
+    """
+    frozen = ("ref", "reward", "judge")
+    models = dict(train=("policy", "value"), generate=("policy",), score=frozen)[parallel.role]
+    if parallel.role == "train" and "score" not in parallel.roles:
+        models += frozen
+    return name in models or name == "policy" and bool(system.lora)
 
 
 def begin(ranks, rank, timeout, signalled, heard):

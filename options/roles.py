@@ -32,23 +32,24 @@ roles stay in `serve`; `begin` and `share_weights` are called before the loop an
 How messages are sent is in options/messages.py.
 """
 import contextlib
+import hashlib
 import math
 import sys
 
 import torch
 
 import errors
-import parallel
-from prompts import micro_batch
 import launch
-from audit import audit, checksum_of, watched
+import parallel
+from audit import as_words, audit, first_word, watched, weighted_sum
 from checkpoint import load_batches
-from placement import held, matrices_of
-from together import together
 from errors import BadConfig, Lost, Stop
+from models import dtypes, held, matrices_of
 from options import messages
-from parallel import fill, gather, is_shard, my_part
+from parallel import all_gather, fill, gather, is_shard, my_part, wire
+from prompts import micro_batch
 from rollout import read_batch
+from together import together
 
 
 def check_ahead(system, target_kl, importance_cap):
@@ -67,20 +68,20 @@ class Ahead:
     Batches that are sampled ahead of the update, here or by ranks of their own. A batch has a
     label, (what, iteration): what is rollout, eval, "refill 0", "refill 1", ...
 
-    placement: a build.Placement. models: {name: model} of the run. max_iters, max_refills: keys of
+    system: the shared keys. models: {name: model} of the run. max_iters, max_refills: keys of
     the script; eval_interval: too, 0 where nothing is held out. The others are functions of the
     script: rows_of(iteration), the data rows of its batch; sample, score, minibatches,
     micro_batches and forward, see there. Raises BadConfig.
     """
 
-    def __init__(self, placement, models, max_iters, max_refills, eval_interval, rows_of, sample,
-                 score, minibatches, micro_batches, forward):
+    def __init__(self, system, device, models, max_iters, max_refills, eval_interval, rows_of,
+                 sample, score, minibatches, micro_batches, forward):
         reward_model = models.get("reward_model")
         if "score" in parallel.roles and reward_model is not None and not hasattr(
                 reward_model.hf.config, "score_shift"):
             raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score "
                             "do not look for one; write one there, or leave score out of roles")
-        self.placement, self.system, self.device = placement, placement.system, placement.device
+        self.system, self.device = system, device
         self.models = watched.models = held(models)
         self.max_iters, self.max_refills = max_iters, max_refills
         self.eval_interval, self.rows_of = eval_interval, rows_of
@@ -176,7 +177,7 @@ class Ahead:
         if version not in self.from_generators.values():
             return
         self.run.enter("weights")
-        policy, matrices = self.models["policy"], self.placement.decoding
+        policy, (_, matrices) = self.models["policy"], dtypes(self.system)
         checksum = None
         if self.run.audit_is_due(version):
             checksum = checksum_of(my_weights(policy, matrices))  # COLLECTIVE
@@ -297,12 +298,26 @@ def to_score(start, max_iters, max_refills, eval_interval):
 def my_weights(policy, matrices=None):
     """
     (name, parameter, this rank's part of it) of a policy. matrices: the dtype in which frozen
-    copies of it hold their matrices, see placement.settle; None: as here.
+    copies of it hold their matrices, see models.settle; None: as here.
     """
     rounded = {id(p) for p in matrices_of(policy)} if matrices else ()
     for name, p in policy.named_parameters():
         t = my_part(p.detach())
         yield name, p, t.to(matrices) if id(p) in rounded else t
+
+
+def checksum_of(parts):
+    """
+    A collective: one text for the weights of a model: that of other bits is another one, and it
+    does not depend on how many ranks hold parts of them. parts: (name, parameter, this rank's part
+    of it, in any dtype), see my_weights.
+    """
+    found = [(is_shard(p), weighted_sum(as_words(t), first_word(p)).to(wire()))
+             for _, p, t in parts]
+    mine = torch.stack([total for _, total in found])
+    of_all = torch.stack(all_gather(mine)).sum(0)  # COLLECTIVE; int64, which wraps around
+    sums = [int((of_all if split else mine)[i]) for i, (split, _) in enumerate(found)]
+    return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
 
 
 def take_weights(policy, version):

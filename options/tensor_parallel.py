@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from placement import matrices_of
 from errors import BadConfig, first_line
-from model import Model, auto_class, freeze
+from model import Model, freeze
+from load import auto_class
+from models import matrices_of
 from parallel import fill, gather, is_shard, my_part
 
 

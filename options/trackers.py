@@ -9,8 +9,8 @@ import importlib
 import math
 import os
 
-from together import alone
 from errors import BadConfig, first_line, warn
+from together import alone
 
 TRACKERS = "tensorboard", "wandb", "trackio"
 open_trackers = {}  # {name: (send(numbers, step), close())}, on rank 0

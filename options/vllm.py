@@ -28,11 +28,11 @@ import torch
 
 import before_torch
 import parallel
-from together import patience
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
 from model import in_full
 from parallel import gather, is_shard, my_part, wire
+from together import patience
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes

@@ -23,7 +23,7 @@ from reward_mix import call_rewards
 from run_folder import open_run
 from errors import BadConfig, BadInput, Stop
 from folders import check_writable, written
-from model import load_model
+from load import load_model
 from rows import prompt_row, read_rows
 
 import tiny

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import tiny
-from placement import finish_placing
-from model import from_scratch
+from load import from_scratch
 from rollout import generate
 
 CPU = torch.device("cpu")
@@ -43,7 +42,7 @@ def test_a_trunk_is_traced_once_and_computes_the_same(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *args, **keys: whole(*args, backend="eager", **keys))
     plain, compiled = (from_scratch(CONFIG, seed=5, dtype=torch.float64) for _ in range(2))
     compiled.recompute()
-    finish_placing(compiled, CPU, True)
+    compiled.compile_trunk()
     assert [n for n, _ in compiled.named_parameters()] == [n for n, _ in plain.named_parameters()]
     counters.clear()
     texts = [generate(model, [[1, 2, 3], [4]], 6, eos_ids=[7]) for model in (plain, compiled)]

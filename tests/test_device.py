@@ -10,7 +10,8 @@ import torch
 
 from prompts import micro_batch
 import launch
-from model import freeze, from_scratch
+from model import freeze
+from load import from_scratch
 from rollout import draw, generate
 
 import tiny

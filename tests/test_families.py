@@ -49,7 +49,7 @@ def make(world, name):
     """Save a random policy of a family in world.root/name."""
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from model import from_scratch
+    from load import from_scratch
 
     kind, sizes = FAMILIES[name]
     tokenizer = load_tokenizer(world.tokenizer)
@@ -112,7 +112,7 @@ def runs(tmp_path_factory):
 def test_a_family_does_what_the_docs_say_and_transformers_loads_what_is_saved(runs, name):
     from transformers import AutoModelForCausalLM
 
-    from model import load_model
+    from load import load_model
 
     folder, outcomes = runs(name)
     with open(os.path.join(tiny.ROOT, "docs", "scale.md"), encoding="utf-8") as f:

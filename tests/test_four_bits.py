@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from model import in_full
-from options.four_bits import bitsandbytes, check_four_bits, quantize
-from placement import placements
+from folders import optional_package
+from options.four_bits import check_four_bits, quantize
+from options.optimizers import check_optimizers
 from errors import BadConfig
-from model import freeze, from_scratch, probe
+from model import freeze
+from load import from_scratch, probe
 from tools import dry_run
 
 import tiny
@@ -63,9 +65,10 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
 def test_keys_that_do_not_go_together(said, keys):
     system = SimpleNamespace(**dict(lora="", zero_stage="", generate_tp=1, dtype="float32") | keys)
     with pytest.raises(BadConfig, match=said):
-        check_four_bits(system, placements(("policy",), system.zero_stage, "", system.lora, "adamw"))
+        check_four_bits(system, ("policy",))
+    system = SimpleNamespace(zero_stage="", offload="optimizer", optim="adamw8bit")
     with pytest.raises(BadConfig, match="adamw8bit"):
-        placements(("policy",), "", "optimizer", "", "adamw8bit")
+        check_optimizers(system, ("policy",))
 
 
 @needs_four_bits
@@ -77,13 +80,13 @@ def test_what_is_counted_is_what_is_held():
     for shape in (64, 64), (63, 129), (300, 517):
         linear = torch.nn.Linear(*shape[::-1], bias=False)
         settings = dict(requires_grad=False, quant_type="nf4", module=linear)
-        real = bitsandbytes("here").nn.Params4bit(linear.weight.data, **settings).to("cpu")
+        real = optional_package("bitsandbytes", "here").nn.Params4bit(linear.weight.data, **settings).to("cpu")
         state = real.quant_state
         tensors = real.data, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code
         assert dry_run.Params4bit(linear.weight, **settings).numel() == held(tensors)
         parameters = [torch.nn.Parameter(torch.randn(shape)), torch.nn.Parameter(torch.randn(7))]
         sizes = []
-        for package in bitsandbytes("here"), dry_run.BITSANDBYTES:
+        for package in optional_package("bitsandbytes", "here"), dry_run.BITSANDBYTES:
             optimizer = package.optim.AdamW8bit(parameters, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
             for p in parameters:
                 p.grad = torch.randn_like(p)

@@ -17,7 +17,8 @@ import torch
 
 import launch
 from gae import compute_gae
-from model import freeze, load_model
+from model import freeze
+from load import load_model
 from rollout import draw, generate
 
 import tiny
@@ -221,11 +222,12 @@ def test_a_run_is_that_of_the_cpu(runs, name):
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
 def test_what_is_offloaded_is_pinned(world):
-    from placement import Place, load_placed, on_device
+    from models import load, plain
+    from options.shards import here
 
-    model = load_placed(world.reward, Place(offload="params"), torch.device(DEVICE), "scalar")
+    model = load(world.reward, "reward", plain(offload="params"), torch.device(DEVICE), "scalar")
     assert all(p.is_pinned() for p in model.parameters())
-    with on_device(model, torch.device(DEVICE)):
+    with here(model, torch.device(DEVICE)):
         assert all(p.is_cuda for p in model.parameters())
     assert all(p.is_pinned() for p in model.parameters())
 

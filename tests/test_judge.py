@@ -13,7 +13,8 @@ from options.judging import TEMPLATES, Judge, judged_by_reference
 from tokenizer import load_tokenizer
 from errors import BadInput
 from rows import Rows
-from model import freeze, load_model
+from model import freeze
+from load import load_model
 from rewards import ask_judge
 
 import models_of_the_world as world

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tokenizer import load_tokenizer
-from model import load_model
+from load import load_model
 from rollout import generate, response_uniforms, texts_of
 
 import tiny

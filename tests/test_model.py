@@ -10,7 +10,8 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from errors import BadInput
-from model import Model, freeze, from_scratch, load_model, probe, unread_parameters
+from model import Model, freeze
+from load import from_scratch, load_model, probe, unread_parameters
 
 import tiny
 from families import NO_CLASSIFIER, VARIANTS, make, padded

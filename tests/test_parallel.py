@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import parallel
+from options import roles
 import audit
 
 import tiny
@@ -86,15 +87,15 @@ def test_checksums_see_the_order_of_words(dtype):
     model = two_layers(dtype=dtype)
     model[0].weight.data[:] = torch.arange(15).view(3, 5)
     first = model[0].weight.data.view(-1)
-    text = audit.checksum_of([(name, p, p.data) for name, p in model.named_parameters()])
+    text = roles.checksum_of([(name, p, p.data) for name, p in model.named_parameters()])
     sums = audit.checksums({"": model}).tolist()
     for a, b in itertools.combinations(range(15), 2):
         first[[a, b]] = first[[b, a]]
         assert audit.checksums({"": model}).tolist()[0] != sums[0]
-        assert audit.checksum_of([(name, p, p.data) for name, p in model.named_parameters()]) != text
+        assert roles.checksum_of([(name, p, p.data) for name, p in model.named_parameters()]) != text
         first[[a, b]] = first[[b, a]]
     swapped = [(name, p, p.data) for name, p in model.named_parameters()]
-    assert audit.checksum_of(swapped) == text != audit.checksum_of(swapped[::-1])
+    assert roles.checksum_of(swapped) == text != roles.checksum_of(swapped[::-1])
 
 
 def test_checksums_see_order_across_chunks():
@@ -121,7 +122,8 @@ import launch
 from errors import Stop
 from test_parallel import two_layers
 
-rank, size, device = launch.init("cpu", 30)
+device = launch.init("cpu", 30)
+rank, size = parallel.rank_and_size()
 said = dict(gathers=[], audits=[])
 for n in (7, 3, 2, 1):  # more rows than ranks, as many, fewer
     everything = dict(mask=torch.arange(3 * n).view(n, 3) % 2 == 0,  # first: what follows begins at odd bytes
@@ -185,7 +187,7 @@ def test_every_collective_is_marked_and_nothing_else():
     """A call of what says "A collective" in its docstring is marked # COLLECTIVE, or the class whose __init__ calls some."""
     files = [os.path.relpath(path, tiny.ROOT) for folder in ("", "options")
              for path in glob.glob(f"{tiny.ROOT}/{folder}/*.py")]
-    collectives = {"Run", "Placement", "first_batch", "sample_now", "score_here", "work"}
+    collectives = {"Run", "first_batch", "sample_now", "score_here", "work"}
     for file in files:
         collectives |= {node.name for node in ast.walk(parsed(file)[0]) if isinstance(node, ast.FunctionDef)
                         and (ast.get_docstring(node) or "").startswith("A collective")}

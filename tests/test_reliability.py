@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tokenizer import load_tokenizer
-from model import load_model
+from load import load_model
 
 import tiny
 from tiny import forked, one_run

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tokenizer import load_reader, load_tokenizer
-from model import freeze, load_model
+from model import freeze
+from load import load_model
 from rewards import read_texts, score_sequences
 
 import models_of_the_world as world

@@ -10,11 +10,11 @@ import torch
 import transformers as hf
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from placement import decoding_copy
 from errors import BadInput
 from loss import gap, gap_limit
-from model import freeze, load_model
-from rollout import draw, generate, response_uniforms, warpers
+from model import freeze
+from load import load_model
+from rollout import decoding_copy, draw, generate, response_uniforms, warpers
 
 from families import make
 

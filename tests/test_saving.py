@@ -7,7 +7,7 @@ import transformers as hf
 
 from checkpoint import model_card, public, save_model
 from tokenizer import load_tokenizer
-from model import load_model
+from load import load_model
 
 import tiny
 from families import make, padded

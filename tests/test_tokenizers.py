@@ -541,7 +541,7 @@ def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
 def test_all_ends_of_a_saved_policy(folders, tmp_path):
     """Those of generation_config.json, config.json, the tokenizer and its template; the makers' settings stay."""
     from checkpoint import save_model
-    from model import load_model
+    from load import load_model
 
     qwen = ["<|endoftext|>", "<|im_end|>"]
     for name, ends in (("llama3.2", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]), ("qwen2.5", qwen), ("mistral", ["</s>"]),

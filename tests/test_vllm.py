@@ -16,7 +16,7 @@ from checkpoint import save_model
 from tokenizer import load_tokenizer
 from options.vllm import begin_vllm, check_vllm
 from errors import BadConfig, BadInput, Lost
-from model import from_scratch, load_model
+from load import from_scratch, load_model
 
 import tiny
 from conftest import ROOT

@@ -1,6 +1,6 @@
 """
-Where models lie (placement.py, optimizers.py): 16 bits, what stops runs with sharded models, the scale of float16, and
-the keys. (That shards, ranks, adapters and offload change nothing in float64, test_knobs.py shows; and placement.on_device
+Where models lie (models.py, options/shards.py): 16 bits, what stops runs with sharded models, the scale of float16, and
+the keys. (That shards, ranks, adapters and offload change nothing in float64, test_knobs.py shows; and shards.here
 needs a second device: tests/test_gpu.py has it.)
 """
 import json
@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 import optimizers
-import placement
+import checks
+import models
+from options import shards
 from errors import BadConfig, Stop
-from model import load_model
+from load import load_model
 
 import tiny
 from families import PROCESSOR, add_vision
 from tiny import in_a_row, one_run
 
-P = placement.Place
 
 # what a watched run leaves beside its product: the dtypes of its models, before the first step
 WATCH = """
@@ -101,7 +102,7 @@ def test_in_16_bits_the_reference_is_the_policy_at_first(short, name):
 
 def test_a_frozen_head_is_not_rounded(world):
     """Where frozen matrices are stored in 16 bits, the scalar head is not."""
-    model = placement.load_placed(world.reward, P(), torch.device("cpu"), "scalar", matrices=torch.bfloat16)
+    model = models.load(world.reward, "reward", models.plain("bfloat16"), torch.device("cpu"), "scalar")
     assert model.hf.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
     assert torch.equal(model.hf.score.weight, load_model(world.reward, "scalar").hf.score.weight)
 
@@ -118,7 +119,7 @@ def staged(world, tmp_path_factory):
     """Runs on two ranks in bfloat16: {(policy, stage): the log}. Among the policies are mixtures with odd parameters."""
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from model import from_scratch
+    from load import from_scratch
 
     folder, tokenizer, jobs = str(tmp_path_factory.mktemp("staged")), tiny.add_qwen(world), {}
     for name in list(SAME)[1:]:
@@ -278,7 +279,8 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, size, generator=generator)
-    optimizer = optimizers.make_optimizer(model, P(optimizer="adafactor"), 0.01, (0.5, 0.9), 1e-5, 0.1)
+    optimizer = optimizers.make_optimizer(model, "policy", models.plain(optim="adafactor", weight_decay=0.1), 0.01,
+                                          (0.5, 0.9), 1e-5)
     want = {name: p.detach().clone() for name, p in model.named_parameters()}
     rows, columns, vector = (torch.zeros(n, dtype=torch.float64) for n in (3, 4, 3))
     for t, lr in enumerate((0.01, 0.02, 0.005, 0.0), 1):
@@ -303,25 +305,34 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size):
 # ---------------------------------------------------------------------------------------------------------------------
 # the keys
 
-ALL = ("policy", "ref", "reward", "judge", "value")
-PLACES = [  # zero_stage, offload, lora, optimizer -> places that are not as usual
-    (("", "", "", "adamw"), {}),
-    (("policy=3", "", "", "adamw"), dict(policy=P(3), ref=P(3))),  # the reference follows
-    (("policy=3,ref=0", "", "", "adamw"), dict(policy=P(3))), (("ref=3", "", "", "adamw"), dict(ref=P(3))),
-    ((" 1 , value = 2 ", "", "", "adamw"), dict(policy=P(1), ref=P(1), reward=P(1), judge=P(1), value=P(2))),
-    (("", "policy=optimizer,reward=params", "", "adamw"), dict(policy=P(0, "optimizer"), reward=P(0, "params"))),
-    (("1", "", "", "policy=adafactor"), {n: P(1) for n in ALL} | dict(policy=P(1, optimizer="adafactor"))),
+TRAINED, FROZEN = ("policy", "value"), ("ref", "reward", "judge")
+PLACES = [  # zero_stage, offload -> {model: (stage, what is on the CPU)} where that is not (0, none)
+    (("", ""), {}),
+    (("policy=3", ""), dict(policy=(3, "none"), ref=(3, "none"))),  # the reference follows
+    (("policy=3,ref=0", ""), dict(policy=(3, "none"))), (("ref=3", ""), dict(ref=(3, "none"))),
+    ((" 1 , value = 2 ", ""), dict.fromkeys(TRAINED + FROZEN, (1, "none")) | dict(value=(2, "none"))),
+    (("", "policy=optimizer,reward=params"), dict(policy=(0, "optimizer"), reward=(0, "params"))),
+    (("", "optimizer"), dict.fromkeys(TRAINED, (0, "optimizer"))),
 ]
 
 
 @pytest.mark.parametrize("keys, places", PLACES, ids=str)
 def test_places_by_hand(keys, places):
-    assert placement.placements(("policy", "value"), *keys) == {n: places.get(n, P()) for n in ALL}
+    system = models.plain(zero_stage=keys[0], offload=keys[1])
+    for name in TRAINED + FROZEN:
+        stage, offload = shards.stage_of(system, name), shards.offload_of(system, name, name in TRAINED)
+        assert (stage, offload) == places.get(name, (0, "none")), name
+
+
+def check(zero_stage="", offload="", lora="", optim="adamw", share_base=False, value_init="reward", ref_path=""):
+    """What a start says of these keys."""
+    system = models.plain(zero_stage=zero_stage, offload=offload, lora=lora, optim=optim, share_base=share_base,
+                          ref_path=ref_path, report_to="")
+    checks.check_system(system, torch.device("cpu"), TRAINED, FROZEN, value_init)
 
 
 def test_a_reference_of_its_own_can_be_moved_beside_lora():
-    places = placement.placements(("policy",), "", "ref=params", "4", "adamw", ref_path="another")
-    assert places["ref"].offload == "params"
+    check(offload="ref=params", lora="4", ref_path="another")
 
 
 CONFLICTS = [  # as above -> the key that is named; the last six of them parse
@@ -335,6 +346,6 @@ CONFLICTS = [  # as above -> the key that is named; the last six of them parse
 @pytest.mark.parametrize("keys, named", CONFLICTS, ids=str)
 def test_what_cannot_be_is_one_line(keys, named):
     with pytest.raises(BadConfig) as e:
-        placement.placements(("policy", "value"), *keys)
+        check(*keys)
     message = str(e.value)
     assert message.startswith(named) and len(message) < 300 and "\n" not in message, message

@@ -32,10 +32,10 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
 from launch import choose_device  # noqa: E402
-from placement import Place, decoding_copy, load_placed, precisions  # noqa: E402
+from models import autocast, dtypes, load, plain  # noqa: E402
 from errors import BadConfig, Stop, first_line  # noqa: E402
-from model import from_scratch  # noqa: E402
-from rollout import generate  # noqa: E402
+from load import from_scratch  # noqa: E402
+from rollout import decoding_copy, generate  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ def sampling(folder, device, dtype, B, P, longest, repeats):
     {"quartet" or "transformers": [(seconds, tokens), ...]}: how long each takes to answer B random
     prompts of P tokens, `repeats` times, in turns, so that a slow moment hits both.
     """
-    autocast, weights_dtype, matrices = precisions(dtype, True, device)
-    policy = load_placed(os.path.join(folder, "policy"), Place(), device, dtype=weights_dtype)
+    system = plain(dtype)
+    policy = load(os.path.join(folder, "policy"), "policy", system, device, trained=True)
     V = policy.config.vocab_size
     prompts = torch.randint(0, V - 2, (B, P), generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -158,7 +158,8 @@ def sampling(folder, device, dtype, B, P, longest, repeats):
     took = dict(quartet=[], transformers=[])
     for i, run in itertools.product(range(repeats + 1), (quartet, transformers)):
         began = time.perf_counter()
-        with torch.no_grad(), autocast, decoding_copy(policy, matrices, device) as decoder:
+        with torch.no_grad(), autocast(system, device), decoding_copy(
+                policy, dtypes(system)[1], device) as decoder:
             tokens = run(decoder)  # an int: the device has finished
         if i > 0:  # the first run is the warm-up
             took[run.__name__].append((time.perf_counter() - began, tokens))

@@ -3,7 +3,7 @@ The dry run of tools/memory.py: the models of a run, built of fake tensors, whic
 memory, and one step through them.
 
     hf_config, layers_of, cut       the config of a model, and of one with fewer layers
-    places_of, paths_of, build      the models that a run holds
+    system_of, paths_of, build      the models of a run
     equip                           their gradients, optimizer states and average
     fake_tensors, step_through      the step, and what is alive at its peaks
     BITSANDBYTES                    matrices in 4 bits and states in 8, of fake tensors
@@ -14,7 +14,6 @@ import functools
 import gc
 import math
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,21 +24,22 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import parallel
 from decoding_cache import SPARE, decoding_cache
-from build import Placement
 from optimizers import MovingAverage, inner, make_optimizer, step
-from placement import (decoding_copy, in_memory, is_sharded, no_grad_forwards, settle,
-                              shard)
+from checks import check_system
+from configurator import of_model
 from errors import BadConfig
 from folders import model_folders, read_json
 from loss import response_logprobs, response_values
-from model import Model, freeze, has_experts, read_config, shapes, unread_parameters
-from options import four_bits
-from options.lora import Adapted
-from rollout import draw
+from load import has_experts, read_config, shapes, unread_parameters
+from model import Model, freeze, no_grad_forwards
+from models import autocast, dtypes, in_memory, settle
+from options import four_bits, optimizers as other_optimizers, shards
+from options.lora import Adapted, adapt
+from rollout import decoding_copy, draw
 from trunk import OnTrunk
 
 COLUMNS = "weights", "gradients", "optimizer", "average"
-PLACES = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
+SHORT = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
               judge="judge")  # the models, and their names in zero_stage and offload
 TRAINED = dict(ppo=("policy", "value"), grpo=("policy",), sft=("policy",), rm=("reward",))
 CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
@@ -90,13 +90,23 @@ def cut(config, layers):
 # the models of a run, of fake tensors
 
 
-def places_of(script, config):
-    """(the run's Placement, {model's name: Place}). Raises BadConfig."""
-    with mock.patch.object(four_bits, "bitsandbytes", lambda key: BITSANDBYTES):
-        placement = Placement(SimpleNamespace(**config), 0, TRAINED[script],
-                              config.get("value_init"), script in ("sft", "rm"), CPU)
-    found = placement.places
-    return placement, {name: found[short] for name, short in PLACES.items() if short in found}
+def system_of(script, config):
+    """The configuration as attributes, its keys checked as the script does. Raises BadConfig."""
+    system, frozen = SimpleNamespace(**config), ()
+    if script in ("ppo", "grpo"):
+        frozen = "ref", "reward", "judge"
+    with no_package():
+        check_system(system, CPU, TRAINED[script], frozen, config.get("value_init"))
+    return system
+
+
+@contextlib.contextmanager
+def no_package():
+    """In this block bitsandbytes is what stands below, whether it is installed or not."""
+    found = lambda name, key: BITSANDBYTES  # noqa: E731
+    with (mock.patch.object(four_bits, "optional_package", found),
+          mock.patch.object(other_optimizers, "optional_package", found)):
+        yield
 
 
 def paths_of(script, config):
@@ -119,45 +129,45 @@ def paths_of(script, config):
     return paths
 
 
-def build(script, config, placement, places, paths, dry_run, mesh):
+def build(script, config, paths, dry_run, mesh):
     """
-    {name: Model}: the models as rank 0 holds them, with fake weights, all on one device: what is
+    {name: Model}: the models as rank 0 has them, with fake weights, all on one device: what is
     offloaded is subtracted later. dry_run: which of the numbers of layers_of they have.
     """
-    dtype, matrices = placement.dtype, placement.decoding
+    system = SimpleNamespace(**config | dict(offload=""))
+    dtype, matrices = dtypes(system)
     trained = ("reward_model",) if script == "rm" else ("policy", "value_model")
 
     def load(name, head):
-        place, learns = replace(places[name], offload="none"), name in trained
+        learns = name in trained
+        lora = of_model(system.lora, SHORT[name]) if learns else ""
         settings = cut(hf_config(paths[name]), layers_of(paths[name], bool(mesh))[dry_run])
         if head == "scalar":
             settings.num_labels = 1
         more = dict(experts_implementation="grouped_mm") if has_experts(settings) else {}
         model = freeze(Model(shapes(settings, head, paths[name], dtype, **more), head))
-        adapted = learns and place.lora is not None
-        whole = learns and not adapted  # with LoRA the model itself is frozen
-        settle(model, whole, matrices, config["gradient_checkpointing"] and learns,
+        settle(model, learns and not lora, matrices, learns and system.gradient_checkpointing,
                unread_parameters(model) if learns else ())
-        if is_sharded(place, whole):
-            shard(model, place, CPU, matrices if whole else None, mesh)
-        if adapted and place.four_bits:
+        if system.zero_stage:
+            shards.split(model, SHORT[name], system, CPU, mesh)
+        if lora and system.quantize == "4bit":
             four_bits.quantize(model, CPU, matrices or dtype)
-        return Adapted(model, head, **place.lora) if adapted else model
+        return adapt(model, lora, head) if lora else model
 
     if script == "rm":
         return dict(reward_model=load("reward_model", "scalar"))
     models = dict(policy=load("policy", "lm"))
-    policy, lora = models["policy"], places["policy"].lora
+    policy = models["policy"]
     for name in paths:
-        if name == "ref_policy" and lora and not config["ref_path"]:
+        if name == "ref_policy" and policy.adapters and not config["ref_path"]:
             models[name] = policy.base
         elif name == "value_model" and config["value_init"] == "shared":
             models[name] = OnTrunk(policy)
         elif name == "value_model" and config["share_base"]:
-            models[name] = Adapted(policy.base, "scalar", **places[name].lora)
+            models[name] = adapt(policy.base, of_model(system.lora, "value"), "scalar")
         elif name == "reward_model" and config["share_base"]:
             file = os.path.join(config["reward_path"], "adapter_config.json")
-            rank = read_json(file).get("r") if os.path.isfile(file) else lora["rank"]
+            rank = read_json(file).get("r") if os.path.isfile(file) else policy.lora["rank"]
             models[name] = freeze(Adapted(policy.base, "scalar", rank))
         elif name != "policy":
             models[name] = load(name, "lm" if name in ("ref_policy", "judge") else "scalar")
@@ -169,7 +179,7 @@ def size_of(tensors):
     return sum(parallel.my_part(t).numel() * t.element_size() for t in tensors)
 
 
-def equip(models, config, places):
+def equip(models, config):
     """
     Give the models what they have once a first step is done: gradients, optimizers, an average.
     Returns the optimizers, and {name: {column: bytes}}.
@@ -183,8 +193,8 @@ def equip(models, config, places):
         parallel.flatten_gradients(trained)
         for p in trained:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # shards have none yet
-        place = replace(places[name], offload="none")
-        optimizer = make_optimizer(model, place, 1e-6, (0.9, 0.999), 1e-5, 0.0)
+        system = SimpleNamespace(**config | dict(offload="", weight_decay=0.0))
+        optimizer = make_optimizer(model, SHORT[name], system, 1e-6, (0.9, 0.999), 1e-5)
         step(optimizer, 1e-6)
         states = [t for state in inner(optimizer).state.values() for t in state.values()]
         rows[name] |= dict(gradients=size_of(p.grad for p in trained),
@@ -313,21 +323,23 @@ def fake_tensors():
     # the kernels for groups of experts refuse fake tensors: their substitute has the same shapes
     with (mock.patch.object(masking_utils, "is_tracing", is_mask),
           mock.patch.object(moe, "_can_use_grouped_mm", lambda *args: False),
-          mock.patch.object(four_bits, "bitsandbytes", lambda key: BITSANDBYTES),
+          no_package(),
           contextlib.redirect_stdout(None),  # builders say what they do
           FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker):
         yield tracker
 
 
-def step_through(config, placement, models, made, n, distinct, b, P, R, tracker):
+def step_through(config, models, made, n, distinct, b, P, R, tracker):
     """
     One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update. made:
     the optimizers.
     """
-    autocast, peaks, entropy = placement.autocast, {}, config.get("entropy_coef", 0) > 0
+    system = SimpleNamespace(**config)
+    precision = autocast(system, CPU)
+    peaks, entropy = {}, config.get("entropy_coef", 0) > 0
     if n:
-        copied = decoding_copy(models["policy"], placement.decoding, CPU)
-        with torch.no_grad(), autocast, copied as decoder:
+        copied = decoding_copy(models["policy"], dtypes(system)[1], CPU)
+        with torch.no_grad(), precision, copied as decoder:
             decode(decoder, n, distinct, P, R, config["temperature"], tracker, peaks)
     tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
     chosen = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
@@ -335,7 +347,7 @@ def step_through(config, placement, models, made, n, distinct, b, P, R, tracker)
     tracker.chosen = b * R
 
     def read(name, model):
-        with autocast:
+        with precision:
             if name == "reward_model":
                 return model.scores(tokens, mask.sum(1))
             if name == "judge":

@@ -25,24 +25,25 @@ import json  # noqa: E402
 import math  # noqa: E402
 import signal  # noqa: E402
 from statistics import fmean  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from prompts import encode_for_all, spread  # noqa: E402
-import build
-import launch
+import launch  # noqa: E402
+import parallel  # noqa: E402
 import together  # noqa: E402
 from tools.curves import short_names  # noqa: E402
 from estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
                               pass_at_k, wins)
 from options.judging import Judge  # noqa: E402
-from placement import Place, in_memory, load_placed, outline, precisions  # noqa: E402
+from load import outline  # noqa: E402
+from models import autocast, dtypes, in_memory, load, plain  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, say, warn  # noqa: E402
 from folders import check_writable, response_length, written  # noqa: E402
 from rows import sources_of  # noqa: E402
 from answers import final_answer  # noqa: E402
-from rewards import add_up, reward_terms, score_responses, whole_responses  # noqa: E402
+from rewards import (add_up, read_prompts, reward_terms, score_responses,  # noqa: E402
+                     whole_responses)
 from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
 
 
@@ -83,7 +84,8 @@ config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 # set-up: the ranks, what is judged by what, the prompts
 
-rank, world_size, device = launch.init(device_type, timeout)
+device = launch.init(device_type, timeout)
+rank, world_size = parallel.rank_and_size()
 for number in (signal.SIGINT, signal.SIGTERM):  # end the tool at once: there is nothing to save
     signal.signal(number, signal.default_int_handler)
 paths = [path.strip() for path in policies.split(",") if path.strip()]
@@ -117,7 +119,7 @@ by = known[-1] if terms else right_by  # who wins, and which of k samples is the
 
 if not prompts_path:
     raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
-rows = build.read_prompts(prompts_path, terms, fields)
+rows = read_prompts(prompts_path, terms, fields)
 picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts are answered
 config["max_new_tokens"] = max_new_tokens = max_new_tokens or max(map(response_length, paths)) or 48
 say(f"a response ends after {max_new_tokens} tokens (--max_new_tokens)")
@@ -133,26 +135,22 @@ if right_by == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
 tokenizers = [load_tokenizer(path, chat_template, template_kwargs, system_prompt, stop_strings)
               for path in paths]
-autocast, weights_dtype, matrices = precisions(dtype, True, device)
-
-
-def load(path, head="lm"):
-    """A frozen model."""
-    return load_placed(path, Place(), device, head, weights_dtype, matrices)
-
-
+system = plain(dtype, micro_batch_tokens=0, reward_timeout=reward_timeout,
+               code_seconds=code_seconds)
+precision = autocast(system, device)
 reward_model = reward_reader = judge = None
 if reward_path:
-    reward_model = load(reward_path, "scalar")
+    reward_model = load(reward_path, "reward", system, device, "scalar")
     reward_reader = load_reader(reward_path, reward_model, tokenizers[0])
 if judge_path:
-    judge = Judge(load(judge_path), load_tokenizer(judge_path), judge_path, judge_template)
+    judge = Judge(load(judge_path, "judge", system, device), load_tokenizer(judge_path), judge_path,
+                  judge_template)
     check_tokenizer_fits(judge.tokenizer, judge.model, judge_path)
     judge.check_rows(rows, prompts_path, max_new_tokens)
 
 checked = []  # (name, path, tokenizer, that of the reward model, ids of the prompts) of each policy
 for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
-    policy = outline(path, "lm", weights_dtype)
+    policy = outline(path, "lm", dtypes(system)[0])
     check_tokenizer_fits(tokenizer, policy, path)
     reward_tokenizer = reward_reader or tokenizer
     models = in_memory(policy=policy, reward_model=reward_model)
@@ -164,13 +162,10 @@ together.agree(config | {"the prompts": rows})
 # responses: one policy after the other is loaded and answers all prompts. All responses are cut
 # into batches; each rank takes every world_size-th of them
 
-# what scoring needs to know of a run's placement
-placement = SimpleNamespace(device=device, autocast=autocast, system=SimpleNamespace(
-    micro_batch_tokens=0, reward_timeout=reward_timeout, code_seconds=code_seconds))
 truncation = warpers(top_k, top_p, min_p)
 records = []  # of this rank: a dict for each response
 for name, path, tokenizer, reward_tokenizer, ids in checked:
-    policy = load(path)
+    policy = load(path, "policy", system, device)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in picked for sample in range(count)]
         batches = [picks[i:i + batch_size] for i in range(0, len(picks), batch_size)]
@@ -181,14 +176,14 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
             where = [i for i, _ in mine]
             uniforms = response_uniforms(seed, "sample", 0, where, max_new_tokens,
                                          [sample for _, sample in mine])
-            with autocast:
+            with precision:
                 batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
                                  tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
                                  uniforms, truncation=truncation if heat else None,
                                  has_stop=tokenizer.has_stop)
             batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
             batch |= score_responses(batch, len(mine) * world_size, terms, reward_model, judge,
-                                     reward_tokenizer, micro_batch_size, placement)
+                                     reward_tokenizer, micro_batch_size, system, device)
             if mine and terms:
                 add_up(batch, terms)
             texts = whole_responses(batch)

@@ -40,10 +40,10 @@ import math  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
-from placement import mesh_of_ranks  # noqa: E402
+from options.shards import mesh_of_ranks, offload_of  # noqa: E402
 from errors import BadConfig, first_line, report_errors, shorten  # noqa: E402
-from tools.dry_run import (COLUMNS, CPU, build, equip, fake_tensors, layers_of,  # noqa: E402
-                           paths_of, places_of, step_through)
+from tools.dry_run import (COLUMNS, CPU, SHORT, build, equip, fake_tensors, layers_of,  # noqa: E402
+                           paths_of, step_through, system_of)
 
 SCRIPTS = "ppo", "grpo", "sft", "rm"
 OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []),
@@ -139,14 +139,14 @@ def predict(script, config, ranks, rollout=True):
     rollout: whether that phase is wanted, too.
     """
     mesh = mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers, which fake tensors lack
-    (placement, places), paths = places_of(script, config), paths_of(script, config)
+    system, paths = system_of(script, config), paths_of(script, config)
     n, *sizes = sizes_of(script, config, ranks)
     found = []
     for dry_run in range(2):
         with fake_tensors() as tracker:
-            models = build(script, config, placement, places, paths, dry_run, mesh)
-            optimizers, rows = equip(models, config, places)
-            peaks = step_through(config, placement, models, optimizers, n * rollout, *sizes,
+            models = build(script, config, paths, dry_run, mesh)
+            optimizers, rows = equip(models, config)
+            peaks = step_through(config, models, optimizers, n * rollout, *sizes,
                                  tracker)
             found.append((rows, peaks))
     (rows_0, peaks_0), (rows_1, peaks_1) = found
@@ -162,7 +162,8 @@ def predict(script, config, ranks, rollout=True):
         peak - total(rows_0), peaks_1[phase, name] - total(rows_1), name)
         for (phase, name), peak in peaks_0.items()}
     for name, row in rows.items():
-        offload = places[name].offload if name in places else "none"
+        trained = any(p.requires_grad for p in models[name].parameters())
+        offload = offload_of(system, SHORT[name], trained) if name in SHORT else "none"
         away = dict(none=(), optimizer=["optimizer"], params=COLUMNS)[offload]
         moved = sum(row[column] for column in away) if config["device_type"] != "cpu" else 0
         row |= dict.fromkeys(away, 0) if moved else {}

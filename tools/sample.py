@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402
 from prompts import encode_for_all  # noqa: E402
 from launch import choose_device  # noqa: E402
-from placement import Place, load_placed, precisions  # noqa: E402
+from models import autocast, load, plain  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from folders import response_length  # noqa: E402
@@ -60,22 +60,17 @@ if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
 max_new_tokens = max_new_tokens or response_length(policy_path) or 48
 device = torch.device(choose_device(device_type))
-autocast, weights_dtype, matrices = precisions(dtype, True, device)
+system = plain(dtype)
 truncation = warpers(top_k, top_p, min_p) if temperature else None
-
-
-def load(path, head="lm"):
-    """A frozen model."""
-    return load_placed(path, Place(), device, head, weights_dtype, matrices)
 
 
 # the policy; with reward_path also a reward model, which may have another tokenizer
 tokenizer = load_tokenizer(policy_path, chat_template, template_kwargs, system_prompt, stop_strings)
-policy = load(policy_path)
+policy = load(policy_path, "policy", system, device)
 check_tokenizer_fits(tokenizer, policy, policy_path)
 models, scorer_tokenizer = {"policy": policy}, tokenizer
 if reward_path:
-    scorer = load(reward_path, "scalar")
+    scorer = load(reward_path, "reward", system, device, "scalar")
     scorer_tokenizer = load_reader(reward_path, scorer, tokenizer)
     models["reward_model"] = scorer
 
@@ -93,7 +88,7 @@ def answer(rows, path, first=0):
         asked = [(rows[i], ids[i]) for i in where]
         uniforms = response_uniforms(seed, "sample", 0, [first + i for i in where],
                                      max_new_tokens, which)
-        with torch.no_grad(), autocast:
+        with torch.no_grad(), autocast(system, device):
             batch = generate(policy, [ids[i] for i in where], max_new_tokens, temperature,
                              tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
                              truncation=truncation, has_stop=tokenizer.has_stop)

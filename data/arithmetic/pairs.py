@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
 from prompts import batch_rows  # noqa: E402
-from trunk import load_whole  # noqa: E402
+from load import load_whole  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402
 from rows import prompt_row, read_rows  # noqa: E402

@@ -1,0 +1,280 @@
+"""
+The models of a run, and how each is loaded: load_policy, load_ref_policy, load_reward_model,
+load_value_model. What the keys of memory want of a model (LoRA, 4 bits, shards, offload) steps in
+where `load` asks for it; without such keys a model is read from its folder, goes to the device, and
+is trained or frozen.
+"""
+import contextlib
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+
+import parallel
+from configurator import of_model
+from errors import BadConfig, BadInput
+from load import from_scratch, load_whole, outline, probe, unread_parameters
+from model import freeze, no_grad_forwards
+from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
+from trunk import OnTrunk
+
+# --------------------------------------------------------------------------------------------------
+# precision
+
+SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
+
+
+def plain(dtype="float32", **keys):
+    """The shared keys of a tool, which reads models and trains none."""
+    return SimpleNamespace(**dict(
+        dtype=dtype, master_weights=True, zero_stage="", offload="", lora="", quantize="none",
+        compile=False, gradient_checkpointing=False, share_base=False) | keys)
+
+
+def dtypes(system):
+    """
+    (dtype of trained weights, dtype of frozen matrices, or None where that is the same).
+
+    In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
+    used. Frozen matrices may therefore be stored rounded: the numbers are the same. Norms and
+    biases are vectors, which autocast does not round. master_weights=False: every weight is
+    bfloat16, and nothing needs a cast.
+    """
+    if system.dtype not in SHORT:
+        return getattr(torch, system.dtype), None
+    if not system.master_weights:
+        return torch.bfloat16, None
+    return torch.float32, SHORT[system.dtype]
+
+
+def autocast(system, device):
+    """The context of a run's forwards: torch.autocast in 16 bits, otherwise nothing."""
+    _, matrices = dtypes(system)
+    if matrices is None:
+        return contextlib.nullcontext()
+    # no cache: a forward uses every matrix once, and the cache would keep the casts of all layers
+    return torch.autocast(device.type, matrices, cache_enabled=False)
+
+
+def matrices_of(model):
+    """
+    The parameters that autocast rounds wherever they are used: the matrices, but not the table of
+    embeddings, whose rows it takes as they are, not the biases of many experts, which are added,
+    not what the family keeps in 32 bits (some routers), and not a scalar head.
+    """
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    wide = {id(p) for m in tables for p in m.parameters()}
+    if model.head == "scalar":
+        wide.add(id(model.hf.score.weight))
+    kept = ("bias", *(model.hf._keep_in_fp32_modules_strict or ()))
+    return [p for name, p in model.named_parameters()
+            if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
+
+
+# --------------------------------------------------------------------------------------------------
+# one model
+
+
+def load(path, name, system, device, head="lm", trained=False, seed=0):
+    """
+    The model of a folder or hub name, on the device, trained or frozen. A collective where
+    zero_stage splits it over the ranks. With LoRA the model is frozen, and an adapter on it is
+    trained. Ranks whose role does not need it (the key roles) get its shapes, without memory.
+
+    name: of the model in the keys: policy, ref, reward, judge or value. head: see load_model. seed:
+    of a new head or adapter. Raises BadInput.
+    """
+    dtype, matrices = dtypes(system)
+    if parallel.roles:
+        from options.messages import needs
+
+        if not needs(name, system):
+            return outline(path, head, dtype)
+    adapter = of_model(system.lora, name) if trained else ""
+    quantized = adapter and system.quantize == "4bit"
+    settings = dict(head=head, dtype=dtype, matrices=matrices, trained=trained, adapted=adapter,
+                    recompute=trained and system.gradient_checkpointing, seed=seed)
+    copied = name == "policy" and not trained  # a generator's, which is whole
+    if (system.zero_stage or system.offload) and not copied:
+        from options.shards import load_split
+
+        model = load_split(path, name, system, device, **settings)  # COLLECTIVE
+    else:
+        model = load_here(path, "cpu" if quantized else device, **settings)
+    if quantized:
+        from options.four_bits import quantize
+
+        quantize(model, device, matrices or dtype)
+        model.to(device)
+    if system.compile:
+        model.compile_trunk()
+    if head == "lm":  # read as in the run: where matrices are in 16 bits already, all must be
+        rounds = torch.autocast(device.type, matrices, enabled=matrices is not None)
+        with rounds, no_grad_forwards([model], device):
+            probe(model)
+    if not adapter:
+        return model
+    from options.lora import adapt
+
+    return adapt(model, adapter, head, seed)
+
+
+def load_here(path, device, head="lm", dtype=torch.float32, matrices=None, trained=False,
+              adapted=False, recompute=False, seed=0):
+    """
+    A whole model on a device. dtype: of its weights; matrices: of its matrices, if it is frozen.
+    adapted: it stays frozen, and an adapter on it is trained. recompute: the backward pass computes
+    the layers again. Raises BadInput.
+    """
+    model = load_whole(path, head, dtype, device, seed)
+    unread = unread_parameters(model) if trained else ()
+    settle(model, trained and not adapted, matrices, recompute, unread)
+    return model
+
+
+def settle(model, trained, matrices=None, recompute=False, unread=()):
+    """
+    Make a model trained or frozen; the matrices of a frozen one get the dtype `matrices`, if there
+    is one. recompute: the backward pass computes the layers again. unread: the names of parameters
+    that no text reaches (load.unread_parameters), which stay as they are, to the bit.
+    """
+    model.requires_grad_(trained)
+    model.unread = unread
+    kept = {model.hf.get_parameter(name).requires_grad_(False) for name in unread}
+    if recompute:
+        model.recompute()
+    if matrices and not trained:
+        for p in (p for p in matrices_of(model) if p not in kept):
+            p.data = p.data.to(matrices)
+
+
+def begin(architecture, name, system, device, seed=0):
+    """A new model, which is trained. architecture: what transformers' config class takes."""
+    dtype, _ = dtypes(system)
+    model = from_scratch(architecture, seed=seed, dtype=dtype, device=device)
+    if system.gradient_checkpointing:
+        model.recompute()
+    if system.zero_stage:
+        from options.shards import split
+
+        split(model, name, system, device)
+    if system.compile:
+        model.compile_trunk()
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# the models of ppo.py and grpo.py
+
+
+def load_policy(path, system, device, seed=0):
+    """
+    The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead. On
+    ranks that generate it is a copy that gets its weights from those that train.
+    """
+    tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
+                               system.system_prompt, system.stop_strings)
+    trained = parallel.role in ("", "train") or bool(system.lora)  # else a copy that samples
+    policy = load(path, "policy", system, device, trained=trained, seed=seed)
+    check_tokenizer_fits(tokenizer, policy, path)
+    return policy, tokenizer
+
+
+def load_ref_policy(policy_path, policy, tokenizer, system, device):
+    """
+    The SFT model, frozen: that of the key ref_path, or the policy's. With LoRA the latter is the
+    policy without its adapter: no second copy. Raises BadInput where ref_path is another
+    architecture, or reads other tokens.
+    """
+    ref_path = system.ref_path
+    if policy.adapters and not ref_path:
+        return policy.base
+    ref_policy = load(ref_path or policy_path, "ref", system, device)
+    if not ref_path:
+        return ref_policy
+    shapes, wanted = ([tuple(p.shape) for p in model.parameters()]
+                      for model in (ref_policy.hf, policy.hf))
+    if type(ref_policy.hf) is not type(policy.hf) or shapes != wanted:
+        raise BadInput(f"ref_path {ref_path!r} is not of the policy's architecture, so the two "
+                       "cannot be compared as one model that has moved; give the model that "
+                       "policy_path began as")
+    if load_tokenizer(ref_path).vocabulary != tokenizer.vocabulary:
+        raise BadInput(f"ref_path {ref_path!r} has another tokenizer than the policy, so its "
+                       "log-probs would be of other tokens; give the model that policy_path began "
+                       "as")
+    return ref_policy
+
+
+def load_reward_model(path, policy, tokenizer, system, device):
+    """
+    The reward model, frozen, and its tokenizer, which reads the run's chats, with its
+    system_prompt, in the reward model's own template. With share_base: an adapter and a head on the
+    policy's trunk. Raises BadInput where it is a plain language model, or its head gives 0 for all
+    texts.
+    """
+    if system.share_base:
+        from options.lora import load_adapted
+
+        reward_model = freeze(load_adapted(policy.base, path, "scalar", policy.path))
+    else:
+        reward_model = load(path, "reward", system, device, head="scalar")
+    reader = load_reader(path, reward_model, tokenizer)
+    weight = reward_model.hf.score.weight
+    if not weight.is_meta and not weight.any():
+        raise BadInput(f"reward_path {path!r} has a score head of zeros, so every score is the "
+                       "same; was it trained?")
+    return reward_model, reader
+
+
+def load_value_model(value_init, policy, tokenizer, reward_path, reward_tokenizer, system, device,
+                     seed=0):
+    """
+    The value model, trained: it starts as the reward model or as the policy with a new head
+    (value_init), or it is a head on the policy's own trunk (shared). reward_tokenizer: None where
+    there is no reward model. None on ranks that do not train (the key roles). Raises BadInput where
+    it would start as none, or as one that does not read the policy's tokens.
+    """
+    if value_init == "reward" and reward_tokenizer is None:
+        raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
+                        "type --value_init=policy")
+    if value_init == "reward" and reward_tokenizer.vocabulary != tokenizer.vocabulary:
+        raise BadInput("the reward model has another tokenizer than the policy, so it cannot value "
+                       "the policy's tokens; type --value_init=policy")
+    if parallel.role not in ("", "train"):
+        return None
+    if value_init == "shared":  # both losses train the policy's trunk
+        return OnTrunk(policy, seed=seed)
+    path = reward_path if value_init == "reward" else policy.path
+    if system.share_base:
+        from options.lora import adapt
+
+        value_model = adapt(policy.base, of_model(system.lora, "value"), "scalar", seed)
+        if value_init == "reward":
+            value_model.fill_own(path)
+        return value_model
+    return load(path, "value", system, device, head="scalar", trained=True, seed=seed)
+
+
+# --------------------------------------------------------------------------------------------------
+# questions about several models
+
+
+def in_memory(**models):
+    """
+    {name: model} of all models that own memory: those given, without the None among them, each
+    under its first name; and the trunk of one that stands on it under the name "NAME's trunk",
+    where that is not given itself.
+    """
+    found = {}
+    for name, model in models.items():
+        if model is not None and model not in found.values():
+            found[name] = model
+    for name, model in list(found.items()):
+        if model.owner() not in found.values():
+            found[f"{name}'s trunk"] = model.owner()
+    return found
+
+
+def held(models):
+    """{name: model} of those models of which this rank holds more than the shapes."""
+    return {name: model for name, model in models.items() if not next(model.parameters()).is_meta}

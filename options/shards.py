@@ -1,0 +1,441 @@
+"""
+The keys zero_stage and offload: models that are split over the ranks, or wait in the CPU's memory.
+
+The stages are ZeRO's (arXiv 1910.02054). Stage 0 holds everything on every rank; stage 1 splits the
+optimizer's states over the ranks (torch's ZeroRedundancyOptimizer); stage 2 also the gradients and,
+between steps, the weights; stage 3 also the weights during a step: a layer is gathered while it
+computes (both are torch's FSDP2, fully_shard). On one rank every stage is 0. They change no number
+of a run, only the memory that it needs.
+"""
+import contextlib
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import parallel
+from configurator import of_model
+from errors import BadConfig
+from load import load_like, load_whole, outline, unread_parameters
+from model import is_linear
+from models import dtypes, load_here, matrices_of, settle
+from optimizers import inner
+from parallel import broadcast, collective, fill, is_shard, is_sharded, my_part, rank_and_size, wire
+from together import alone, from_rank
+
+# --------------------------------------------------------------------------------------------------
+# what the keys say
+
+
+def stage_of(system, name):
+    """The ZeRO stage of a model, 0 to 3. The reference is at the policy's, unless it is named."""
+    stage = of_model(system.zero_stage, name)
+    if name == "ref" and not stage:
+        stage = of_model(system.zero_stage, "policy")
+    return int(stage or 0)
+
+
+def offload_of(system, name, trained):
+    """
+    What of a model is in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
+    without a name is for the trained models.
+    """
+    if system.offload.strip() == "optimizer" and not trained:
+        return "none"
+    return of_model(system.offload, name) or "none"
+
+
+def check_shards(system, trained, frozen, share_base, value_init):
+    """
+    Raise BadConfig where the keys of a model cannot go together. This is the whole table: whether
+    it is so, and the message. trained, frozen: the names of the script's models.
+    """
+    on_trunk = ["reward"] * share_base  # frozen models that are the policy's trunk, or stand on it
+    if of_model(system.lora, trained[0]) and not getattr(system, "ref_path", ""):
+        on_trunk.append("ref")
+    for name in trained + frozen:
+        learns = name in trained
+        stage, offload = stage_of(system, name), offload_of(system, name, learns)
+        lora = of_model(system.lora, name) if learns else ""
+        is_head = name == "value" and value_init == "shared"  # on the policy
+        if is_head and system.offload.strip() == "optimizer":
+            offload = "none"
+        table = [
+            (not learns and offload == "optimizer",
+             f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params"),
+            (is_head and offload != "none",
+             "value_init = 'shared': the value model is a head on the policy, with nothing to "
+             "offload; leave value out of offload"),
+            (learns and offload == "params" and (stage < 2 or lora),
+             f"offload: the parameters of {name} are in use all the time unless they are sharded; "
+             f"type --zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer"),
+            (name in on_trunk and offload != "none",
+             f"offload: {name} stands on the policy's trunk and cannot be moved away; leave {name} "
+             "out"),
+        ]
+        for is_so, message in table:
+            if is_so:
+                raise BadConfig(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# loading
+
+
+def load_split(path, name, system, device, head, dtype, matrices, trained, adapted, recompute,
+               seed):
+    """
+    models.load_here, with the model split over the ranks where its stage says so (then a
+    collective), or, if it is frozen, in the CPU's memory where offload says so. Raises BadInput.
+    """
+    whole = trained and not adapted  # with LoRA the model itself is frozen
+    on_cpu = offload_of(system, name, trained) == "params"
+    if not splits(stage_of(system, name), whole):
+        model = load_here(path, "cpu" if on_cpu else device, head, dtype, matrices, trained,
+                          adapted, recompute, seed)
+        if on_cpu and device.type != "cpu":
+            wait_on_cpu(model, device)
+        return model
+    # rank 0 alone reads the files, into the CPU's memory; every rank gets its parts from it
+    read = []
+
+    def read_whole():
+        read.append(load_whole(path, head, dtype, seed=seed))
+        return unread_parameters(read[0]) if trained else []
+
+    model, unread = outline(path, head, dtype), alone(read_whole)  # COLLECTIVE
+    settle(model, whole, matrices, recompute, unread)
+    split(model, name, system, device)
+    model.to_empty(device="cpu" if on_cpu else device)
+    model.hf.tie_weights()  # to_empty makes two tensors of a tied one
+    fill_from_rank_0(model, read[0] if read else None)  # COLLECTIVE
+    return model
+
+
+def splits(stage, trained):
+    """Whether a stage splits a model's weights over the ranks."""
+    if parallel.rank_and_size()[1] == 1:
+        return False
+    return stage >= 2 if trained else stage == 3  # frozen: 1 and 2 split nothing of it
+
+
+def split(model, name, system, device, mesh=None):
+    """Split a model over the ranks, if its stage says so. mesh: see mesh_of_ranks."""
+    trained = any(p.requires_grad for p in model.parameters())
+    if splits(stage_of(system, name), trained):
+        shard(model, stage_of(system, name), offload_of(system, name, trained), device,
+              dtypes(system)[1] if trained else None, mesh)
+
+
+def wait_on_cpu(model, device):
+    """A frozen model is in the CPU's memory, and on the device while it is called: see here."""
+    model.elsewhere = True
+    for p in model.parameters() if device.type == "cuda" else ():
+        p.data = p.data.pin_memory()  # pinned memory copies faster
+
+
+def shard(model, stage, offload, device, matrices=None, mesh=None):
+    """
+    FSDP2: a layer is gathered while it computes (stage 3), or from its forward until its backward
+    pass (stage 2). What is in no layer, embedding and head, is gathered for the whole forward.
+
+    matrices: the dtype to which autocast will round the matrices of a trained model; None: it will
+    not. A layer is then rounded first and gathered after, which is half of the traffic and the same
+    numbers. Its norms, which autocast does not round, are gathered by themselves; so are embedding
+    and head, whose gradients may be sums over chunks, in 32 bits. A layer of which other modules
+    have such vectors beside matrices, such as gpt-oss's, is not rounded. mesh: see mesh_of_ranks.
+    """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    model.elsewhere, model.by_layer = True, stage == 3
+    by_layer = model.by_layer
+    settings = dict(mesh=mesh or mesh_of_ranks(device))
+    if offload == "params":
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    rounded = dict(mp_policy=MixedPrecisionPolicy(
+        param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False))
+    narrow = {id(p) for p in matrices_of(model)}
+    for layer in model.layers():
+        wide = [m for m in layer.modules() if not is_linear(m)
+                and any(id(p) not in narrow for p in m.parameters(recurse=False))]
+        norms = [m for m in wide if not narrow & set(map(id, m.parameters()))]
+        if matrices and norms:
+            fully_shard(norms, reshard_after_forward=by_layer, **settings)
+        fully_shard(layer, reshard_after_forward=by_layer, **settings,
+                    **(rounded if matrices and norms == wide else {}))
+    inputs, outputs = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
+    if outputs is None or inputs.weight is not outputs.weight:  # it is as large as many layers
+        fully_shard(inputs, reshard_after_forward=by_layer, **settings)
+    # a scalar head is one row: not worth a split
+    head = {model.hf.score.weight} if model.head == "scalar" else set()
+    fully_shard(model, reshard_after_forward=False, ignored_params=head, **settings)
+    # some trunks return a view of their states, and FSDP warns of writing into it: nobody does
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPModel\) returned a view")
+    # what runs the trunk; a head that reads its states finds its own weights there until after the
+    # backward pass, for what is in no layer stays gathered
+    for name in ("states", "next_logits"):
+        register_fsdp_forward_method(model, name)
+
+
+def mesh_of_ranks(device):
+    """What torch calls the ranks among which a model is split."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    if parallel.group:
+        return DeviceMesh.from_group(parallel.group, device.type)
+    return init_device_mesh(device.type, (parallel.rank_and_size()[1],))
+
+
+@torch.no_grad()
+def fill_from_rank_0(model, whole):
+    """
+    A collective: give a sharded model the weights of `whole`, which rank 0 alone has, a tensor at a
+    time; None on the other ranks.
+    """
+    own = [*model.hf.parameters(), *model.hf.buffers()]
+    theirs = [*whole.hf.parameters(), *whole.hf.buffers()] if whole else [None] * len(own)
+    for t, source in zip(own, theirs, strict=True):
+        if source is None:
+            sent = torch.empty(t.shape, dtype=t.dtype, device=parallel.wire())
+        else:
+            sent = source.to(parallel.wire(), t.dtype).contiguous()
+        parallel.broadcast(sent)  # COLLECTIVE
+        fill(t, sent)
+    facts = [whole.new_head, whole.score_shift] if whole else [0.0, 0.0]
+    facts = torch.tensor(facts, dtype=torch.float64, device=parallel.wire())
+    parallel.broadcast(facts)  # COLLECTIVE
+    model.new_head, model.score_shift = bool(facts[0]), facts[1].item()
+
+
+def refill(model, folder):
+    """
+    A collective: give a sharded model the weights that are in a folder. Raises BadInput where they
+    are another model's.
+    """
+    read = []
+    alone(lambda: read.append(load_like(model, folder)))  # COLLECTIVE
+    fill_from_rank_0(model, read[0] if read else None)  # COLLECTIVE
+
+
+# --------------------------------------------------------------------------------------------------
+# at work
+
+
+@contextlib.contextmanager
+def here(model, device):
+    """
+    In this block a model that is split, or waits in the CPU's memory, can be called without
+    gradients. After it, also after an error in it, the layers that the forwards have gathered are
+    freed: FSDP by itself frees them only in a backward pass.
+    """
+    if is_sharded(model):
+        try:
+            yield
+        finally:
+            reshard(model)
+        return
+    tensors = [*model.parameters(), *model.buffers()]
+    homes = [t.data for t in tensors]
+    for t in tensors:
+        t.data = t.data.to(device, non_blocking=True)  # in order with the kernels that read it
+    try:
+        yield
+    finally:
+        for t, home in zip(tensors, homes, strict=True):
+            t.data = home  # nothing is copied back, because a frozen model has not changed
+
+
+@contextlib.contextmanager
+def gathered(model):
+    """A collective: in this block a sharded model is whole on each rank, to decode with."""
+    modules = fsdp_modules(model)
+    model.set_reshard_after_forward(False)
+    for module in modules:
+        module.unshard()  # COLLECTIVE
+    try:
+        yield
+    finally:
+        reshard(model)
+        model.set_reshard_after_forward(model.by_layer)
+        model.set_reshard_after_forward(False, recurse=False)
+
+
+def fsdp_modules(model):
+    """Those modules of a model that FSDP gathers, each as a whole."""
+    return [module for module in model.modules() if hasattr(module, "reshard")]
+
+
+def reshard(model):
+    """Free the gathered layers of a sharded model; parameters() are the shards again."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+# --------------------------------------------------------------------------------------------------
+# parameters that are split, and what belongs to them
+
+
+def distribute(p, tensor):
+    """A tensor that every rank has whole, split as the sharded parameter p is. Nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+
+def gather(t, p):
+    """See parallel.gather."""
+    from torch.distributed.tensor import DTensor
+
+    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
+                           shape=p.shape, stride=p.stride())
+    return collective(t.full_tensor)
+
+
+def first_word(p):
+    """The number, within a sharded parameter, of the first word that this rank has of it."""
+    # FSDP splits by rows, as torch.chunk does: ceil(rows / ranks) each, the last ranks fewer or 0
+    rows, (rank, size) = p.shape[0], rank_and_size()
+    first_row = min(-(-rows // size) * rank, rows)
+    words_a_row = (p.numel() // rows) * (2 if p.element_size() == 8 else 1)
+    return first_row * words_a_row
+
+
+class Shards:
+    """
+    The gradients of sharded parameters, with the methods of a flat buffer that are used above. FSDP
+    makes these gradients and reduces them by itself.
+    """
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def parts(self):
+        return [p.grad.to_local() for p in self.parameters if p.grad is not None]
+
+    def zero_(self):
+        for p in self.parameters:
+            p.grad = None
+
+    def mul_(self, factor):
+        for part in self.parts():
+            part.mul_(float(factor))  # a number: the part may be on the CPU, the factor on the GPU
+
+    def all_reduce(self):
+        """Within backward FSDP has taken the mean over the ranks: this makes it a sum."""
+        self.mul_(rank_and_size()[1])
+
+    def norm(self):
+        """A collective: the norm over all parts of all ranks."""
+        squares = torch.stack([part.norm().double() ** 2 for part in self.parts()]).sum().to(wire())
+        collective(dist.all_reduce, squares, group=parallel.group)
+        return squares.sqrt()
+
+
+# --------------------------------------------------------------------------------------------------
+# optimizers, and their states in checkpoints
+
+
+def optimizer_of(name, system, parameters, kind, settings):
+    """An optimizer of this class and settings: at stage 1 split, or its states on the CPU."""
+    stage, offload = stage_of(system, name), offload_of(system, name, True)
+    if offload == "optimizer":
+        kind = OffloadedAdamW
+    if stage == 1 and parallel.rank_and_size()[1] > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(parameters, kind, process_group=parallel.group, **settings)
+    split_ones = [p for p in parameters if is_shard(p)]
+    whole_ones = [p for p in parameters if not is_shard(p)]
+    # two groups, because a fused kernel cannot take shards and whole tensors together
+    return kind([dict(params=group) for group in (split_ones, whole_ones) if group], **settings)
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """
+    AdamW whose states, and a copy of the weights, are in the CPU's memory, where the step is
+    computed (ZeRO-Offload, arXiv 2101.06840). A step moves each gradient there and each weight
+    back, so that the GPU never holds a state.
+    """
+
+    on_cpu = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        from torch.optim.adamw import adamw
+
+        if not hasattr(self, "weights"):
+            self.weights = {}  # filled at the first step, when a checkpoint has been loaded
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, on_device = self.state[p], my_part(p)
+                if p not in self.weights:
+                    self.weights[p] = on_device.detach().cpu()  # of a model on the CPU: itself
+                weight = self.weights[p]
+                if not state:
+                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight),
+                                 exp_avg_sq=torch.zeros_like(weight))
+                adamw([weight], [my_part(p.grad).cpu()], [state["exp_avg"]], [state["exp_avg_sq"]],
+                      [], [state["step"]], fused=True, amsgrad=False, maximize=False,
+                      lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+                      weight_decay=group["weight_decay"], eps=group["eps"])
+                on_device.copy_(weight)
+
+
+@dataclass
+class Part:
+    """
+    What this rank has of a tensor that it does not have whole: its rows, which are split as the
+    sharded parameter `like` is; or all or nothing of it, where only the rank `owner` has it, as at
+    ZeRO stage 1.
+    """
+
+    mine: torch.Tensor  # None on the ranks that have nothing of it
+    shape: tuple  # of the whole tensor
+    dtype: torch.dtype
+    like: torch.Tensor = None
+    owner: int = None
+
+
+def parts_of_states(tensors, model, optimizer):
+    """A collective: {"NAME.KEY": tensor} of this rank -> of all ranks, with Parts among them."""
+    for name, t in tensors.items():
+        p = model.get_parameter(name.rpartition(".")[0])
+        if t.dim() > 0 and is_shard(p) and not is_shard(t):
+            tensors[name] = Part(t, p.shape, t.dtype, like=p)  # offloaded
+    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
+        tensors = everyones(tensors)  # COLLECTIVE
+    return tensors
+
+
+def everyones(parts):
+    """
+    A collective: {name: tensor} of each rank, all of other names -> {name: Part} of all of them, in
+    the order of the ranks. No tensor is sent.
+    """
+    known = {}
+    for rank in range(rank_and_size()[1]):
+        header = from_rank(lambda: [[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
+                                    for name, t in parts.items()], rank)
+        for name, shape, dtype in header:
+            mine = parts.get(name) if rank == rank_and_size()[0] else None
+            known[name] = Part(mine, shape, getattr(torch, dtype), owner=rank)
+    return known
+
+
+def whole(t):
+    """A collective: a sharded tensor, or that of a Part, whole. See parallel.whole."""
+    if is_shard(t):
+        return collective(t.full_tensor)
+    if t.owner is None:
+        return gather(t.mine, t.like)
+    sent = torch.empty(t.shape, dtype=t.dtype, device=wire())
+    if t.owner == rank_and_size()[0]:
+        sent.copy_(t.mine)
+    broadcast(sent, t.owner)
+    return sent
