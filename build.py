@@ -13,7 +13,7 @@ import launch
 from optimizers import make_optimizer
 from placement import (Place, finish_placing, is_sharded, load_placed, place_of_one,
                               placements, precisions, shard)
-from reward_mix import check_rows
+from rewards import check_rows
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze, from_scratch
 from rows import Rows, prompt_row, ptx_row, read_rows

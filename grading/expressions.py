@@ -92,7 +92,7 @@ def check_installed(rows, path):
                        "installed; type pip install math-verify, or use accuracy")
 
 
-math_answer.check_rows = check_installed  # for reward_mix.py
+math_answer.check_rows = check_installed  # rewards.py calls it
 
 
 def same_expressions(pairs, workers, seconds):
