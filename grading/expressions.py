@@ -18,9 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from before_torch import CPUS
-from answers import DENIED, clash, final_answer, plain, same_answer, whole_responses
+from answers import DENIED, clash, final_answer, same_answer, whole_responses
 from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
+from notation import plain, read_answer
 
 SECONDS = 10  # for one pair; math-verify itself gives up after 5 for each of reading and comparing
 LONGEST = 2000  # characters of an answer; a longer one is wrong
@@ -82,7 +83,7 @@ def unlike(given, truth):
     given, truth = plain(given), plain(truth)
     words = given.isalpha() and truth.isalpha() and len(given) != 2  # xy may be x times y
     hours, others = (re.findall(r"\d ([ap])m\b", text) for text in (given, truth))
-    return words or hours != others or clash(given, truth)
+    return words or hours != others or clash(read_answer(given, loose=True), read_answer(truth))
 
 
 def check_installed(rows, path):
