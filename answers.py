@@ -1,24 +1,19 @@
 r"""
-Whether a response gives the right answer: find where it answers, bring that and the row's answer to
-one form (notation.py), and compare.
+What a response says as a whole, and where in it the answer is.
 
     a response      <think>3 + 2 = 5</think>So the length is $x = \tfrac52$ cm. I hope this helps!
-    final_answer    $x = \tfrac52$ cm               where it answers
-    plain           x = \frac{5}{2} cm              without what is only typesetting
-    read_answer     "x", Fraction(5, 2), "cm"       its name, value and unit
+    final_answer    $x = \tfrac52$ cm
 
-same_answer compares two such readings. The text is a model's: nothing is evaluated as code, every
-size is bounded, and no text raises an exception. docs/rewards.md has the tables of what is read and
-what is the same. There is no algebra: x + 1 and 1 + x are two answers, and so are a/b and
-\frac{a}{b}; see `math` there.
+Whether that is the right answer, same.py says. All of it reads text that a model wrote: nothing is
+evaluated as code, every size is bounded, and no text raises an exception. docs/rewards.md has the
+table of what is read.
 """
 import re
 from fractions import Fraction
 
-from notation import EXPRESSION, GROUP, plain, read_answer, squeeze
+from same import DENIED, DOUBT, EXPRESSION, GROUP, LONGEST, plain, read_answer
 
 LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
-LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,11 +131,6 @@ SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|alt
     | (?:∴|→|⇒|=>|\\therefore\b|\\implies\b|\\Rightarrow\b)\ * )+""", re.IGNORECASE | re.VERBOSE)
 NOUN = re.compile(r"\b(?:answer|result|solution|total|sum|value)\b", re.IGNORECASE)
 VERB = re.compile(r"\b(?:is equal to|is|are|equals?|has|have|gets?)\b|(?<![<>!:])=", re.IGNORECASE)
-# words that say that something is not the answer, or may say so, or name two
-DENIED = re.compile(r"n['’]t\b(?! hesitate)|\b(?:not\b(?! hesitate)|no(?!,)|never|cannot|neither"
-                    r"|nor|wrong|incorrect|false|untrue|unlikely|impossible)\b", re.IGNORECASE)
-DOUBT = re.compile(DENIED.pattern + r"|\b(?:or|either|if|unless|let|whether|suppose|assum\w+"
-                   r"|imagine|doubt)\b", re.IGNORECASE)
 SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"”)$]*\s+|\n+")
 # a sentence behind the answer that is none of it: I hope this helps!
 REMARK = re.compile(r"""[\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$ | [^\d$\\=]*\b(?:hope|let\ me\ know|feel\ free|bye
@@ -204,7 +194,7 @@ def concluded(line, label=False):
     sentence = sentence[so.end() if so else 0:].strip(" *!").removesuffix(".")
     if match := IS_THE_ANSWER.fullmatch(sentence):
         return match[1]
-    if len(sentence) > LONGEST or "?" in sentence:
+    if len(sentence) > LONGEST or "?" in sentence or not (so or VERB.search(sentence)):
         return None
     name, value, _ = read_answer(plain(sentence), loose=True)
     if name or isinstance(value, Fraction):
@@ -217,41 +207,3 @@ def concluded(line, label=False):
     if not clear or DOUBT.search(subject) or not formula:
         return None
     return (f"{subject.strip()} = " if letters else "") + rest[0].strip()
-
-
-# --------------------------------------------------------------------------------------------------
-# when two answers are the same
-
-
-# one of several choices that have letters, perhaps with what it says: B), option B, (B) Paris
-CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z][).:]|, [A-Z]$|"
-                    rf"{DOUBT.pattern})).*)?", re.DOTALL)
-
-
-def same_answer(given, truth):
-    r"""
-    Whether two answers, as final_answer returns them, are the same: given is the model's, truth the
-    data's. An empty answer is the same as none. What is only typesetting is undone; numbers are the
-    same if their exact values are, lists, tuples, intervals and sets if their parts are, all else
-    as text. As to names and units see clash. Only the model's answer may have more beside a number
-    that the data has alone: any unit (72 clips), an expression in the place of a name (x + y = 5).
-    """
-    given, truth = given.strip(), truth.strip()
-    if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
-        return given == truth != ""
-    given, truth = plain(given), plain(truth)
-    if len(truth.strip("()")) == 1 and (chosen := CHOICE.fullmatch(given)):
-        given = chosen[1]
-    if squeeze(given) == squeeze(truth) != "":
-        return True
-    read, wanted = read_answer(given, loose=True), read_answer(truth)
-    if read[1] == "":
-        return False
-    same = read[1] == wanted[1] and not clash(read, wanted)
-    return same or read == read_answer(truth, loose=True)
-
-
-def clash(read, wanted):
-    """Whether two answers, as read_answer returns them, differ in name or unit: 5 cm and 5 m."""
-    (name, _, unit), (true_name, _, true_unit) = read, wanted
-    return "" != name != true_name != "" or "" != unit != true_unit != ""

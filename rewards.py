@@ -19,10 +19,10 @@ responses. In a run the batch also has the tensors of rollout.generate (tokens, 
 response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it.
 
 In this file: the rules; which of them, with which weights, a run uses (the key reward_functions),
-and what they need; scoring a batch; what becomes of a model's scores. When two answers are the same
-is in answers.py. What a script does to a score afterwards is in its shape_scores: for example,
-missing_eos_penalty = 1 gives every response that did not end with EOS the score -1, in the place of
-its own score.
+and what they need; scoring a batch; what becomes of a model's scores. Where a response answers is
+in answers.py, and when two answers are the same in same.py. What a script does to a score
+afterwards is in its shape_scores: for example, missing_eos_penalty = 1 gives every response that
+did not end with EOS the score -1, in the place of its own score.
 """
 import math
 import re
@@ -34,11 +34,12 @@ import audit
 import launch
 import parallel
 import together
-from answers import final_answer, same_answer, whole_responses
+from answers import final_answer, whole_responses
 from errors import BadConfig, BadInput, Stop, say
 from placement import no_grad_forwards
 from prompts import right_pad
 from rollout import texts_of
+from same import same_answer
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from before_torch import CPUS
-from answers import DENIED, clash, final_answer, same_answer, whole_responses
+from answers import final_answer, whole_responses
 from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
-from notation import plain, read_answer
+from same import DENIED, clash, plain, read_answer, same_answer
 
 SECONDS = 10  # for one pair; math-verify itself gives up after 5 for each of reading and comparing
 LONGEST = 2000  # characters of an answer; a longer one is wrong

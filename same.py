@@ -1,19 +1,58 @@
 r"""
-An answer in one form, whichever way it is written.
+When two answers are the same: both are brought to one form, and compared.
 
-    plain           "$x = \tfrac52$ cm."    ->  "x = \frac{5}{2} cm"        text without typesetting
-    read_answer     "x = \frac{5}{2} cm"   ->  "x", Fraction(5, 2), "cm"   its name, value and unit
-    squeeze         "2 \sqrt{3}"           ->  "2\sqrt{3}"                 text as it is compared
+    plain           $x = \tfrac52$ cm.      ->  x = \frac{5}{2} cm         without typesetting
+    read_answer     x = \frac{5}{2} cm      ->  "x", Fraction(5, 2), "cm"  its name, value and unit
 
-What is a unit, typesetting, a name or a number stands in tables. Nothing is evaluated as code, and
-no text raises an exception.
+What is typesetting, a unit, a name or a number stands in tables. All of it reads text that a model
+wrote: nothing is evaluated as code, every size is bounded, and no text raises an exception.
+docs/rewards.md has a table of what is the same. There is no algebra: x + 1 and 1 + x are two
+answers, and so are a/b and \frac{a}{b}; see `math` there.
 """
 import re
 from fractions import Fraction
 from unicodedata import normalize
 
+LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
 MOST_DIGITS, MOST_ELEMENTS = 100, 20  # an answer beyond these is no number or list, but text
 GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
+# words that say that something is not the answer, or may say so, or name two
+DENIED = re.compile(r"n['’]t\b(?! hesitate)|\b(?:not\b(?! hesitate)|no(?!,)|never|cannot|neither"
+                    r"|nor|wrong|incorrect|false|untrue|unlikely|impossible)\b", re.IGNORECASE)
+DOUBT = re.compile(DENIED.pattern + r"|\b(?:or|either|if|unless|let|whether|suppose|assum\w+"
+                   r"|imagine|doubt)\b", re.IGNORECASE)
+# one of several choices that have letters, perhaps with what it says: B), option B, (B) Paris
+CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z][).:]|, [A-Z]$|"
+                    rf"{DOUBT.pattern})).*)?", re.DOTALL)
+
+
+def same_answer(given, truth):
+    r"""
+    Whether two answers, as final_answer returns them, are the same: given is the model's, truth the
+    data's. An empty answer is the same as none. What is only typesetting is undone; numbers are the
+    same if their exact values are, lists, tuples, intervals and sets if their parts are, all else
+    as text. As to names and units see clash. Only the model's answer may have more beside a number
+    that the data has alone: any unit (72 clips), an expression in the place of a name (x + y = 5).
+    """
+    given, truth = given.strip(), truth.strip()
+    if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
+        return given == truth != ""
+    given, truth = plain(given), plain(truth)
+    if len(truth.strip("()")) == 1 and (chosen := CHOICE.fullmatch(given)):
+        given = chosen[1]
+    if squeeze(given) == squeeze(truth) != "":
+        return True
+    read, wanted = read_answer(given, loose=True), read_answer(truth)
+    if read[1] == "":
+        return False
+    same = read[1] == wanted[1] and not clash(read, wanted)
+    return same or read == read_answer(truth, loose=True)
+
+
+def clash(read, wanted):
+    """Whether two answers, as read_answer returns them, differ in name or unit: 5 cm and 5 m."""
+    (name, _, unit), (true_name, _, true_unit) = read, wanted
+    return "" != name != true_name != "" or "" != unit != true_unit != ""
 
 
 # --------------------------------------------------------------------------------------------------
