@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from answers import same_answer
+from same import same_answer
 
 
 def pass_at_k(n, right, k):

@@ -1,6 +1,6 @@
 """
-Responses -> scores, one number for each response. First the rules, which read a response's text;
-then the reward model, which reads its tokens, and the judge, a language model that is asked.
+Responses -> scores, one number for each response: from rules, which read its text, and from models,
+a reward model or a judge, which read its tokens.
 
 A rule is a function reward(batch) -> scores (B,): a tensor, an array or a list. The batch is a dict
 of lists with an entry for each response. For two responses of the toy:
@@ -18,10 +18,11 @@ template may have extended; a batch without them is fine. completions are the te
 responses. In a run the batch also has the tensors of rollout.generate (tokens, attention_mask,
 response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it.
 
-What becomes of a score stands behind the models; which rewards a run uses, with which weights, and
-how they are added up comes last. When two answers are the same is in answers.py. What a
-script does to a score afterwards is in its shape_scores: for example, missing_eos_penalty = 1 gives
-every response that did not end with EOS the score -1, in the place of its own score.
+In this file: the rules; which of them, with which weights, a run uses (the key reward_functions),
+and what they need; scoring a batch; what becomes of a model's scores. Where a response answers is
+in answers.py, and when two answers are the same in same.py. What a script does to a score
+afterwards is in its shape_scores: for example, missing_eos_penalty = 1 gives every response that
+did not end with EOS the score -1, in the place of its own score.
 """
 import math
 import re
@@ -33,17 +34,18 @@ import audit
 import launch
 import parallel
 import together
-from answers import final_answer, same_answer, whole_responses
-from errors import Stop, say
+from answers import final_answer, whole_responses
+from errors import BadConfig, BadInput, Stop, say
 from model import no_grad_forwards
 from models import autocast
-from prompts import left_aligned, right_pad
-from reward_mix import call_rewards, check_rows, parse_rewards
+from prompts import right_pad
 from rollout import texts_of
 from rows import Rows, prompt_row, read_rows
+from same import same_answer
+
 
 # --------------------------------------------------------------------------------------------------
-# rules
+# the rules
 
 
 def accuracy(batch):
@@ -107,7 +109,50 @@ def length(batch):
     return ((R - mask.sum(1).float()) / (R / 5) - 1).clamp(-1, 0)
 
 
+# --------------------------------------------------------------------------------------------------
+# which rewards a run uses: the key reward_functions
+
 BUILT_IN = "accuracy", "math", "format", "thinks", "length", "code", "judge", "reward_model"
+NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}  # fields of the rows
+
+
+def reward_terms(spec, folder="."):
+    """
+    The key reward_functions, a sum of rewards with weights -> [(weight, name, function)]:
+
+        "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
+
+    A reward of weight 0 changes no score and is only logged. The function of a model's reward is
+    None. FILE.py:FUNCTION is a function of the user's, see options/foreign_rewards.py; folder: the
+    one from which such files are named. Raises BadConfig or BadInput.
+    """
+    where = f"reward_functions = {spec!r}"
+    terms = []
+    for part in spec.split(","):
+        weight, star, name = (text.strip() for text in part.rpartition("*"))
+        try:
+            factor = float(weight) if star else 1.0
+        except ValueError:
+            factor = math.nan
+        if not math.isfinite(factor):
+            raise BadConfig(f"{where}: the weight of {name!r} must be a finite number, found "
+                            f"{weight!r}")
+        if ":" in name:
+            from options.foreign_rewards import load_reward
+
+            name, function = load_reward(name, folder, where)
+            if name in BUILT_IN:
+                raise BadConfig(f"{where}: {name!r} is already the name of a built-in reward; "
+                                "rename yours")
+        elif name in BUILT_IN:
+            function = built_in(name)
+        else:
+            raise BadConfig(f"{where}: unknown reward {name!r}; there are {', '.join(BUILT_IN)}, "
+                            "and FILE.py:FUNCTION of your own")
+        if name in [known for _, known, _ in terms]:
+            raise BadConfig(f"{where}: {name!r} is given twice; keep one")
+        terms.append((factor, name, function))
+    return terms
 
 
 def built_in(name):
@@ -121,141 +166,32 @@ def built_in(name):
     return dict(accuracy=accuracy, format=format, thinks=thinks, length=length).get(name)
 
 
-# --------------------------------------------------------------------------------------------------
-# the reward model
-
-
-def last_real(mask):
+def check_rows(terms, rows, path):
     """
-    The index of the last True of each row of mask (B, T) -> (B,): for [F T T F] it is 2. It is
-    found in the mask, and not by looking for a pad id in the tokens: the pad id may be the EOS.
+    Raise BadInput, with the file, the row and the field, unless the rows of a data file have what
+    the rewards [(weight, name, function)] need; and unless what they run in is there.
     """
-    return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-
-
-@torch.no_grad()
-def score_sequences(reward_model, tokens, attention_mask, micro_batch_size, count=0):
-    """
-    The reward model's scores, (B,) in at least float32: its output at the last real token of each
-    row.
-
-    tokens, attention_mask: (B, T). micro_batch_size: rows of a forward pass. count: make at least
-    this many forward passes. A model that is sharded over the ranks needs all of them in each
-    pass; so a rank with fewer rows adds passes without rows.
-    """
-    dtype = torch.promote_types(next(reward_model.parameters()).dtype, torch.float32)
-    scores = torch.zeros(len(tokens), dtype=dtype, device=tokens.device)
-    # where each row's score is read, counted from its first token on
-    last = last_real(attention_mask) - attention_mask.int().argmax(1)  # (B,)
-    lengths = attention_mask.sum(1).tolist()
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    for part in parts + [[]] * (count - len(parts)):
-        if not part:  # a sharded model: run the forward with the other ranks
-            reward_model.scores(tokens.new_zeros(1, 1), tokens.new_zeros(1))
-            continue
-        rows = torch.tensor(part, device=tokens.device)  # (b,)
-        ids = left_aligned(tokens[rows], attention_mask[rows])  # (b, T)
-        scores[rows] = reward_model.scores(ids, last[rows]).to(dtype)
-    return scores
-
-
-def read_texts(rows, completions, finished, tokenizer, longest, device):
-    """
-    What a reward model reads of completions to the prompts of data rows, up to the token at which
-    its score is read (N+ detail 12): tokens and attention_mask (b, T). They are text, which its own
-    tokenizer encodes as rm.py has in training: see encode_scored in tokenizer.py. finished:
-    whether each has ended by itself; None: all have.
-
-    longest: the reward model's context. The text of a response may be longer, though all prompts
-    were checked: then it reads as much as fits. One odd response must not stop a run.
-    """
-    prompts = [row["prompt"] for row in rows]
-    sequences = tokenizer.encode_scored(prompts, completions, finished, longest)
-    tokens, mask = right_pad(sequences, tokenizer.pad_id)
-    return tokens.to(device), mask.to(device)
-
-
-def ask_judge(judge, questions, device, micro_batch_size, count=0):
-    """
-    A collective: what the judge says to this rank's n questions [(row, responses)], (n,): the
-    log-odds of its answers behind the template (options/judging.py), in nats. One forward each, and
-    nothing is sampled. micro_batch_size, count: see score_sequences.
-    """
-    def encode():
-        ids = [judge.encode(row, responses) for row, responses in questions]
-        return right_pad(ids, judge.tokenizer.pad_id)
-
-    tokens, mask = together.together(encode)  # COLLECTIVE
-    return score_sequences(judge, tokens.to(device), mask.to(device), micro_batch_size, count)
+    for _, name, function in terms:
+        for field in NEEDS.get(name, ()):
+            for number, row in enumerate(rows, 1):
+                if field not in row:
+                    theirs = [x for x in ("solution", "ground_truth") if x in row] + ["THEIRS"]
+                    raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
+                                   f"{field!r}; the row has {', '.join(map(repr, row))}; rename "
+                                   f'one by --fields="{theirs[0]}>{field}", or choose other '
+                                   "--reward_functions")
+                if row[field] is None:
+                    raise BadInput(f"{path}, row {number}: the field {field!r} is null, and the "
+                                   f"reward {name!r} needs it")
+        if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package
+            function.check_rows(rows, path)
 
 
 # --------------------------------------------------------------------------------------------------
-# what becomes of a score
+# scoring a batch
 
-
-def alike_for_equal_texts(scores, batch):
-    """
-    The scores (B,), made exactly equal where the tokens of two responses to one prompt are equal:
-    all of them get the score of the first such row.
-
-    On paper equal texts have equal scores. But the last bits of a model's output depend on which
-    other rows are in the micro-batch: 0.1234567 here, 0.1234568 there. A group of nothing but equal
-    responses has nothing to learn from, and GRPO would take such differences for something.
-    """
-    seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
-    if "slot" in batch:  # prompts may be alike, and their answers not
-        seen = torch.cat([seen, batch["slot"][:, None]], 1)
-    _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
-    # for the text of each number, the first row that has it
-    row = torch.arange(len(text), device=text.device)
-    first = torch.full_like(text, len(text)).scatter_reduce(0, text, row, "amin")
-    return scores[first[text]]
-
-
-def centering_shift(scores, finished):
-    """
-    What to add to a reward model's scores (B,) so that these are 0 on average: a number. Only
-    responses that ended count, finished (B,), if there are any: at another token than EOS the score
-    means little (N+ detail 13).
-    """
-    counted = scores[finished] if finished.any() else scores
-    return -counted.double().mean().item()
-
-
-def center_scores(state, reward_model, value_model, first_batch):
-    """
-    A collective: where the reward model's config.json has no score_shift, it gets the one after
-    which the responses of iteration 0 score 0 on average. Pairs only say by how much scores differ,
-    so a reward model of others may score 15 on average. Then the score -1 of a response that never
-    ends would be by far the worst there is, and a new value model would begin 15 off.
-
-    state: of the run, which keeps the shift. value_model: one that starts as the reward model and
-    gets the same zero; or None. first_batch: a function that samples and scores the responses of
-    iteration 0, for that alone: so an evaluation before it has the same zero as all others.
-    """
-    if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
-        return
-    if state.get("score_shift") is None:
-        batch = first_batch()  # COLLECTIVE
-        shift = centering_shift(batch["reward/reward_model"], batch["finished"])
-        say(f"the reward model scores {-shift:.3f} on average at first; its scores are shifted so "
-            "that this is 0")
-        state["score_shift"] = shift
-    for model in filter(None, (reward_model, value_model)):
-        model.score_shift = state["score_shift"]
-
-
-# --------------------------------------------------------------------------------------------------
-# the rewards of a run
-
-
-def reward_terms(spec, folder="."):
-    """
-    [(weight, name, function)] of the key reward_functions; a model's function is None. folder: the
-    one from which files of the user's are named. Raises BadConfig or BadInput.
-    """
-    return parse_rewards(spec, BUILT_IN, built_in, folder)
+# the rules work in a thread, so that the run need not wait for ever for one that hangs
+thread = ThreadPoolExecutor(1)
 
 
 def read_prompts(path, terms, fields=""):
@@ -299,10 +235,6 @@ def score_batch(batch, rows, prompts, terms, reward_model, judge, tokenizer, rew
     return batch
 
 
-# the rules work in a thread, so that the run need not wait for ever for one that hangs
-thread = ThreadPoolExecutor(1)
-
-
 def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, micro_batch_size,
                     system, device):
     """
@@ -310,54 +242,81 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
 
     mine: the texts and tensors of all of them; rows: how many responses all ranks have together.
-    terms: [(weight, name, function)] from reward_terms; a model's function is None. reward_model,
-    judge: None where there is none; one that ranks of another role hold is left out.
-    reward_tokenizer: the reward model's. system: the shared keys.
+    terms: [(weight, name, function)] from reward_terms. reward_model, judge: None where there is
+    none; one that ranks of another role hold is left out. reward_tokenizer: the reward model's.
+    system: the shared keys.
     """
-    reward_model, judge = (
-        model if model is not None and not next(model.parameters()).is_meta else None
-        for model in (reward_model, judge))
-
-    def rules(given):
-        launch.begin_thread(device)
-        return call_rewards([term for term in terms if term[2]], given)
-
-    def ready():
-        limits = dict(timeout=system.code_seconds)
-        pending = thread.submit(rules, mine | dict(seconds=system.reward_timeout, limits=limits))
-        read = None
-        if reward_model is not None:  # while the rules work
-            read = read_texts(mine["rows"], mine["completions"], mine["finished"].tolist(),
-                              reward_tokenizer, reward_model.max_positions, device)
+    # a model reads a response in two steps: text -> ids, ids -> score
+    to_read = {}  # name: (model, the ids of each response)
+    with together.in_step():  # COLLECTIVE: what fails on one rank ends all before they wait
+        given = mine | dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
+        thread.submit(launch.begin_thread, device)
+        pending = thread.submit(call_rewards, terms, given)
+        if is_here(reward_model):  # the texts become ids while the rules work
+            to_read["reward_model"] = reward_model, reward_tokenizer.encode_scored(
+                [row["prompt"] for row in mine["rows"]], mine["completions"],
+                mine["finished"].tolist(), reward_model.max_positions)
+        if is_here(judge):
+            to_read["judge"] = judge, [judge.encode(row, [text]) for row, text in zip(
+                mine["rows"], mine["completions"], strict=True)]
         try:
-            return pending.result(system.reward_timeout), read
+            scores = pending.result(system.reward_timeout)
         except TimeoutError as e:
             raise Stop(f"the rewards have not answered for {system.reward_timeout} s; does one of "
                        "them hang? Raise reward_timeout if not") from e
 
-    # first the rules, so that one that fails ends all ranks before they wait for a forward
-    scores, read = together.together(ready)  # COLLECTIVE
-    # Every rank runs the same number of forwards, because the models may be sharded.
     # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
-    # have no more tokens in all.
+    # have no more tokens in all
     at_once = micro_batch_size
     if system.micro_batch_tokens:
         at_once = max(system.micro_batch_tokens // mine["tokens"].shape[1], 1)
-    most = math.ceil(rows / parallel.rank_and_size()[1])  # rows of a rank
-    forwards = math.ceil(most / at_once)
-    if reward_model is not None:
-        with autocast(system, device), no_grad_forwards([reward_model], device):
-            scores["reward_model"] = score_sequences(reward_model, *read, at_once, forwards)
-    if judge is not None:
-        questions = [(row, [response]) for row, response
-                     in zip(mine["rows"], mine["completions"], strict=True)]
-        with autocast(system, device), no_grad_forwards([judge.model], device):
-            scores["judge"] = ask_judge(judge, questions, device, at_once, forwards)  # COLLECTIVE
+    # every rank runs as many forwards as the one with the most rows, for models may be sharded
+    forwards = math.ceil(math.ceil(rows / parallel.rank_and_size()[1]) / at_once)
+    for name, (model, sequences) in to_read.items():
+        with autocast(system, device), no_grad_forwards([model], device):
+            scores[name] = score_sequences(model, sequences, at_once, device, forwards)
     like = mine["sampler_logprobs"]
-    said = {f"reward/{name}": x.to(like) for name, x in scores.items()}
-    said["accuracy"] = accuracy(mine).to(device)
-    said["thinks"] = thinks(mine).to(device)
-    return said
+    columns = {f"reward/{name}": x.to(like) for name, x in scores.items()}
+    columns |= dict(accuracy=accuracy(mine).to(device), thinks=thinks(mine).to(device))
+    return columns
+
+
+def is_here(model):
+    """Whether a run has this model, and this rank has its weights."""
+    return model is not None and not next(model.parameters()).is_meta
+
+
+def call_rewards(terms, batch):
+    """
+    What the rules among the rewards [(weight, name, function)] give for a batch: {name: scores (B,)
+    float64}; NaN where one does not apply to a response. Their weights are not used here. A batch
+    without responses, as a rank may have, is given to none of them.
+    """
+    return {name: torch.as_tensor(function(batch) if batch["completions"] else [],
+                                  dtype=torch.float64)
+            for _, name, function in terms if function}
+
+
+@torch.no_grad()
+def score_sequences(model, sequences, micro_batch_size, device, count=0):
+    """
+    A model's scores of texts, (n,) in at least float32: what it says at the last token of each.
+
+    model: a reward model, or a judge. sequences: the ids of each text, lists. micro_batch_size:
+    texts of a forward pass. count: make at least this many forward passes. A model that is sharded
+    over the ranks needs all of them in each pass; so a rank with fewer texts adds passes without.
+    """
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    scores = torch.zeros(len(sequences), dtype=dtype, device=device)
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
+    parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
+    for part in parts + [[]] * (count - len(parts)):
+        # padding is behind each text, so any id will do. Without texts: one token
+        tokens, mask = right_pad([sequences[i] for i in part] or [[0]], 0)  # (b, T) each
+        found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
+        if part:
+            scores[part] = found.to(dtype)
+    return scores
 
 
 def add_up(batch, terms):
@@ -366,17 +325,16 @@ def add_up(batch, terms):
     does not apply to the response (its function gave None) and adds nothing. Where none applies, or
     only such of weight 0, the score is NaN: the response has none.
     """
-    for name in [name for name in ("reward_model", "judge") if f"reward/{name}" in batch]:
-        learned = batch[f"reward/{name}"]
-        batch[f"reward/{name}"] = alike_for_equal_texts(learned, batch)
-        if len(learned) > 1 and (learned == learned[0]).all():
-            say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the score "
-                     f"{learned[0]:.4g}: nothing can be learned from it", name)
-    for _, name, _ in terms:
-        none = int(batch[f"reward/{name}"].isnan().sum())
-        if none:
-            say_once(f"the reward {name!r} gives None for {none} of {len(batch['tokens'])} "
-                     "responses: it does not apply to them", name)
+    for _, name, function in terms:
+        scores = batch[f"reward/{name}"]  # (B,)
+        if function is None:  # a model's
+            batch[f"reward/{name}"] = alike_for_equal_texts(scores, batch)
+            if len(scores) > 1 and (scores == scores[0]).all():
+                say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the "
+                         f"score {scores[0]:.4g}: nothing can be learned from it", name)
+        if none := int(scores.isnan().sum()):
+            say_once(f"the reward {name!r} gives None for {none} of {len(scores)} responses: it "
+                     "does not apply to them", name)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
     counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
@@ -391,3 +349,60 @@ def say_once(message, key):
     if key not in already_said and parallel.rank_and_size()[0] == 0:
         print(message, flush=True)
     already_said.add(key)
+
+
+# --------------------------------------------------------------------------------------------------
+# what becomes of a model's scores
+
+
+def last_real(mask):
+    """
+    The index of the last True of each row of mask (B, T) -> (B,): for [F T T F] it is 2. It is
+    found in the mask, and not by looking for a pad id in the tokens: the pad id may be the EOS.
+    """
+    return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+
+
+def alike_for_equal_texts(scores, batch):
+    """
+    The scores (B,), made exactly equal where the tokens of two responses to one prompt are equal:
+    all of them get the score of the first such row.
+
+    On paper equal texts have equal scores. But the last bits of a model's output depend on which
+    other rows are in the micro-batch: 0.1234567 here, 0.1234568 there. A group of nothing but equal
+    responses has nothing to learn from, and GRPO would take such differences for something.
+    """
+    seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
+    if "slot" in batch:  # prompts may be alike, and their answers not
+        seen = torch.cat([seen, batch["slot"][:, None]], 1)
+    _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
+    # for the text of each number, the first row that has it
+    row = torch.arange(len(text), device=text.device)
+    first = torch.full_like(text, len(text)).scatter_reduce(0, text, row, "amin")
+    return scores[first[text]]
+
+
+def center_scores(state, reward_model, value_model, first_batch):
+    """
+    A collective: where the reward model's config.json has no score_shift, it gets the one after
+    which the responses of iteration 0 score 0 on average. Pairs only say by how much scores differ,
+    so a reward model of others may score 15 on average. Then the score -1 of a response that never
+    ends would be by far the worst there is, and a new value model would begin 15 off. Only
+    responses that ended count, if there are any: at another token than EOS the score means little
+    (N+ detail 13).
+
+    state: of the run, which keeps the shift. value_model: one that starts as the reward model and
+    gets the same zero; or None. first_batch: a function that samples and scores the responses of
+    iteration 0, for that alone: so an evaluation before it has the same zero as all others.
+    """
+    if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
+        return
+    if state.get("score_shift") is None:
+        batch = first_batch()  # COLLECTIVE
+        scores, finished = batch["reward/reward_model"], batch["finished"]  # (B,) each
+        mean = (scores[finished] if finished.any() else scores).double().mean().item()
+        say(f"the reward model scores {mean:.3f} on average at first; its scores are shifted so "
+            "that this is 0")
+        state["score_shift"] = -mean
+    for model in filter(None, (reward_model, value_model)):
+        model.score_shift = state["score_shift"]

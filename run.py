@@ -32,8 +32,7 @@ from errors import Lost, Stop
 from loss import gap, gap_limit
 from models import held
 from optimizers import overflowed
-from reward_mix import files_of
-from run_folder import data_hashes, fingerprint, open_run
+from run_folder import data_hashes, fingerprint, open_run, reward_files
 from run_log import write_log, write_samples
 from together import agree, alone
 
@@ -51,7 +50,7 @@ def ranks_agree(config, files, models, tokenizers, reward_functions=""):
     tokenizers, and those of one role the same weights. files: the data files of keys such as
     prompts_path; "" is none. models: {name: model}. reward_functions: the key; its files count too.
     """
-    contents = {f"the content of {file}": sha256(file) for file in files_of(reward_functions)}
+    contents = {f"the content of {file}": sha256(file) for file in reward_files(reward_functions)}
     contents |= data_hashes(*files)
     weights = {f"the weights of {name}": fingerprint(model)
                for name, model in held(models).items() if model.path}  # not a new one
@@ -92,7 +91,7 @@ class Run:
         files = [key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
                  and (key != "judge_template" or os.path.exists(config[key]))]  # or one of ours
         own = [key for key in MUST_MATCH if key in config]
-        said = [key for key in SAID if config.get(key)] + files_of(reward_functions)
+        said = [key for key in SAID if config.get(key)] + reward_files(reward_functions)
         self.checkpoint, saved = open_run(  # COLLECTIVE
             out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files, *said],
             token_ids=token_ids, max_iters=max_iters)

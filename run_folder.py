@@ -237,6 +237,15 @@ DATA_KEYS = ("train_path", "prompts_path", "ptx_path", "eval_path", "val_path",
              "demonstrations_path")
 
 
+def reward_files(spec):
+    """
+    The files of the user's functions in the key reward_functions, as they are written there:
+    "accuracy,mine.py:brevity" -> ["mine.py"].
+    """
+    names = [part.rpartition("*")[2].strip() for part in spec.split(",")]
+    return sorted({name.rpartition(":")[0] for name in names if ":" in name})
+
+
 def data_hashes(*specs):
     """{what: hash} of the data files of some keys, for the ranks to compare; "" is no file."""
     return {f"the content of {spec}": data_hash(spec) for spec in specs if spec}

@@ -5,7 +5,7 @@ same code, settings and files?
 
     from_rank(f)    rank 0 alone calls f, all ranks get the result
     alone(f)        the same for work at the disk, which may take hours
-    together(f)     every rank calls f and keeps its own result
+    together(f)     every rank calls f and keeps its own result; with in_step(): f()
 
 An error of one rank is raised on all of them, so that no rank waits for one that has left.
 """
@@ -101,25 +101,31 @@ def patience():
 # every rank works
 
 
-def together(function):
+@contextlib.contextmanager
+def in_step():
     """
-    A collective: every rank calls function, each on its own share, and returns its own result. If
-    function raises BadInput or Stop on any rank, all ranks raise Stop, with the words of the first
-    rank that failed. Without this the ranks that succeeded would go on and wait for the others.
+    A collective: a block in which every rank does its own share of some work. If it raises BadInput
+    or Stop on any rank, all ranks raise Stop at its end, with the words of the first rank that
+    failed. Without this the ranks that succeeded would go on and wait for the others.
     """
-    error, value = None, None
+    error = None
     try:
-        value = function()
+        yield
     except (BadInput, Stop) as e:
         if not dist.is_initialized():
             raise
         error = e
     failed = ranks_where(error is not None)
-    if not failed:
-        return value
-    message = from_rank(lambda: str(error), failed[0])
-    odd = parallel.first + failed[0]
-    raise Stop(message if odd == 0 else f"on rank {odd}: {message}") from error
+    if failed:
+        message = from_rank(lambda: str(error), failed[0])
+        odd = parallel.first + failed[0]
+        raise Stop(message if odd == 0 else f"on rank {odd}: {message}") from error
+
+
+def together(function):
+    """A collective: every rank calls function in_step, and returns its own result."""
+    with in_step():
+        return function()
 
 
 def ranks_where(flag):

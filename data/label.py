@@ -31,7 +31,7 @@ from models import autocast, load, plain  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import check_writable, model_folders, written  # noqa: E402
-from rewards import accuracy, ask_judge  # noqa: E402
+from rewards import accuracy, score_sequences  # noqa: E402
 from rollout import generate, response_uniforms, texts_of  # noqa: E402
 from rows import prompt_row, read_rows, sources_of  # noqa: E402
 
@@ -118,7 +118,8 @@ def answer(numbers):
 def ask(questions):
     """The judge's log-odds for each of [(row, responses)], a list."""
     with torch.no_grad(), autocast(system, device):
-        return ask_judge(judge, questions, device, micro_batch_size).tolist()
+        sequences = [judge.encode(row, responses) for row, responses in questions]
+        return score_sequences(judge, sequences, micro_batch_size, device).tolist()
 
 
 wanted = pairs + held_out if pairs else len(rows) * samples

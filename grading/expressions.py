@@ -17,10 +17,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from answers import DENIED, clash, final_answer, plain, same_answer, whole_responses
 from before_torch import CPUS
+from answers import final_answer, whole_responses
 from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
+from same import DENIED, clash, plain, read_answer, same_answer
 
 SECONDS = 10  # for one pair; math-verify itself gives up after 5 for each of reading and comparing
 LONGEST = 2000  # characters of an answer; a longer one is wrong
@@ -82,7 +83,7 @@ def unlike(given, truth):
     given, truth = plain(given), plain(truth)
     words = given.isalpha() and truth.isalpha() and len(given) != 2  # xy may be x times y
     hours, others = (re.findall(r"\d ([ap])m\b", text) for text in (given, truth))
-    return words or hours != others or clash(given, truth)
+    return words or hours != others or clash(read_answer(given, loose=True), read_answer(truth))
 
 
 def check_installed(rows, path):
@@ -92,7 +93,7 @@ def check_installed(rows, path):
                        "installed; type pip install math-verify, or use accuracy")
 
 
-math_answer.check_rows = check_installed  # for reward_mix.py
+math_answer.check_rows = check_installed  # rewards.py calls it
 
 
 def same_expressions(pairs, workers, seconds):

@@ -55,7 +55,7 @@ def check_code(rows, path):
         check_tests(row["tests"], f"{path}, row {number}")
 
 
-code.check_rows = check_code  # for reward_mix.py
+code.check_rows = check_code  # rewards.py calls it
 
 
 # --------------------------------------------------------------------------------------------------

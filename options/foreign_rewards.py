@@ -1,34 +1,149 @@
 """
-Reward functions in TRL's form, which a user brings along in a file of their own:
+Rewards that a user brings along, as FILE.py:FUNCTION in the key reward_functions. Such a function
+is in one of two forms, and either of them may be async:
 
-    def brevity(prompts, completions, answer, **columns): ...
+    def brevity(batch): ...                                       quartet's: see rewards.py
+    def brevity(prompts, completions, answer, **columns): ...     TRL's
 
-as_ours makes of such a function one in quartet's form, reward(batch), see rewards.py.
+load_reward finds it, and makes a reward(batch) -> scores of it, which fails in one line.
 """
+import asyncio
 import functools
+import importlib.util
 import inspect
+import math
+import os
+import re
+import sys
+import traceback
 
-from errors import BadInput
+from errors import BadInput, Stop, first_line, shorten
+from prompts import prompt_text
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
 
+# where async functions run: one event loop for all calls, since a client of theirs may live in it
+runner = asyncio.Runner()
+
+
+# --------------------------------------------------------------------------------------------------
+# finding them
+
+
+def load_reward(named, folder, where):
+    """
+    (name, reward(batch)) of FILE.py:FUNCTION. The file, relative to folder, is imported: it is
+    trusted like the rest of the code. where: the beginning of messages.
+
+    Raises BadInput and never BadConfig, which only rank 0 prints: the file may be missing on
+    another rank's machine, or be different there.
+    """
+    file, _, name = named.rpartition(":")
+    path = os.path.abspath(os.path.join(folder, file))
+    function = getattr(load_file(path, where), name, None)
+    if not callable(function):
+        found = "has no"
+        if function is not None:
+            found = f"has {type(function).__name__} and not a function as"
+        raise BadInput(f"{where}: {path} {found} {name!r}")
+    return name, as_ours(function, name)
+
+
+@functools.cache
+def load_file(path, where):
+    """A Python file as a module, which all functions of a key share. Raises BadInput."""
+    if not os.path.isfile(path):
+        raise BadInput(f"{where}: there is no file {path!r}")
+    module_name = "rewards_in_" + re.sub(r"\W", "_", path)
+    loading = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(loading)
+    sys.modules[module_name] = module  # dataclasses look there for the module they are in
+    try:
+        loading.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever the file raises is reported with its line
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
+        line = lines[-1] if lines else getattr(e, "lineno", "?")
+        raise BadInput(f"{where}: {path}, line {line}: {first_line(e)}") from e
+    return module
+
+
+# --------------------------------------------------------------------------------------------------
+# calling them
+
 
 def as_ours(function, name):
     """
-    A user's function as reward(batch); one that has this form already, as it is. name: of the
-    reward, for messages.
+    A user's function as reward(batch) -> a list of B floats; NaN where it gave None: it does not
+    apply to that response. name: of the reward, for messages. The result raises Stop where the
+    function fails, or does not return a finite number or None for each response; a BadInput or Stop
+    of the function's own is kept.
     """
-    parameters = trl_parameters(function)
-    if parameters is None:
-        return function
+    parameters = trl_parameters(function)  # None: it takes the batch
 
     @functools.wraps(function)
     def reward(batch):
-        return function(**arguments_of(parameters, batch))
+        try:
+            if parameters is None:
+                returned = function(batch)
+            else:
+                returned = function(**arguments_of(parameters, batch))
+            if inspect.iscoroutine(returned):
+                returned = runner.run(returned)
+            return as_scores(name, returned, batch)
+        except (BadInput, Stop):
+            raise
+        except BaseException as e:  # Ctrl-C does not come here: rules have a thread of their own
+            raise Stop(f"reward {name!r} failed{place_of(e)}: {first_line(e)}") from e
 
-    reward.check_rows = functools.partial(check_fields, parameters, name)
+    if parameters is not None:
+        reward.check_rows = functools.partial(check_fields, parameters, name)
     return reward
+
+
+def place_of(error):
+    """Where in the user's file, and not in a library that it calls, an error was raised."""
+    calling = __file__, os.path.dirname(asyncio.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith(calling)]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+def as_scores(name, returned, batch):
+    """
+    What a reward returned, as a list of floats, one for each response; NaN for None. Raises Stop.
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    B = len(batch["completions"])
+    if not isinstance(values, (list, tuple)) or len(values) != B:
+        raise Stop(f"reward {name!r} must return {B} numbers, one a response, as a 1-D tensor, "
+                   f"array or list; it returned {type(values).__name__} {shorten(values)}")
+    numbers = [as_number(value) for value in values]
+    for number, value, row in zip(numbers, values, batch["rows"], strict=True):
+        if value is not None and not math.isfinite(number):
+            raise Stop(f"reward {name!r} gave {shorten(value)}, no finite number, for the row with "
+                       f"the prompt {shorten(prompt_text(row))}")
+    return numbers
+
+
+def as_number(value):
+    """
+    A number of Python's, numpy's or torch's, as a float; NaN for anything else, and for a number
+    that is too large for float32.
+    """
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        good = isinstance(value, (int, float)) and abs(value) < 3e38
+        return float(value) if good else math.nan
+    except (ValueError, RuntimeError, OverflowError):  # a tensor of several numbers, a huge int
+        return math.nan
+
+
+# --------------------------------------------------------------------------------------------------
+# TRL's form
 
 
 def trl_parameters(function):

@@ -59,6 +59,7 @@ class Judge:
         template must have for what is judged. Raises BadInput.
         """
         self.model, self.config, self.parameters = model, model.config, model.parameters
+        self.owner = model.owner  # so that a judge stands wherever a reward model does
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
         self.chat = bool(tokenizer.template)

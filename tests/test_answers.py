@@ -1,5 +1,5 @@
 r"""
-answers.py on the kinds of answers that MATH and GSM8K have. The verdicts are mathematics', written
+answers.py and same.py on the kinds of answers that MATH and GSM8K have. The verdicts are mathematics', written
 down by hand. A line `given == truth` or `given != truth` is tried both ways.
 """
 import random
@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from answers import final_answer, same_answer
+from answers import final_answer
 from rewards import accuracy, format, thinks
+from same import same_answer
 
 PAIRS = {"numbers": r"""
 72   ==   72.0

@@ -19,7 +19,8 @@ import errors
 from configurator import run_config_file
 from prompts import encode_prompts
 from tokenizer import load_tokenizer
-from reward_mix import call_rewards
+from options.foreign_rewards import as_ours
+from rewards import call_rewards
 from run_folder import open_run
 from errors import BadConfig, BadInput, Stop
 from folders import check_writable, written
@@ -363,7 +364,7 @@ def test_what_a_reward_or_a_config_raises_is_a_line(kind, tmp_path, monkeypatch)
         raise kind("two\nlines")
 
     with pytest.raises(Stop, match="reward 'mine' failed.*line [0-9]+"):
-        call_rewards([(1.0, "mine", reward)], dict(completions=["a"], rows=[{}]))
+        call_rewards([(1.0, "mine", as_ours(reward, "mine"))], dict(completions=["a"], rows=[{}]))
     (tmp_path / "mine.py").write_text(f"x = 1\nraise {kind.__name__}()\n")
     with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else BadConfig) as caught:
         run_config_file(str(tmp_path / "mine.py"))

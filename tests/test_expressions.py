@@ -7,9 +7,8 @@ import pytest
 
 from grading import expressions
 from grading.expressions import math_answer
-from reward_mix import check_rows
 from errors import BadInput
-from rewards import accuracy, reward_terms
+from rewards import accuracy, check_rows, reward_terms
 
 ROWS = [dict(prompt="q", answer="1 + x")]
 

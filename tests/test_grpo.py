@@ -32,10 +32,10 @@ FAULTS = {  # a function of tiny.RULES -> what is said beside its name
     "raises": ["rules.py, line ", "KeyError: 'missing'"], "not_a_number": ["nan", "the row with the prompt '"],
     "few": ["1"], "text": ["str"], "hangs": ["reward_timeout"]}
 TOO_LONG = """
-import errors, rewards
+import errors, tokenizer
 def too_long(*args):
     raise errors.BadInput("a response has 99 tokens in the reward model's tokenizer")
-rewards.right_pad = too_long
+tokenizer.Tokenizer.encode_scored = too_long
 """
 
 

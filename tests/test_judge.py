@@ -15,7 +15,7 @@ from errors import BadInput
 from rows import Rows
 from model import freeze
 from load import load_model
-from rewards import ask_judge
+from rewards import score_sequences
 
 import models_of_the_world as world
 import tiny
@@ -28,8 +28,8 @@ PAIRS = [tuple(" ".join(rng.choices(WORDS, k=rng.randint(*n))) for n in ((1, 9),
 
 def scores_of(judge, pairs, micro_batch_size):
     """What a judge says of each (prompt, response)."""
-    questions = [(dict(prompt=prompt), [response]) for prompt, response in pairs]
-    return ask_judge(judge, questions, torch.device("cpu"), micro_batch_size)
+    questions = [judge.encode(dict(prompt=prompt), [response]) for prompt, response in pairs]
+    return score_sequences(judge, questions, micro_batch_size, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tokenizer import load_reader, load_tokenizer
 from model import freeze
 from load import load_model
-from rewards import read_texts, score_sequences
+from rewards import score_sequences
 
 import models_of_the_world as world
 from tiny import in_a_row, jsonl, one_run, read_log
@@ -79,9 +79,8 @@ def load(folder, dtype=torch.float32):
 
 def scores_of(pairs, reward_model, reader, chat=False, size=5):
     """What a run gives the chosen and the rejected ones, in turn."""
-    rows = [(as_chat(row) if chat else row, row[field]) for row in pairs for field in ("chosen", "rejected")]
-    read = read_texts([row for row, _ in rows], [text for _, text in rows], None, reader, reward_model.max_positions, "cpu")
-    return score_sequences(reward_model, *read, size)
+    texts = [((as_chat(row) if chat else row)["prompt"], row[field]) for row in pairs for field in ("chosen", "rejected")]
+    return score_sequences(reward_model, reader.encode_scored(*zip(*texts, strict=True)), size, "cpu")
 
 
 @pytest.mark.parametrize("name", world.FAMILIES)

@@ -1,6 +1,6 @@
 """
-rewards.py and reward_mix.py: the rules; the key reward_functions, which functions it names, how they are called, what
-they may give; where a reward model's score is read. (Scores of whole runs: test_by_hand.py.)
+rewards.py and options/foreign_rewards.py: the rules; the key reward_functions, which functions it names, how they are called,
+what they may give; where a reward model's score is read. (Scores of whole runs: test_by_hand.py.)
 """
 import asyncio
 import subprocess
@@ -12,16 +12,18 @@ import torch
 
 import tiny
 from conftest import ROOT
-from reward_mix import call_rewards, check_rows, files_of
 from errors import BadInput, Stop
-from rewards import accuracy, alike_for_equal_texts, format, length, reward_terms, score_sequences, thinks
+from options.foreign_rewards import as_ours
+from rewards import (alike_for_equal_texts, call_rewards, check_rows, format, last_real, length, reward_terms, score_sequences,
+                     thinks)
+from run_folder import reward_files
 
 CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
 BATCH = dict(completions=["a", "bb", "ccc"], rows=[dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)])
 
 
 def called(function, batch=BATCH):
-    return call_rewards([(1.0, "mine", function)], batch)["mine"]
+    return call_rewards([(1.0, "mine", as_ours(function, "mine"))], batch)["mine"]
 
 
 FORMATS = {
@@ -68,8 +70,8 @@ def test_parse_rewards(tmp_path):
     spec = "accuracy,-0.5*mine.py:brevity,mine.py:broken"
     rewards = reward_terms(spec, str(tmp_path))
     assert [(w, n) for w, n, _ in rewards] == [(1.0, "accuracy"), (-0.5, "brevity"), (1.0, "broken")]
-    assert rewards[1][2].__globals__ is rewards[2][2].__globals__  # the file was imported once
-    assert rewards[1][2](dict(completions=["abc", ""])) == [0.25, 1.0] and files_of(spec) == ["mine.py"]
+    assert rewards[1][2].__wrapped__.__globals__ is rewards[2][2].__wrapped__.__globals__  # the file was imported once
+    assert rewards[1][2](dict(completions=["abc", ""], rows=[{}, {}])) == [0.25, 1.0] and reward_files(spec) == ["mine.py"]
     with pytest.raises(Stop, match=f"^reward 'broken' failed at {tmp_path / 'mine.py'}, line 13: KeyError: 'missing'$"):
         call_rewards(rewards, BATCH | dict(rows=[dict(prompt="?", answer=1)] * 3))
 
@@ -121,7 +123,7 @@ def test_tensors_arrays_lists_and_none_are_scores():
     for returned in ([1, 2.5, True], (1, 2.5, True), torch.tensor([1, 2.5, 1], dtype=torch.bfloat16, requires_grad=True),
                      np.array([1, 2.5, 1], dtype=np.float16), [torch.tensor(1), np.float32(2.5), np.int64(1)]):
         assert called(lambda batch, returned=returned: returned).tolist() == [1, 2.5, 1]
-    assert called(None, dict(completions=[], rows=[])).shape == (0,)
+    assert called(len, dict(completions=[], rows=[])).shape == (0,)
     given = called(lambda batch: [1, None, np.float32(2)])  # None: it does not apply
     assert given.isnan().tolist() == [False, True, False] and given[[0, 2]].tolist() == [1, 2]
 
@@ -152,8 +154,6 @@ def test_what_fails_stops_the_run_by_name():
         assert "\n" not in str(e.value)
     with pytest.raises(BadInput, match="^as it was$"):
         called(fails)
-    with pytest.raises(Stop, match="'accuracy' .*no 'answer' in the row with the prompt 'two'"):
-        call_rewards([(1.0, "accuracy", accuracy)], BATCH)
 
 
 def test_async_functions_are_awaited():
@@ -252,17 +252,17 @@ class CountingModel(torch.nn.Module):
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 50])
-def test_the_last_real_token_is_read_wherever_it_is(micro_batch_size):
-    """Left-padded prompts with right-padded responses: EOS and pad ids inside a sequence, or at its ends, mislead nobody."""
-    E = 2  # EOS and padding alike
-    tokens = torch.tensor([[E, E, E, 5, E, 7, E, E, E], [E, E, E, E, E, E, E, E, E], [3, E, E, E, 9, E, 4, 4, 8],
-                           [E, E, E, 6, E, E, E, E, E], [E, E, 8, 8, 8, 8, E, E, E]])
-    spans = [(3, 6), (2, 4), (0, 8), (3, 3), (1, 5)]  # where the sequences begin and end, both included
-    mask = torch.tensor([[a <= t <= b for t in range(9)] for a, b in spans])
-    model = CountingModel()
-    assert score_sequences(model, tokens, mask, micro_batch_size).tolist() == [4000 + E, 3000 + E, 9000 + 8, 1000 + 6, 5000 + 8]
+def test_the_last_token_is_read_whatever_it_is(micro_batch_size):
+    """EOS and pad ids inside a sequence, or at its ends, mislead nobody; passes are added where others have more texts."""
+    sequences, model = [[5, 2, 7, 2], [2, 2, 2], [3, 2, 2, 2, 9, 2, 4, 4, 8], [6], [2, 8, 8, 8, 0]], CountingModel()
+    assert score_sequences(model, sequences, micro_batch_size, "cpu").tolist() == [4002, 3002, 9008, 1006, 5000]
     assert len(model.calls) == -(-5 // micro_batch_size) and max(map(len, model.calls)) <= micro_batch_size
     assert sorted(sum(model.calls, [])) == [1, 3, 4, 5, 9]  # no padding at all
+    assert score_sequences(model, [], micro_batch_size, "cpu", 2).shape == (0,) and model.calls[-2:] == [[1], [1]]
+
+
+def test_the_last_real_token_stands_where_the_mask_ends():
+    assert last_real(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]).bool()).tolist() == [2, 3, 2, 0]
 
 
 def test_equal_texts_have_equal_scores():

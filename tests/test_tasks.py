@@ -6,8 +6,7 @@ from fractions import Fraction
 import pytest
 
 from rows import prompt_row, read_rows
-from reward_mix import call_rewards, check_rows
-from rewards import reward_terms
+from rewards import call_rewards, check_rows, reward_terms
 
 from conftest import ROOT
 
@@ -85,9 +84,10 @@ VALUES = [
 def test_countdown_scores_exact_arithmetic_that_is_no_python():
     (_, _, countdown), = reward_terms("data/countdown/reward.py:countdown", ROOT)
     row = dict(prompt="?", numbers=[2, 3, 5], target=16)
-    found = countdown(dict(completions=[completion for completion, _ in SCORES], rows=[row] * len(SCORES))).tolist()
+    found = countdown(dict(completions=[completion for completion, _ in SCORES], rows=[row] * len(SCORES)))
     assert found == pytest.approx([score for _, score in SCORES])
-    assert [countdown.__globals__["evaluate_arithmetic"](text) for text, _ in VALUES] == [value for _, value in VALUES]
+    evaluate = countdown.__wrapped__.__globals__["evaluate_arithmetic"]
+    assert [evaluate(text) for text, _ in VALUES] == [value for _, value in VALUES]
 
 
 # gsm8k

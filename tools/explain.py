@@ -34,8 +34,9 @@ import report  # noqa: E402
 import run_folder  # noqa: E402
 from checkpoint import find_checkpoint  # noqa: E402
 from tools.curves import check_picture, empty_picture, save_picture  # noqa: E402
-from reward_mix import NEEDS, files_of  # noqa: E402
+from rewards import NEEDS  # noqa: E402
 from run import Run  # noqa: E402
+from run_folder import reward_files  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
 from gae import compute_gae  # noqa: E402
@@ -69,9 +70,9 @@ if "cliprange" not in keys:
 others = "sha256", "gpu", "format"
 keys = {name: x for name, x in keys.items() if name not in others} | {"report_to": ""}
 rules = str(keys["reward_functions"])
-if files_of(rules) and not reward_functions:  # the folder may be somebody else's
-    raise BadInput(f"{file} names code, {', '.join(files_of(rules))}, which runs only where you "
-                   f"name it; type --reward_functions={shlex.quote(rules)}")
+if reward_files(rules) and not reward_functions:  # the folder may be somebody else's
+    raise BadInput(f"{file} names code, {', '.join(reward_files(rules))}, which runs only where "
+                   f"you name it; type --reward_functions={shlex.quote(rules)}")
 keys["reward_functions"] = reward_functions or rules
 iteration = state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")

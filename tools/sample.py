@@ -28,7 +28,7 @@ from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa:
 from errors import BadConfig  # noqa: E402
 from folders import response_length  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
-from rewards import read_texts, score_sequences  # noqa: E402
+from rewards import score_sequences  # noqa: E402
 from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
 
 
@@ -95,9 +95,9 @@ def answer(rows, path, first=0):
             texts = texts_of(asked, batch, tokenizer)["completions"]
             finished, scores = batch["finished"].tolist(), [None] * len(texts)
             if reward_path:
-                read = read_texts([row for row, _ in asked], texts, finished, scorer_tokenizer,
-                                  scorer.max_positions, device)
-                scores = score_sequences(scorer, *read, batch_size).tolist()
+                read = scorer_tokenizer.encode_scored([row["prompt"] for row, _ in asked], texts,
+                                                      finished, scorer.max_positions)
+                scores = score_sequences(scorer, read, batch_size, device).tolist()
         for i, sample, text, ended, score in zip(where, which, texts, finished, scores,
                                                  strict=True):
             said = rows[i]["prompt"]
