@@ -71,12 +71,11 @@ def parse_roles(text, world_size):
     return found if len(found) > 1 else {}
 
 
-def begin(ranks, rank, timeout, signalled, heard):
+def begin(ranks, rank, timeout):
     """
-    A collective of all ranks: make a group of each role. ranks: what parse_roles gave. signalled: a
-    function, whether this rank has got a signal to stop. heard: a set, which gets what any rank
-    tells all: "stop", asked by a signal; "left", for the trainers have saved. Returns whether this
-    rank is the first one of its role.
+    A collective of all ranks: make a group of each role. ranks: what parse_roles gave. From here on
+    parallel.notices gets what any rank tells all: "stop", asked by a signal; "left", for the
+    trainers have saved. Returns whether this rank is the first one of its role.
     """
     global leads, way, store, wait
     role = next(name for name, numbers in ranks.items() if rank in numbers)
@@ -90,7 +89,7 @@ def begin(ranks, rank, timeout, signalled, heard):
     parallel.group, parallel.first = groups[role], ranks[role][0]
     parallel.others = f"the other ranks that {role}"
     leads = rank == parallel.first
-    threading.Thread(target=watch_store, args=[signalled, heard], daemon=True).start()
+    threading.Thread(target=watch_store, daemon=True).start()
     return leads
 
 
@@ -176,18 +175,18 @@ def with_role(other, operation, *args):
 # the end
 
 
-def watch_store(signalled, heard):
+def watch_store():
     """
-    A thread: tell all ranks "stop" when this one has got a signal, and note in `heard` what they
-    tell. The main thread does not ask: on a host whose cable is cut a question to the store returns
-    after a quarter of an hour.
+    A thread: tell all ranks "stop" when this one has got a signal, and note what they tell. The
+    main thread does not ask: on a host whose cable is cut a question to the store returns after a
+    quarter of an hour.
     """
     while True:
         time.sleep(0.2)
         try:
-            if signalled():
+            if parallel.stop_asked():
                 store.set("stop", "")
-            heard.update(name for name in ("stop", "left") if store.check([name]))
+            parallel.notices.update(name for name in ("stop", "left") if store.check([name]))
         except RuntimeError:  # the store has ended; so does the run
             return
 

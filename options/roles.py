@@ -327,7 +327,7 @@ def check_copy(policy, version, checksum, iteration):
 
 def trainers_have_left():
     """Whether nobody waits for this rank's work any more."""
-    return "left" in launch.heard
+    return "left" in parallel.notices
 
 
 def leave_with_trainers():

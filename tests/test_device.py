@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import pretend
 import launch
-import report
 import together
 import parallel
 
