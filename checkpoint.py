@@ -60,6 +60,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
 
+    def is_there():
+        return damage(final) is None and read_json(os.path.join(final, "state.json")) == state
+
     def write(folder):
         for name, model in models.items():
             if model.base is not None:  # every rank has all of an adapter and a head
@@ -89,9 +92,6 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
             if old not in kept:
                 # renamed first, so that a half-deleted folder never has its name
                 shutil.rmtree(aside(old, ".gone-"))
-
-    def is_there():
-        return damage(final) is None and read_json(os.path.join(final, "state.json")) == state
 
     # if it is there, the run has resumed from it; only an evaluation may have changed the state
     if not alone(is_there):
@@ -220,15 +220,6 @@ def load_checkpoint(folder, models, optimizers, average=None):
     with patience():
         together(fill)
     alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
-
-
-def load_batches(folder):
-    """
-    A collective: {name: tensor} of the batches that save_checkpoint was given; {} where there were
-    none.
-    """
-    with patience():
-        return together(partial(read_tensors, folder, "batches"))
 
 
 def read_tensors(folder, stem):

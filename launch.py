@@ -153,7 +153,7 @@ def on_signal(number, frame):
             os._exit(128 + number)
         return
     signalled_at = time.monotonic()
-    parallel.notices.add("stop")
+    parallel.stop = True
     if os.environ.get("RANK", "0") == "0":
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
                 f"{parallel.phase}); send it again to stop at once")

@@ -52,9 +52,8 @@ phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank i
 group, first, others = None, 0, "the other ranks"
 roles, role = {}, ""  # {role: the range of its ranks}, and this rank's; empty: all do everything
 
-# "stop": this rank has been asked to stop, or one of another role. "left": with roles, the ranks
-# that train have left. launch.on_signal and options/messages.py add it
-notices = set()
+stop = False  # whether this rank has been asked to stop, or one of another role has
+trainers_left = False  # whether the ranks that train have left, where ranks have roles
 
 
 def rank_and_size():
@@ -113,8 +112,8 @@ def reason(error):
 
 
 def stop_asked():
-    """Whether this rank knows of a request to stop; cheap, for loops that can be left early."""
-    return "stop" in notices
+    """Whether this rank has been asked to stop; cheap, for loops that can be left early."""
+    return stop
 
 
 def stop_agreed():

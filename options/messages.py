@@ -74,8 +74,8 @@ def parse_roles(text, world_size):
 def begin(ranks, rank, timeout):
     """
     A collective of all ranks: make a group of each role. ranks: what parse_roles gave. From here on
-    parallel.notices gets what any rank tells all: "stop", asked by a signal; "left", for the
-    trainers have saved. Returns whether this rank is the first one of its role.
+    each rank learns what any other one tells all (watch_store). Returns whether this rank is the
+    first one of its role.
     """
     global leads, way, store, wait
     role = next(name for name, numbers in ranks.items() if rank in numbers)
@@ -184,9 +184,11 @@ def watch_store():
     while True:
         time.sleep(0.2)
         try:
-            if parallel.stop_asked():
+            if parallel.stop:
                 store.set("stop", "")
-            parallel.notices.update(name for name in ("stop", "left") if store.check([name]))
+            if store.check(["stop"]):
+                parallel.stop = True
+            parallel.trainers_left = store.check(["left"])
         except RuntimeError:  # the store has ended; so does the run
             return
 

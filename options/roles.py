@@ -42,9 +42,9 @@ import parallel
 from prompts import micro_batch
 import launch
 from audit import audit, checksum_of, watched
-from checkpoint import load_batches
+from checkpoint import read_tensors
 from placement import held, matrices_of
-from together import together
+from together import patience, together
 from errors import BadConfig, Lost, Stop
 from options import messages
 from parallel import fill, gather, is_shard, my_part
@@ -106,7 +106,10 @@ class Ahead:
         self.run = run
         self.sampled = {}  # iteration: its batch, sampled and not yet scored
         self.version = {}  # iteration: that of the weights that sample its batch
-        saved = load_batches(run.checkpoint) if run.checkpoint else {}  # COLLECTIVE
+        saved = {}
+        if run.checkpoint:
+            with patience():
+                saved = together(lambda: read_tensors(run.checkpoint, "batches"))  # COLLECTIVE
         for key, t in saved.items():
             iteration, version, name = key.split(".")
             batch = self.sampled.setdefault(int(iteration), {})
@@ -327,7 +330,7 @@ def check_copy(policy, version, checksum, iteration):
 
 def trainers_have_left():
     """Whether nobody waits for this rank's work any more."""
-    return "left" in parallel.notices
+    return parallel.trainers_left
 
 
 def leave_with_trainers():

@@ -142,7 +142,7 @@ def holds(settings):
         f.write(" ".join(sorted(settings)))
 before(run, "agree", holds)
 if RANK == 0:
-    before(report, "write_log", lambda out, records, *_: records[0]["iteration"] == 0 and wait_for(2))
+    before(report, "write_log", lambda out, records, *samples: not samples and records[0]["iteration"] == 0 and wait_for(2))
     before(checkpoint, "save_checkpoint", lambda out, iteration, *rest: iteration == 2 and wait_for(3))
 else:
     before(rollout, "sample_batch", sampling)
