@@ -1,6 +1,6 @@
 """
 What stops a run whose numbers are wrong. Every rank must hold the same weights, and they must be
-finite; a frozen model must not move; and log-probs that are equal on paper must be equal.
+finite; and a frozen model must not move.
 """
 from types import SimpleNamespace
 
@@ -139,22 +139,7 @@ def outvoted(values):
 
 
 # --------------------------------------------------------------------------------------------------
-# log-probs, gradients, and what is computed from them
-
-
-def must_agree(worst_gap, limit, what, iteration):
-    """
-    A collective: raise Stop, on all ranks, if on any rank the log-probs of `what` differ from the
-    policy's before any update. Returns the largest gap of all ranks. worst_gap: this rank's
-    (loss.gap), and its limit (loss.gap_limit), in nats.
-    """
-    worst = all_reduce_max(worst_gap).item()
-    if not worst <= limit:  # also where worst is NaN
-        find_cause(iteration)
-        raise Stop(f"iteration {iteration}: before any update, the log-probs of {what} differ from "
-                   f"the policy's by {worst:.2g} nats (limit {limit:g}); look for another "
-                   "temperature, mask, position ids, dropout or padded vocabulary")
-    return worst
+# gradients, and what is computed from them
 
 
 def check_gradients(norm, model, name, iteration):

@@ -1,6 +1,6 @@
 """
-What a run writes so that a kill at any moment harms nothing: checkpoints, to go on from, and the
-finished models that it leaves.
+What a run writes so that a kill at any moment harms nothing: checkpoints, to go on from. And how a
+model is written as a folder; finished.py does that at the end of a run.
 
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
         policy/                    each trained model, as a Hugging Face folder with its tokenizer;
@@ -25,20 +25,18 @@ import math
 import os
 import re
 import shutil
-import sys
 from functools import partial
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from errors import BadConfig, Lost, Stop, say
+from errors import BadConfig, Lost, Stop
 from folders import read_json
 from load import refill
 from model import in_full
 from optimizers import fill_optimizer, optimizer_tensors
 from parallel import rank_and_size, whole
-from run_log import LOG_FILES, cut_log
+from report import LOG_FILES, cut_log
 from together import alone, patience, together
 
 FILE_BYTES = 5 * 10**9  # the most that a file of tensors has, unless a single tensor has more
@@ -61,6 +59,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
+
+    def is_there():
+        return damage(final) is None and read_json(os.path.join(final, "state.json")) == state
 
     def write(folder):
         for name, model in models.items():
@@ -91,9 +92,6 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
             if old not in kept:
                 # renamed first, so that a half-deleted folder never has its name
                 shutil.rmtree(aside(old, ".gone-"))
-
-    def is_there():
-        return damage(final) is None and read_json(os.path.join(final, "state.json")) == state
 
     # if it is there, the run has resumed from it; only an evaluation may have changed the state
     if not alone(is_there):
@@ -144,26 +142,23 @@ def write_tensors(folder, stem, tensors):
 
 def find_checkpoint(out_dir):
     """
-    A collective: (folder, state) of the newest checkpoint that is not damaged; prints which damaged
-    ones it skips. (None, None) if the run has no checkpoint. Raises BadInput if all its checkpoints
-    are damaged: a run that began anew would delete them.
+    On rank 0: (folder, state) of the newest checkpoint that is not damaged; prints which damaged
+    ones it skips. (None, None) if the run has no checkpoint. Raises BadConfig if all its
+    checkpoints are damaged: a run that began anew would delete them.
     """
-    def newest_good():
-        refused = []
-        for folder in reversed(list_checkpoints(out_dir)):
-            reason = damage(folder)
-            if reason is None:
-                for said in refused:
-                    print(f"{said} is refused; an older one is used, and this one stays until the "
-                          "next is saved", flush=True)
-                return folder, read_json(os.path.join(folder, "state.json"))
-            refused.append(f"{folder} ({reason})")
-        if refused:
-            raise BadConfig(f"none of the checkpoints is good: {', '.join(refused)}; restore one "
-                            "from a backup, or start over with another --out_dir")
-        return None, None
-
-    return alone(newest_good)
+    refused = []
+    for folder in reversed(list_checkpoints(out_dir)):
+        reason = damage(folder)
+        if reason is None:
+            for name in refused:
+                print(f"{name} is refused; an older one is used, and this one stays until the next "
+                      "is saved", flush=True)
+            return folder, read_json(os.path.join(folder, "state.json"))
+        refused.append(f"{folder} ({reason})")
+    if refused:
+        raise BadConfig(f"none of the checkpoints is good: {', '.join(refused)}; restore one from "
+                        "a backup, or start over with another --out_dir")
+    return None, None
 
 
 def list_checkpoints(out_dir):
@@ -227,15 +222,6 @@ def load_checkpoint(folder, models, optimizers, average=None):
     alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
 
 
-def load_batches(folder):
-    """
-    A collective: {name: tensor} of the batches that save_checkpoint was given; {} where there were
-    none.
-    """
-    with patience():
-        return together(partial(read_tensors, folder, "batches"))
-
-
 def read_tensors(folder, stem):
     """{name: tensor} of all that write_tensors has written; {} where there is no such file."""
     tensors = {}
@@ -246,55 +232,7 @@ def read_tensors(folder, stem):
 
 
 # --------------------------------------------------------------------------------------------------
-# the finished models
-
-
-def save_final(out_dir, name, model, tokenizer, config=None):
-    """
-    A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
-    merged into the model, and also saved alone, in out_dir/name_adapter. config: of the run, for
-    the model card. Raises Stop, on all ranks, when the disk is full.
-    """
-    final, dtype = os.path.join(out_dir, name), saved_dtype(model)
-
-    def write(folder):
-        save_model(folder, model, tokenizer, dtype)
-        alone(partial(write_card, folder))
-        if name == "best_policy":  # a run that resumes looks whether it is whole
-            alone(partial(write_manifest, folder))
-
-    def write_adapter(folder):
-        alone(partial(model.save_own, folder))
-
-    def write_card(folder):
-        count = sum(p.numel() for p in model.hf.parameters())
-        size = f"{count / 1e6:.2f}M weights in {in_words(dtype)}"
-        file = os.path.join(folder, "README.md")
-        with open(file, "w", encoding="utf-8", errors="backslashreplace") as f:
-            f.write(model_card(name, config or {}, model.path, size))
-
-    put_in_place(write, final)
-    if model.adapters:
-        put_in_place(write_adapter, f"{final}_adapter")
-        if model.warning():
-            say(f"{final}_adapter: {model.warning()}")
-    if model.hf.dtype != dtype and rank_and_size()[0] == 0 and name != "best_policy":
-        print(f"{final} is saved in {in_words(dtype)}, as the model was that the run began with; "
-              f"checkpoints are in {in_words(model.hf.dtype)}")
-
-
-def saved_dtype(model):
-    """
-    The torch dtype in which a finished model is saved: 16 bits, if the weights that it was made
-    from were saved so, or if all its own are; else at least 32.
-    """
-    short = model.file_dtype in (torch.bfloat16, torch.float16)
-    return model.file_dtype if short and model.hf.dtype == torch.float32 else model.hf.dtype
-
-
-def in_words(dtype):
-    """torch.bfloat16 -> "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+# a model as a folder
 
 
 def save_model(folder, model, tokenizer, dtype=None):
@@ -320,8 +258,8 @@ def save_model(folder, model, tokenizer, dtype=None):
         model.hf.should_save_on_this_rank = lambda is_main_process: True
         model.hf.save_pretrained(folder, state_dict=tensors)
         file = os.path.join(folder, "config.json")
-        saved_in = dtype or model.hf.dtype
-        write_json(file, read_json(file) | {"dtype": in_words(saved_in)})
+        saved_in = str(dtype or model.hf.dtype).removeprefix("torch.")
+        write_json(file, read_json(file) | {"dtype": saved_in})
         tokenizer.save(folder)
         for name, content in model.processor.items():
             with open(os.path.join(folder, name), "wb") as f:
@@ -343,41 +281,6 @@ def named_tensors(model):
     yield from ((name, t) for name, t in hf.state_dict().items()
                 if name not in every and name.rpartition(".")[0] not in every
                 and ".weight.quant_state." not in name)
-
-
-def model_card(name, config, source, size):
-    """
-    The text of a model card, README.md of a finished model: what it is, how to load it, from what
-    and with which settings it was made. Its head is YAML in the words of the Hugging Face hub.
-
-    name: what the run calls the model, such as policy. config: of the run. source: the path or hub
-    name of the model that it was made from, or "". size: of its weights, in words.
-    """
-    scalar = name in ("reward_model", "value_model")
-    task = "text-classification" if scalar else "text-generation"
-    kind = "SequenceClassification" if scalar else "CausalLM"
-    script = os.path.basename(sys.argv[0])
-    made = f"made from `{public(source)}`" if source else "made from scratch"
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [quartet]",
-             "---", "", f"# {name}", "",
-             f"{size}, {made} with quartet's {script}. Load it with", "",
-             f"    AutoModelFor{kind}.from_pretrained(folder)", ""]
-    if name == "reward_model":
-        lines += ["`score_shift` in config.json is what quartet adds to the score that "
-                  "transformers computes: with it the average demonstration scores 0. The score is "
-                  "read at the last token of the text, the end of the response.", ""]
-    settings = [f"    {key} = {public(value)!r}" for key, value in config.items()]
-    return "\n".join([*lines, "Settings:", "", *settings]) + "\n"
-
-
-def public(value):
-    """
-    A setting as others may see it. An absolute path names its user's folders: of each one in a
-    value, as in "0.3*/users/me/a.jsonl,b.jsonl", only the last part is left.
-    """
-    if not isinstance(value, str):
-        return value
-    return ",".join(re.sub(r"(^|[^\w.-])/.*/|^/", r"\1", part) for part in value.split(","))
 
 
 # --------------------------------------------------------------------------------------------------

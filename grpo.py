@@ -192,7 +192,7 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
 
 
-def sample(what, iteration, picked, slots=None, stop=launch.stop_asked):
+def sample(what, iteration, picked, slots=None, stop=parallel.stop_asked):
     """
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
     what: rollout, "refill 0", "refill 1", ...; or eval: held out, one response each, and always

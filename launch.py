@@ -18,13 +18,11 @@ import torch.distributed as dist
 
 import errors
 import parallel
-import report
 import together
 from errors import BadConfig, BadInput, Lost
-from parallel import all_reduce_max, collective, lost, reason, wire
+from parallel import collective, lost, reason, wire
 
 signalled_at = None  # when SIGTERM or SIGINT came, by time.monotonic
-heard = set()  # with roles: what any rank has told all, "stop" or "left"; see options/messages.py
 
 
 # --------------------------------------------------------------------------------------------------
@@ -37,7 +35,7 @@ def init(device, timeout, deterministic=False, layout=""):
     device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
     is an error. deterministic: on GPUs, only kernels that give the same bits every time. layout:
     how many ranks train, generate and score, the key roles. From here on SIGTERM and SIGINT
-    are requests, see stop_asked. Returns this rank's torch.device. Raises BadConfig or
+    are requests, see parallel.stop_asked. Returns this rank's torch.device. Raises BadConfig or
     BadInput if there is no GPU for this rank or no such roles, Lost if the ranks cannot meet.
     """
     signal.signal(signal.SIGTERM, on_signal)
@@ -54,13 +52,14 @@ def init(device, timeout, deterministic=False, layout=""):
     choose_kernels(deterministic)  # before CUDA starts: cuBLAS reads its variable only then
     device = torch.device(choose_device(device))
     if rank == 0 and device.type == "cuda":
-        print(report.gpu_in_words(), flush=True)
+        from options.gpu import gpu
+
+        print(", ".join(f"{what} {value}" for what, value in gpu().items()), flush=True)
     if world_size > 1:
         join(rank, world_size, device, timeout, bound=not ranks)
     if ranks:
         with meeting(timeout):
-            errors.leads = begin(  # COLLECTIVE
-                ranks, rank, timeout, lambda: signalled_at is not None, heard)
+            errors.leads = begin(ranks, rank, timeout)  # COLLECTIVE
     return device
 
 
@@ -83,8 +82,8 @@ def choose_device(device):
 
 def choose_kernels(deterministic):
     """
-    The one place where torch is told which kernels a GPU may use; report.gpu_in_words says what
-    they are. No key changes them, but `deterministic`: only those that repeat bit for bit.
+    The one place where torch is told which kernels a GPU may use; options/gpu.py says what they
+    are. No key changes them, but `deterministic`: only those that repeat bit for bit.
     """
     # float32 means float32. TF32, with 10 bits behind the point, would part the log-probs of
     # sampler and training by more than loss.gap_limit; some containers turn it on by a variable.
@@ -145,8 +144,8 @@ def join(rank, world_size, device, timeout, bound=True):
 
 def on_signal(number, frame):
     """
-    SIGTERM or SIGINT: note that it came; the script asks for it where it can stop. A second one
-    ends the process at once, unless it is of the same key press (within a second).
+    SIGTERM or SIGINT: note that it came; a run stops where it can (parallel.stop_agreed). A second
+    one ends the process at once, unless it is of the same key press (within a second).
     """
     global signalled_at
     if signalled_at is not None:
@@ -154,30 +153,13 @@ def on_signal(number, frame):
             os._exit(128 + number)
         return
     signalled_at = time.monotonic()
+    parallel.stop = True
     if os.environ.get("RANK", "0") == "0":
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
                 f"{parallel.phase}); send it again to stop at once")
         if "TORCHELASTIC_RUN_ID" in os.environ:
             line += ". torchrun waits 30 s for that, or its --shutdown-timeout"
         os.write(2, f"{line}\n".encode())  # print is not safe in a signal handler
-
-
-def stop_asked():
-    """
-    Whether this rank has been asked to stop, or one of another role; cheap, for loops that can be
-    left early.
-    """
-    return signalled_at is not None or "stop" in heard
-
-
-def stop_agreed():
-    """
-    A collective: whether any rank has been asked to stop; the same answer on all, for ranks can
-    only leave together: one that stayed would wait for the others.
-    """
-    if not dist.is_initialized():
-        return stop_asked()
-    return bool(all_reduce_max(torch.tensor(float(stop_asked()), device=wire())))
 
 
 def finish():

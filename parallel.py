@@ -52,6 +52,9 @@ phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank i
 group, first, others = None, 0, "the other ranks"
 roles, role = {}, ""  # {role: the range of its ranks}, and this rank's; empty: all do everything
 
+stop = False  # whether this rank has been asked to stop, or one of another role has
+trainers_left = False  # whether the ranks that train have left, where ranks have roles
+
 
 def rank_and_size():
     """(the number of this process, how many there are); (0, 1) where there is no group."""
@@ -102,6 +105,23 @@ def reason(error):
     """The first sentence of an error of torch's, without the [file and line] before it."""
     first_line = str(error).strip().partition("\n")[0]
     return first_line.rpartition("] ")[2].partition(". ")[0].strip() or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------
+# requests to stop
+
+
+def stop_asked():
+    """Whether this rank has been asked to stop; cheap, for loops that can be left early."""
+    return stop
+
+
+def stop_agreed():
+    """
+    A collective: whether any rank has been asked to stop; the same answer on all, for ranks can
+    only leave together: one that stayed would wait for the others.
+    """
+    return bool(all_reduce_max(torch.tensor(float(stop_asked()), device=wire())))
 
 
 # --------------------------------------------------------------------------------------------------

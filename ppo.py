@@ -206,7 +206,7 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size, train_rows.mix)
 
 
-def sample(what, iteration, picked, stop=launch.stop_asked):
+def sample(what, iteration, picked, stop=parallel.stop_asked):
     """
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
     what: rollout, or eval: held out, and always with the same noise. stop: see rollout.generate.

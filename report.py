@@ -1,8 +1,10 @@
 """
-What a run says of itself: the figures of a batch, a few samples, the models, a line an iteration.
-Nothing here decides anything.
+What a run says of itself: the figures of a batch, a few samples, the files log.jsonl and
+samples.jsonl, the lines on the terminal. Nothing here decides anything.
 """
+import contextlib
 import hashlib
+import json
 import math
 import os
 import resource
@@ -11,8 +13,10 @@ import time
 
 import torch
 
-from errors import say
+from errors import Stop, say, warn
 from loss import importance_weights, masked_sum
+from parallel import rank_and_size
+from together import together
 
 # --------------------------------------------------------------------------------------------------
 # figures
@@ -131,77 +135,72 @@ def peak_memory_mib(device):
 
 
 # --------------------------------------------------------------------------------------------------
-# the GPU
+# log.jsonl, one JSON object a line, one line an iteration; and samples.jsonl, one line for each
+# response of an evaluation that is kept, so that it can be read later what earned which score
+
+LOG_FILES = "log.jsonl", "samples.jsonl"
 
 
-def gpu():
+def write_log(out_dir, records, name="log.jsonl"):
     """
-    What this rank computes with, for config.json: the GPU, the versions, and the kernels that are
-    allowed, as torch itself says it (launch.choose_kernels sets them). {} in a run on a CPU.
+    A collective. Rank 0 appends records, dicts that have an "iteration", to one of LOG_FILES: all
+    of their lines or none. A float that is NaN or infinite becomes null, as JSON has no such
+    numbers. Raises Stop, on all ranks, when the disk is full.
     """
-    if not torch.cuda.is_initialized():
-        return {}
-    attention = [name for name, on in (
-        ("flash", torch.backends.cuda.flash_sdp_enabled()),
-        ("memory-efficient", torch.backends.cuda.mem_efficient_sdp_enabled()),
-        ("cuDNN", torch.backends.cuda.cudnn_sdp_enabled()),
-        ("plain", torch.backends.cuda.math_sdp_enabled())) if on]
-    return dict(
-        name=torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda,
-        tf32=torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32,
-        sums_in_16_bits=torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        attention=attention, deterministic=torch.are_deterministic_algorithms_enabled())
+    lines = ""
+    for record in records:
+        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x
+                  for key, x in record.items()}
+        lines += json.dumps(finite, allow_nan=False) + "\n"
+    file = os.path.join(out_dir, name)
+    together((lambda: append(file, lines)) if rank_and_size()[0] == 0 else lambda: None)
 
 
-def gpu_in_words():
-    """`gpu` as a line for the terminal."""
-    return ", ".join(f"{what} {value}" for what, value in gpu().items())
+def append(file, text):
+    """Write text at the end of a file; where the disk is full, the file stays as it was."""
+    size = os.path.getsize(file) if os.path.exists(file) else 0
+    try:
+        with open(file, "a", encoding="utf-8") as f:
+            f.write(text)
+    except OSError as e:
+        if os.path.exists(file):
+            os.truncate(file, size)
+        raise Stop(f"{file} cannot be written: {e.strerror}; it ends with the iteration before."
+                   " Make room, and resume with the same command") from e
 
 
-# --------------------------------------------------------------------------------------------------
-# speed
-
-# the most TFLOP/s of a GPU in 16 bits, without sparsity, as its maker says
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
-
-
-def peak_flops(dtype, device):
+def cut_log(out_dir, iteration):
     """
-    The most floating-point operations a second of one rank's GPU, as its maker says it for 16 bits;
-    None where that is not known: on CPUs, in other dtypes, and for other GPUs.
+    A run goes on before this iteration, so it and later ones will be logged again: delete their
+    lines, and lines that cannot be read, from both files. log.jsonl is there afterwards, if only
+    empty. What is missing before them is said.
     """
-    if device.type != "cuda" or dtype not in ("bfloat16", "float16"):
-        return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in words), None)
+    expected = set(range(iteration))
+    for name in LOG_FILES:
+        file = os.path.join(out_dir, name)
+        kept = [(i, line) for i, line in read_log(file) if i < iteration]
+        if name == "log.jsonl" or os.path.exists(file):
+            with open(file + ".tmp", "w", encoding="utf-8") as f:
+                f.writelines(f"{line}\n" for _, line in kept)
+            os.replace(file + ".tmp", file)
+            missing = sorted(expected - {i for i, _ in kept})
+            if missing:
+                warn(f"{file} was cut or damaged: of the iterations before {iteration} it lacks "
+                     f"{len(missing)}, from {missing[0]} to {missing[-1]}, and the run goes on")
+        expected = {i for i, line in kept if '"eval/' in line}  # of samples.jsonl
 
 
-def flops_a_token(model, trained=False):
-    """
-    The floating-point operations of a model for one token: 2 N in a forward pass. Trained: 2 N more
-    for the gradients of activations, and 2 for each weight that has a gradient, so 6 N. N is the
-    number of its parameters without the embeddings, which are looked up, unless they are the LM
-    head, too. Of a mixture of experts all are counted. Attention's own operations are not.
-    """
-    looked_up = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding)
-                 for p in m.parameters()}
-    head = model.hf.get_output_embeddings() if model.head == "lm" else None
-    looked_up -= {id(p) for p in head.parameters()} if head else set()
-    parameters = [p for p in model.parameters() if id(p) not in looked_up]
-    forward = 2 * sum(p.numel() for p in parameters)
-    with_gradient = sum(p.numel() for p in parameters if p.requires_grad)
-    return 2 * forward + 2 * with_gradient if trained else forward
-
-
-def speed(device, tokens, flops, seconds, peak):
-    """
-    How fast an iteration was, as metrics: tokens a second of all ranks; the memory of this process;
-    and MFU, the share of all ranks' peak that the models' operations are, where that is known.
-    """
-    figures = {"time/tokens_per_second": tokens / seconds, "mem/peak_mib": peak_memory_mib(device)}
-    if peak:
-        figures["time/mfu"] = flops / (seconds * peak)
-    return figures
+def read_log(file):
+    """[(iteration, line)] of a log, without lines that cannot be read, as a kill may leave one."""
+    if not os.path.exists(file):
+        return []
+    with open(file, encoding="utf-8", errors="replace") as f:
+        text = f.read()
+    found = []
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            found.append((int(json.loads(line)["iteration"]), line))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,20 +26,16 @@ import errors
 import launch
 import parallel
 import report
-from audit import audit, check_finite, find_cause, must_agree, watched
-from checkpoint import damage, load_checkpoint, save_checkpoint, save_final, sha256
+from audit import audit, check_finite, find_cause, watched
+from checkpoint import damage, load_checkpoint, save_checkpoint, sha256
+from finished import save_final
+from optimizers import overflowed
+from run_folder import data_hash, fingerprint, open_run, reward_files
+from together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
 from models import held
-from optimizers import overflowed
-from run_folder import data_hashes, fingerprint, open_run, reward_files
-from run_log import write_log, write_samples
-from together import agree, alone
 
-# a run that goes on must have these keys and files as they were; a change of SAID is only said
-MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
-SOURCES = ("ref_path", "judge_path", "judge_template")
-SAID = ("eval_path", "val_path", "demonstrations_path", "chat_template")
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 KL_LIMIT = 30  # nats a response; the toy's good runs stay below 2
 
@@ -51,7 +47,7 @@ def ranks_agree(config, files, models, tokenizers, reward_functions=""):
     prompts_path; "" is none. models: {name: model}. reward_functions: the key; its files count too.
     """
     contents = {f"the content of {file}": sha256(file) for file in reward_files(reward_functions)}
-    contents |= data_hashes(*files)
+    contents |= {f"the content of {file}": data_hash(file) for file in files if file}
     weights = {f"the weights of {name}": fingerprint(model)
                for name, model in held(models).items() if model.path}  # not a new one
     same = config | contents
@@ -88,13 +84,8 @@ class Run:
         self.trained = {name: models[name] for name in optimizers}
         watched.models, watched.optimizers = self.models, optimizers
 
-        files = [key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
-                 and (key != "judge_template" or os.path.exists(config[key]))]  # or one of ours
-        own = [key for key in MUST_MATCH if key in config]
-        said = [key for key in SAID if config.get(key)] + reward_files(reward_functions)
         self.checkpoint, saved = open_run(  # COLLECTIVE
-            out_dir, config, [*must_match, *own, *sources, *files], [*sources, *files, *said],
-            token_ids=token_ids, max_iters=max_iters)
+            out_dir, config, must_match, sources, token_ids, max_iters, reward_functions)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
                      first=None, warned=[])
         self.state = fresh | (state or {}) | (saved or {})
@@ -111,11 +102,6 @@ class Run:
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
 
         self.reward_model = models.get("reward_model")  # also where other ranks hold it
-        self.peak = report.peak_flops(system.dtype, device)
-        self.forward_flops = {name: report.flops_a_token(model)
-                              for name, model in self.models.items()}
-        self.training_flops = sum(report.flops_a_token(model, trained=True)
-                                  for model in self.trained.values())
         self.frozen_checksums = {}  # filled by the first audit
         # how far log-probs that are equal on paper may be apart, in nats
         self.gap_limit = gap_limit(system.dtype, temperature)
@@ -193,7 +179,7 @@ class Run:
         A collective: after SIGTERM or Ctrl-C on any rank all ranks save and exit together. An
         iteration that has begun is begun again by the run that resumes, and samples the same.
         """
-        if not launch.stop_agreed():  # COLLECTIVE
+        if not parallel.stop_agreed():  # COLLECTIVE
             return
         self.save()  # COLLECTIVE
         if self.rank == 0:
@@ -251,9 +237,14 @@ class Run:
         (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit): before
         any update the log-probs of `what` must be the policy's. checked=False: it is only measured.
         """
-        if not checked:
-            return parallel.all_reduce_max(gap).item()  # COLLECTIVE
-        return must_agree(gap, self.gap_limit, what, self.iteration)  # COLLECTIVE
+        worst = parallel.all_reduce_max(gap).item()  # COLLECTIVE
+        if checked and not worst <= self.gap_limit:  # also where worst is NaN
+            find_cause(self.iteration)  # COLLECTIVE
+            raise Stop(f"iteration {self.iteration}: before any update, the log-probs of {what} "
+                       f"differ from the policy's by {worst:.2g} nats (limit {self.gap_limit:g}); "
+                       "look for another temperature, mask, position ids, dropout or padded "
+                       "vocabulary")
+        return worst
 
     @property
     def loss_scale(self):
@@ -299,7 +290,7 @@ class Run:
             figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
             print(f"eval {self.iteration}: " + " | ".join(figures))
             report.print_samples(samples[:2])
-        write_samples(self.out_dir, samples)  # COLLECTIVE
+        report.write_log(self.out_dir, samples, "samples.jsonl")  # COLLECTIVE
         return record
 
     def log(self, record, batch=None, passes=1.0, tokens=0, every=1):
@@ -326,7 +317,7 @@ class Run:
         if batch or tokens:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, passes, tokens)
-        write_log(self.out_dir, record)  # COLLECTIVE
+        report.write_log(self.out_dir, [record])  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import send_to_trackers
 
@@ -338,17 +329,24 @@ class Run:
 
     def speed(self, batch, passes, tokens):
         """
-        How fast the iteration was, without the seconds of evaluation and checkpoint: in the rollout
-        the policy samples; then the other models read what it sampled; in the update the trained
-        ones read it again, and learn, in each pass. The texts of PPO-ptx are not counted.
+        How fast the iteration was, without the seconds of evaluation and checkpoint, and how much
+        memory this process has held. In the rollout the policy samples; then the other models read
+        what it sampled; in the update the trained ones read it again, and learn, in each pass. The
+        texts of PPO-ptx are not counted.
         """
-        flops = tokens * self.training_flops
+        seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
+        read, learned = 0, tokens
         if batch:
             tokens, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
-            flops = read * (sum(self.forward_flops.values()) + passes * self.training_flops)
-        seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
-        ranks = sum(map(len, parallel.roles.values())) or self.world_size
-        return report.speed(self.device, tokens, flops, seconds, self.peak and self.peak * ranks)
+            learned = passes * read
+        figures = {"time/tokens_per_second": tokens / seconds,
+                   "mem/peak_mib": report.peak_memory_mib(self.device)}
+        if self.device.type == "cuda":
+            from options.gpu import share_of_peak
+
+            figures |= share_of_peak(self.models, self.trained, read, learned, seconds,
+                                     self.system.dtype, self.device)
+        return figures
 
     def save_as(self, folder, name):
         """A collective: save a model as it is now as out_dir/folder."""

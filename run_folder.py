@@ -19,64 +19,72 @@ import socket
 import time
 from array import array
 
+import torch
+
 from audit import checksums
 from checkpoint import find_checkpoint, list_checkpoints, put_back, sha256, write_json
+from report import LOG_FILES, cut_log
+from together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line, warn
 from folders import model_folders, read_json, several_paths
+import rows
 from parallel import is_sharded
-from report import gpu
-from rows import files_of, sources_of
-from run_log import LOG_FILES, cut_log, read_log
-from together import alone, name_ranks, ranks_where
 
 FORMAT = 2  # of checkpoints; another number: they hold other things, or under other names
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
+# keys of all scripts: a run that goes on must have these, and these files and models, as they were;
+# a change of SAID is only said
+MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
+SOURCES = ("ref_path", "judge_path", "judge_template")
+SAID = ("eval_path", "val_path", "demonstrations_path", "chat_template")
 PRODUCTS = tuple(f"{name}{kind}" for name in ("policy", "value_model", "reward_model")
                  for kind in ("", "_adapter")) + ("best_policy", "ema_policy")  # what runs leave
 WRITTEN = (".lock", "config.json", "report_id.txt", *LOG_FILES)  # files in out_dir itself
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf):
+def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf,
+             reward_functions=""):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
-    must_match: the keys of config that must be the same when a run resumes. sources: keys that name
-    a file or a model folder, or files themselves: its content must be the same, too, where
-    must_match has the key; else it is said that it has changed. token_ids: all
-    sequences of ids that the run trains on, which must be the same as well: a chat template or a
-    library may have changed. max_iters: a run with more iterations done is refused. Returns
-    (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on all
-    ranks. Raises BadInput.
+    must_match: the script's keys that must be the same when a run resumes; sources: those that name
+    a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
+    run trains on, which must be the same as well: a chat template or a library may have changed.
+    max_iters: a run with more iterations done is refused. reward_functions: the key; a change in
+    its files is said. Returns (folder, state) of the checkpoint to resume from, or (None, None) to
+    begin, the same on all ranks. Raises BadInput.
     """
-    hashes, holder = alone(lambda: take(out_dir, config, sources, token_ids))
+    # a judge_template is a file, or the name of one of ours
+    sources = [*sources, *(key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
+                           and (key != "judge_template" or os.path.exists(config[key])))]
+    must_match = [*must_match, *(key for key in MUST_MATCH if key in config), *sources]
+    hashed = [*sources, *(key for key in SAID if config.get(key)), *reward_files(reward_functions)]
+    hashes, holder = alone(lambda: take(out_dir, config, hashed, token_ids))  # COLLECTIVE
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
-    blind = ranks_where(read_holder(out_dir) != holder)
+    blind = ranks_where(read_holder(out_dir) != holder)  # COLLECTIVE
     if blind:
         raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir "
                         f"{out_dir!r}; give an --out_dir that is the same folder for all ranks, on "
                         "a disk that their hosts share")
-    folder, state = find_checkpoint(out_dir)
-    if folder and state["iteration"] > max_iters:  # the same on all ranks
-        raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
-                        "iterations done; type a larger --max_iters, or another --out_dir")
-    alone(lambda: begin_or_resume(out_dir, config, must_match, hashes, folder))
-    return folder, state
+    return alone(  # COLLECTIVE
+        lambda: begin_or_resume(out_dir, config, must_match, hashes, max_iters))
 
 
 # --------------------------------------------------------------------------------------------------
 # taking the folder
 
 
-def take(out_dir, config, sources, token_ids):
+def take(out_dir, config, hashed, token_ids):
     """
-    On rank 0: make out_dir and lock it. Returns {key: hash of the content} of what the run starts
-    from, and what stands in the lock. Raises BadInput.
+    On rank 0: make out_dir and lock it. hashed: keys of files and models, or files. Returns {key:
+    hash of the content}, and what stands in the lock. Raises BadInput.
     """
     hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config.get(key, key))
-              for key in sources}
-    hashes |= {"token_ids": hash_of_ids(token_ids)} if len(token_ids) else {}
+              for key in hashed}
+    if len(token_ids):
+        hashes["token_ids"] = hash_of_ids(token_ids)
     try:
         check_ours(out_dir)
         os.makedirs(out_dir, exist_ok=True)
@@ -164,14 +172,16 @@ def read_holder(out_dir):
 # beginning or resuming
 
 
-def begin_or_resume(out_dir, config, must_match, hashes, folder):
-    """
-    The rest of open_run, on rank 0, which holds the lock. folder: of find_checkpoint. Raises
-    BadInput.
-    """
+def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
+    """The rest of open_run, on rank 0, which has the lock. Raises BadInput."""
+    folder, state = find_checkpoint(out_dir)
+    if folder and state["iteration"] > max_iters:
+        raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
+                        "iterations done; type a larger --max_iters, or another --out_dir")
     # the newest checkpoint has the config.json of the run before; where there is none, and no log
     # either, there is nothing to lose
-    if folder or read_log(out_dir):
+    log = os.path.join(out_dir, "log.jsonl")
+    if folder or os.path.exists(log) and os.path.getsize(log) > 0:
         file = os.path.join(folder or out_dir, "config.json")
         try:
             before = read_json(file)
@@ -195,9 +205,13 @@ def begin_or_resume(out_dir, config, must_match, hashes, folder):
         # The old log goes before the new config.json comes: after a kill between the two, the old
         # log beside the new configuration would look like a log of this run.
         cut_log(out_dir, 0)
-    computes_on = {"gpu": gpu()} if gpu() else {}
     made_by = {"sha256": hashes, "format": FORMAT}
-    write_json(os.path.join(out_dir, "config.json"), config | computes_on | made_by)
+    if torch.cuda.is_initialized():
+        from options.gpu import gpu
+
+        made_by["gpu"] = gpu()
+    write_json(os.path.join(out_dir, "config.json"), config | made_by)
+    return folder, state
 
 
 def check_same_run(out_dir, before, config, must_match, hashes):
@@ -212,20 +226,20 @@ def check_same_run(out_dir, before, config, must_match, hashes):
     known = before.get("sha256") or {}
     for key, sha in hashes.items():
         old = known.get(key, "unknown")
-        if key == "token_ids":
-            if sha and known.get(key, sha) != sha:
-                raise BadInput(f"{out_dir} holds a run whose data became other token ids than they "
-                               "become now: its chat template, template_kwargs, system_prompt, "
-                               "limits of length or libraries were other ones; restore "
-                               "them, or choose another --out_dir")
-        elif key not in must_match:
-            if old not in (sha, "unknown") and before.get(key) == config.get(key):
-                warn(f"{config.get(key, key)} had other contents when the run was saved; from here "
-                     "on it goes on with what is there now")
-        elif old != sha:
+        if sha in (old, None):  # None: tools/explain.py does not compare it
+            continue
+        if key in must_match:
             raise BadInput(f"{out_dir} holds a run whose {key} {config[key]!r} had other contents "
                            f"than it has now (sha256 {old[:12]}, now {sha[:12]}); restore it, or "
                            "choose another --out_dir")
+        if key == "token_ids" and key in known:
+            raise BadInput(f"{out_dir} holds a run whose data became other token ids than they "
+                           "become now: its chat template, template_kwargs, system_prompt, limits "
+                           "of length or libraries were other ones; restore them, or choose "
+                           "another --out_dir")
+        if key in known and before.get(key) == config.get(key):
+            warn(f"{config.get(key, key)} had other contents when the run was saved; from here on "
+                 "it goes on with what is there now")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -246,14 +260,10 @@ def reward_files(spec):
     return sorted({name.rpartition(":")[0] for name in names if ":" in name})
 
 
-def data_hashes(*specs):
-    """{what: hash} of the data files of some keys, for the ranks to compare; "" is no file."""
-    return {f"the content of {spec}": data_hash(spec) for spec in specs if spec}
-
-
 def data_hash(spec):
     """sha256 of the file of a key such as train_path, or of the hashes of its several files."""
-    hashes = [sha256(path) for source, _ in sources_of(spec) for path in files_of(source)]
+    hashes = [sha256(path) for source, _ in rows.sources_of(spec)
+              for path in rows.files_of(source)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 

@@ -83,12 +83,11 @@ def needs(name, system):
     return name in models or name == "policy" and bool(system.lora)
 
 
-def begin(ranks, rank, timeout, signalled, heard):
+def begin(ranks, rank, timeout):
     """
-    A collective of all ranks: make a group of each role. ranks: what parse_roles gave. signalled: a
-    function, whether this rank has got a signal to stop. heard: a set, which gets what any rank
-    tells all: "stop", asked by a signal; "left", for the trainers have saved. Returns whether this
-    rank is the first one of its role.
+    A collective of all ranks: make a group of each role. ranks: what parse_roles gave. From here on
+    each rank learns what any other one tells all (watch_store). Returns whether this rank is the
+    first one of its role.
     """
     global leads, way, store, wait
     role = next(name for name, numbers in ranks.items() if rank in numbers)
@@ -102,7 +101,7 @@ def begin(ranks, rank, timeout, signalled, heard):
     parallel.group, parallel.first = groups[role], ranks[role][0]
     parallel.others = f"the other ranks that {role}"
     leads = rank == parallel.first
-    threading.Thread(target=watch_store, args=[signalled, heard], daemon=True).start()
+    threading.Thread(target=watch_store, daemon=True).start()
     return leads
 
 
@@ -188,18 +187,20 @@ def with_role(other, operation, *args):
 # the end
 
 
-def watch_store(signalled, heard):
+def watch_store():
     """
-    A thread: tell all ranks "stop" when this one has got a signal, and note in `heard` what they
-    tell. The main thread does not ask: on a host whose cable is cut a question to the store returns
-    after a quarter of an hour.
+    A thread: tell all ranks "stop" when this one has got a signal, and note what they tell. The
+    main thread does not ask: on a host whose cable is cut a question to the store returns after a
+    quarter of an hour.
     """
     while True:
         time.sleep(0.2)
         try:
-            if signalled():
+            if parallel.stop:
                 store.set("stop", "")
-            heard.update(name for name in ("stop", "left") if store.check([name]))
+            if store.check(["stop"]):
+                parallel.stop = True
+            parallel.trainers_left = store.check(["left"])
         except RuntimeError:  # the store has ended; so does the run
             return
 

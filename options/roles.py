@@ -42,14 +42,14 @@ import errors
 import launch
 import parallel
 from audit import as_words, audit, first_word, watched, weighted_sum
-from checkpoint import load_batches
+from checkpoint import read_tensors
 from errors import BadConfig, Lost, Stop
 from models import dtypes, held, matrices_of
 from options import messages
 from parallel import all_gather, fill, gather, is_shard, my_part, wire
 from prompts import micro_batch
 from rollout import read_batch
-from together import together
+from together import patience, together
 
 
 def check_ahead(system, target_kl, importance_cap):
@@ -107,7 +107,10 @@ class Ahead:
         self.run = run
         self.sampled = {}  # iteration: its batch, sampled and not yet scored
         self.version = {}  # iteration: that of the weights that sample its batch
-        saved = load_batches(run.checkpoint) if run.checkpoint else {}  # COLLECTIVE
+        saved = {}
+        if run.checkpoint:
+            with patience():
+                saved = together(lambda: read_tensors(run.checkpoint, "batches"))  # COLLECTIVE
         for key, t in saved.items():
             iteration, version, name = key.split(".")
             batch = self.sampled.setdefault(int(iteration), {})
@@ -342,7 +345,7 @@ def check_copy(policy, version, checksum, iteration):
 
 def trainers_have_left():
     """Whether nobody waits for this rank's work any more."""
-    return "left" in launch.heard
+    return parallel.trainers_left
 
 
 def leave_with_trainers():

@@ -17,7 +17,7 @@ import torch
 import run_folder
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_model
 from run_folder import open_run
-from run_log import write_log
+from report import write_log
 from errors import BadInput
 from load import from_scratch
 
@@ -169,7 +169,7 @@ def test_where_no_checkpoint_is_good_nothing_is_begun_again(tmp_path):
         save(tmp_path, iteration)
     for name in checkpoints(tmp_path):
         (tmp_path / name / "state.json").unlink()
-    write_log(str(tmp_path), {"iteration": 0})
+    write_log(str(tmp_path), [{"iteration": 0}])
     before = every_file(tmp_path)
     with pytest.raises(BadInput) as caught:
         open_run(str(tmp_path), CONFIG, MATCH)
@@ -224,7 +224,7 @@ def test_other_contents_are_refused(tmp_path):
     open_run(str(out_dir), config, **match)
     data.write_text("{}\n{}\n")
     open_run(str(out_dir), config, **match)  # nothing done yet, nothing to lose
-    write_log(str(out_dir), {"iteration": 0})
+    write_log(str(out_dir), [{"iteration": 0}])
     save(out_dir, 1)
     assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
     save_model(str(model), tiny(seed=1), TOKENIZER)
@@ -242,7 +242,7 @@ def test_the_log_is_cut_when_the_checkpoint_is_loaded(tmp_path):
     """Not before: a checkpoint that turns out not to fit the model leaves the log as it was."""
     open_run(str(tmp_path), CONFIG, MATCH)
     for iteration in range(6):
-        write_log(str(tmp_path), {"iteration": iteration})
+        write_log(str(tmp_path), [{"iteration": iteration}])
     save(tmp_path, 4)
     folder, _ = open_run(str(tmp_path), CONFIG, MATCH)
     wide = from_scratch(TINY | dict(hidden_size=16), seed=0)

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 import pretend
 import launch
-import report
 import together
 import parallel
 

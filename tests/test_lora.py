@@ -9,7 +9,7 @@ import torch
 
 from options.lora import Adapted, fill_adapter, load_adapted, save_adapter
 from load import load_whole
-from checkpoint import save_final
+from finished import save_final
 from tokenizer import load_tokenizer
 from errors import BadInput
 from load import from_scratch, load_model

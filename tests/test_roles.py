@@ -119,7 +119,7 @@ import json, os, time
 import rollout
 import checkpoint
 import run
-import run_log
+import report
 def wait_for(iteration):
     began = time.monotonic()
     while not os.path.exists(f"began-{iteration}"):
@@ -142,7 +142,7 @@ def holds(settings):
         f.write(" ".join(sorted(settings)))
 before(run, "agree", holds)
 if RANK == 0:
-    before(run_log, "write_log", lambda out, record: record["iteration"] == 0 and wait_for(2))
+    before(report, "write_log", lambda out, records, *samples: not samples and records[0]["iteration"] == 0 and wait_for(2))
     before(checkpoint, "save_checkpoint", lambda out, iteration, *rest: iteration == 2 and wait_for(3))
 else:
     before(rollout, "sample_batch", sampling)

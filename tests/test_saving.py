@@ -1,11 +1,12 @@
-"""What a run leaves: dtypes, files that transformers loads, model cards. (What ranks with shards save: test_knobs.py.)"""
+"""finished.py: dtypes, files that transformers loads, model cards. (What ranks with shards save: test_knobs.py.)"""
 import json
 
 import pytest
 import torch
 import transformers as hf
 
-from checkpoint import model_card, public, save_model
+from checkpoint import save_model
+from finished import model_card, public
 from tokenizer import load_tokenizer
 from load import load_model
 

@@ -37,7 +37,19 @@ def fake(name):
 fake("wandb"), fake("trackio")
 """
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
-PEAK = "import report\nreport.peak_flops = lambda *_: 1e9\n"  # operations a second
+# a GPU of so many operations a second
+PEAK = """
+import run, torch
+from options import gpu
+gpu.peak_flops = lambda *_: 1e9
+speed = run.Run.speed
+def on_gpu(self, *args):
+    here, self.device = self.device, torch.device("cuda")
+    figures = speed(self, *args)
+    self.device = here
+    return figures
+run.Run.speed = on_gpu
+"""
 
 
 @pytest.fixture(scope="module")
