@@ -7,7 +7,6 @@ import os
 import shutil
 
 import parallel
-from prompts import encode_examples
 from errors import BadConfig, BadInput, say
 import launch
 from optimizers import make_optimizer
@@ -16,7 +15,7 @@ from placement import (Place, finish_placing, is_sharded, load_placed, place_of_
 from reward_mix import check_rows
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 from model import freeze, from_scratch
-from rows import Rows, prompt_row, ptx_row, read_rows
+from rows import Rows, prompt_row, read_rows
 from trunk import OnTrunk
 
 
@@ -104,17 +103,6 @@ def read_prompts(path, terms, fields=""):
         check_rows(rules, rows[first:first + count], file)
         first += count
     return rows
-
-
-def read_ptx(path, policy, tokenizer, system):
-    """
-    For PPO-ptx: the rows of ptx_path, and (ids, trained) of each, see encode_examples; none, if it
-    is "". Raises BadInput.
-    """
-    if not path:
-        return Rows(), []
-    rows = read_rows(path, ptx_row, system.fields)
-    return rows, encode_examples(rows, path, tokenizer, policy.max_positions, 0, system.too_long)
 
 
 def load_policy(path, placement):

@@ -46,8 +46,7 @@ from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked
                   response_logprobs)
 from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
                        token_weights)
-from prompts import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row,
-                     permutation, replace_rows, spread)
+from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 from rewards import alike_for_equal_texts, center_scores, reward_terms, score_batch
 from rollout import add_columns, read_batch, sample_batch
 
@@ -206,6 +205,8 @@ def score(what, iteration, batch):
         micro_batch_size, placement, iteration)
 
 
+if max_refills > 0:
+    from options.refill import other_row, replace_rows
 vllm = build.begin_sampler(policy, tokenizer, placement)  # COLLECTIVE
 ahead = None
 if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own

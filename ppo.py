@@ -43,11 +43,10 @@ from optimizers import MovingAverage, step
 from placement import in_memory
 from run import Run, ranks_agree
 from gae import compute_gae
-from loss import (adapt_kl_coef, example_logprobs, explained_variance, gap, importance_weights,
-                  kl_estimate, learning_rate_at, masked_sum, masked_whiten, response_logprobs,
-                  response_values, standard_deviation, update_moments)
-from prompts import (batch_rows, encode_for_all, iterations, micro_batches_of, my_micro_batches,
-                     permutation, spread, tokens_of_example, trained_tokens)
+from loss import (adapt_kl_coef, explained_variance, gap, importance_weights, kl_estimate,
+                  learning_rate_at, masked_sum, masked_whiten, response_logprobs, response_values,
+                  standard_deviation, update_moments)
+from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 from rewards import center_scores, last_real, reward_terms, score_batch
 from rollout import read_batch, sample_batch
 
@@ -161,7 +160,10 @@ train_prompts, eval_prompts = (
                    system.too_long)
     for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
-ptx_rows, ptx_examples = build.read_ptx(ptx_path, policy, tokenizer, system)
+ptx = None
+if ptx_path:
+    from options.ptx import Ptx
+    ptx = Ptx(ptx_path, policy, tokenizer, system, placement.device)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
             (tokenizer, reward_tokenizer, judge), reward_functions)
@@ -277,24 +279,6 @@ def read(batch, steps):
     read_batch(batch, readers, forward, parts, run.iteration, placement.device)  # COLLECTIVE
 
 
-def add_ptx_gradients(number, sums):
-    """
-    A collective where the policy is sharded. PPO-ptx (InstructGPT, arXiv 2203.02155, equation 2):
-    the SFT loss on the demonstrations of step `number` of the run. Its mean over their tokens,
-    times ptx_coef, goes into the gradients; this rank's losses are added to sums["loss/ptx"].
-    """
-    picked = batch_rows(seed, number, batch_size // num_minibatches, ptx_rows.mix)
-    examples = [ptx_examples[i] for i in picked]  # of all ranks
-    for part in micro_batches_of(examples, tokens_of_example, micro_batch_size,
-                                 system.micro_batch_tokens):
-        with placement.autocast:
-            losses = -example_logprobs(policy, part, tokenizer, system.head_chunk,
-                                       placement.device)  # (n,)
-        loss = ptx_coef * losses.sum() / trained_tokens(examples)
-        (run.loss_scale * loss).backward()
-        report.add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})
-
-
 def shape_scores(batch, deviation):
     """
     What the settings make of the scores of a batch, (B,), in training and in evaluation: they are
@@ -392,9 +376,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             token_count = mask[rows].sum()
             gaps, moved = [], {}  # of this step: log ratios, and how far the policy has moved
             parallel.zero_gradients(gradients)
-            if ptx_rows:
+            if ptx:
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
-                add_ptx_gradients(first + number, sums)  # COLLECTIVE where the policy is sharded
+                picked = batch_rows(seed, first + number, batch_size // num_minibatches, ptx.mix)
+                ptx.add_gradients(  # COLLECTIVE where the policy is sharded
+                    picked, run.loss_scale * ptx_coef, micro_batch_size, placement.autocast, sums)
 
             for mb in micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)

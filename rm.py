@@ -18,7 +18,10 @@ import torch
 
 import parallel
 from configurator import configure
-from prompts import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
+from completions import PAIR, completions_of, preference_row, scored_row, sft_row
+from examples import (centred, centring_loss, encode_scored, micro_batches_of, preference_loss,
+                      soft_preference_loss)
+from prompts import batch_rows, iterations, right_pad, spread
 import audit
 import build
 from estimates import agreement, calibration_error, correlation
@@ -28,9 +31,8 @@ from run import Run, ranks_agree
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 from errors import BadConfig, BadInput, say, warn
 from folders import several_paths
-from loss import (centred, centring_loss, learning_rate_at, preference_loss,
-                  soft_preference_loss)
-from rows import PAIR, Rows, completions_of, preference_row, read_rows, scored_row, sft_row
+from loss import learning_rate_at
+from rows import Rows, read_rows
 
 # -------------------------------------------------------------------------------------------------
 # where to write

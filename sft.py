@@ -15,8 +15,10 @@ import torch
 
 import parallel
 from configurator import configure
-from prompts import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
-                  tokens_of_example, trained_tokens)
+from completions import sft_row
+from examples import (encode_examples, example_logprobs, micro_batches_of, tokens_of_example,
+                      trained_tokens)
+from prompts import batch_rows, iterations, spread
 import audit
 import build
 from optimizers import step
@@ -24,8 +26,8 @@ from placement import in_memory, no_grad_forwards
 from run import Run, ranks_agree
 from tokenizer import check_tokenizer_fits, load_tokenizer
 from errors import BadConfig, say, warn
-from loss import example_logprobs, learning_rate_at
-from rows import Rows, read_rows, sft_row
+from loss import learning_rate_at
+from rows import Rows, read_rows
 
 # -------------------------------------------------------------------------------------------------
 # where to write

@@ -20,9 +20,10 @@ import re
 
 import torch
 
-from prompts import at_row, keep, rows_that_fit
+from chats import chat_ids, joined
+from prompts import at_row, rows_that_fit
 from folders import read_text, same_folder
-from tokenizer import joined
+from rows import keep_rows
 from errors import BadInput, shorten
 from model import at_least_float32
 
@@ -135,7 +136,7 @@ class Judge:
         """The ids of a question, which are `ids` alone, and of an answer behind it."""
         if not self.chat:
             return self.encode_text(text + word)
-        more = self.tokenizer.chat_ids([dict(role="user", content=text),
+        more = chat_ids(self.tokenizer, [dict(role="user", content=text),
                                         dict(role="assistant", content=word)])
         if more[:len(ids)] == ids:
             return more
@@ -197,8 +198,8 @@ class Judge:
                     length = len(self.encode_whole(row, empty))
             lengths.append(length)
         whose = "the judge's context, less max_new_tokens for each response,"
-        keep(rows, rows_that_fit(rows, path, lengths, limit, whose,
-                                 "drop" if too_long == "drop" else "error"))
+        keep_rows(rows, rows_that_fit(rows, path, lengths, limit, whose,
+                                      "drop" if too_long == "drop" else "error"))
 
 
 def template_text(template):
