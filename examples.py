@@ -8,8 +8,8 @@ import torch
 
 import parallel
 from errors import BadInput
-from prompts import at_row, right_pad, rows_that_fit, say_special_tokens
-from rows import keep_rows
+from prompts import right_pad, rows_that_fit, say_special_tokens
+from rows import at_row, keep_rows
 
 COMPLETED = "prompt", "completion"  # the fields of a demonstration
 

@@ -10,7 +10,6 @@ response, padded on the right to R. The toy's prompt "123+456=" and response "57
 and R = 6 is a row of T = 14 tokens, the last two of them padding.
 """
 import collections
-import contextlib
 import functools
 import hashlib
 import math
@@ -21,7 +20,7 @@ import torch
 
 import parallel
 from errors import BadInput, warn
-from rows import keep_rows, where_is
+from rows import at_row, keep_rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -69,22 +68,6 @@ def encode_prompts(rows, path, tokenizer, longest, whose, too_long="error"):
     bos = tokenizer.bos_ids if longest > len(tokenizer.bos_ids) else []
     return [array("i", ids if len(ids) <= longest else bos + ids[len(ids) - longest + len(bos):])
             for ids in map(found.__getitem__, kept)]
-
-
-def at_row(rows, path):
-    """
-    A function of a row's number that makes a context: a BadInput that is raised in it, as by a chat
-    template, gets the file and the number of the row in front.
-    """
-    @contextlib.contextmanager
-    def naming(number):
-        try:
-            yield
-        except BadInput as e:
-            file, row = where_is(rows, path, number)
-            raise BadInput(f"{file}, row {row}: {e}") from e
-
-    return naming
 
 
 def say_special_tokens(rows, fields, tokenizer, path):

@@ -9,6 +9,7 @@ sft.py and rm.py learn from. Other files, and several with weights, are read by 
 A prompt is a string, or a list of messages {"role", "content"}. Rows that look otherwise (ShareGPT,
 Alpaca, HH, verl, ...) are converted once, by data/convert.py.
 """
+import contextlib
 import gzip
 import json
 import math
@@ -41,13 +42,26 @@ class Rows(list):
         return [(count, 1.0 if weight is None else weight) for _, weight, count in self.parts]
 
 
-def where_is(rows, path, number):
-    """("b.jsonl", 3): where row `number`, from 0, is from. path: for rows that have no parts."""
-    for source, _, count in getattr(rows, "parts", ()):
-        if number < count:
-            return source, number + 1
-        number -= count
-    return path, number + 1
+def at_row(rows, path):
+    """
+    A function of a row's number, from 0, that makes a context: a BadInput that is raised in it, as
+    by a chat template, gets the row's source and its number there, from 1, in front. path: the
+    source of rows that have no parts.
+    """
+    @contextlib.contextmanager
+    def naming(number):
+        try:
+            yield
+        except BadInput as e:
+            source = path
+            for part, _, count in getattr(rows, "parts", ()):
+                if number < count:
+                    source = part
+                    break
+                number -= count
+            raise BadInput(f"{source}, row {number + 1}: {e}") from e
+
+    return naming
 
 
 def keep_rows(rows, numbers):

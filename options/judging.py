@@ -21,9 +21,9 @@ import re
 import torch
 
 from chats import chat_ids, joined
-from prompts import at_row, rows_that_fit
+from prompts import rows_that_fit
 from folders import read_text, same_folder
-from rows import keep_rows
+from rows import at_row, keep_rows
 from errors import BadInput, shorten
 from model import at_least_float32
 
