@@ -54,7 +54,7 @@ def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="erro
     kept = rows_that_fit(rows, path, [len(ids) for ids, _ in found], limit, whose, too_long)
     kept = [number for number in kept if any(found[number][1][:limit])]  # else nothing is left
     keep_rows(rows, kept)
-    return [(ids[:limit], trained[:limit]) for ids, trained in map(found.__getitem__, kept)]
+    return [tuple(x[:limit] for x in found[number]) for number in kept]
 
 
 def encode_scored(rows, path, tokenizer, fields, context, max_tokens=0, too_long="error"):

@@ -67,7 +67,7 @@ def encode_prompts(rows, path, tokenizer, longest, whose, too_long="error"):
     keep_rows(rows, kept)
     bos = tokenizer.bos_ids if longest > len(tokenizer.bos_ids) else []
     return [array("i", ids if len(ids) <= longest else bos + ids[len(ids) - longest + len(bos):])
-            for ids in map(found.__getitem__, kept)]
+            for ids in (found[number] for number in kept)]
 
 
 def say_special_tokens(rows, fields, tokenizer, path):
@@ -235,15 +235,15 @@ def micro_batch(batch, rows):
     sharded, all ranks must run the forward, because they gather each layer together.
     """
     mb = {name: x[rows] for name, x in batch.items() if name not in ("tokens", "attention_mask")}
-    tokens, mask = batch["tokens"][rows], batch["attention_mask"][rows]  # (b, P + R)
     R = batch["response_mask"].shape[1]
+    mask = batch["attention_mask"][rows]  # (b, P + R)
     # the longest response: with gaps in response_mask it has more tokens than the policy sampled
     longest = max(mask[:, -R:].sum(1).tolist(), default=1)
     mb = {name: x[:, :longest] if x.dim() > 1 and x.shape[1] == R else x for name, x in mb.items()}
     if len(rows) == 0:
-        tokens = tokens.new_zeros(1, 2)
+        tokens = batch["tokens"].new_zeros(1, 2)
         return mb | dict(tokens=tokens, chosen=torch.zeros_like(tokens, dtype=torch.bool))
-    tokens = left_aligned(tokens, mask)  # (b, T)
+    tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
     column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
     t = column - mask[:, :-R].sum(1)[:, None]  # (b, T): which token of the response stands there
     inside = (t >= 0) & (t < longest)
