@@ -43,8 +43,7 @@ from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked
                   response_logprobs)
 from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
 from optimizers import MovingAverage, make_optimizer, step
-from prompts import (batch_rows, encode_for_all, iterations, my_micro_batches, other_row,
-                     permutation, replace_rows, spread)
+from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
                        token_weights)
 from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
@@ -215,6 +214,8 @@ def score(what, iteration, batch):
         micro_batch_size, system, device, iteration)
 
 
+if max_refills > 0:
+    from options.refill import other_row, replace_rows
 vllm = None
 if system.sampler == "vllm":  # an engine samples in the place of the policy
     from options.vllm import begin_vllm

@@ -1,8 +1,8 @@
 """
-The formulas: log-probs and entropy, KL estimators, whitening, the losses of rm.py, and the few
-numbers that change from iteration to iteration. Tensors in, tensors out: no configuration, no
-globals. The losses of PPO and GRPO stand in the loops of ppo.py and grpo.py, those of GRPO's
-relatives in relatives.py; here is what they are made of.
+The formulas: log-probs and entropy, KL estimators, whitening, and the few numbers that change from
+iteration to iteration. Tensors in, tensors out: no configuration, no globals. The losses of PPO and
+GRPO stand in the loops of ppo.py and grpo.py, those of GRPO's relatives in relatives.py, those of
+sft.py and rm.py in examples.py; here is what they are made of.
 
 The scripts add up the losses of the tokens, and divide by one count: the trained tokens of the
 whole optimizer step, over all micro-batches and all ranks. They never take a mean of the
@@ -13,8 +13,6 @@ B responses, R the longest response, V vocabulary, d width of a hidden state.
 import math
 
 import torch
-
-from prompts import right_pad
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,51 +114,7 @@ def kl_estimate(logprobs, ref_logprobs, kind):
 
 
 # --------------------------------------------------------------------------------------------------
-# losses
-
-
-def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
-    """
-    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(x)
-    where x = score of the chosen answer - score of the rejected one, (B,) each. Equal scores cost
-    log 2 = 0.693.
-
-    margin: (B,) or a number, taken off x: the chosen answer shall be better by more than that
-    (Llama 2, arXiv 2307.09288, equation 2). smoothing: (B,) or a number, the share of the pairs
-    that are taken to be labelled the wrong way round,
-    (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
-    (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
-    probability 1 - smoothing; soft_preference_loss has other probabilities.
-    """
-    return soft_preference_loss(chosen - rejected - margin, 1.0 - smoothing)
-
-
-def soft_preference_loss(difference, probability):
-    """
-    Cross-entropy of sigmoid(difference) against the probability that the first of two answers is
-    the better one, (B,) each, or the latter a number. It is smallest where the two are equal.
-    """
-    log_sigmoid = torch.nn.functional.logsigmoid
-    return (-probability * log_sigmoid(difference)
-            - (1.0 - probability) * log_sigmoid(-difference))
-
-
-def centring_loss(scores):
-    """
-    (sum of the scores of an example's completions)^2, scores (B, k) -> (B,): with a small weight it
-    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). Without it nothing says
-    what the mean score of a prompt's completions is, for the preference loss only sees differences.
-    """
-    return scores.sum(1) ** 2
-
-
-# --------------------------------------------------------------------------------------------------
 # numbers that change from iteration to iteration
-
-
-def centred(x):
-    """x less its mean: 0 on average."""
-    return x - x.mean()
 
 
 def update_moments(moments, x):
@@ -221,23 +175,7 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a model says of demonstrations, and of the responses of a micro-batch
-
-
-def example_logprobs(model, examples, tokenizer, chunk, device):
-    """
-    Log-probs of the n trained tokens of b demonstrations, (n,), at temperature 1.
-
-    examples: b pairs (ids, trained), see prompts.encode_examples. tokenizer: its pad_id and
-    vocab_size are used. chunk: see Model.logprobs.
-    """
-    tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
-    chosen = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
-    if not examples:  # sharded models: this rank runs the forward with the others
-        tokens, chosen = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.bool)
-    chosen[:, :1] = False  # nothing is read before the first token
-    return model.logprobs(tokens.to(device), chosen.to(device), vocab_size=tokenizer.vocab_size,
-                          chunk=chunk)[0]
+# what a model says of the responses of a micro-batch
 
 
 def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True):

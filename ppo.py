@@ -46,7 +46,7 @@ from loss import (adapt_kl_coef, explained_variance, gap, importance_weights, kl
 from models import (autocast, in_memory, load_policy, load_ref_policy, load_reward_model,
                     load_value_model)
 from optimizers import MovingAverage, make_optimizer, step
-from prompts import (batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread)
+from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
 from rollout import read_batch, sample_batch
 from run import Run, ranks_agree

@@ -20,17 +20,19 @@ import audit
 import launch
 import parallel
 from checks import check_system
+from completions import PAIR, completions_of, preference_row, scored_row, sft_row
 from configurator import configure
 from errors import BadConfig, BadInput, say, warn
 from estimates import agreement, calibration_error, correlation
+from examples import (centred, centring_loss, encode_scored, micro_batches_of, preference_loss,
+                      soft_preference_loss)
 from folders import several_paths
-from loss import (centred, centring_loss, learning_rate_at, preference_loss,
-                  soft_preference_loss)
+from loss import learning_rate_at
 from model import no_grad_forwards
 from models import autocast, in_memory, load
 from optimizers import make_optimizer, step
-from prompts import batch_rows, encode_scored, iterations, micro_batches_of, right_pad, spread
-from rows import PAIR, Rows, completions_of, preference_row, read_rows, scored_row, sft_row
+from prompts import batch_rows, iterations, right_pad, spread
+from rows import Rows, read_rows
 from run import Run, ranks_agree
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 

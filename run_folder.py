@@ -27,8 +27,8 @@ from report import LOG_FILES, cut_log
 from together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line, warn
 from folders import model_folders, read_json, several_paths
-import rows
 from parallel import is_sharded
+from rows import files_of
 
 FORMAT = 2  # of checkpoints; another number: they hold other things, or under other names
 LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
@@ -262,8 +262,7 @@ def reward_files(spec):
 
 def data_hash(spec):
     """sha256 of the file of a key such as train_path, or of the hashes of its several files."""
-    hashes = [sha256(path) for source, _ in rows.sources_of(spec)
-              for path in rows.files_of(source)]
+    hashes = [sha256(path) for path in files_of(spec)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 

@@ -17,15 +17,17 @@ import audit
 import launch
 import parallel
 from checks import check_system
+from completions import sft_row
 from configurator import configure
 from errors import BadConfig, say, warn
-from loss import example_logprobs, learning_rate_at
+from examples import (encode_examples, example_logprobs, micro_batches_of, tokens_of_example,
+                      trained_tokens)
+from loss import learning_rate_at
 from model import no_grad_forwards
 from models import autocast, begin, in_memory, load
 from optimizers import make_optimizer, step
-from prompts import (batch_rows, encode_examples, iterations, micro_batches_of, spread,
-                     tokens_of_example, trained_tokens)
-from rows import Rows, read_rows, sft_row
+from prompts import batch_rows, iterations, spread
+from rows import Rows, read_rows
 from run import Run, ranks_agree
 from tokenizer import check_tokenizer_fits, load_tokenizer
 

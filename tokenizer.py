@@ -1,13 +1,12 @@
 """
 Text -> token ids and back, on transformers' AutoTokenizer. Texts come in three ways:
 
+    encode_texts      strings, without BOS and EOS
     encode_prompts    what the policy answers: a string, or messages in the chat template
-    encode_examples   a prompt with its completion, and which of their tokens SFT trains
     encode_scored     a prompt with its response, as a reward model reads them
 
 Text that looks like a special token is plain text in all of them: nobody who writes a prompt can
-end a turn or a response. A chat becomes the very ids that transformers' apply_chat_template makes
-of the same messages.
+end a turn or a response. What becomes of messages is in chats.py.
 """
 import ast
 import contextlib
@@ -15,19 +14,14 @@ import glob
 import hashlib
 import json
 import os
-import re
-import signal
-import threading
 
-from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
+from chats import (chat_ids, check_template, joined, make_markup_special, open_ids,
+                   parse_template_kwargs, turn_ends, with_system_prompt)
+from errors import BadConfig, BadInput, first_line, shorten
 from folders import CONFIGS, data_alone, model_folders, read_json, read_text
-from rows import THOUGHTS, is_learned, thoughts_of
 
 # the files that hold a tokenizer's vocabulary, one of which must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-RENDERING = 20  # seconds that a chat template, which is a program, may take for one dialogue
-# how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
-MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -44,12 +38,10 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
     template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
     none; stop_strings: texts that end a response, see parse_stop_strings.
     """
-    hf, folder, beside = read_files(path)
+    hf, folder, model_folder = read_files(path)
     if hf.eos_token_id is None:
         raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; "
                        "set eos_token in tokenizer_config.json")
-
-    hf.apply_chat_template = within(RENDERING, hf.apply_chat_template)
     name = f"the chat template of {folder}"
     if chat_template:
         name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
@@ -58,7 +50,7 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
                        "called default; write one into a file, and type --chat_template=FILE")
     tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
     tokenizer.stop_strings = parse_stop_strings(stop_strings)
-    for file in files_in(beside, ["config.json", "generation_config.json"]):
+    for file in files_in(model_folder, ["config.json", "generation_config.json"]):
         settings = read_json(file)
         ends = settings.get("eos_token_id")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
@@ -89,8 +81,7 @@ def read_files(path):
     if folder is None and of_tiktoken:
         from options.tiktoken_files import from_folder
 
-        with no_cache_of_tiktoken():
-            return from_folder(of_tiktoken[0]), of_tiktoken[0], folders[-1]
+        return from_folder(of_tiktoken[0]), of_tiktoken[0], folders[-1]
     if folder is None:  # transformers would make an empty one
         raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}, "
                        "*.tiktoken); copy its files there, or make it with the prepare.py of its "
@@ -99,6 +90,11 @@ def read_files(path):
 
     # it warns that Llama 3's tokenizer.model is not sentencepiece's
     transformers.logging.set_verbosity_error()
+    reading = contextlib.nullcontext()
+    if not files_in(folder, ["tokenizer.json"]):  # transformers may read it with tiktoken
+        from options.tiktoken_files import no_cache
+
+        reading = no_cache()
     config, base = transformers.PretrainedConfig(), transformers.PreTrainedTokenizerBase
     if files_in(folder, ["config.json"]):
         with contextlib.suppress(BadInput), data_alone(folder) as room:  # of a family of its own
@@ -108,7 +104,7 @@ def read_files(path):
             name = str(read_json(file).get("tokenizer_class"))
             if not issubclass(getattr(transformers, name, base), base):  # such as AutoModel
                 raise TypeError(f"tokenizer_class = {name!r} is no tokenizer")
-        with no_cache_of_tiktoken():
+        with reading:
             hf = transformers.AutoTokenizer.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False)
         hf.decode(hf("a 1")["input_ids"])  # fails where settings are of another type
@@ -121,47 +117,48 @@ def read_files(path):
     return hf, folder, folders[-1]
 
 
-@contextlib.contextmanager
-def no_cache_of_tiktoken():
-    """
-    In this block tiktoken reads a file of this machine from where it lies. By itself it copies each
-    file under the hash of its path, and would read that copy when another file lies there.
-    """
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""
-    try:
-        yield
-    finally:
-        del os.environ["TIKTOKEN_CACHE_DIR"]
-        if before is not None:
-            os.environ["TIKTOKEN_CACHE_DIR"] = before
-
-
-def within(seconds, function):
-    """
-    The function, which raises TimeoutError where it takes longer. It is so in the main thread, in
-    which alone Python takes signals.
-    """
-    def late(*_):
-        raise TimeoutError(f"it has not ended within {seconds} s")
-
-    def bounded(*args, **kwargs):
-        if threading.current_thread() is not threading.main_thread():
-            return function(*args, **kwargs)
-        before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again: a __del__ would swallow one
-        try:
-            return function(*args, **kwargs)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    return bounded
-
-
 def files_in(folder, names):
     """The paths of those of these files that are in a folder."""
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+
+
+def check_tokenizer_fits(tokenizer, model, path):
+    """
+    Raise BadInput if the tokenizer has ids for which the model has no embedding, unless these are
+    special tokens that no text needs: Gemma 3 1B reads no images, but has a token for them. Fewer
+    ids are fine: the model's other tokens are never sampled.
+    """
+    tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
+    if tokens <= embeddings:
+        return
+    needed = tokenizer.eos_ids | {tokenizer.pad_id, *tokenizer.bos_ids}
+    spare = set(tokenizer.specials.values()) - needed
+    if not spare.issuperset(range(embeddings, tokens)):
+        raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only "
+                       f"{embeddings}; they do not belong together")
+    tokenizer.vocab_size = embeddings
+
+
+def load_reader(path, reward_model, tokenizer):
+    """
+    The tokenizer of a reward model, as encode_scored needs it: it knows at which token the score is
+    read, and the run's settings for chats, which are those of the policy's tokenizer. Raises
+    BadInput where the model is a plain language model.
+    """
+    if reward_model.new_head:
+        raise BadInput(f"{path!r} has no score head, it is a plain language model; train one with "
+                       "rm.py")
+    reader = load_tokenizer(path)
+    check_tokenizer_fits(reader, reward_model, path)
+    reader.system_prompt, reader.kwargs = tokenizer.system_prompt, tokenizer.kwargs
+    reader.set_padding_apart()
+    if len(model_folders(path, weights=False)) == 1:  # an adapter has no config.json of its own
+        reader.skipped_id = reward_model.hf.config.pad_token_id
+    return reader
+
+
+# --------------------------------------------------------------------------------------------------
+# the tokenizer
 
 
 class Tokenizer:
@@ -169,6 +166,7 @@ class Tokenizer:
     A tokenizer of transformers, `hf`, and what a run knows of it:
 
         eos_ids             a response ends with any of them; eos_id is the tokenizer's own
+        turn_ends           that of them with which a turn of the chat template ends, or none
         pad_id              fills rows; no mask is ever made from it
         bos_ids             what stands before a string: what the tokenizer itself puts there
         vocab_size          ids from here on are never sampled
@@ -190,49 +188,11 @@ class Tokenizer:
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.skipped_id, self.stop_strings, self.generation_config = None, [], {}
         self.template = hf.get_chat_template() if hf.chat_template else None
-        text = self.template or ""
-        if system_prompt and not text:
-            raise BadInput("system_prompt is given, but the tokenizer has no chat template; give "
-                           "one with --chat_template=FILE, or leave it out")
-        for variable in self.kwargs:
-            if not re.search(rf"\b{variable}\b", text):
-                raise BadInput(f"template_kwargs: {name} has no variable {variable!r}")
-        # Tokens that a template writes, such as <|im_end|>, are special where their author has not
-        # said so, too: or who types one into a message would end a turn. Others that it writes,
-        # such as <think>, are tokens in a message as well.
-        plain = [t.content for t in hf.added_tokens_decoder.values()
-                 if not t.special and t.content in text and re.fullmatch(MARKUP, t.content)]
-        hf.add_tokens(plain, special_tokens=True)
-        hf.chat_control_tokens = []  # beside the special ones
+        make_markup_special(hf, self.template or "")
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
-        self.read_template()
+        self.turn_ends = turn_ends(self)
         self.eos_ids = {self.eos_id} | self.turn_ends
-        if "strftime_now" in text and "date_string" not in self.kwargs:
-            warn(f"{name} writes today's date, so a run that goes on tomorrow would read other "
-                 "prompts; fix it, as in --template_kwargs=\"date_string='26 Jul 2024'\"")
-
-    def read_template(self):
-        """
-        Find what the template writes around an answer. turn_ends: {the id of the first special
-        token behind it}; empty where there is none. A base model's own files may name another end
-        than its chat template has. frames: what stands between the generation prompt and an answer,
-        "" and more, as <think>THOUGHTS</think> of thoughts in a field.
-        """
-        self.turn_ends, self.frames = set(), [""]
-        asked, answer = dict(role="user", content="a"), dict(role="assistant", content="ANSWER")
-        for thoughts in {}, dict.fromkeys(THOUGHTS, "THOUGHTS"):
-            try:
-                before = self.chat_ids([asked], add_generation_prompt=True)
-                ids = self.chat_ids([asked, answer | thoughts])
-            except BadInput:  # the template's own words come where messages are to be encoded
-                return
-            behind = self.text_of(ids).rpartition("ANSWER")[2]
-            behind = self.hf.encode(behind, add_special_tokens=False)
-            self.turn_ends = set([i for i in behind if i in self.specials.values()][:1])
-            text = self.text_behind(before, ids) or ""
-            frame = tidy(self.opening(before) + text.rpartition("ANSWER")[0])
-            if "ANSWER" in text and not frame.endswith("THOUGHTS"):  # it begins behind a mark
-                self.frames.append(frame)
+        check_template(self)
 
     @property
     def fingerprint(self):
@@ -261,27 +221,7 @@ class Tokenizer:
         for number, prompt in enumerate(prompts):
             with at(number):
                 found.append(self.bos_ids + next(strings) if isinstance(prompt, str) else
-                             self.open_ids(self.with_system_prompt(prompt)))
-        return found
-
-    def encode_examples(self, prompts, completions, at=contextlib.nullcontext):
-        """
-        [(ids, trained), ...] of prompts and completions, strings or lists of messages: trained is
-        True on the tokens that SFT trains. Of strings that is the completion with its EOS: the
-        toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and [F, F, F, F, T, T]. Of messages it
-        is the assistant's turns of the completion, with their ends.
-        """
-        pairs = list(zip(prompts, completions, strict=True))
-        texts = iter(self.encode_texts([text for pair in pairs if are_strings(*pair)
-                                        for text in pair]))
-        found = []
-        for number, pair in enumerate(pairs):
-            with at(number):
-                if are_strings(*pair):
-                    ids, more = self.bos_ids + next(texts), next(texts) + [self.eos_id]
-                    found.append((ids + more, [False] * len(ids) + [True] * len(more)))
-                else:
-                    found.append(self.dialogue(*pair))
+                             open_ids(self, prompt))
         return found
 
     def encode_scored(self, prompts, completions, finished=None, longest=None,
@@ -296,7 +236,7 @@ class Tokenizer:
         This is what transformers and TRL read of the same texts; rm.py trains on the same.
         """
         pairs = list(zip(prompts, completions, strict=True))
-        plain = [not self.template and are_strings(*pair) for pair in pairs]
+        plain = [not self.template and isinstance(p, str) and isinstance(c, str) for p, c in pairs]
         texts = iter(self.encode_texts([p + c for (p, c), is_one in zip(pairs, plain, strict=True)
                                         if is_one]))
         found = []
@@ -306,160 +246,12 @@ class Tokenizer:
                 ids = self.bos_ids + next(texts) + [self.eos_id] * ends
             else:
                 with at(number):
-                    ids = self.chat_ids(self.with_system_prompt(joined(*pair)))
+                    ids = chat_ids(self, with_system_prompt(self, joined(*pair)))
             ids = ids[:longest]
             while len(ids) > 1 and ids[-1] == self.skipped_id:
                 ids.pop()
             found.append(ids)
         return found
-
-    # chats
-
-    def with_system_prompt(self, messages):
-        """The messages, with the run's system_prompt in front, if they have no system message."""
-        if not self.system_prompt or messages[0]["role"] == "system":
-            return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
-
-    def chat_ids(self, messages, **how):
-        """
-        The ids of all that the chat template writes of the messages. how: arguments for
-        transformers. Raises BadInput with the template's own words where it refuses them.
-        """
-        if not self.template:
-            raise BadInput("here is a list of messages, but this tokenizer has no chat template; "
-                           "write strings, or give one with --chat_template=FILE")
-        try:
-            return self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
-                                               return_dict=False, **self.kwargs, **how)
-        except Exception as e:  # a template is a program, which may raise anything
-            raise BadInput(f"{self.name} refuses the messages: {one_line(first_line(e), 300)}"
-                           ) from e
-
-    def open_ids(self, messages):
-        """
-        The ids of messages up to where the assistant goes on: see encode_prompts. Thoughts that the
-        last message has begun stand as they are written, if the template would change them.
-        """
-        if messages[-1]["role"] != "assistant":
-            return self.chat_ids(messages, add_generation_prompt=True)
-        ids, last = self.chat_ids(messages, continue_final_message=True), messages[-1]
-        if not thoughts_of(last) and "<think>" not in last["content"]:
-            return ids
-        before = self.chat_ids(messages[:-1], add_generation_prompt=True)
-        if self.is_whole(last, ids, before):
-            return ids
-        written = self.as_written(last, before)
-        return self.refuse(last, ids[-40:]) if written is None else before + written
-
-    def opening(self, before):
-        """What opens thoughts at the end of the prompt, and perhaps ends them; or ""."""
-        return re.search(r"(<think>\s*)?(</think>\s*)?\Z", self.text_of(before[-40:]))[0]
-
-    def text_behind(self, before, ids):
-        """The text of ids behind those of the prompt. None where they do not go on from it."""
-        if ids[:len(before)] == before:
-            return self.text_of(ids[len(before):])
-        # the prompt's last token may have become one with what follows, as two line breaks do
-        text, prompt = self.text_of(ids), self.text_of(before)
-        return text[len(prompt):] if text.startswith(prompt) else None
-
-    def is_whole(self, message, ids, before):
-        """
-        Whether ids have the message's thoughts and content behind the prompt `before`, and in front
-        of them only what the template writes in any turn.
-        """
-        text, parts = self.text_behind(before, ids), [message["content"], thoughts_of(message)]
-        if text is None:
-            return False
-        if not all(part.strip() in text for part in parts):
-            # some tokenizers write "e\u0301" as one letter
-            parts = [self.text_of(part) for part in self.encode_texts(parts)]
-        # some write blanks around what spells a special token
-        blank = " " if any(name in part for part in parts for name in self.specials) else ""
-        text, content, thoughts = [tidy(part).replace(blank, "")
-                                   for part in (self.opening(before) + text, *parts)]
-        front, frames = text[:len(text) - len(content)].strip(), self.frames
-        if "think>" in content:  # no other thoughts stand in front of its own
-            frames = [frame for frame in frames if not re.search("think>|THOUGHTS", frame)]
-            frames += ["<think>"] * ("<think>" not in content.partition("</think>")[0])
-        return text.endswith(content) and any(
-            re.fullmatch(re.escape(frame.replace(blank, "")).replace(
-                "THOUGHTS", rf"\s*{re.escape(thoughts)}\s*"), front)
-            for frame in frames if "THOUGHTS" in frame or not thoughts)
-
-    def as_written(self, message, before):
-        """
-        The ids of the assistant's message as it is written, without the template, behind the
-        generation prompt `before`. None where the two do not fit.
-        """
-        content, thoughts, opening = message["content"], thoughts_of(message), self.opening(before)
-        opened = opening.strip() == "<think>"
-        if thoughts:  # in a field: how the model writes them is clear behind a <think> alone
-            fits = opened and "think>" not in content
-            content = f"{thoughts}\n</think>\n\n{content}"
-        elif opened and content.lstrip().startswith("<think>"):  # the prompt has written that
-            fits, content = True, content.lstrip().removeprefix(opening.strip())
-            content = content.removeprefix(opening.removeprefix("<think>"))
-        else:  # no answer where thoughts go on, and no thoughts where they have ended
-            fits = (content.count("</think>") > content.count("<think>") if opened else
-                    not opening or "think>" not in content)
-        return self.encode_texts([content])[0] if fits else None
-
-    def refuse(self, message, ids):
-        """Raise BadInput: the template has these ids in the place of the assistant's message."""
-        ends = ", ".join(sorted(self.hf.convert_ids_to_tokens(self.eos_ids)))
-        raise BadInput(
-            f"{self.name} does not write the assistant's {shorten(message['content'], 60)} as it "
-            f"stands, with an end behind it ({ends}), but {shorten(self.text_of(ids), 60)}; write "
-            "all thoughts into the content, between <think> and </think>, leave one message to "
-            'learn in each row ("train": false in the others), or type --template_kwargs=NAME=VALUE'
-            " (as enable_thinking=False) or --chat_template=FILE, with eos_token behind each turn")
-
-    def dialogue(self, prompt, completion):
-        """
-        encode_examples for one row with messages. A turn that is trained begins where the prompt
-        that the policy would answer there ends, and ends with the first end-of-turn token. If only
-        one is, and the template changes it, it stands as it is written behind that prompt. Raises
-        BadInput where one of several would not be learned as it is written.
-        """
-        prompt = self.with_system_prompt(as_messages(prompt, "user"))
-        completion = as_messages(completion, "assistant")
-        messages = joined(prompt, completion)
-        first = len(messages) - len(completion)  # the number of the first that may be trained
-        turns = [first + n for n, message in enumerate(completion)
-                 if message["role"] == "assistant" and is_learned(message)]
-        if not turns:
-            raise BadInput("no message says that it is to be learned; leave the row out")
-        ids, trained = self.chat_ids(messages[:turns[-1] + 1]), []
-        special_ends = self.eos_ids & set(self.specials.values())
-        for i in turns:
-            message = completion[i - first]
-            for mark in ("<think>", "</think>"):
-                if mark in self.specials and mark in message["content"]:
-                    raise BadInput(f"{mark} is a special token of this tokenizer, and would be "
-                                   "learned as letters; put the thoughts into the field "
-                                   "reasoning_content, if the template reads it")
-            before = (self.open_ids(prompt) if i == first < len(prompt) else  # which has begun it
-                      self.chat_ids(messages[:i], add_generation_prompt=True))
-            begin = len(os.path.commonprefix([ids, before]))
-            end = next((n for n in range(begin, len(ids)) if ids[n] in special_ends), len(ids))
-            written = None
-            if end == len(ids) or not self.is_whole(message, ids[:end], before):
-                answer = message["content"].rpartition("</think>")[2].strip()
-                written = self.as_written(message, before)
-                if (len(turns) > 1 or written is None or not self.turn_ends
-                        or answer not in self.text_of(ids[begin:end])):
-                    self.refuse(message, ids[begin:end + 1])
-                written += self.turn_ends
-            elif len(turns) == 1 and begin < len(before) and self.opening(before):
-                # the line break behind <think> has become one token with the template's next
-                written = self.encode_texts([self.text_behind(before, ids[:end])])[0] + [ids[end]]
-            if written is not None:
-                ids = before + written
-                begin, end = len(before), len(ids) - 1
-            trained += [False] * (begin - len(trained)) + [True] * (end + 1 - begin)
-        return ids[:end + 1], trained
 
     # ids -> text
 
@@ -511,91 +303,6 @@ class Tokenizer:
             self.hf.pad_token = min(free, default=self.hf.eos_token)
             self.pad_id = self.hf.pad_token_id
         self.skipped_id = self.pad_id
-
-
-def check_tokenizer_fits(tokenizer, model, path):
-    """
-    Raise BadInput if the tokenizer has ids for which the model has no embedding, unless these are
-    special tokens that no text needs: Gemma 3 1B reads no images, but has a token for them. Fewer
-    ids are fine: the model's other tokens are never sampled.
-    """
-    tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
-    if tokens <= embeddings:
-        return
-    needed = tokenizer.eos_ids | {tokenizer.pad_id, *tokenizer.bos_ids}
-    spare = set(tokenizer.specials.values()) - needed
-    if not spare.issuperset(range(embeddings, tokens)):
-        raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only "
-                       f"{embeddings}; they do not belong together")
-    tokenizer.vocab_size = embeddings
-
-
-def load_reader(path, reward_model, tokenizer):
-    """
-    The tokenizer of a reward model, as encode_scored needs it: it knows at which token the score is
-    read, and the run's settings for chats, which are those of the policy's tokenizer. Raises
-    BadInput where the model is a plain language model.
-    """
-    if reward_model.new_head:
-        raise BadInput(f"{path!r} has no score head, it is a plain language model; train one with "
-                       "rm.py")
-    reader = load_tokenizer(path)
-    check_tokenizer_fits(reader, reward_model, path)
-    reader.system_prompt, reader.kwargs = tokenizer.system_prompt, tokenizer.kwargs
-    reader.set_padding_apart()
-    if len(model_folders(path, weights=False)) == 1:  # an adapter has no config.json of its own
-        reader.skipped_id = reward_model.hf.config.pad_token_id
-    return reader
-
-
-# --------------------------------------------------------------------------------------------------
-# prompts and completions
-
-
-def are_strings(prompt, completion):
-    return isinstance(prompt, str) and isinstance(completion, str)
-
-
-def as_messages(text, role):
-    """Messages as they are; of a string, one message of this role."""
-    return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
-
-
-def tidy(text):
-    """A text without the blanks around it, and around its <think> and </think>."""
-    return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
-
-
-def joined(prompt, completion):
-    """
-    One dialogue of prompt and completion, strings or messages. A completion behind an assistant's
-    message goes on with that message.
-    """
-    prompt, completion = as_messages(prompt, "user"), as_messages(completion, "assistant")
-    last, first = prompt[-1] if prompt else {}, completion[0]
-    if last.get("role") == first["role"] == "assistant":
-        whole = {**last, **first, "content": last["content"] + first["content"]}
-        return [*prompt[:-1], whole, *completion[1:]]
-    return [*prompt, *completion]
-
-
-# --------------------------------------------------------------------------------------------------
-# keys
-
-
-def parse_template_kwargs(text):
-    """
-    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", the
-    arguments of a call in Python whose values are literals. Raises BadConfig.
-    """
-    try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
-    except (ValueError, SyntaxError) as e:
-        raise BadConfig(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
-                        "as enable_thinking=False,language='en'") from e
 
 
 def parse_stop_strings(text):

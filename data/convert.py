@@ -19,6 +19,7 @@ import collections
 import contextlib
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import pathlib
@@ -32,10 +33,11 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from answers import last_boxed  # noqa: E402
+from completions import PAIR, preference_row, sft_row  # noqa: E402
 from errors import BadInput, one_line, report_errors  # noqa: E402
 from folders import check_writable, written  # noqa: E402
-from rows import (FLAGS, PAIR, files_of, is_learned, parse_fields, preference_row,  # noqa: E402
-                  prompt_row, raw_rows, rename, sft_row, sources_of)
+from options.assistant import FLAGS, is_learned  # noqa: E402
+from rows import files_of, parse_fields, prompt_row, raw_rows, rename  # noqa: E402
 
 SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
@@ -294,22 +296,21 @@ def kind_of(row):
 def converted(args, names, left):
     """(name, row or what is wrong with it), one by one. left: a set, to which columns are added."""
     fields, kind = parse_fields(args.fields), args.kind
-    for source, _ in sources_of(args.source):
-        for _, row in raw_rows(source):
-            name = names[0]
-            try:
-                row = rename(row, fields)
-                kind = kind or kind_of(row)
-                row, columns = ours(row, kind, args.chat, [name for _, name in fields])
-                if kind == "preferences" and row["chosen"] == row["rejected"]:
-                    raise BadInput("chosen and rejected are the same")
-                left.update(columns)
-                # a number from 0 to 1 that is a function of the prompt
-                digest = hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=8).digest()
-                name = names[int.from_bytes(digest, "little") / 2**64 < args.val]
-            except BadInput as e:
-                row = re.sub(r"\d+", "N", str(e))[:200]  # alike for rows that fail alike
-            yield name, row
+    for _, row in itertools.chain.from_iterable(map(raw_rows, files_of(args.source))):
+        name = names[0]
+        try:
+            row = rename(row, fields)
+            kind = kind or kind_of(row)
+            row, columns = ours(row, kind, args.chat, [name for _, name in fields])
+            if kind == "preferences" and row["chosen"] == row["rejected"]:
+                raise BadInput("chosen and rejected are the same")
+            left.update(columns)
+            # a number from 0 to 1 that is a function of the prompt
+            digest = hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=8).digest()
+            name = names[int.from_bytes(digest, "little") / 2**64 < args.val]
+        except BadInput as e:
+            row = re.sub(r"\d+", "N", str(e))[:200]  # alike for rows that fail alike
+        yield name, row
 
 
 def main():
@@ -330,7 +331,7 @@ def main():
     names = [name, f"{name}_val"] if args.val else [name, name]
     left = set()
     try:
-        reads = [file for source, _ in sources_of(args.source) for file in files_of(source)]
+        reads = files_of(args.source)
     except BadInput as e:
         stop(str(e))
     write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left), reads=reads)

@@ -33,7 +33,7 @@ from errors import BadConfig, BadInput  # noqa: E402
 from folders import check_writable, model_folders, written  # noqa: E402
 from rewards import accuracy, score_sequences  # noqa: E402
 from rollout import generate, response_uniforms, texts_of  # noqa: E402
-from rows import prompt_row, read_rows, sources_of  # noqa: E402
+from rows import files_of, prompt_row, read_rows  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 # what is asked
@@ -77,7 +77,7 @@ device = torch.device(choose_device(device_type))
 system = plain(dtype)
 stem, ending = os.path.splitext(out)
 out_val = f"{stem}_val{ending}"  # the held-out pairs
-read = [source for source, _ in sources_of(prompts_path)] + [judge_template, chat_template]
+read = files_of(prompts_path) + [judge_template, chat_template]
 read += model_folders(policy_path) + model_folders(judge_path)
 for path in (out, out_val) if held_out else (out,):
     check_writable(path, reads=read, made=rb'\{"prompt": .*, "confidence": [\d.e-]+\}\n')

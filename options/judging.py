@@ -20,12 +20,14 @@ import re
 
 import torch
 
+from chats import chat_ids, joined
 from errors import BadConfig, BadInput, say, shorten
 from folders import read_text, same_folder
 from model import at_least_float32
 from models import load
-from prompts import at_row, keep, rows_that_fit
-from tokenizer import check_tokenizer_fits, joined, load_tokenizer
+from prompts import rows_that_fit
+from rows import at_row, keep_rows
+from tokenizer import check_tokenizer_fits, load_tokenizer
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
          "[Answer]\n{response}\n\n")
@@ -137,7 +139,7 @@ class Judge:
         """The ids of a question, which are `ids` alone, and of an answer behind it."""
         if not self.chat:
             return self.encode_text(text + word)
-        more = self.tokenizer.chat_ids([dict(role="user", content=text),
+        more = chat_ids(self.tokenizer, [dict(role="user", content=text),
                                         dict(role="assistant", content=word)])
         if more[:len(ids)] == ids:
             return more
@@ -199,8 +201,8 @@ class Judge:
                     length = len(self.encode_whole(row, empty))
             lengths.append(length)
         whose = "the judge's context, less max_new_tokens for each response,"
-        keep(rows, rows_that_fit(rows, path, lengths, limit, whose,
-                                 "drop" if too_long == "drop" else "error"))
+        keep_rows(rows, rows_that_fit(rows, path, lengths, limit, whose,
+                                      "drop" if too_long == "drop" else "error"))
 
 
 def template_text(template):

@@ -5,9 +5,22 @@ equation 2), so that the policy forgets less of what its demonstrations taught.
 import torch
 
 import report
-from loss import example_logprobs
-from prompts import encode_examples, micro_batches_of, tokens_of_example, trained_tokens
-from rows import ptx_row, read_rows
+from completions import sft_row
+from examples import (encode_examples, example_logprobs, micro_batches_of, tokens_of_example,
+                      trained_tokens)
+from rows import check_text, read_rows
+
+
+def ptx_row(row):
+    """
+    {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, of
+    which every token is learned: its prompt is "", which no demonstration has. Any other row is one
+    of sft_row. Raises BadInput.
+    """
+    if row.get("text") is None or row.get("completion") is not None:
+        return sft_row(row)
+    check_text(row["text"], "field 'text'")
+    return {"prompt": "", "completion": row["text"]}
 
 
 class Ptx:

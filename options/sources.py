@@ -1,6 +1,9 @@
 """
-Rows from other places than JSONL: data sets of the Hugging Face hub (hf:NAME:SPLIT), CSV and
-parquet. rows.py asks for them where a source is called so.
+Rows from more than one file of JSONL:
+
+    a.jsonl,0.3*b.jsonl        several sources, each with a weight if you like
+    hf:openai/gsm8k:main:train a data set of the Hugging Face hub, or a folder in its layout
+    a.csv, a.parquet           tables
 
 We read the files ourselves: the libraries for tables guess what a text might mean, and turn the
 answer "02" into 2 and "NA" into nothing.
@@ -8,11 +11,61 @@ answer "02" into 2 and "NA" into nothing.
 import csv
 import functools
 import io
+import math
 import os
 import re
 
 from errors import BadInput, first_line
 from rows import ENDINGS, read_text
+
+
+# --------------------------------------------------------------------------------------------------
+# several sources
+
+
+def several_sources(spec):
+    """
+    "a.jsonl,0.3*b.jsonl" -> [("a.jsonl", None, ["a.jsonl"]), ("b.jsonl", 0.3, ["b.jsonl"])]: each
+    source with its weight and its files. Raises BadInput.
+    """
+    found = []
+    for part in spec.split(","):
+        weight, star, source = part.strip().rpartition("*")
+        try:
+            number = float(weight) if star else None
+        except ValueError:
+            number = math.nan
+        if not source or number is not None and not 0 < number < 1e9:
+            raise BadInput(f"{spec!r}: cannot read {part!r}; wanted FILE or WEIGHT*FILE, with "
+                           "commas between several, such as a.jsonl,0.3*b.jsonl")
+        files = hub_files(source) if source.startswith("hf:") else [source]
+        found.append((source, number, files))
+    return found
+
+
+def turn_of(place, parts):
+    """
+    Which source has a place of the walk through several of them, and how many of its rows came
+    before: (number of the source, count).
+
+    parts: [(rows, weight), ...]. The first source gets the share s = weight / sum of all weights of
+    the places: a place is its own if floor(s * place) grows there, and that number says how many
+    of its rows came before. The other places are dealt out to the other sources in the same way. So
+    at any place each has had its share, give or take fewer rows than there are sources.
+
+    With the weights 1 and 2 the places belong to the sources  1 1 0  1 1 0  1 1 0 ...
+    """
+    weights = [weight for _, weight in parts]
+    for number, weight in enumerate(weights):
+        share = weight / sum(weights[number:])  # of the places that sources before have left
+        before = int(share * place)
+        if int(share * (place + 1)) > before:  # always so for the last source, whose share is 1
+            return number, before
+        place -= before
+
+
+# --------------------------------------------------------------------------------------------------
+# data sets of the hub
 
 
 @functools.cache  # or the hub would be asked again for the hash of the same files
@@ -67,6 +120,10 @@ def files_of_split(files, folder, split, source):
         raise BadInput(f"{source}: cannot tell which files are {split!r}, {found[:300]}; wanted "
                        "hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT")
     return wanted
+
+
+# --------------------------------------------------------------------------------------------------
+# tables
 
 
 def csv_rows(path):

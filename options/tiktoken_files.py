@@ -8,6 +8,7 @@ tiktoken's encodings as tokenizers of transformers, with the same ids:
 transformers reads Llama 3's tokenizer.model, which is such a file, too, by itself, with tiktoken's
 help. What is saved is a tokenizer.json in all cases.
 """
+import contextlib
 import glob
 import hashlib
 import os
@@ -85,7 +86,8 @@ def from_folder(folder):
     config = os.path.join(folder, "tokenizer_config.json")
     settings = read_json(config) if os.path.isfile(config) else {}
     try:
-        ranks = load_tiktoken_bpe(file)
+        with no_cache():
+            ranks = load_tiktoken_bpe(file)
         added = {token["content"]: int(i)
                  for i, token in settings.get("added_tokens_decoder", {}).items()}
         encoding = tiktoken.Encoding(
@@ -97,3 +99,19 @@ def from_folder(folder):
     except Exception as e:  # other files may hold anything
         raise BadInput(f"{file}: no usable tiktoken file beside its tokenizer_config.json "
                        f"({first_line(e)[:200]}); download both again") from e
+
+
+@contextlib.contextmanager
+def no_cache():
+    """
+    In this block tiktoken reads a file of this machine from where it lies. By itself it copies each
+    file under the hash of its path, and would read that copy when another file lies there.
+    """
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["TIKTOKEN_CACHE_DIR"]
+        if before is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before

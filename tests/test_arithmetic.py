@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rows import prompt_row, read_rows, sft_row
+from completions import sft_row
+from rows import prompt_row, read_rows
 
 from conftest import ROOT
 

@@ -14,7 +14,7 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-import tokenizer
+import chats
 import errors
 from configurator import run_config_file
 from prompts import encode_prompts
@@ -235,7 +235,7 @@ def test_broken_or_swapped_tokenizers_are_named(name, change, said, tokens):
     "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "{{ 1 / 0 }}", "{% for %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('two\\nlines') }}"])
 def test_a_template_that_fails(template, tokens, monkeypatch):
-    monkeypatch.setattr(tokenizer, "RENDERING", 0.3)
+    monkeypatch.setattr(chats, "RENDERING", 0.3)
     (tokens / "chat_template.jinja").write_text(template)
     rows = [dict(prompt="a"), dict(prompt=[dict(role="user", content="a")])]
     with pytest.raises(BadInput, match="rows.jsonl, row 2: .*/tokens") as caught:

@@ -10,7 +10,8 @@ import pytest
 
 from conftest import ROOT
 from errors import BadInput
-from rows import PAIR, preference_row, prompt_row, read_rows, sft_row
+from completions import PAIR, preference_row, sft_row
+from rows import prompt_row, read_rows
 from tiny import jsonl
 
 CONVERT = os.path.join(ROOT, "data", "convert.py")

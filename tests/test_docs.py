@@ -11,7 +11,8 @@ from conftest import ROOT
 from options.judging import log_odds
 from grading.programs import check_tests
 from gae import compute_gae
-from loss import kl_estimate, masked_whiten, preference_loss
+from examples import preference_loss
+from loss import kl_estimate, masked_whiten
 from relatives import group_advantages, token_weights
 
 with open(os.path.join(ROOT, "docs", "algorithms.md"), encoding="utf-8") as _f:

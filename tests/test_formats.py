@@ -5,7 +5,8 @@ import re
 import pytest
 
 import tiny
-from prompts import encode_prompts, encode_scored
+from examples import encode_scored
+from prompts import encode_prompts
 from errors import BadInput
 from rows import Rows
 from tiny import forked, jsonl, one_run

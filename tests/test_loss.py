@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from examples import preference_loss
 from loss import (adapt_kl_coef, gap, gap_limit, kl_estimate, masked_mean, masked_sum, masked_whiten,
-                  preference_loss, standard_deviation, update_moments)
+                  standard_deviation, update_moments)
 from model import entropy_of, scaled_logits
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]

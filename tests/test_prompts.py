@@ -4,7 +4,8 @@ import itertools
 import pytest
 import torch
 
-from prompts import batch_rows, my_micro_batches, other_row, spread
+from options.refill import other_row
+from prompts import batch_rows, my_micro_batches, spread
 
 
 @pytest.mark.parametrize("sizes, weights, batch_size", [

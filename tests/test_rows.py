@@ -2,14 +2,17 @@
 import gzip
 import json
 import math
+import re
 from decimal import Decimal
 
 import numpy as np
 import pytest
 
+import before_torch  # noqa: F401, numbers of any length
+from completions import preference_row, sft_row
 from errors import BadInput
-from rows import (Rows, files_of, parse_fields, preference_row, prompt_row, ptx_row, read_rows, rename, sft_row, sources_of,
-                  where_is)
+from options.ptx import ptx_row
+from rows import Rows, at_row, files_of, keep_rows, parse_fields, prompt_row, read_rows, rename, sources_of
 from tiny import jsonl
 
 
@@ -163,12 +166,15 @@ def test_several_files_and_their_weights(tmp_path, monkeypatch):
     both = read_rows("a.jsonl, 0.5*b.jsonl", prompt_row)
     assert both == table and both.parts == [("a.jsonl", None, 2), ("b.jsonl", 0.5, 1)] and both.mix == [(2, 1.0), (1, 0.5)]
     assert read_rows("a.jsonl,b.jsonl", prompt_row).mix == 3 and len(read_rows("x,y.jsonl", prompt_row)) == 1
-    assert [where_is(both, "?", i) for i in range(3)] == [("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1)]
-    assert where_is([], "?", 2) == ("?", 3)
-    both.keep([1, 2])
+    places = [(both, 0, "a.jsonl, row 1"), (both, 1, "a.jsonl, row 2"), (both, 2, "b.jsonl, row 1"),
+              ([], 2, "?, row 3"), (Rows(), 2, "?, row 3")]
+    for rows, number, place in places:
+        with pytest.raises(BadInput, match=f"^{re.escape(place)}: so$"), at_row(rows, "?")(number):
+            raise BadInput("so")
+    keep_rows(both, [1, 2])
     assert both == table[1:] and both.parts == [("a.jsonl", None, 1), ("b.jsonl", 0.5, 1)]
     with pytest.raises(BadInput, match="^a.jsonl: no row is left"):
-        Rows(both, both.parts).keep([1])
+        keep_rows(Rows(both, both.parts), [1])
     for wrong in ("a.jsonl,", "0*a.jsonl", "nan*a.jsonl", ""):
         with pytest.raises(BadInput):
             sources_of(wrong)

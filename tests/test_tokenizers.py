@@ -16,11 +16,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from prompts import encode_examples, encode_prompts, encode_scored
+from examples import encode_examples, encode_scored
+from prompts import encode_prompts
 from answers import whole_responses
 from tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
-from rows import sft_row
+from completions import sft_row
 
 import models_of_the_world as world
 import tiny
@@ -51,8 +52,11 @@ def system(text):
 
 
 def encoded(tokenizer, prompt, completion):
-    """(ids, trained) of one row."""
-    return tokenizer.encode_examples([prompt], [completion])[0]
+    """(ids, trained) of one row; a text behind messages is the assistant's."""
+    if isinstance(completion, str) and not isinstance(prompt, str):
+        completion = [assistant(completion)]
+    (ids, trained), = encode_examples([dict(prompt=prompt, completion=completion)], "f", tokenizer, 10**6)
+    return ids.tolist(), trained.tolist()
 
 
 def opened(tokenizer, prompt):
@@ -491,7 +495,7 @@ def test_several_named_templates(folders, tmp_path):
 
 def test_errors_name_file_and_row(tokenizers):
     ours = tokenizers["mistral"][0]
-    rows = [dict(prompt=[user("a")], completion="b", chosen="b", rejected="c")] * 2
+    rows = [dict(prompt=[user("a")], completion=[assistant("b")], chosen="b", rejected="c")] * 2
     rows += [dict(rows[0], prompt=[user("a"), user("b")])]
     calls = (lambda: encode_prompts(rows, "f", ours, 99, "all"), lambda: encode_examples(rows, "f", ours, 99),
              lambda: encode_scored(rows, "f", ours, ["chosen", "rejected"], 99))

@@ -40,7 +40,7 @@ from models import autocast, dtypes, in_memory, load, plain  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, say, warn  # noqa: E402
 from folders import check_writable, response_length, written  # noqa: E402
-from rows import sources_of  # noqa: E402
+from rows import files_of  # noqa: E402
 from answers import final_answer  # noqa: E402
 from rewards import (add_up, read_prompts, reward_terms, score_responses,  # noqa: E402
                      whole_responses)
@@ -124,7 +124,7 @@ picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts
 config["max_new_tokens"] = max_new_tokens = max_new_tokens or max(map(response_length, paths)) or 48
 say(f"a response ends after {max_new_tokens} tokens (--max_new_tokens)")
 out = out.removesuffix(".jsonl").removesuffix(".json")
-read = [path for path, _ in sources_of(prompts_path)] + [judge_template, chat_template]
+read = files_of(prompts_path) + [judge_template, chat_template]
 read += [*paths, reward_path, judge_path]  # folders: nothing in them is replaced
 made = {  # how these files begin
     ".jsonl": rb'\{"policy": .*"mode": "(greedy|sampled)", "row": \d+, "sample": \d+, "prompt": ',

@@ -33,7 +33,8 @@ from configurator import configure  # noqa: E402
 from folders import read_text  # noqa: E402
 from options.judging import answers_and_question, fill  # noqa: E402
 from prepare import guess, think  # noqa: E402
-from rows import read_rows, sft_row  # noqa: E402
+from completions import sft_row  # noqa: E402
+from rows import read_rows  # noqa: E402
 
 rows = 64000  # to train on; 1000 more are held out [>= 10]
 so_far = 0.4  # share of the rows of the second kind [0..1]

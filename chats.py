@@ -1,0 +1,152 @@
+"""
+Chats: messages {"role", "content"} -> token ids, by the chat template of a tokenizer. They are the
+very ids that transformers' apply_chat_template makes of the same messages.
+
+A prompt of messages ends where the assistant goes on: in a new turn behind the others, or in the
+last message, if that is the assistant's.
+"""
+import ast
+import contextlib
+import re
+import signal
+import threading
+
+from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
+from rows import thoughts_of
+
+RENDERING = 20  # seconds that a chat template, which is a program, may take for one dialogue
+# how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
+MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
+
+
+def open_ids(tokenizer, messages):
+    """The ids of a prompt of messages, up to where the assistant goes on. Raises BadInput."""
+    messages, last = with_system_prompt(tokenizer, messages), messages[-1]
+    if last["role"] != "assistant":
+        return chat_ids(tokenizer, messages, add_generation_prompt=True)
+    if thoughts_of(last) or "<think>" in last["content"]:  # which a template may change
+        from options.assistant import begun_ids
+
+        return begun_ids(tokenizer, messages)
+    return chat_ids(tokenizer, messages, continue_final_message=True)
+
+
+def chat_ids(tokenizer, messages, **how):
+    """
+    The ids of all that the chat template writes of the messages. how: arguments for transformers.
+    Raises BadInput with the template's own words where it refuses them.
+    """
+    if not tokenizer.template:
+        raise BadInput("here is a list of messages, but this tokenizer has no chat template; "
+                       "write strings, or give one with --chat_template=FILE")
+    try:
+        with time_limit(RENDERING):
+            return tokenizer.hf.apply_chat_template(messages, sanitize_control_tokens=True,
+                                                    return_dict=False, **tokenizer.kwargs, **how)
+    except Exception as e:  # a template is a program, which may raise anything
+        raise BadInput(f"{tokenizer.name} refuses the messages: {one_line(first_line(e), 300)}"
+                       ) from e
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """
+    A block that raises TimeoutError where it takes longer. It does so in the main thread, in which
+    alone Python takes signals.
+    """
+    def late(*_):
+        raise TimeoutError(f"it has not ended within {seconds} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again: a __del__ would swallow one
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def with_system_prompt(tokenizer, messages):
+    """The messages, with the run's system_prompt in front, if they have no system message."""
+    if not tokenizer.system_prompt or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": tokenizer.system_prompt}, *messages]
+
+
+def joined(prompt, completion):
+    """
+    One dialogue of prompt and completion, strings or messages. A completion behind an assistant's
+    message goes on with that message.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    last, first = prompt[-1], completion[0]
+    if last["role"] == first["role"] == "assistant":
+        whole = {**last, **first, "content": last["content"] + first["content"]}
+        return [*prompt[:-1], whole, *completion[1:]]
+    return [*prompt, *completion]
+
+
+# --------------------------------------------------------------------------------------------------
+# a template and its keys
+
+
+def check_template(tokenizer):
+    """Raise BadInput where the run's settings do not fit the template; say what it does unasked."""
+    name, text = tokenizer.name, tokenizer.template or ""
+    if tokenizer.system_prompt and not text:
+        raise BadInput("system_prompt is given, but the tokenizer has no chat template; give "
+                       "one with --chat_template=FILE, or leave it out")
+    for variable in tokenizer.kwargs:
+        if not re.search(rf"\b{variable}\b", text):
+            raise BadInput(f"template_kwargs: {name} has no variable {variable!r}")
+    if "strftime_now" in text and "date_string" not in tokenizer.kwargs:
+        warn(f"{name} writes today's date, so a run that goes on tomorrow would read other "
+             "prompts; fix it, as in --template_kwargs=\"date_string='26 Jul 2024'\"")
+
+
+def make_markup_special(hf, template):
+    """
+    Tokens that a template writes, such as <|im_end|>, become special where their author has not
+    said so, too: or who types one into a message would end a turn. Others that it writes, such as
+    <think>, are tokens in a message as well. hf: transformers' tokenizer.
+    """
+    plain = [t.content for t in hf.added_tokens_decoder.values()
+             if not t.special and t.content in template and re.fullmatch(MARKUP, t.content)]
+    hf.add_tokens(plain, special_tokens=True)
+    hf.chat_control_tokens = []  # beside the special ones
+
+
+def turn_ends(tokenizer):
+    """
+    {the id of the first special token that the template writes behind an answer}; empty where there
+    is none. A base model's own files may name another end than its chat template has.
+    """
+    try:
+        ids = chat_ids(tokenizer, [dict(role="user", content="a"),
+                                   dict(role="assistant", content="ANSWER")])
+    except BadInput:  # the template's own words come where messages are to be encoded
+        return set()
+    behind = tokenizer.text_of(ids).rpartition("ANSWER")[2]
+    behind = tokenizer.hf.encode(behind, add_special_tokens=False)
+    return set([i for i in behind if i in tokenizer.specials.values()][:1])
+
+
+def parse_template_kwargs(text):
+    """
+    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", the
+    arguments of a call in Python whose values are literals. Raises BadConfig.
+    """
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+    except (ValueError, SyntaxError) as e:
+        raise BadConfig(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
+                        "as enable_thinking=False,language='en'") from e

@@ -1,0 +1,79 @@
+"""
+Rows with completions, checked: what sft.py, rm.py and PPO-ptx learn from.
+
+    supervised fine-tuning   {"prompt": ..., "completion": ...}                  sft_row
+    preference pairs         {"prompt": ..., "chosen": ..., "rejected": ...}     preference_row
+
+A prompt and its completions are either all strings or all lists of messages. The list of a
+completion goes on where that of the prompt ends. It begins and ends with the assistant, and may
+have several turns. If the prompt ends with the assistant, too, the completion goes on with that
+very message. Fields that are not named here are ignored.
+"""
+import math
+
+from errors import BadInput, shorten
+from rows import prompt_of, text_or_messages
+
+PAIR = "chosen", "rejected"  # the fields of a pair
+
+
+def sft_row(row):
+    """{"prompt", "completion"} of a row that demonstrates something. Raises BadInput."""
+    if isinstance(row.get("label"), bool):
+        raise BadInput("field 'label': a completion with a thumb up or down (KTO) is not learned "
+                       "here; wanted pairs of chosen and rejected, or demonstrations alone")
+    return dialogue(row, "completion")
+
+
+def preference_row(row):
+    """
+    {"prompt", "chosen", "rejected"} of a row that compares. Raises BadInput. Two numbers beside
+    them are kept: `margin`, by how much the chosen one is better, from 0 on; and `confidence`, the
+    probability that it is the better one.
+    """
+    made = dialogue(row, *PAIR)
+    for name, largest in (("margin", 1e30), ("confidence", 1.0)):
+        if row.get(name) in (None, ""):
+            continue
+        try:
+            made[name] = float(row[name])  # CSV has text
+        except (ValueError, TypeError, OverflowError):
+            made[name] = math.nan
+        if not 0 <= made[name] <= largest:
+            raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
+                           f"{shorten(row[name])}")
+    return made
+
+
+def scored_row(row):
+    """A row that a teacher scores: a preference_row if it has `chosen`, else an sft_row."""
+    return preference_row(row) if row.get("chosen") is not None else sft_row(row)
+
+
+def completions_of(rows, path):
+    """
+    The fields of rows of scored_row with a completion: PAIR, or ("completion",). Raises BadInput
+    where some rows are pairs and some are not.
+    """
+    pairs = sum("chosen" in row for row in rows)
+    if 0 < pairs < len(rows):
+        raise BadInput(f"{path} has {pairs} pairs and {len(rows) - pairs} single responses; a run "
+                       "learns from the one or the other: give one of them alone")
+    return PAIR if pairs else ("completion",)
+
+
+def dialogue(row, *completions):
+    """{"prompt", and each of the fields `completions`}: all strings, or all lists of messages."""
+    made = {"prompt": prompt_of(row)}
+    for field in completions:
+        made[field] = text_or_messages(row, field)
+        if type(made[field]) is not type(made["prompt"]):
+            raise BadInput(f"one of the fields 'prompt' and {field!r} is a string and one a list "
+                           "of messages; wanted both alike")
+        if isinstance(made[field], str):
+            continue
+        roles = [message["role"] for message in made[field]]
+        if roles[0] != "assistant" or roles[-1] != "assistant" or "system" in roles:
+            raise BadInput(f"field {field!r} has the roles {', '.join(roles)}; a completion begins "
+                           "and ends with the assistant, and has no system message")
+    return made

@@ -1,0 +1,166 @@
+"""
+Examples: what sft.py, rm.py and PPO-ptx learn from, as token ids, micro-batches of them, and the
+losses of rm.py. The rows that they are made of are in completions.py.
+"""
+from array import array
+
+import torch
+
+import parallel
+from errors import BadInput
+from prompts import right_pad, rows_that_fit, say_special_tokens
+from rows import at_row, keep_rows
+
+COMPLETED = "prompt", "completion"  # the fields of a demonstration
+
+# --------------------------------------------------------------------------------------------------
+# rows as token ids
+
+
+def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="error"):
+    """
+    For sft.py and PPO-ptx: (ids, trained) of each row's prompt and completion. ids is an array of
+    token ids; trained, of the same length, has 1 for the tokens that SFT trains, else 0. Of strings
+    these are the completion's, with EOS: the toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS]
+    and [0, 0, 0, 0, 1, 1]. Of messages they are the assistant's turns of the completion, with their
+    ends.
+
+    context: the model's; max_tokens: a smaller limit, 0 = none. An example that is cut loses its
+    end, and so its EOS. Raises BadInput with the row.
+    """
+    say_special_tokens(rows, COMPLETED, tokenizer, path)
+    chats = [row["completion"] for row in rows if not isinstance(row["prompt"], str)]
+    if chats:
+        from options.assistant import learned_ids, say_unknown_fields
+
+        say_unknown_fields(chats, path)
+    texts = iter(tokenizer.encode_texts([row[field] for row in rows for field in COMPLETED
+                                         if isinstance(row["prompt"], str)]))
+    found, at = [], at_row(rows, path)
+    for number, row in enumerate(rows):
+        with at(number):
+            if isinstance(row["prompt"], str):
+                ids, more = tokenizer.bos_ids + next(texts), next(texts) + [tokenizer.eos_id]
+                ids, trained = ids + more, [False] * len(ids) + [True] * len(more)
+            else:
+                ids, trained = learned_ids(tokenizer, row["prompt"], row["completion"])
+            if row["prompt"] == "":  # before a text's first token is nothing to predict from
+                trained[0] = False
+            if trained[0] or not any(trained):
+                raise BadInput("there is nothing to learn in it, or nothing to predict it from: "
+                               f"{len(ids)} tokens, of which {sum(trained)} are the answer's")
+        found.append((array("i", ids), array("b", trained)))
+    limit, whose = limit_of(context, max_tokens)
+    kept = rows_that_fit(rows, path, [len(ids) for ids, _ in found], limit, whose, too_long)
+    kept = [number for number in kept if any(found[number][1][:limit])]  # else nothing is left
+    keep_rows(rows, kept)
+    return [tuple(x[:limit] for x in found[number]) for number in kept]
+
+
+def encode_scored(rows, path, tokenizer, fields, context, max_tokens=0, too_long="error"):
+    """
+    For rm.py: the ids that a reward model reads of each row's prompt with each of the fields, such
+    as "chosen" and "rejected": [(ids, ids), ...]. The rest as in encode_examples; nothing is cut,
+    since a score is read at a text's end.
+    """
+    say_special_tokens(rows, ["prompt", *fields], tokenizer, path)
+    prompts = [row["prompt"] for row in rows]
+    lists = [tokenizer.encode_scored(prompts, [row[field] for row in rows], at=at_row(rows, path))
+             for field in fields]
+    found = [tuple(array("i", ids) for ids in group) for group in zip(*lists, strict=True)]
+    limit, whose = limit_of(context, max_tokens)
+    lengths = [max(map(len, group)) for group in found]
+    kept = rows_that_fit(rows, path, lengths, limit, whose, too_long)
+    keep_rows(rows, kept)
+    return [found[number] for number in kept]
+
+
+def limit_of(context, max_tokens):
+    """The smaller one of a model's context and the key max_tokens (0: none), and its name."""
+    if 0 < max_tokens < context:
+        return max_tokens, "max_tokens"
+    return context, "the model's context"
+
+
+# --------------------------------------------------------------------------------------------------
+# micro-batches, and what a model says of them
+
+
+def micro_batches_of(items, tokens_of, micro_batch_size, micro_batch_tokens=0):
+    """
+    This rank's micro-batches of some items, which all ranks hold: lists of items, one by one. All
+    ranks have as many, some of them empty. tokens_of: a function, the tokens of an item.
+    """
+    lengths = [tokens_of(item) for item in items]
+    for part in parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens):
+        yield [items[i] for i in part]
+
+
+def tokens_of_example(example):
+    """How many tokens a demonstration (ids, trained) has; trained is 1 on those it teaches."""
+    return len(example[0])
+
+
+def trained_tokens(examples):
+    """How many tokens some demonstrations [(ids, trained), ...] teach, all together."""
+    return sum(trained.count(1) for _, trained in examples)
+
+
+def example_logprobs(model, examples, tokenizer, chunk, device):
+    """
+    Log-probs of the n trained tokens of b demonstrations, (n,), at temperature 1.
+
+    examples: b pairs (ids, trained), see encode_examples. tokenizer: its pad_id and vocab_size are
+    used. chunk: see Model.logprobs.
+    """
+    tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
+    chosen = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
+    if not examples:  # sharded models: this rank runs the forward with the others
+        tokens, chosen = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.bool)
+    chosen[:, :1] = False  # nothing is read before the first token
+    return model.logprobs(tokens.to(device), chosen.to(device), vocab_size=tokenizer.vocab_size,
+                          chunk=chunk)[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# the losses of rm.py
+
+
+def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
+    """
+    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(x)
+    where x = score of the chosen answer - score of the rejected one, (B,) each. Equal scores cost
+    log 2 = 0.693.
+
+    margin: (B,) or a number, taken off x: the chosen answer shall be better by more than that
+    (Llama 2, arXiv 2307.09288, equation 2). smoothing: (B,) or a number, the share of the pairs
+    that are taken to be labelled the wrong way round,
+    (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
+    (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
+    probability 1 - smoothing; soft_preference_loss has other probabilities.
+    """
+    return soft_preference_loss(chosen - rejected - margin, 1.0 - smoothing)
+
+
+def soft_preference_loss(difference, probability):
+    """
+    Cross-entropy of sigmoid(difference) against the probability that the first of two answers is
+    the better one, (B,) each, or the latter a number. It is smallest where the two are equal.
+    """
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return (-probability * log_sigmoid(difference)
+            - (1.0 - probability) * log_sigmoid(-difference))
+
+
+def centring_loss(scores):
+    """
+    (sum of the scores of an example's completions)^2, scores (B, k) -> (B,): with a small weight it
+    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). Without it nothing says
+    what the mean score of a prompt's completions is, for the preference loss only sees differences.
+    """
+    return scores.sum(1) ** 2
+
+
+def centred(x):
+    """x less its mean: 0 on average."""
+    return x - x.mean()

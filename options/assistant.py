@@ -1,0 +1,223 @@
+"""
+The assistant's messages in a chat template: how sft.py learns them, and how a policy goes on from
+thoughts that a prompt has begun.
+
+A template is a program: it may cut thoughts out of a message, or write empty ones in front of it.
+What is learned here is a message as it is written, behind the very ids that the policy would be
+given to answer there; where the template makes that impossible, the row is refused.
+"""
+import functools
+import os
+import re
+
+from chats import chat_ids, joined, open_ids, with_system_prompt
+from errors import BadInput, shorten, warn
+from rows import THOUGHTS, thoughts_of
+
+# fields that say whether a message is learned, as trainers spell them: what a true value says.
+# None: in some data the one, in some the other
+FLAGS = dict.fromkeys("""weight train training trainable train_on_turn learn supervised loss
+    loss_mask loss_weight loss_scale train_detail training_detail""".split(), True)
+FLAGS |= dict(masked=False, ignore=False, ignore_loss=False, mask=None)
+
+
+# --------------------------------------------------------------------------------------------------
+# messages -> ids
+
+
+def learned_ids(tokenizer, prompt, completion):
+    """
+    (ids, trained) of a prompt and its completion, lists of messages. trained is True on the
+    assistant's turns of the completion with their ends, but for those that a flag takes out.
+
+    A turn that is trained begins where the prompt that the policy would answer there ends, and ends
+    with the first end-of-turn token. If only one is, and the template changes it, it stands as it
+    is written behind that prompt. Raises BadInput where one of several would not be learned as it
+    is written.
+    """
+    prompt = with_system_prompt(tokenizer, prompt)
+    messages = joined(prompt, completion)
+    first = len(messages) - len(completion)  # the number of the first that may be trained
+    turns = [first + n for n, message in enumerate(completion)
+             if message["role"] == "assistant" and is_learned(message)]
+    if not turns:
+        raise BadInput("no message says that it is to be learned; leave the row out")
+    ids, trained = chat_ids(tokenizer, messages[:turns[-1] + 1]), []
+    special_ends = tokenizer.eos_ids & set(tokenizer.specials.values())
+    for i in turns:
+        message = completion[i - first]
+        for mark in ("<think>", "</think>"):
+            if mark in tokenizer.specials and mark in message["content"]:
+                raise BadInput(f"{mark} is a special token of this tokenizer, and would be learned "
+                               "as letters; put the thoughts into the field reasoning_content, if "
+                               "the template reads it")
+        if i == first < len(prompt):  # which has begun it
+            before = open_ids(tokenizer, prompt)
+        else:
+            before = chat_ids(tokenizer, messages[:i], add_generation_prompt=True)
+        begin = len(os.path.commonprefix([ids, before]))
+        end = next((n for n in range(begin, len(ids)) if ids[n] in special_ends), len(ids))
+        written = None
+        if end == len(ids) or not is_whole(tokenizer, message, ids[:end], before):
+            answer = message["content"].rpartition("</think>")[2].strip()
+            written = as_written(tokenizer, message, before)
+            if (len(turns) > 1 or written is None or not tokenizer.turn_ends
+                    or answer not in tokenizer.text_of(ids[begin:end])):
+                refuse(tokenizer, message, ids[begin:end + 1])
+            written += tokenizer.turn_ends
+        elif len(turns) == 1 and begin < len(before) and opening(tokenizer, before):
+            # the line break behind <think> has become one token with the template's next
+            behind = text_behind(tokenizer, before, ids[:end])
+            written = tokenizer.encode_texts([behind])[0] + [ids[end]]
+        if written is not None:
+            ids = before + written
+            begin, end = len(before), len(ids) - 1
+        trained += [False] * (begin - len(trained)) + [True] * (end + 1 - begin)
+    return ids[:end + 1], trained
+
+
+def begun_ids(tokenizer, messages):
+    """
+    The ids of messages, of which the last one is the assistant's and has thoughts, up to where it
+    goes on. They stand as they are written, if the template would change them. Raises BadInput.
+    """
+    ids, last = chat_ids(tokenizer, messages, continue_final_message=True), messages[-1]
+    before = chat_ids(tokenizer, messages[:-1], add_generation_prompt=True)
+    if is_whole(tokenizer, last, ids, before):
+        return ids
+    written = as_written(tokenizer, last, before)
+    if written is None:
+        refuse(tokenizer, last, ids[-40:])
+    return before + written
+
+
+def as_written(tokenizer, message, before):
+    """
+    The ids of the assistant's message as it is written, without the template, behind the generation
+    prompt `before`. None where the two do not fit.
+    """
+    content, thoughts = message["content"], thoughts_of(message)
+    opened_by = opening(tokenizer, before)
+    opened = opened_by.strip() == "<think>"
+    if thoughts:  # in a field: how the model writes them is clear behind a <think> alone
+        fits = opened and "think>" not in content
+        content = f"{thoughts}\n</think>\n\n{content}"
+    elif opened and content.lstrip().startswith("<think>"):  # the prompt has written that
+        fits, content = True, content.lstrip().removeprefix("<think>")
+        content = content.removeprefix(opened_by.removeprefix("<think>"))
+    else:  # no answer where thoughts go on, and no thoughts where they have ended
+        fits = (content.count("</think>") > content.count("<think>") if opened else
+                not opened_by or "think>" not in content)
+    return tokenizer.encode_texts([content])[0] if fits else None
+
+
+# --------------------------------------------------------------------------------------------------
+# what the template makes of a message
+
+
+def is_whole(tokenizer, message, ids, before):
+    """
+    Whether ids have the message's thoughts and content behind the prompt `before`, and in front of
+    them only what the template writes in any turn.
+    """
+    text, parts = text_behind(tokenizer, before, ids), [message["content"], thoughts_of(message)]
+    if text is None:
+        return False
+    if not all(part.strip() in text for part in parts):
+        # some tokenizers write "e\u0301" as one letter
+        parts = [tokenizer.text_of(part) for part in tokenizer.encode_texts(parts)]
+    # some write blanks around what spells a special token
+    blank = " " if any(name in part for part in parts for name in tokenizer.specials) else ""
+    text, content, thoughts = [tidy(part).replace(blank, "")
+                               for part in (opening(tokenizer, before) + text, *parts)]
+    if not text.endswith(content):
+        return False
+    front = text[:len(text) - len(content)].strip()
+    for frame in frames(tokenizer):
+        if "think>" in content and re.search("think>|THOUGHTS", frame):
+            continue  # no other thoughts stand in front of its own
+        pattern = re.escape(frame.replace(blank, "")).replace(
+            "THOUGHTS", rf"\s*{re.escape(thoughts)}\s*")
+        if ("THOUGHTS" in frame or not thoughts) and re.fullmatch(pattern, front):
+            return True
+    ends_thoughts = "think>" in content and "<think>" not in content.partition("</think>")[0]
+    return ends_thoughts and not thoughts and front == "<think>"
+
+
+@functools.cache
+def frames(tokenizer):
+    """
+    What the template writes between the generation prompt and an answer: "" and more, such as
+    <think>THOUGHTS</think> of thoughts in a field.
+    """
+    found = [""]
+    asked, answer = dict(role="user", content="a"), dict(role="assistant", content="ANSWER")
+    for thoughts in {}, dict.fromkeys(THOUGHTS, "THOUGHTS"):
+        try:
+            before = chat_ids(tokenizer, [asked], add_generation_prompt=True)
+            ids = chat_ids(tokenizer, [asked, answer | thoughts])
+        except BadInput:  # the template's own words come where messages are to be encoded
+            break
+        front, answered, _ = (text_behind(tokenizer, before, ids) or "").rpartition("ANSWER")
+        frame = tidy(opening(tokenizer, before) + front)
+        if answered and not frame.endswith("THOUGHTS"):  # the answer begins behind a mark
+            found.append(frame)
+    return found
+
+
+def opening(tokenizer, before):
+    """What opens thoughts at the end of the prompt, and perhaps ends them; or ""."""
+    return re.search(r"(<think>\s*)?(</think>\s*)?\Z", tokenizer.text_of(before[-40:]))[0]
+
+
+def text_behind(tokenizer, before, ids):
+    """The text of ids behind those of the prompt. None where they do not go on from it."""
+    if ids[:len(before)] == before:
+        return tokenizer.text_of(ids[len(before):])
+    # the prompt's last token may have become one with what follows, as two line breaks do
+    text, prompt = tokenizer.text_of(ids), tokenizer.text_of(before)
+    return text[len(prompt):] if text.startswith(prompt) else None
+
+
+def tidy(text):
+    """A text without the blanks around it, and around its <think> and </think>."""
+    return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
+
+
+def refuse(tokenizer, message, ids):
+    """Raise BadInput: the template has these ids in the place of the assistant's message."""
+    ends = ", ".join(sorted(tokenizer.hf.convert_ids_to_tokens(tokenizer.eos_ids)))
+    raise BadInput(
+        f"{tokenizer.name} does not write the assistant's {shorten(message['content'], 60)} as it "
+        f"stands, with an end behind it ({ends}), but {shorten(tokenizer.text_of(ids), 60)}; write "
+        "all thoughts into the content, between <think> and </think>, leave one message to "
+        'learn in each row ("train": false in the others), or type --template_kwargs=NAME=VALUE'
+        " (as enable_thinking=False) or --chat_template=FILE, with eos_token behind each turn")
+
+
+# --------------------------------------------------------------------------------------------------
+# what a message says beside its content
+
+
+def is_learned(message):
+    """Whether a message may be learned, by its FLAGS. Raises BadInput where one cannot be read."""
+    learned = True
+    for name in FLAGS.keys() & message.keys():
+        value = str(message[name]).lower()
+        if value in ("none", "", "[]"):
+            continue
+        if FLAGS[name] is None or value not in ("0", "0.0", "false", "1", "1.0", "true"):
+            raise BadInput(f"a message has {name!r}: {shorten(value)}, which does not say whether "
+                           'it is learned as a whole; write "train": true or false')
+        learned &= FLAGS[name] == (value in ("1", "1.0", "true"))
+    return learned
+
+
+def say_unknown_fields(dialogues, path):
+    """Print one line on rank 0 if messages to learn have fields that we do not know."""
+    unknown = {field for messages in dialogues for message in messages
+               if message["role"] == "assistant"
+               for field in message.keys() - {"role", "content", *THOUGHTS, *FLAGS}}
+    if unknown:
+        warn(f"{path}: messages to learn have fields that only a chat template may read: "
+             f"{', '.join(sorted(unknown))}")

@@ -1,0 +1,44 @@
+"""
+What GRPO's dynamic sampling needs (grpo.py's key max_refills): other prompts for groups that teach
+nothing, and a batch in which their responses take the place of some rows.
+"""
+import torch
+
+from prompts import hashed_row
+
+
+def other_row(row, n, *key):
+    """
+    One of n rows, as a function of the key, but not this row (unless it is the only one): it does
+    not belong to the walk through the epochs. n may also be [(rows, weight), ...] of several
+    sources: then it is a row of the same source.
+    """
+    first = 0
+    if not isinstance(n, int):
+        sizes = [rows for rows, _ in n]
+        part = next(i for i in range(len(sizes)) if row < sum(sizes[:i + 1]))
+        first, n = sum(sizes[:part]), sizes[part]
+    return first + (row - first + 1 + hashed_row(max(n - 1, 1), *key)) % n
+
+
+def replace_rows(batch, rows, fresh, pad_id):
+    """
+    The batch with some of its rows replaced: row rows[i] is row i of fresh.
+
+    batch, fresh: dicts of tensors with the same names. rows: a tensor of row numbers. The longest
+    prompts of the two may differ: then the tensors (., P + R) of the one with the shorter prompts
+    get columns of padding on the left. Example, with R = 2 and pad_id 0: row 1 is replaced.
+
+        batch["tokens"]   5 6  7 8      fresh["tokens"]   1 2 3  4 9      result   0 5 6  7 8
+                          0 5  9 9                                                 1 2 3  4 9
+    """
+    width = max(batch["tokens"].shape[1], fresh["tokens"].shape[1])  # the wider P + R
+    replaced = {}
+    for name, old in batch.items():
+        new = fresh[name]
+        if name in ("tokens", "attention_mask"):
+            fill = pad_id if name == "tokens" else False
+            old = torch.nn.functional.pad(old, (width - old.shape[1], 0), value=fill)
+            new = torch.nn.functional.pad(new, (width - new.shape[1], 0), value=fill)
+        replaced[name] = old.index_copy(0, rows, new)
+    return replaced
