@@ -506,7 +506,7 @@ def evaluation(c, models, rows, iteration, best):
     batch = [respond(c, models, row, "eval", 0, slot) for slot, row in enumerate(rows)]
     figures = summary(c, batch, "eval")
     raw = there([r.raw for r in batch])
-    running = getattr(c, "scale_scores", "none") == "running"
+    running = c.scale_scores == "running"
     if best.score is None and running:
         best.deviation = deviation_of(raw)
     # not by these: the scores as they are, nor those that are divided by a deviation of their own
@@ -637,11 +637,11 @@ def ppo(c, data):
 
         names = figures[0].keys() - {"drift"}
         record |= {name: mean([one[name] for one in figures]) for name in names}
-        record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
-                   "objective/kl_coef": kl_coef}
+        record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr}
         if c.ptx:
             record["loss/ptx"] = mean(ptx_losses)
         if c.kl_coef_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
+            record["objective/kl_coef"] = kl_coef
             error = record["objective/kl"] / c.kl_coef_target - 1
             way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
             seen[f"kl_coef {way}"] += 1
@@ -761,7 +761,7 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
     seen["gap at the end"] += r.own[-1] + 1 < len(r.response)
     for t, logprob in enumerate(logprobs):
         ratio = torch.exp(logprob - r.old[t])
-        surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange)
+        surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange, c.dual_clip)
         value = values[len(r.prompt) + r.own[t] - 1]
         vf, vf_bound = value_loss(value, r.values[t], r.returns[t], c.cliprange_value)
         seen[bound] += 1

@@ -223,6 +223,7 @@ OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_ta
 OTHERS |= {"world_size", "gpu_gb", "compare"}  # of tools/memory.py
 OTHERS |= {"build_arg", "rm", "gpus", "shm_size", "network", "privileged"}  # of SLURM, and of docker
 OTHERS |= set(re.findall(r"^\+(\w+) = ", PAGES["docs/make_it_yours.md"], re.MULTILINE))  # keys that its diffs add
+RECIPES = "\n".join(read(path) for path in files("recipes/*.diff"))
 
 
 @pages

@@ -2,17 +2,20 @@
 recipes/*.diff: each is applied by tools/fork.py, and runs in the folder that this leaves, with nothing else of the repository, on
 two ranks; stopped in the middle and resumed it ends in the same bits; and what comes out is what by_hand.py works out.
 """
+import ast
 import os
 import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 import test_by_hand
 import tiny
 from conftest import ROOT
-from test_by_hand import PPO, command, differences, worked_out
+from test_by_hand import GRPO, PPO, command, differences, worked_out
 from tiny import forked, one_run
 
 sys.path.append(os.path.join(ROOT, "tools"))
@@ -23,10 +26,36 @@ from errors import BadInput  # noqa: E402
 # The runs: {name: (recipes, script, keys of by_hand.py)}; what a recipe is without is the key's value there. BRANCHES: what each
 # must have seen.
 CASES = {
-    "whiten_rewards": ("whiten_rewards", "ppo.py", PPO | dict(whiten_rewards="keep-mean", missing_eos_penalty=1.0)),
-    "whiten_rewards, zero-mean": ("whiten_rewards", "ppo.py", PPO | dict(whiten_rewards="zero-mean")),
+    "scores": ("scale_scores,reward_clip,kl_controller", "ppo.py", PPO | dict(
+        scale_scores="running", missing_eos_penalty=2.0, reward_clip=1.5, kl_coef_target=0.9, lr_decay="linear",
+        value_warmup_iters=2, max_iters=3, eval_interval=1, eval_size=0, keep_best=True)),
+    # some responses have no score
+    "some scores": ("scale_scores", "ppo.py", PPO | dict(
+        mix=[(1.0, "some"), (0.0, "letters")], value_init="policy", scale_scores="running", missing_eos_penalty=0.7,
+        max_new_tokens=8, keep_best=True, eval_interval=1, eval_size=0, seed=5, batch_size=4, max_iters=4)),
+    "one score": ("scale_scores", "ppo.py", PPO | dict(  # and so a deviation of 0
+        batch_size=1, max_new_tokens=1, num_minibatches=1, scale_scores="running")),
+    "early": ("target_kl,kl_controller", "ppo.py", PPO | dict(
+        kl_estimator="k2", kl_coef_target=0.4, reward_model="other", value_init="shared", gamma=0.9, lam=0.8,
+        cliprange_value=0.0, grad_clip=0.5, vf_coef=0.5, entropy_coef=0.05, temperature=1.2, weight_decay=0.1, warmup_iters=2,
+        target_kl=0.1, value_lr_decay="cosine", batch_size=6, num_minibatches=2, ppo_epochs=3, max_iters=3)),
+    "waits": ("whiten_rewards,critic_warmup", "ppo.py", PPO | dict(
+        missing_eos_penalty=1.0, whiten_rewards="keep-mean", critic_warmup_iters=1, ema_decay=0.8)),
+    "all": ("scale_scores,reward_clip,kl_controller,whiten_rewards,critic_warmup,target_kl,dual_clip", "ppo.py", PPO | dict(
+        scale_scores="running", reward_clip=1.0, kl_coef_target=2.0, whiten_rewards="zero-mean", critic_warmup_iters=1,
+        target_kl=0.3, dual_clip=1.1, num_minibatches=5, max_iters=3, grad_clip=1.0)),
+    "grpo": ("reward_clip,dual_clip,target_kl", "grpo.py", GRPO | dict(
+        mix=[(0.5, "reward_model"), (1.0, "letters")], missing_eos_penalty=0.9, reward_clip=0.6, dual_clip=1.3, target_kl=0.2,
+        num_minibatches=5, group_size=3, seed=8, max_iters=3)),
 }
-BRANCHES = {}
+BRANCHES = {
+    "scores": ["score clipped above", "score clipped below", "best not raw", "kl_coef down"],
+    "some scores": ["no score", "best not anew"],
+    "early": ["early stop", "kl_coef up"],
+    "waits": ["policy waits"],
+    "all": ["policy waits", "dual", "early stop"],
+    "grpo": ["dual", "early stop", "score clipped above", "score clipped below"],
+}
 
 # In a process that has our modules already: those of the folder take their place, and the repository cannot be imported
 ANEW = """
@@ -44,7 +73,7 @@ def runs(tmp_path_factory, request):
     folder = str(tmp_path_factory.mktemp("recipes"))
     world = test_by_hand.build(folder)
     asked = {value for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
-             for value in item.callspec.params.values()}
+             for value in item.callspec.params.values() if isinstance(value, str)}
     cases = {}
     for name in asked & CASES.keys():
         recipe, script, keys = CASES[name]
@@ -79,13 +108,72 @@ def test_a_recipe_resumes_to_the_bit(runs, name):
     assert one == other
 
 
+def test_another_kl_coef_counts_and_then_what_it_was_adapted_to(tmp_path):
+    world, home = tiny.build(str(tmp_path)), f"{tmp_path}/home"
+    fork.fork("kl_controller", home, [])
+    code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"
+    keys = dict(checkpoint_interval=1, max_new_tokens=2, kl_coef_target=3.0)  # a KL of less than 2.4
+    stages = dict(kl_coef=0.0, max_iters=1), dict(kl_coef=0.5, max_iters=2), dict(kl_coef=0.7, max_iters=3)
+    forked(str(tmp_path), {"stages": [one_run(f"{home}/ppo.py", (world.ppo("out", **keys | more), code)) for more in stages]})
+    factor = 1 - 0.2 * 7 / 10_000
+    assert [record["objective/kl_coef"] for record in tiny.read_log(f"{tmp_path}/stages/out")[:3]] == pytest.approx(
+        [0.0, 0.5, 0.7 * factor], rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe, script, keys, words", [
+    ("dual_clip", "grpo", dict(dual_clip=1.0), ["dual_clip = 1.0", "> 1"]),
+    ("dual_clip", "grpo", dict(loss_type="cispo"), ["dual_clip", "loss_type = 'clip'"]),
+    ("target_kl", "ppo", dict(staleness=1), ["target_kl", "staleness", "--importance_cap=2"])])
+def test_what_does_not_go_with_a_recipe_is_one_line(tmp_path, recipe, script, keys, words):
+    world, home = tiny.World(str(tmp_path)), f"{tmp_path}/home"
+    fork.fork(recipe, home, [])
+    code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"
+    run = one_run(f"{home}/{script}.py", (getattr(world, script)("out", **keys), code))
+    (result,), = forked(str(tmp_path), {"refused": [run]}).values()
+    (said,) = result["stderr"]
+    assert result["codes"] == [2] and said.count("\n") == 1 and all(word in said for word in words), result
+
+
+def functions_of(recipe, *names):
+    """Functions that a recipe adds to ppo.py."""
+    (_, _, hunks), = fork.read_recipe(recipe)[1]
+    tree = ast.parse(fork.apply(hunks, fork.read(f"{ROOT}/ppo.py"), recipe))
+    tree.body = [node for node in tree.body if getattr(node, "name", "") in names or "KL_HORIZON" in ast.unparse(node)[:10]]
+    found = {}
+    exec(compile(tree, recipe, "exec"), found)
+    return [found[name] for name in names]
+
+
+def test_moments_are_those_of_all_numbers_so_far():
+    """Also far from 0, where naive sums of squares lose all digits; 1 where there is no deviation."""
+    update_moments, standard_deviation = functions_of("scale_scores", "update_moments", "standard_deviation")
+    assert standard_deviation([0, 0.0, 0.0]) == standard_deviation(update_moments([0, 0.0, 0.0], torch.full((4,), 7.0))) == 1.0
+    rng = np.random.default_rng(0)
+    for shift in (0.0, 1e7):
+        batches, moments = [rng.normal(shift, 0.3, size=n) for n in (1, 5, 2, 64, 7)], [0, 0.0, 0.0]
+        for batch in batches:
+            moments = update_moments(moments, torch.tensor(batch))
+        everything = np.concatenate(batches)
+        assert moments[0] == len(everything) and moments[1] == pytest.approx(everything.mean(), rel=1e-14)
+        assert standard_deviation(moments) == pytest.approx(everything.std(), rel=1e-7)
+        assert [type(x) for x in moments] == [int, float, float]  # which JSON keeps to the last bit
+
+
+@pytest.mark.parametrize("kl, responses, factor", [
+    (12.0, 512, 1.01024), (0.0, 512, 0.98976), (6.6, 1000, 1.01), (60.0, 10**6, 1.2), (6.0, 5000, 1.0)])
+def test_a_kl_coef_that_adapts(kl, responses, factor):
+    """The target is 6 nats: at most 20 % in 10,000 responses, and never more at once."""
+    (adapt_kl_coef,) = functions_of("kl_controller", "adapt_kl_coef")
+    assert adapt_kl_coef(0.1, kl, 6.0, responses) == pytest.approx(0.1 * factor, rel=1e-12)
+
+
 def test_each_recipe_is_run_and_says_what_it_is():
     run = {recipe for recipes, *_ in CASES.values() for recipe in recipes.split(",")}
     files = {file.removesuffix(".diff") for file in os.listdir(fork.RECIPES) if file.endswith(".diff")}
     assert files == run
     for name in files:
         head, changes = fork.read_recipe(name)
-        assert re.search(r"\(.*\barXiv \d{4}\.\d{4,5}|\bN\+", head) and "What changes in a run" in head, name
+        assert re.search(r"\barXiv\s\d{4}\.\d{4,5}\b", head) and "What changes in a run" in head, name
         for _, _, hunks in changes:  # as few lines as can be: what stays is named to find a place, and for nothing else
             assert all(sum(line[:1] in (" ", "") for line in hunk) <= 1 for hunk in hunks), name
             assert max(len(line) for hunk in hunks for line in hunk if line.startswith("+")) <= 101, name
