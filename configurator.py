@@ -46,7 +46,8 @@ GONE = dict(  # keys that there were once: what to do instead
     save_dtype="a model is always saved in the dtype that it came in",
     subtract_demonstration="write a reward of your own that does; docs/rewards.md",
     top_k="training samples from the whole distribution; tools/sample.py has it",
-    top_p="training samples from the whole distribution; tools/sample.py has it")
+    top_p="training samples from the whole distribution; tools/sample.py has it",
+    whiten_rewards="it is a recipe: python tools/fork.py whiten_rewards FOLDER")
 
 
 class Key(NamedTuple):

@@ -79,9 +79,6 @@ reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 kl_coef = 0.05  # * weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
 kl_estimator = "k1"  # Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
 kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
-# scale the rewards of all tokens to standard deviation 1 before GAE; keep-mean: do not shift them
-# to mean 0 (N+ detail 24)
-whiten_rewards = "none"  # [none | keep-mean | zero-mean]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
 
@@ -368,8 +365,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
     rlhf_reward = rewards.sum(1).mean()
-    if whiten_rewards != "none":
-        rewards = masked_whiten(rewards, mask, keep_mean=whiten_rewards == "keep-mean")
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens

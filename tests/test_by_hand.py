@@ -131,7 +131,7 @@ PPO = SAMPLED | dict(
     batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
     kl_coef=0.3, kl_estimator="k1", kl_coef_target=0.0, gamma=1.0,
     lam=0.95, ppo_epochs=2, num_minibatches=2, cliprange_value=0.2, vf_coef=0.1,
-    whiten_rewards="none", critic_warmup_iters=0, value_learning_rate=2e-2, value_warmup_iters=0,
+    critic_warmup_iters=0, value_learning_rate=2e-2, value_warmup_iters=0,
     value_lr_decay="constant", ptx="")
 GRPO = SAMPLED | dict(
     batch_size=6, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
@@ -142,6 +142,8 @@ TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_siz
                     micro_batch_size=2)
 PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_confidence=False, teacher="", lora="",
                      score_coef=1.0, preference_coef=1.0)
+# what recipes change, as it is without them: keys of by_hand.py, and of a script that has the recipe (test_recipes.py)
+PLAIN = dict(whiten_rewards="none")
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
     # a learned reward and all that is done to it; k1 in the reward, and a kl_coef that adapts; the
@@ -163,18 +165,18 @@ CASES = {
         policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1, value_learning_rate=0.0,
         value_warmup_iters=1, lr_decay="cosine", value_lr_decay="linear", ema_decay=0.7,
         eval_size=0, max_new_tokens=5)),
-    # PPO-ptx: texts and demonstrations, also where both heads stand on one trunk; whitened rewards,
+    # PPO-ptx: texts and demonstrations, also where both heads stand on one trunk;
     # and a reference that is not the policy of the start
     "ppo, ptx": ("ppo.py", PPO | dict(
-        value_init="policy", ptx="texts", ptx_coef=2.5, grad_clip=2.0, whiten_rewards="zero-mean",
+        value_init="policy", ptx="texts", ptx_coef=2.5, grad_clip=2.0,
         missing_eos_penalty=1.0, ref_model="older")),
     "ppo, shared, ptx": ("ppo.py", PPO | SMALL | dict(
         mix=[(1.0, "letters")], value_init="shared", policy_model="tied", ptx="sft_train",
         ptx_coef=0.4, target_kl=0.1)),
-    # scores as the hub's models give them: the zero is found, a missing EOS costs, rewards whitened
+    # scores as the hub's models give them: the zero is found, a missing EOS costs
     "ppo, uncentered": ("ppo.py", PPO | dict(
         reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
-        missing_eos_penalty=1.0, whiten_rewards="keep-mean",
+        missing_eos_penalty=1.0,
         critic_warmup_iters=1, ema_decay=0.8)),
     # adapters on the policy, and on the reward model for the values, which keep its zero
     "ppo, adapters": ("ppo.py", PPO | dict(lora="2:5", weight_decay=0.1, vf_coef=0.5, learning_rate=5e-2)),
@@ -206,7 +208,7 @@ CASES = {
     # what an environment writes between, and behind, the policy's own tokens counts nowhere
     "ppo, gaps": ("ppo.py", PPO | dict(
         gaps=True, mix=[(1.0, "some"), (0.0, "letters")], value_init="policy", gamma=0.9,
-        whiten_rewards="keep-mean", scale_scores="running", missing_eos_penalty=0.7, entropy_coef=0.05,
+        scale_scores="running", missing_eos_penalty=0.7, entropy_coef=0.05,
         max_new_tokens=8, keep_best=True, eval_interval=1, eval_size=0, seed=1)),
     "grpo, gaps": ("grpo.py", GRPO | dict(
         gaps=True, mix=[(1.0, "letters"), (0.5, "length")], importance="sequence", cliprange=0.02,
@@ -285,7 +287,7 @@ def drawn(script, seed):
         keys |= dict(
             scale_scores=("none", "running"), kl_coef_target=(0.0, 1.6), gamma=(1.0, 0.9), lam=(0.95, 0.0, 1.0),
             ppo_epochs=(1, 2), cliprange_value=(0.0, 0.2), vf_coef=(0.1, 0.5), batch_size=(4, 5, 7),
-            whiten_rewards=("none", "keep-mean", "zero-mean"), critic_warmup_iters=(0, 0, 1),
+            critic_warmup_iters=(0, 0, 1),
             value_init=("policy", "shared", "reward"), ptx=("", "", "texts"), ptx_coef=(1.0, 2.5))
     else:
         keys |= dict(
@@ -429,7 +431,7 @@ def command(world, script, keys):
 
 def worked_out(world, script, keys):
     """The same by hand."""
-    c = SimpleNamespace(**keys)
+    c = SimpleNamespace(**PLAIN | keys)
     for key, name in FOLDERS.items():
         if name in keys:
             setattr(c, key, getattr(world, keys[name]))
