@@ -14,6 +14,8 @@ import torch
 import tiny
 from by_hand import (EOS, MARKERS, Adapters, AdamW, encode, held_out_of, language_model, learning_rate, logprobs_of, mean,
                      parameters_of, prompts_of)
+from conftest import ROOT
+from test_recipes import ANEW, fork
 from tiny import forked, in_a_row, jsonl, one_run
 
 KEYS = dict(beta=0.3, label_smoothing=0.1, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, learning_rate=3e-3,
@@ -91,7 +93,10 @@ def runs(world, tmp_path_factory):
             for name, (ranks, layout, algorithm) in WAYS.items()}
     stopped, whole = ([arguments(world, **KEYS | dict(dtype="float32"))] * 2 for _ in range(2))
     results = in_a_row(folder, jobs)
+    home = f"{folder}/home"
+    fork.fork("dpo", home, [])
     done = forked(folder, {
+        "fork": [one_run(f"{home}/dpo.py", (arguments(world, **KEYS), f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"))],
         "whole": [one_run("recipes/dpo.py", *whole)],
         "stopped": [one_run("recipes/dpo.py", *[(args, tiny.stops(1)) for args in stopped]),
                     one_run("recipes/dpo.py", *stopped)]})
@@ -121,6 +126,11 @@ def test_a_run_that_is_stopped_and_resumed_is_the_same_to_the_bit(runs):
     assert "stopped" in done["stopped"][0]["stdout"][0]
     a, b = ([tiny.measured(record) for record in tiny.read_log(f"{folder}/{name}/out")] for name in ("whole", "stopped"))
     assert a == b and tiny.distance(f"{folder}/whole/out/policy", f"{folder}/stopped/out/policy") == 0
+
+
+def test_a_fork_alone_leaves_the_same(runs):
+    folder = runs[0]
+    assert tiny.distance(f"{folder}/fork/out/policy", f"{folder}/alone/out/policy") == 0
 
 
 REFUSED = {
