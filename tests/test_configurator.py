@@ -193,7 +193,8 @@ def source_of(path):
     with open(os.path.join(ROOT, path), encoding="utf-8") as f:
         return f.read()
 
-SCRIPTS = sorted(os.path.relpath(p, ROOT) for folder in ("", "tools", "recipes") for p in glob.glob(os.path.join(ROOT, folder, "*.py"))
+SCRIPTS = sorted(os.path.relpath(p, ROOT) for folder in ("", "tools", "recipes")
+                 for p in glob.glob(os.path.join(ROOT, folder, "*.py"))
                  if re.search(r"^([\w, ]+ = )?configure\(globals\(\)", source_of(p), re.MULTILINE))
 TRAINING = ["grpo.py", "ppo.py", "recipes/dpo.py", "rm.py", "sft.py"]
 CONFIGS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "config", "*.py")))

@@ -12,7 +12,7 @@ import pytest
 import test_by_hand
 import tiny
 from conftest import ROOT
-from test_by_hand import PPO, command, differences, worked_out
+from test_by_hand import GRPO, PPO, command, differences, worked_out
 from tiny import forked, one_run
 
 sys.path.append(os.path.join(ROOT, "tools"))
@@ -20,13 +20,27 @@ sys.path.append(os.path.join(ROOT, "tools"))
 import fork  # noqa: E402
 from errors import BadInput  # noqa: E402
 
+REINFORCE_HAS_NOT = ["ppo_epochs", "num_minibatches", "lam", "cliprange", "cliprange_value", "importance_cap", "target_kl"]
+
 # The runs: {name: (recipes, script, keys of by_hand.py)}; what a recipe is without is the key's value there. BRANCHES: what each
 # must have seen.
 CASES = {
     "whiten_rewards": ("whiten_rewards", "ppo.py", PPO | dict(whiten_rewards="keep-mean", missing_eos_penalty=1.0)),
     "whiten_rewards, zero-mean": ("whiten_rewards", "ppo.py", PPO | dict(whiten_rewards="zero-mean")),
+    "length": ("length", "ppo.py", PPO | dict(length_coef=0.3, scale_scores="running")),
+    "text_metric": ("text_metric", "ppo.py", PPO | dict(mix=[(1.0, "reward_model"), (0.0, "distinct")])),
+    "kl_penalty": ("kl_penalty", "ppo.py", PPO | dict(penalty=1.5, penalty_target=0.02, gone=["cliprange"], max_iters=4)),
+    "vapo_lambda": ("vapo_lambda", "ppo.py", PPO | dict(lam=1.0, lam_alpha=0.5)),
+    "reinforce": ("reinforce", "ppo.py", PPO | dict(
+        recipe="reinforce", gone=REINFORCE_HAS_NOT, ppo_epochs=1, num_minibatches=1, lam=1.0, cliprange_value=0.0,
+        entropy_coef=0.05, grad_clip=0.5, ema_decay=0.6, ptx="texts", ptx_coef=0.5)),
+    "reinforce_pp": ("reinforce_pp", "grpo.py", GRPO | dict(
+        recipe="reinforce_pp", gone=["scale_by"], scale_by="none", kl_estimator="k2")),
+    "gdpo": ("gdpo", "grpo.py", GRPO | dict(
+        recipe="gdpo", mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5)),
+    "maxrl": ("maxrl", "grpo.py", GRPO | dict(recipe="maxrl", gone=["scale_by"], scale_by="none", num_minibatches=1)),
 }
-BRANCHES = {}
+BRANCHES = {"kl_penalty": ["penalty up", "penalty down"]}
 
 # In a process that has our modules already: those of the folder take their place, and the repository cannot be imported
 ANEW = """
@@ -52,7 +66,7 @@ def runs(tmp_path_factory, request):
         scripts, _ = fork.fork(recipe, home, ["foreign_rewards"])
         new = next(new for new, old in scripts.items() if old == script)
         code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"
-        arguments = command(world, script, keys)
+        arguments = [argument.replace("HOME", home) for argument in command(world, script, keys)]
         cases[f"{name}, whole"] = [one_run(f"{home}/{new}", *[(arguments, code)] * 2)]
         cases[f"{name}, stopped"] = [one_run(f"{home}/{new}", *[(arguments, code + more)] * 2) for more in (tiny.stops(1), "")]
     for name, results in forked(folder, cases, at_once=4).items():
