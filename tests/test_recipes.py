@@ -105,6 +105,17 @@ def test_each_recipe_is_run_and_says_what_it_is():
             assert max(len(line) for hunk in hunks for line in hunk if line.startswith("+")) <= 101, name
 
 
+def test_a_changed_script_has_no_dead_key():
+    for name in {recipe for recipe, *_ in CASES.values()}:
+        for old, _, hunks in fork.read_recipe(name)[1]:
+            if old not in fork.SCRIPTS:
+                continue
+            above, below = fork.apply(hunks, fork.read(f"{ROOT}/{old}"), name).split("\nconfig, system = configure(")
+            keys = re.findall(r"^([a-z]\w*) = ", above, re.MULTILINE)
+            dead = {key for key in keys if not re.search(rf"\b{key}\b", below)}
+            assert len(keys) > 30 and not dead, (name, dead)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # tools/fork.py
 
