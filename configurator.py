@@ -68,7 +68,7 @@ def configure(script_globals, *shared, argv=None, **defaults):
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
     str that is assigned as a literal, at the top level, above the call.
-    shared: files of more keys, relative to the script's folder.
+    shared: files of more keys, in the script's folder or in this file's.
     argv: the arguments; default sys.argv[1:].
     defaults: the script's own defaults of shared keys.
 
@@ -136,7 +136,10 @@ def add_shared(keys, script, shared, defaults):
     """A script's keys, then those of the shared files with these defaults. Raises BadConfig."""
     where, more = os.path.basename(script), {}
     for file in shared:
-        found = read_lines(os.path.join(os.path.dirname(script), file))[0]
+        path = os.path.join(os.path.dirname(script), file)
+        if not os.path.exists(path):  # a script of recipes/ is in a folder below
+            path = os.path.join(os.path.dirname(os.path.abspath(__file__)), file)
+        found = read_lines(path)[0]
         for name in found:
             if name in keys or name in more:
                 raise BadConfig(f"{file} sets {name}, which {where} or another file has set; keep "

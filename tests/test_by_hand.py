@@ -143,7 +143,8 @@ PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_
                      score_coef=1.0, preference_coef=1.0)
 # what recipes change, as it is without them: keys of by_hand.py, and of a script that has the recipe (test_recipes.py)
 PLAIN = dict(whiten_rewards="none", scale_scores="none", reward_clip=0.0, kl_coef_target=0.0, target_kl=0.0,
-             critic_warmup_iters=0, dual_clip=0.0)
+             critic_warmup_iters=0, dual_clip=0.0, recipe="", gone=(), length_coef=0.0, lam_alpha=0.0, penalty=0.0,
+             penalty_target=0.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
     # a learned reward; k1 in the reward; the value model starts as the reward model
@@ -401,7 +402,7 @@ FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from
                ref_path="ref_model", teacher="teacher_model")
 # said in other words there
 NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "teacher_model",
-           "files", "ptx", "ref_path", "gaps", "scale_scores")
+           "files", "ptx", "ref_path", "gaps", "scale_scores", "recipe", "gone")
 
 
 def command(world, script, keys):
@@ -410,14 +411,15 @@ def command(world, script, keys):
     files = FILES[script] | keys.get("files", {})
     given |= {key: os.path.join(world.root, f"{file}.jsonl") if file else "" for key, file in files.items()}
     if "mix" in keys:
-        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some", "answer")}
+        where = {"distinct": "HOME/distinct.py:distinct"}  # of a recipe, in its folder
+        where |= {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some", "answer")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
         given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
         if "reward_model" not in [name for _, name in keys["mix"]]:
             keys = {key: value for key, value in keys.items() if key != "reward_model"}
     if keys.get("ptx"):
         given["ptx_path"] = os.path.join(world.root, f"{keys['ptx']}.jsonl")
-    given |= {key: value for key, value in keys.items() if key not in NO_KEYS}
+    given |= {key: value for key, value in keys.items() if key not in (*NO_KEYS, *keys.get("gone", ()))}
     given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
     return [f"--{key}={value}" for key, value in given.items()]
 

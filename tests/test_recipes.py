@@ -23,6 +23,8 @@ sys.path.append(os.path.join(ROOT, "tools"))
 import fork  # noqa: E402
 from errors import BadInput  # noqa: E402
 
+REINFORCE_HAS_NOT = ["ppo_epochs", "num_minibatches", "lam", "cliprange", "cliprange_value", "importance_cap", "target_kl"]
+
 # The runs: {name: (recipes, script, keys of by_hand.py)}; what a recipe is without is the key's value there. BRANCHES: what each
 # must have seen.
 CASES = {
@@ -47,6 +49,18 @@ CASES = {
     "grpo": ("reward_clip,dual_clip,target_kl", "grpo.py", GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], missing_eos_penalty=0.9, reward_clip=0.6, dual_clip=1.3, target_kl=0.2,
         num_minibatches=5, group_size=3, seed=8, max_iters=3)),
+    "length": ("length,scale_scores", "ppo.py", PPO | dict(length_coef=0.3, scale_scores="running")),
+    "text_metric": ("text_metric", "ppo.py", PPO | dict(mix=[(1.0, "reward_model"), (0.0, "distinct")])),
+    "kl_penalty": ("kl_penalty", "ppo.py", PPO | dict(penalty=1.5, penalty_target=0.02, gone=["cliprange"], max_iters=4)),
+    "vapo_lambda": ("vapo_lambda", "ppo.py", PPO | dict(lam=1.0, lam_alpha=0.5)),
+    "reinforce": ("reinforce", "ppo.py", PPO | dict(
+        recipe="reinforce", gone=REINFORCE_HAS_NOT, ppo_epochs=1, num_minibatches=1, lam=1.0, cliprange_value=0.0,
+        entropy_coef=0.05, grad_clip=0.5, ema_decay=0.6, ptx="texts", ptx_coef=0.5)),
+    "reinforce_pp": ("reinforce_pp", "grpo.py", GRPO | dict(
+        recipe="reinforce_pp", gone=["scale_by"], scale_by="none", kl_estimator="k2")),
+    "gdpo": ("gdpo", "grpo.py", GRPO | dict(
+        recipe="gdpo", mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5)),
+    "maxrl": ("maxrl", "grpo.py", GRPO | dict(recipe="maxrl", gone=["scale_by"], scale_by="none", num_minibatches=1)),
 }
 BRANCHES = {
     "scores": ["score clipped above", "score clipped below", "best not raw", "kl_coef down"],
@@ -55,6 +69,7 @@ BRANCHES = {
     "waits": ["policy waits"],
     "all": ["policy waits", "dual", "early stop"],
     "grpo": ["dual", "early stop", "score clipped above", "score clipped below"],
+    "kl_penalty": ["penalty up", "penalty down"],
 }
 
 # In a process that has our modules already: those of the folder take their place, and the repository cannot be imported
@@ -81,7 +96,7 @@ def runs(tmp_path_factory, request):
         scripts, _ = fork.fork(recipe, home, ["foreign_rewards"])
         new = next(new for new, old in scripts.items() if old == script)
         code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"
-        arguments = command(world, script, keys)
+        arguments = [argument.replace("HOME", home) for argument in command(world, script, keys)]
         cases[f"{name}, whole"] = [one_run(f"{home}/{new}", *[(arguments, code)] * 2)]
         cases[f"{name}, stopped"] = [one_run(f"{home}/{new}", *[(arguments, code + more)] * 2) for more in (tiny.stops(1), "")]
     for name, results in forked(folder, cases, at_once=4).items():
@@ -177,6 +192,17 @@ def test_each_recipe_is_run_and_says_what_it_is():
         for _, _, hunks in changes:  # as few lines as can be: what stays is named to find a place, and for nothing else
             assert all(sum(line[:1] in (" ", "") for line in hunk) <= 1 for hunk in hunks), name
             assert max(len(line) for hunk in hunks for line in hunk if line.startswith("+")) <= 101, name
+
+
+def test_a_changed_script_has_no_dead_key():
+    for name in {recipe for recipes, *_ in CASES.values() for recipe in recipes.split(",")}:
+        for old, _, hunks in fork.read_recipe(name)[1]:
+            if old not in fork.SCRIPTS:
+                continue
+            above, below = fork.apply(hunks, fork.read(f"{ROOT}/{old}"), name).split("\nconfig, system = configure(")
+            keys = re.findall(r"^([a-z]\w*) = ", above, re.MULTILINE)
+            dead = {key for key in keys if not re.search(rf"\b{key}\b", below)}
+            assert len(keys) > 30 and not dead, (name, dead)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

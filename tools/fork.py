@@ -6,6 +6,7 @@ python tools/fork.py ppo.py mine                        # ppo.py and what it imp
 python tools/fork.py grpo.py mine lora judging          # with options/lora.py, options/judging.py
 python tools/fork.py kl_controller mine                 # ppo.py changed by a recipe
 python tools/fork.py kl_controller,whiten_rewards mine  # by two, one after the other
+python tools/fork.py dpo mine                           # recipes/dpo.py, a whole script
 python tools/fork.py --refresh                          # a script has changed: mend the recipes
 
 A recipe is recipes/NAME.diff: a few words, then for each file "--- OLD", "+++ NEW" and hunks. A
@@ -49,8 +50,8 @@ def read_recipe(name):
     The words at the head of recipes/NAME.diff, and its changes, [(old file, new file, hunks)]; a
     hunk is a list of lines. Raises BadInput.
     """
-    known = sorted(file[:-5] for file in os.listdir(RECIPES) if file.endswith(".diff"))
-    if name not in known:
+    known = sorted(os.path.splitext(file)[0] for file in os.listdir(RECIPES))
+    if not os.path.isfile(f"{RECIPES}/{name}.diff"):
         raise BadInput(f"there is no recipe {name!r}; the recipes are {', '.join(known)}")
     head, *parts = re.split(r"^--- (.+)\n\+\+\+ (.+)\n@@\n", read(f"{RECIPES}/{name}.diff"),
                             flags=re.MULTILINE)
@@ -180,6 +181,9 @@ def fork(what, folder, options):
     changed, scripts = {}, {}  # {file: text}; {script: the script of ours that it was}
     if what in SCRIPTS:
         changed[what], scripts[what] = read(f"{ROOT}/{what}"), what
+    elif os.path.isfile(f"{RECIPES}/{what}.py"):
+        script = f"{what}.py"
+        changed[script], scripts[script] = read(f"{RECIPES}/{script}"), script
     else:
         for name in what.split(","):
             for old, new, hunks in read_recipe(name)[1]:
