@@ -72,9 +72,9 @@ def check_form(key, text, names):
                             f"{', '.join(names)} and VALUE {wanted}")
 
 
-def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
-             importance_cap, eval_path):
-    """Raise BadConfig. system: the keys of the engine; terms: [(weight, name, function)]."""
+def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
+             eval_path):
+    """Raise BadConfig. system: the shared keys; terms: [(weight, name, function)]."""
     names = [name for _, name, _ in terms]
     for key, path, name in (("reward_path", reward_path, "reward_model"),
                             ("judge_path", system.judge_path, "judge")):
@@ -90,7 +90,7 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, t
     if system.roles or system.staleness > 0:
         from options.roles import check_ahead
 
-        check_ahead(system, target_kl, importance_cap)
+        check_ahead(system)
     if system.sampler == "vllm":
         from options.vllm import check_vllm
 
@@ -106,8 +106,8 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, t
                         f"{system.timeout}, or ranks that wait give up first")
 
 
-def check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in,
-               kl_estimator, kl_correction, refill_by):
+def check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl_in, kl_estimator,
+               kl_correction, refill_by):
     """Raise BadConfig where keys of grpo.py do not go together."""
     names = [name for _, name, _ in terms]
     if refill_by and refill_by not in names:
@@ -115,12 +115,8 @@ def check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, 
     if batch_size % group_size:
         raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = "
                         f"{group_size}; it counts responses, not prompts")
-    if loss_type == "cispo" and (importance == "sequence" or dual_clip > 0):
-        raise BadConfig("loss_type = 'cispo' has a weight a token and no clipped loss; leave "
-                        "importance = 'token' and dual_clip = 0")
-    if 0 < dual_clip <= 1:
-        raise BadConfig(f"dual_clip = {dual_clip} would stop bad tokens that are no likelier than "
-                        "before; wanted 0 or more than 1")
+    if loss_type == "cispo" and importance == "sequence":
+        raise BadConfig("loss_type = 'cispo' has a weight a token; leave importance = 'token'")
     if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
         raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
                         "k1 is 0 on average in the first step and not the KL's in any other; "

@@ -33,12 +33,17 @@ from typing import NamedTuple
 from errors import BadConfig, first_line, one_line, report_errors, shorten
 
 RENAMED = dict(  # keys of old configs, or of others; the nearest name would often be another key
-    device="device_type", kl_target="kl_coef_target", loss="loss_type", lr="learning_rate",
-    optimizer="optim", rewards="reward_functions", scale="scale_by", zero="zero_stage")
+    device="device_type", loss="loss_type", lr="learning_rate", optimizer="optim",
+    rewards="reward_functions", scale="scale_by", zero="zero_stage")
+RECIPES = dict(  # keys that a recipe adds to a script
+    critic_warmup_iters="critic_warmup", dual_clip="dual_clip", kl_coef_target="kl_controller",
+    kl_target="kl_controller", reward_clip="reward_clip", scale_scores="scale_scores",
+    target_kl="target_kl", whiten_rewards="whiten_rewards")
 GONE = dict(  # keys that there were once: what to do instead
     center_scores="a reward model without a score_shift is always centred",
     cuda_graphs="compile is the key for speed", judge_principles="write them into judge_template",
-    kl_horizon="it is a constant of loss.py", missing_eos="it is missing_eos_penalty",
+    kl_horizon="it is a constant of recipes/kl_controller.diff",
+    missing_eos="it is missing_eos_penalty",
     ptx_batch_size="a step takes batch_size / num_minibatches demonstrations",
     ref_reset_iters="begin a new run from the policy that this one leaves",
     reward_ensemble="write a reward of your own that calls several models; docs/rewards.md",
@@ -63,7 +68,7 @@ def configure(script_globals, *shared, argv=None, **defaults):
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
     str that is assigned as a literal, at the top level, above the call.
-    shared: files of more keys, relative to the script's folder.
+    shared: files of more keys, in the script's folder or in this file's.
     argv: the arguments; default sys.argv[1:].
     defaults: the script's own defaults of shared keys.
 
@@ -131,7 +136,10 @@ def add_shared(keys, script, shared, defaults):
     """A script's keys, then those of the shared files with these defaults. Raises BadConfig."""
     where, more = os.path.basename(script), {}
     for file in shared:
-        found = read_lines(os.path.join(os.path.dirname(script), file))[0]
+        path = os.path.join(os.path.dirname(script), file)
+        if not os.path.exists(path):  # a script of recipes/ is in a folder below
+            path = os.path.join(os.path.dirname(os.path.abspath(__file__)), file)
+        found = read_lines(path)[0]
         for name in found:
             if name in keys or name in more:
                 raise BadConfig(f"{file} sets {name}, which {where} or another file has set; keep "
@@ -211,6 +219,9 @@ def check_key(key, keys, where, more=""):
         hint = f"it is called {RENAMED[key]!r} here"
     if key in GONE:
         hint = f"it is gone: {GONE[key]}"
+    if key in RECIPES:
+        hint = (f"it is recipes/{RECIPES[key]}.diff; type "
+                f"python tools/fork.py {RECIPES[key]} FOLDER")
     here = os.path.dirname(os.path.abspath(__file__))
     for script in ("ppo.py", "grpo.py", "sft.py", "rm.py"):
         file = os.path.join(here, script)

@@ -39,13 +39,12 @@ import parallel
 import report
 from checks import check_grpo, check_rl, check_system
 from configurator import configure
-from loss import (gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
+from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   response_logprobs)
 from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
 from optimizers import MovingAverage, make_optimizer, step
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
-from relatives import (dual_clipped_loss, flat_groups, group_advantages, gspo_log_ratio,
-                       token_weights)
+from relatives import flat_groups, group_advantages, gspo_log_ratio, token_weights
 from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
                      score_batch)
 from rollout import add_columns, read_batch, sample_batch
@@ -76,7 +75,6 @@ reward_functions = "1.0*accuracy,0.1*format"  # * a sum of rules, reward_model, 
 
 # 3) advantages
 missing_eos_penalty = 0.0  # a response that never ends scores minus this; 0 = off [>= 0]
-reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
 
@@ -95,12 +93,10 @@ num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
-dual_clip = 0.0  # a token with A < 0 loses at most -A times this, 0 = no bound; often 3 [>= 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # in 16 bits, sampler and training forward give a token slightly different probabilities. As a
 # correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
-target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 
 # optimizer: AdamW
 max_iters = 500  # * iterations [>= 1]
@@ -126,10 +122,10 @@ precision = autocast(system, device)
 check_system(system, device, ("policy",), ("ref", "reward", "judge"))
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
-         importance_cap, eval_path)
-check_grpo(terms, batch_size, group_size, loss_type, importance, dual_clip, kl_coef, kl_in,
-           kl_estimator, kl_correction, refill_by)
+check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
+         eval_path)
+check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl_in, kl_estimator,
+           kl_correction, refill_by)
 train_rows, eval_rows = (read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
@@ -276,14 +272,11 @@ def read(batch, readers, steps):
 def shape_scores(batch):
     """
     What the settings make of the scores of a batch, (B,), in training and in evaluation: a response
-    that never ended gets the penalty in the place of its score, and they are clipped. NaN stays: no
-    reward applies there.
+    that never ended gets the penalty in the place of its score. NaN stays: no reward applies there.
     """
     scores = batch["scores"]
     if missing_eos_penalty > 0:  # N+ detail 23
         scores = torch.where(batch["finished"], scores, -missing_eos_penalty)
-    if reward_clip > 0:
-        scores = scores.clamp(-reward_clip, reward_clip)
     return scores
 
 
@@ -391,18 +384,17 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     policy_norm = torch.zeros(())
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
     steps = 0  # made so far; before the first one the ratio is 1
-    stopped = False  # by target_kl
     for epoch in range(num_iterations):
         for rows in minibatches(iteration, epoch):
             # without any advantage, only momentum and the KL would move the policy: no step then
-            if stopped or not learns[rows].any():
+            if not learns[rows].any():
                 continue
             # the weight of each token in this step: loss = sum of weight * token loss, over all
             # micro-batches and ranks. In GRPO all responses weigh the same, and so do the tokens
             # within a response
             weights = token_weights(batch["counted"][rows], aggregation, max_new_tokens)
             batch["weights"][rows] = weights.to(batch["weights"])  # (rows, R)
-            gaps, moved = [], {}  # of this step: log ratios, and how far the policy has moved
+            gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
 
             for mb in micro_batches(batch, rows):
@@ -426,9 +418,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 if loss_type == "cispo":  # REINFORCE with a weight: clipping bounds the gradient
                     pg_losses = -mb["advantages"] * clipped_ratio.detach() * logprobs
                     pg_clipped = clipped_ratio != ratio
-                if dual_clip > 0:
-                    pg_losses, pg_clipped = dual_clipped_loss(
-                        pg_losses, pg_clipped, mb["advantages"], dual_clip)
                 pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
@@ -442,15 +431,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 (run.loss_scale * pg_loss).backward()
                 del pg_loss, entropy
 
-                gaps.append(gap(logprobs - mb["old_logprobs"], mb["response_mask"], system.dtype))
-                if steps == 0 and age > 0:  # the policy has moved since it sampled this batch
-                    drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
-                    report.add_up(sums, m, {"policy/off_policy_kl": drift})
-                approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
-                report.add_up(moved, m, {"kl": approx_kl})
-                report.add_up(sums, m, {
+                gaps.append(report.measure(sums, mb, m, logprobs, system.dtype, age, steps, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses,
-                    "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped})
+                    "policy/clipfrac": pg_clipped}))
 
             if "old_logprobs" not in batch:  # now they are complete
                 add_columns(batch, dict(old_logprobs=old_logprobs), iteration)  # COLLECTIVE
@@ -465,15 +448,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 policy_norm = torch.zeros(())
                 continue
             audit.check_gradients(policy_norm, policy, "policy", iteration)
-            if target_kl > 0:
-                # how far the steps so far have moved the policy, on this minibatch. If that is too
-                # far, neither this step is taken nor another one
-                stopped = parallel.all_reduce_metrics(moved)["kl"] > target_kl  # COLLECTIVE
-            if not stopped:
-                step(optimizers["policy"], policy_lr)
-                if ema:
-                    ema.update()
-                steps += 1
+            step(optimizers["policy"], policy_lr)
+            if ema:
+                ema.update()
+            steps += 1
     if not learns.any():
         report.say_nothing_learnt(iteration, flat, batch["counted"])
         read(batch, readers, minibatches(iteration))  # COLLECTIVE

@@ -29,19 +29,17 @@ def masked_mean(x, mask):
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
-def masked_whiten(x, mask, keep_mean=False):
+def masked_whiten(x, mask):
     """
     x (B, R), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
-    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF). keep_mean: the mean
-    is added again, unscaled (shift_mean=False of N+, for rewards).
+    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF).
 
     Give it the batch of all ranks: if each rank whitened its own share, each would train on another
     objective.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
-    white = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask, white + mean if keep_mean else white, 0)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -117,46 +115,6 @@ def kl_estimate(logprobs, ref_logprobs, kind):
 # numbers that change from iteration to iteration
 
 
-def update_moments(moments, x):
-    """
-    [count, mean, sum of squared deviations from the mean] of all numbers so far: those in moments
-    and those in the tensor x (Chan, Golub and LeVeque, 1979, equation 2.1). NaN is no number: where
-    no reward applies there is no score. Plain numbers, so that JSON can hold them; [0, 0.0, 0.0] at
-    first. Then with 1 and 3: [2, 2.0, 2.0].
-    """
-    n, mean, m2 = moments
-    x = x[~x.isnan()].double()
-    if x.numel() == 0:
-        return moments
-    k, new_mean = x.numel(), x.mean().item()
-    new_m2 = (x - new_mean).square().sum().item()
-    delta = new_mean - mean
-    return [n + k, mean + delta * k / (n + k), m2 + new_m2 + delta**2 * n * k / (n + k)]
-
-
-def standard_deviation(moments):
-    """The standard deviation of the numbers in moments (see update_moments); 1 where it is 0."""
-    n, _, m2 = moments
-    return (m2 / n) ** 0.5 if m2 > 0 else 1.0
-
-
-KL_HORIZON = 10_000  # responses
-
-
-def adapt_kl_coef(kl_coef, kl, target, responses):
-    """
-    The next kl_coef, by the proportional controller of Ziegler et al. (arXiv 1909.08593, section
-    2.2): larger if the KL is above its target, smaller if it is below.
-
-    kl: the measured KL of a *response*, summed over its tokens, in nats. target: what it should be.
-    responses: how many since the last change. kl_coef changes by at most 20 % in KL_HORIZON of
-    them, and never by more at once.
-
-    For kl_coef = 0.1, target = 6 and 512 responses: a kl of 12 is too much by more than 20 %, so
-    kl_coef becomes 0.1 * (1 + 0.2 * 512 / 10000) = 0.101024.
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * min(responses / KL_HORIZON, 1))
 
 
 def learning_rate_at(iteration, peak, warmup, max_iters, shape):

@@ -26,8 +26,8 @@ grpo.py has no value model: it goes without 11; 7 has 2 B R numbers and 12 has 8
 7 has B R numbers, for the policy does not read, and a 7 of its old_logprobs comes before 8. grpo.py
 runs 2 to 6 once more for each refill.
 
-Some settings add calls: target_kl (an all_reduce of 2 numbers a step). So do some iterations: the
-first one (row 8 once more, against the reference) and those that audit, evaluate or save.
+Some iterations add calls: the first one (row 8 once more, against the reference) and those that
+audit, evaluate or save.
 zero_stage 1 sends the new weights around after each optimizer step. Models that are sharded
 (zero_stage 2 and 3) gather their weights and reduce their gradients within forward and backward, by
 themselves; then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the

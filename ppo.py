@@ -40,9 +40,8 @@ import report
 from checks import check_rl, check_system
 from configurator import configure
 from gae import compute_gae
-from loss import (adapt_kl_coef, explained_variance, gap, importance_weights, kl_estimate,
-                  learning_rate_at, masked_sum, masked_whiten, response_logprobs, response_values,
-                  standard_deviation, update_moments)
+from loss import (explained_variance, importance_weights, kl_estimate, learning_rate_at,
+                  masked_sum, masked_whiten, response_logprobs, response_values)
 from models import (autocast, in_memory, load_policy, load_ref_policy, load_reward_model,
                     load_value_model)
 from optimizers import MovingAverage, make_optimizer, step
@@ -73,15 +72,9 @@ temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 
 # 3) rewards and advantages
-scale_scores = "none"  # running: divide scores by their deviation so far [none | running]
 missing_eos_penalty = 1.0  # a response that never ends scores minus this; 0 = off [>= 0]
-reward_clip = 0.0  # scores are clipped to +- this, 0 = no clipping [>= 0]
-kl_coef = 0.05  # * weight of the KL to the reference, at first; 0 = no reference policy [>= 0]
+kl_coef = 0.05  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_estimator = "k1"  # Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
-kl_coef_target = 0.0  # nats a response; kl_coef adapts to hold the KL there, 0 = it stays [>= 0]
-# scale the rewards of all tokens to standard deviation 1 before GAE; keep-mean: do not shift them
-# to mean 0 (N+ detail 24)
-whiten_rewards = "none"  # [none | keep-mean | zero-mean]
 gamma = 1.0  # discount a token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
 
@@ -96,7 +89,6 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # in 16 bits, sampler and training forward give a token slightly different probabilities. As a
 # correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
-target_kl = 0.0  # nats a token: end an iteration's update beyond this approx_kl, 0 = never [>= 0]
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
@@ -113,7 +105,6 @@ value_lr_decay = "linear"  # value model: as lr_decay [constant | linear | cosin
 beta1 = 0.9  # AdamW's first moment decay [0..0.9999]
 beta2 = 0.999  # AdamW's second moment decay [0..0.9999]
 adam_eps = 1e-5  # AdamW's epsilon (N+ detail 9) [> 0]
-critic_warmup_iters = 0  # iterations, from the first, in which only the value model learns [>= 0]
 grad_clip = 0.0  # largest gradient norm of each model, 0 = no clipping [>= 0]
 ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0..0.99999]
 
@@ -130,8 +121,8 @@ precision = autocast(system, device)
 check_system(system, device, ("policy", "value"), ("ref", "reward", "judge"), value_init)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, target_kl,
-         importance_cap, eval_path)
+check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
+         eval_path)
 train_rows, eval_rows = (read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
@@ -251,10 +242,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
-    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions,
-    # what the loop carries from one iteration to the next, beside weights and optimizers
-    state=dict(kl_factor=1.0, score_moments=[0, 0.0, 0.0], best_deviation=1.0))
-state = run.state
+    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
 
 policy_gradients = parallel.flatten_gradients(policy.parameters())
 value_gradients = parallel.flatten_gradients(value_model.parameters())
@@ -291,18 +279,15 @@ def read(batch, steps):
     read_batch(batch, readers, forward, parts, run.iteration, device)  # COLLECTIVE
 
 
-def shape_scores(batch, deviation):
+def shape_scores(batch):
     """
-    What the settings make of the scores of a batch, (B,), in training and in evaluation: they are
-    divided by a deviation; a response that never ended gets the penalty in the place of its score,
-    for what a reward model says at another token than EOS means little; they are clipped. A
-    response to which no reward applies has the score 0.
+    What the settings make of the scores of a batch, (B,), in training and in evaluation: a response
+    that never ended gets the penalty in the place of its score, for what a reward model says at
+    another token than EOS means little. A response to which no reward applies has the score 0.
     """
-    scores = torch.where(batch["scores"].isnan(), 0, batch["scores"]) / deviation
+    scores = torch.where(batch["scores"].isnan(), 0, batch["scores"])
     if missing_eos_penalty > 0:  # N+ detail 23
         scores = torch.where(batch["finished"], scores, -missing_eos_penalty)
-    if reward_clip > 0:
-        scores = scores.clamp(-reward_clip, reward_clip)
     return scores
 
 
@@ -310,12 +295,7 @@ def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
     batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
     read(batch, [batch["index"]])  # COLLECTIVE
-    # All evaluations are shaped with one deviation, the first one's. The running deviation moves,
-    # and the penalty for a missing EOS would weigh more or less with it.
-    if scale_scores == "running" and state["best_score"] is None:
-        moments = update_moments([0, 0.0, 0.0], batch["scores"])
-        state["best_deviation"] = standard_deviation(moments)
-    score = shape_scores(batch, state["best_deviation"]).mean().item()
+    score = shape_scores(batch).mean().item()
     return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
 
 
@@ -350,22 +330,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
-    deviation, kl_weight = 1.0, kl_coef
-    if scale_scores == "running":  # with the scores of this batch
-        state["score_moments"] = update_moments(state["score_moments"], batch["scores"])
-        deviation = standard_deviation(state["score_moments"])
-    if kl_coef_target > 0:
-        kl_weight = kl_coef * state["kl_factor"]
-    scores = shape_scores(batch, deviation)  # (B,)
+    scores = shape_scores(batch)  # (B,)
     kl = torch.zeros_like(batch["old_logprobs"])  # (B, R)
     if kl_coef > 0:
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)
-    rewards = -kl_weight * kl  # (B, R)
+    rewards = -kl_coef * kl  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
     rlhf_reward = rewards.sum(1).mean()
-    if whiten_rewards != "none":
-        rewards = masked_whiten(rewards, mask, keep_mean=whiten_rewards == "keep-mean")
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
@@ -379,14 +351,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                                 value_warmup_iters, max_iters, value_lr_decay)
     sums = {}  # {metric: (sum, count)} of what is measured on the way
     steps = 0  # made so far; before the first one the ratio is 1
-    stopped = False  # by target_kl
     for epoch in range(ppo_epochs):
         for number, rows in enumerate(minibatches(iteration, epoch)):
-            if stopped:
-                continue
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
-            gaps, moved = [], {}  # of this step: log ratios, and how far the policy has moved
+            gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
             if ptx:
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
@@ -403,8 +372,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
-                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
                 pg_loss = masked_sum(pg_losses, m) / token_count
                 if entropy_coef > 0:
                     pg_loss = pg_loss - entropy_coef * masked_sum(entropy, m) / token_count
@@ -423,16 +392,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
 
-                gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
-                if steps == 0 and age > 0:  # the policy has moved since it sampled this batch
-                    drift = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
-                    report.add_up(sums, m, {"policy/off_policy_kl": drift})
-                approx_kl = kl_estimate(mb["old_logprobs"], logprobs, "k3")  # of this update
-                report.add_up(moved, m, {"kl": approx_kl})
-                report.add_up(sums, m, {
+                gaps.append(report.measure(sums, mb, m, logprobs, system.dtype, age, steps, {
                     "loss/policy": pg_losses, "loss/value": vf_losses,
-                    "policy/approx_kl": approx_kl, "policy/clipfrac": pg_clipped,
-                    "val/clipfrac": vf_clipped})
+                    "policy/clipfrac": pg_clipped, "val/clipfrac": vf_clipped}))
 
             if steps == 0:  # the ratio is 1, unless old_logprobs are those of an older policy
                 ratio_gap = run.must_agree(  # COLLECTIVE
@@ -446,17 +408,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 continue
             audit.check_gradients(policy_norm, policy, "policy", iteration)
             audit.check_gradients(value_norm, value_model, "value_model", iteration)
-            if target_kl > 0:
-                # how far the steps so far have moved the policy, on this minibatch. If that is too
-                # far, neither this step is taken nor another one
-                stopped = parallel.all_reduce_metrics(moved)["kl"] > target_kl  # COLLECTIVE
-            if not stopped:
-                step(optimizers["value_model"], value_lr)
-                if iteration >= critic_warmup_iters:
-                    step(optimizers["policy"], policy_lr)
-                    if ema:
-                        ema.update()
-                steps += 1
+            step(optimizers["value_model"], value_lr)
+            step(optimizers["policy"], policy_lr)
+            if ema:
+                ema.update()
+            steps += 1
     if ahead:  # generators go on with these weights meanwhile
         ahead.share_weights(iteration + 1)  # COLLECTIVE
 
@@ -465,7 +421,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     record |= report.summarize(batch, "objective", reward_names, importance_cap, age)
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
-        "objective/kl_coef": kl_weight,
         "objective/non_score_reward": non_score_reward.item(),
         "objective/rlhf_reward": rlhf_reward.item(),
         "policy/sampler_gap": sampler_gap,
@@ -478,9 +433,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "val/explained_variance": explained_variance(batch["values"], returns, mask).item(),
         "val/lr": value_lr,
     }
-    if kl_coef_target > 0:
-        state["kl_factor"] = adapt_kl_coef(state["kl_factor"], record["objective/kl"],
-                                           kl_coef_target, batch_size)
     run.log(record, batch, passes=steps / num_minibatches)  # COLLECTIVE
 
 run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE

@@ -16,10 +16,9 @@ and the loss of a token is PPO's clipped one. Each relative changes a little of 
                too long responses lose score                   rewards.length     its eq. 13
     GSPO       one ratio for all tokens of a response          gspo_log_ratio     2507.18071, eq. 7
     CISPO      a clipped weight instead of a clipped loss      grpo.py's loop     2506.13585, eq. 4
-    dual clip  a bound for the loss of tokens with A < 0       dual_clipped_loss  1912.09729, eq. 5
 
-Dual clip comes from PPO and fits any of them but CISPO. config/ has a file of keys for each of the
-others (dr_grpo.py, ...), and their parts may be combined.
+config/ has a file of keys for each of them (dr_grpo.py, ...), and their parts may be combined. Dual
+clip (1912.09729, eq. 5), which fits any but CISPO, is recipes/dual_clip.diff.
 
 B responses, G of them (a group) to each prompt, side by side; R the longest response.
 """
@@ -97,22 +96,6 @@ def gspo_log_ratio(log_ratio, response_mask):
     lengths = response_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
     mean = log_ratio.sum(1, keepdim=True) / lengths  # (B, 1)
     return torch.where(response_mask, mean, 0)
-
-
-def dual_clipped_loss(losses, clipped, advantages, bound):
-    """
-    Dual clip (arXiv 1912.09729, equation 5): where A < 0, the loss stays below -A * bound.
-
-    PPO's clip does not bound the loss of a token with A < 0 that has become much more likely: with
-    A = -2 and a ratio of 50 it is 100, and this token would rule the step. With bound = 3 it is 6.
-
-    losses, clipped: (B, R), PPO's clipped losses, and where the clip took the gradient away.
-    advantages: (B, R). bound: more than 1. Returns new losses and clipped.
-    """
-    highest = -advantages * bound
-    clipped = clipped | (advantages < 0) & (losses > highest)
-    losses = torch.where(advantages < 0, torch.minimum(losses, highest), losses)
-    return losses, clipped
 
 
 # --------------------------------------------------------------------------------------------------

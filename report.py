@@ -14,7 +14,7 @@ import time
 import torch
 
 from errors import Stop, say, warn
-from loss import importance_weights, masked_sum
+from loss import gap, importance_weights, kl_estimate, masked_sum
 from parallel import rank_and_size
 from together import together
 
@@ -110,6 +110,23 @@ def add_up(sums, mask, tensors):
     for name, x in tensors.items():
         pair = torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
         sums[name] = sums.get(name, 0) + pair
+
+
+def measure(sums, mb, mask, logprobs, dtype, age, steps, figures):
+    """
+    What a micro-batch of an update shows. Added to sums: figures, {name: (b, R)}; how far the
+    update has moved the policy, policy/approx_kl; and in the first step on a batch that a policy
+    `age` updates older has sampled how far that one is away, policy/off_policy_kl.
+
+    mb: the micro-batch. mask: (b, R), its tokens that count. logprobs: (b, R), of the policy now.
+    steps: how many the update has made. Returns how far the log ratios are from 0, see loss.gap:
+    in the first step that is rounding.
+    """
+    kls = {"policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")}
+    if steps == 0 and age > 0:
+        kls["policy/off_policy_kl"] = kl_estimate(mb["sampler_logprobs"], logprobs, "k3")
+    add_up(sums, mask, figures | kls)
+    return gap(logprobs - mb["old_logprobs"], mb["response_mask"], dtype)
 
 
 def hash_of(tokens):

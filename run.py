@@ -68,14 +68,13 @@ class Run:
     of those that are trained. config: all keys, to be stored. system: the shared ones.
     must_match: the script's keys that must be the same when a run resumes; sources: those that name
     a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
-    run trains on. temperature: of the sampling. state: what the loop carries from one iteration to
-    the next beside weights and optimizers, as plain numbers: it is saved with every checkpoint, and
-    self.state is what to go on with. ema: the policy's average or None. reward_functions: the key.
+    run trains on. temperature: of the sampling. ema: the policy's average or None.
+    reward_functions: the key. self.state, a dict of plain numbers, is what a run carries from one
+    iteration to the next beside weights and optimizers; it is saved with every checkpoint.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
-                 must_match, sources, token_ids=(), temperature=1.0, state=None, ema=None,
-                 reward_functions=""):
+                 must_match, sources, token_ids=(), temperature=1.0, ema=None, reward_functions=""):
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
         self.models, self.optimizers = held(models), optimizers
@@ -88,7 +87,7 @@ class Run:
             out_dir, config, must_match, sources, token_ids, max_iters, reward_functions)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
                      first=None, warned=[])
-        self.state = fresh | (state or {}) | (saved or {})
+        self.state = fresh | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
             best = os.path.join(out_dir, "best_policy")

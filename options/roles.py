@@ -52,15 +52,11 @@ from rollout import read_batch
 from together import patience, together
 
 
-def check_ahead(system, target_kl, importance_cap):
+def check_ahead(system):
     """Raise BadConfig where keys do not go together."""
     if system.roles and system.generate_tp > 1:
         raise BadConfig("generate_tp with roles: ranks with roles sample each for itself; leave "
                         "one of the two out")
-    if target_kl > 0 and system.staleness > 0 and importance_cap == 0:
-        raise BadConfig("target_kl with staleness: how far the policy has moved would be counted "
-                        "from the older policy that has sampled, so that the first step may "
-                        "already be too far; type --importance_cap=2, which counts from now")
 
 
 class Ahead:

@@ -421,6 +421,12 @@ def length(c, row, r):
     return min(max((c.max_new_tokens - cache - len(r.own)) / cache, -1), 0)
 
 
+def distinct(c, row, r):
+    """Of the pairs of characters beside one another, how many are different ones."""
+    pairs = list(zip(r.text, r.text[1:], strict=False))
+    return len(set(pairs)) / len(pairs) if pairs else 1.0
+
+
 def some(c, row, r):
     """It does not apply to texts of an odd length."""
     return None if len(r.text) % 2 else letters(c, row, r)
@@ -431,7 +437,8 @@ def answer(c, row, r):
     return float(r.text.count(row["answer"]))
 
 
-RULES = dict(letters=letters, sometimes=sometimes, length=length, some=some, answer=answer)
+RULES = dict(letters=letters, sometimes=sometimes, length=length, some=some, answer=answer,
+             distinct=distinct)
 RULES_FILE = """
 def letters(batch):
     return [sum(ch in "abcd" for ch in completion) / 4 for completion in batch["completions"]]
@@ -473,6 +480,8 @@ def finish_scores(c, batch, seen, deviation=1.0, missing=None):
     for r in batch:
         seen["no score"] += r.score is None
         r.score = missing if r.score is None else r.score / deviation
+        if c.length_coef:
+            r.score -= c.length_coef * len(r.own)
         if c.missing_eos_penalty and not r.finished:
             r.score = -c.missing_eos_penalty
             seen["no end"] += 1
@@ -506,7 +515,7 @@ def evaluation(c, models, rows, iteration, best):
     batch = [respond(c, models, row, "eval", 0, slot) for slot, row in enumerate(rows)]
     figures = summary(c, batch, "eval")
     raw = there([r.raw for r in batch])
-    running = getattr(c, "scale_scores", "none") == "running"
+    running = c.scale_scores == "running"
     if best.score is None and running:
         best.deviation = deviation_of(raw)
     # not by these: the scores as they are, nor those that are divided by a deviation of their own
@@ -636,12 +645,21 @@ def ppo(c, data):
                 average_into(ema, models.policy, c.ema_decay)
 
         names = figures[0].keys() - {"drift"}
+        if c.recipe == "reinforce":
+            names -= {"policy/clipfrac", "val/clipfrac", "policy/approx_kl"}
+        if c.penalty:
+            names -= {"policy/clipfrac"}
+            record["policy/penalty"] = c.penalty
         record |= {name: mean([one[name] for one in figures]) for name in names}
-        record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr,
-                   "objective/kl_coef": kl_coef}
+        record |= {"policy/steps": steps, "policy/lr": policy_lr, "val/lr": value_lr}
         if c.ptx:
             record["loss/ptx"] = mean(ptx_losses)
+        if c.penalty and c.penalty_target:  # PPO, section 4
+            moved = record["policy/approx_kl"] / c.penalty_target
+            seen["penalty up" if moved > 1.5 else "penalty down" if moved < 1 / 1.5 else "penalty stays"] += 1
+            c.penalty *= 2 if moved > 1.5 else 1 / 2 if moved < 1 / 1.5 else 1
         if c.kl_coef_target:  # Ziegler et al. (arXiv 1909.08593, section 2.2)
+            record["objective/kl_coef"] = kl_coef
             error = record["objective/kl"] / c.kl_coef_target - 1
             way = "up" if error > 0.2 else "down" if error < -0.2 else "a little"
             seen[f"kl_coef {way}"] += 1
@@ -736,6 +754,9 @@ def find_advantages(c, batch, kl_coef):
             r.rewards = [(x - middle) / deviation + stays for x in r.rewards]
     for r in batch:
         r.advantages, r.returns = advantages_and_returns(r.rewards, r.values, c.gamma, c.lam)
+        if c.lam_alpha:  # VAPO (arXiv 2504.05118)
+            lam = max(1 - 1 / (c.lam_alpha * len(r.own)), 0.0)
+            r.advantages = advantages_and_returns(r.rewards, r.values, c.gamma, lam)[0]
     every = flat(r.advantages for r in batch)
     middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
     for r in batch:
@@ -761,7 +782,11 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
     seen["gap at the end"] += r.own[-1] + 1 < len(r.response)
     for t, logprob in enumerate(logprobs):
         ratio = torch.exp(logprob - r.old[t])
-        surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange)
+        surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange, c.dual_clip)
+        if c.recipe == "reinforce":
+            surrogate, bound = -r.advantages[t] * logprob, ""
+        if c.penalty:  # PPO (arXiv 1707.06347, eq. 8), with k3
+            surrogate = c.penalty * (ratio - 1 - torch.log(ratio)) - ratio * r.advantages[t]
         value = values[len(r.prompt) + r.own[t] - 1]
         vf, vf_bound = value_loss(value, r.values[t], r.returns[t], c.cliprange_value)
         seen[bound] += 1
@@ -917,6 +942,19 @@ def find_group_advantages(c, groups):
         for i, r in enumerate(scored):
             others = scores[:i] + scores[i + 1:] if c.baseline == "others" else scores
             r.advantage = (r.judged - mean(others)) / units[c.scale_by]
+            if c.recipe == "maxrl":  # arXiv 2602.02710
+                r.advantage /= mean(scores) + 1e-4
+    if c.recipe == "gdpo":  # arXiv 2601.05242
+        for r in flat(groups):
+            r.advantage = 0.0
+        for (weight, name), group in itertools.product(c.mix, groups):
+            each = [r.each[name] for r in group]
+            for r in group:
+                r.advantage += weight * (r.each[name] - mean(each)) / (statistics.stdev(each) + 1e-4)
+    if c.recipe in ("reinforce_pp", "gdpo"):  # arXiv 2501.03262
+        unit = statistics.stdev([r.advantage for r in flat(groups)]) + 1e-4
+        for r in flat(groups):
+            r.advantage /= unit
 
 
 def grpo_losses(c, models, r, weight, seen):

@@ -70,8 +70,7 @@ LONGEST = 900  # seconds that a run may take in all, or a row of them (tiny.in_a
 ATTEMPTS = 10  # to hit a run at a time: one that takes 0.1 s may have taken 1 s when it was measured
 INTERVAL = {"sft.py": 2, "rm.py": 1, "ppo.py": 1, "grpo.py": 2}  # checkpoint_interval
 KEYS = {"sft.py": dict(max_iters=4, eval_interval=2), "rm.py": dict(max_iters=3, eval_interval=2),
-        "ppo.py": dict(max_iters=2, eval_interval=1, warmup_iters=3, kl_coef_target=1.0, scale_scores="running", keep_best=True,
-                       batch_size=4, ppo_epochs=1),
+        "ppo.py": dict(max_iters=2, eval_interval=1, warmup_iters=3, keep_best=True, batch_size=4, ppo_epochs=1),
         "grpo.py": dict(max_iters=4, eval_interval=2, warmup_iters=3, max_refills=2, keep_best=True, reward_timeout=10)}
 PRODUCTS = {"sft.py": ["policy"], "rm.py": ["reward_model"], "ppo.py": ["policy", "value_model"], "grpo.py": ["policy"]}
 JOBS = [(script, ranks) for script in KEYS for ranks in (1, 2)]
@@ -504,8 +503,6 @@ def reference(world, job, folder):
     whole, points, last = left_by(folder), read_points(folder, job), KEYS[job[0]]["max_iters"]
     for path in (f"checkpoint-{last:06d}/manifest.json", *(f"{p}/model.safetensors" for p in PRODUCTS[job[0]])):
         assert path in whole["files"], path
-    if job[0] == "ppo.py":
-        assert len({r["objective/kl_coef"] for r in whole["log"][:-1]}) == last, "the adaptive coefficient does not move"
     if job[0] == "grpo.py":
         assert any("time/refill 0" in r for r in read_records(folder)), "nothing was refilled"
     again = yield Run(job, command(world, job), folder)

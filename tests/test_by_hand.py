@@ -123,39 +123,40 @@ ADAM = dict(weight_decay=0.0, beta1=0.9, beta2=0.99, adam_eps=1e-5, grad_clip=0.
             learning_rate=1e-2, warmup_iters=0, lr_decay="constant")
 SAMPLED = ADAM | dict(
     seed=3, max_iters=2, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
-    max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0, reward_clip=0.0,
+    max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0,
     ref_path="", staleness=0,
     importance_cap=0.0, gaps=False, lora="",
-    cliprange=0.2, entropy_coef=0.0, target_kl=0.0, ema_decay=0.0, keep_best=False)
+    cliprange=0.2, entropy_coef=0.0, ema_decay=0.0, keep_best=False)
 PPO = SAMPLED | dict(
-    batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", scale_scores="none",
-    kl_coef=0.3, kl_estimator="k1", kl_coef_target=0.0, gamma=1.0,
-    lam=0.95, ppo_epochs=2, num_minibatches=2, cliprange_value=0.2, vf_coef=0.1,
-    whiten_rewards="none", critic_warmup_iters=0, value_learning_rate=2e-2, value_warmup_iters=0,
+    batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", kl_coef=0.3, kl_estimator="k1", gamma=1.0, lam=0.95,
+    ppo_epochs=2, num_minibatches=2, cliprange_value=0.2, vf_coef=0.1,
+    value_learning_rate=2e-2, value_warmup_iters=0,
     value_lr_decay="constant", ptx="")
 GRPO = SAMPLED | dict(
     batch_size=6, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
     loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
     kl_in="loss", kl_estimator="k3", kl_correction=False, num_iterations=2, num_minibatches=2,
-    cliprange_high=0.3, dual_clip=0.0, refill_by="")
+    cliprange_high=0.3, refill_by="")
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
 PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_confidence=False, teacher="", lora="",
                      score_coef=1.0, preference_coef=1.0)
+# what recipes change, as it is without them: keys of by_hand.py, and of a script that has the recipe (test_recipes.py)
+PLAIN = dict(whiten_rewards="none", scale_scores="none", reward_clip=0.0, kl_coef_target=0.0, target_kl=0.0,
+             critic_warmup_iters=0, dual_clip=0.0, recipe="", gone=(), length_coef=0.0, lam_alpha=0.0, penalty=0.0,
+             penalty_target=0.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
-    # a learned reward and all that is done to it; k1 in the reward, and a kl_coef that adapts; the
-    # value model starts as the reward model
+    # a learned reward; k1 in the reward; the value model starts as the reward model
     "ppo, learned": ("ppo.py", PPO | dict(
-        scale_scores="running", missing_eos_penalty=2.0, reward_clip=1.5, kl_coef_target=0.9,
-        lr_decay="linear", value_warmup_iters=2, max_iters=3, eval_interval=1, eval_size=0,
+        missing_eos_penalty=2.0, lr_decay="linear", value_warmup_iters=2, max_iters=3, eval_interval=1, eval_size=0,
         keep_best=True)),
-    # k2, early stops, long gradients; the value model is a head on the policy's trunk;
+    # k2, long gradients; the value model is a head on the policy's trunk;
     # the reward model reads other tokens
     "ppo, shared": ("ppo.py", PPO | dict(
-        kl_estimator="k2", kl_coef_target=0.4, reward_model="other",
+        kl_estimator="k2", reward_model="other",
         value_init="shared", gamma=0.9, lam=0.8, cliprange_value=0.0, grad_clip=0.5, vf_coef=0.5,
-        entropy_coef=0.05, temperature=1.2, weight_decay=0.1, warmup_iters=2, target_kl=0.1,
+        entropy_coef=0.05, temperature=1.2, weight_decay=0.1, warmup_iters=2,
         value_lr_decay="cosine", batch_size=6, num_minibatches=2, ppo_epochs=3, max_iters=3)),
     # k3 in the reward, several rewards; the value model starts as the policy
     "ppo, mixed": ("ppo.py", PPO | SMALL | dict(
@@ -163,30 +164,29 @@ CASES = {
         policy_model="tied", value_init="policy", temperature=1.0, num_minibatches=1, value_learning_rate=0.0,
         value_warmup_iters=1, lr_decay="cosine", value_lr_decay="linear", ema_decay=0.7,
         eval_size=0, max_new_tokens=5)),
-    # PPO-ptx: texts and demonstrations, also where both heads stand on one trunk; whitened rewards,
+    # PPO-ptx: texts and demonstrations, also where both heads stand on one trunk;
     # and a reference that is not the policy of the start
     "ppo, ptx": ("ppo.py", PPO | dict(
-        value_init="policy", ptx="texts", ptx_coef=2.5, grad_clip=2.0, whiten_rewards="zero-mean",
+        value_init="policy", ptx="texts", ptx_coef=2.5, grad_clip=2.0,
         missing_eos_penalty=1.0, ref_model="older")),
     "ppo, shared, ptx": ("ppo.py", PPO | SMALL | dict(
         mix=[(1.0, "letters")], value_init="shared", policy_model="tied", ptx="sft_train",
-        ptx_coef=0.4, target_kl=0.1)),
-    # scores as the hub's models give them: the zero is found, a missing EOS costs, rewards whitened
+        ptx_coef=0.4)),
+    # scores as the hub's models give them: the zero is found, a missing EOS costs
     "ppo, uncentered": ("ppo.py", PPO | dict(
         reward_model="uncentered", mix=[(0.6, "reward_model"), (0.4, "letters")],
-        missing_eos_penalty=1.0, whiten_rewards="keep-mean",
-        critic_warmup_iters=1, ema_decay=0.8)),
+        missing_eos_penalty=1.0, ema_decay=0.8)),
     # adapters on the policy, and on the reward model for the values, which keep its zero
     "ppo, adapters": ("ppo.py", PPO | dict(lora="2:5", weight_decay=0.1, vf_coef=0.5, learning_rate=5e-2)),
-    # one response of one token: nothing to whiten by, and a deviation of 0
+    # one response of one token: nothing to whiten by
     "ppo, one token": ("ppo.py", PPO | dict(
-        batch_size=1, max_new_tokens=1, num_minibatches=1, scale_scores="running")),
+        batch_size=1, max_new_tokens=1, num_minibatches=1)),
     # no response ends: the reward model's zero is that of all of them
     "ppo, endless": ("ppo.py", PPO | dict(
         policy_model="endless", reward_model="uncentered", missing_eos_penalty=1.0, max_iters=1,
         max_new_tokens=4)),
     # batches of policies that are one and two updates old
-    "ppo, stale": ("ppo.py", PPO | dict(staleness=2, max_iters=4, scale_scores="running")),
+    "ppo, stale": ("ppo.py", PPO | dict(staleness=2, max_iters=4)),
     # and where the ratio is to the policy of now, each token counts more or less
     "ppo, stale, capped": ("ppo.py", PPO | dict(
         staleness=1, importance_cap=1.1, max_iters=3, num_minibatches=2, value_init="shared",
@@ -206,7 +206,7 @@ CASES = {
     # what an environment writes between, and behind, the policy's own tokens counts nowhere
     "ppo, gaps": ("ppo.py", PPO | dict(
         gaps=True, mix=[(1.0, "some"), (0.0, "letters")], value_init="policy", gamma=0.9,
-        whiten_rewards="keep-mean", scale_scores="running", missing_eos_penalty=0.7, entropy_coef=0.05,
+        missing_eos_penalty=0.7, entropy_coef=0.05,
         max_new_tokens=8, keep_best=True, eval_interval=1, eval_size=0, seed=1)),
     "grpo, gaps": ("grpo.py", GRPO | dict(
         gaps=True, mix=[(1.0, "letters"), (0.5, "length")], importance="sequence", cliprange=0.02,
@@ -219,20 +219,20 @@ CASES = {
         policy_model="endless", truncated="mask", max_new_tokens=4, max_iters=1)),
     "grpo": ("grpo.py", GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
-        missing_eos_penalty=0.9, reward_clip=0.6, lr_decay="linear", entropy_coef=0.02,
+        missing_eos_penalty=0.9, lr_decay="linear", entropy_coef=0.02,
         grad_clip=1.0, keep_best=True, eval_interval=1, eval_size=0, seed=8, max_iters=3)),
     "dapo": ("grpo.py", GRPO | dict(
         mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, missing_eos_penalty=0.5,
-        reward_clip=0.2, batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1,
+        batch_size=8, group_size=2, kl_coef=0.0, grad_clip=0.3, temperature=1.1,
         num_minibatches=4, policy_model="tied", ema_decay=0.6, eval_size=0, max_new_tokens=5,
-        seed=2, max_iters=3)),
+        seed=2, max_iters=3, keep_best=True, eval_interval=1)),
     "dr. grpo": ("grpo.py", GRPO | SMALL | dict(
         mix=[(1.0, "sometimes")], scale_by="none", aggregation="seq-mean-token-sum-norm",
-        dual_clip=1.3, num_minibatches=5, kl_estimator="k2", weight_decay=0.1, temperature=1.0,
+        num_minibatches=5, kl_estimator="k2", weight_decay=0.1, temperature=1.0,
         warmup_iters=2, lr_decay="cosine", seed=6, max_new_tokens=10, max_iters=3)),
     "gspo": ("grpo.py", GRPO | dict(
         importance="sequence", scale_by="batch", truncated="mask", aggregation="seq-mean-token-mean",
-        kl_correction=True, cliprange=0.02, cliprange_high=0.05, target_kl=0.2, batch_size=8,
+        kl_correction=True, cliprange=0.02, cliprange_high=0.05, batch_size=8,
         group_size=4, num_minibatches=5, reward_model="other", mix=[(1.0, "reward_model")],
         seed=1)),
     "cispo, rloo": ("grpo.py", GRPO | dict(
@@ -273,9 +273,9 @@ def drawn(script, seed):
     """A case whose every switch is drawn: what no one would think of together."""
     rng = random.Random(f"{seed} of {script}")
     keys = dict(
-        temperature=(0.8, 1.2), missing_eos_penalty=(0.0, 1.0), reward_clip=(0.0, 0.7), grad_clip=(0.0, 0.5),
+        temperature=(0.8, 1.2), missing_eos_penalty=(0.0, 1.0), grad_clip=(0.0, 0.5),
         staleness=(0, 0, 1), importance_cap=(0.0, 1.1), cliprange=(0.2, 0.03), entropy_coef=(0.0, 0.05),
-        target_kl=(0.0, 0.05), ema_decay=(0.0, 0.7), keep_best=(False, True), policy_model=("policy", "tied"),
+        ema_decay=(0.0, 0.7), keep_best=(False, True), policy_model=("policy", "tied"),
         kl_estimator=("k1", "k2", "k3"), kl_coef=(0.3, 0.3, 0.0), weight_decay=(0.0, 0.1),
         lr_decay=("constant", "linear", "cosine"), warmup_iters=(0, 2), max_new_tokens=(4, 5), seed=range(9),
         num_minibatches=(1, 2, 3), reward_model=("reward", "other", "uncentered"),
@@ -283,29 +283,25 @@ def drawn(script, seed):
              [(1.0, "letters"), (0.5, "length")]))
     if script == "ppo.py":
         keys |= dict(
-            scale_scores=("none", "running"), kl_coef_target=(0.0, 1.6), gamma=(1.0, 0.9), lam=(0.95, 0.0, 1.0),
+            gamma=(1.0, 0.9), lam=(0.95, 0.0, 1.0),
             ppo_epochs=(1, 2), cliprange_value=(0.0, 0.2), vf_coef=(0.1, 0.5), batch_size=(4, 5, 7),
-            whiten_rewards=("none", "keep-mean", "zero-mean"), critic_warmup_iters=(0, 0, 1),
             value_init=("policy", "shared", "reward"), ptx=("", "", "texts"), ptx_coef=(1.0, 2.5))
     else:
         keys |= dict(
             group_size=(2, 3), num_iterations=(1, 2), max_refills=(0, 1), baseline=("mean", "others"),
             scale_by=("std", "batch", "none"), loss_type=("clip", "clip", "cispo"),
             importance=("token", "sequence"), truncated=("keep", "mask"), kl_in=("loss", "reward"),
-            kl_correction=(False, True), cliprange_high=(0.3, 0.04), dual_clip=(0.0, 1.3), batch_size=(6, 12),
+            kl_correction=(False, True), cliprange_high=(0.3, 0.04), batch_size=(6, 12),
             aggregation=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
     keys = {key: rng.choice(values) for key, values in keys.items()}
     if script == "grpo.py":  # what is refused
         if keys["loss_type"] == "cispo":
-            keys |= dict(importance="token", dual_clip=0.0)
+            keys["importance"] = "token"
         keys["kl_correction"] &= keys["kl_in"] == "loss" and keys["kl_estimator"] != "k2"
         if keys["kl_in"] == "loss" and not keys["kl_correction"] and keys["kl_estimator"] == "k1":
             keys["kl_estimator"] = "k3"
     elif keys["reward_model"] == "other" or keys["mix"][0][1] == "letters":
         keys["value_init"] = "policy" if keys["value_init"] == "reward" else keys["value_init"]
-    if keys["staleness"] and keys["target_kl"]:
-        keys["importance_cap"] = 1.1
-    keys["kl_coef_target"] = keys.get("kl_coef_target", 0.0) * (keys["kl_coef"] > 0)
     given = PPO if script == "ppo.py" else GRPO
     return script, given | {k: x for k, x in keys.items() if k in given or k == "ptx_coef"} | dict(max_iters=2)
 
@@ -406,7 +402,7 @@ FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from
                ref_path="ref_model", teacher="teacher_model")
 # said in other words there
 NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "teacher_model",
-           "files", "ptx", "ref_path", "gaps")
+           "files", "ptx", "ref_path", "gaps", "scale_scores", "recipe", "gone")
 
 
 def command(world, script, keys):
@@ -415,21 +411,22 @@ def command(world, script, keys):
     files = FILES[script] | keys.get("files", {})
     given |= {key: os.path.join(world.root, f"{file}.jsonl") if file else "" for key, file in files.items()}
     if "mix" in keys:
-        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some", "answer")}
+        where = {"distinct": "HOME/distinct.py:distinct"}  # of a recipe, in its folder
+        where |= {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some", "answer")}
         rewards = [f"{weight}*{where.get(name, name)}" for weight, name in keys["mix"]]
         given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
         if "reward_model" not in [name for _, name in keys["mix"]]:
             keys = {key: value for key, value in keys.items() if key != "reward_model"}
     if keys.get("ptx"):
         given["ptx_path"] = os.path.join(world.root, f"{keys['ptx']}.jsonl")
-    given |= {key: value for key, value in keys.items() if key not in NO_KEYS}
+    given |= {key: value for key, value in keys.items() if key not in (*NO_KEYS, *keys.get("gone", ()))}
     given |= {key: getattr(world, keys[name]) for key, name in FOLDERS.items() if name in keys}
     return [f"--{key}={value}" for key, value in given.items()]
 
 
 def worked_out(world, script, keys):
     """The same by hand."""
-    c = SimpleNamespace(**keys)
+    c = SimpleNamespace(**PLAIN | keys)
     for key, name in FOLDERS.items():
         if name in keys:
             setattr(c, key, getattr(world, keys[name]))
@@ -534,14 +531,12 @@ def differences(out, expected):
 
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "centered, some end", "centered, none end",
-               "best first", "best not raw", "best not anew", "policy waits",
-               "gap", "gap at the end", "no score", "score clipped above", "score clipped below",
-               "early stop", "long gradient", "short gradient", "capped", "counts less",
-               "kl_coef up", "kl_coef down", "kl_coef a little"],
-    "grpo.py": ["below", "above", "dual", "weight below", "weight above",
+               "best first", "best not raw", "gap", "gap at the end", "no score",
+               "long gradient", "short gradient", "capped", "counts less"],
+    "grpo.py": ["below", "above", "weight below", "weight above",
                 "no end", "centered, some end", "best later", "best by a little", "best below 0", "best not raw",
                 "gap", "gap at the end", "no score", "other answers",
-                "score clipped above", "score clipped below", "early stop", "flat by a rule",
+                "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",
                 "all end early", "capped", "counts less",

@@ -193,9 +193,10 @@ def source_of(path):
     with open(os.path.join(ROOT, path), encoding="utf-8") as f:
         return f.read()
 
-SCRIPTS = sorted(os.path.relpath(p, ROOT) for folder in ("", "tools") for p in glob.glob(os.path.join(ROOT, folder, "*.py"))
+SCRIPTS = sorted(os.path.relpath(p, ROOT) for folder in ("", "tools", "recipes")
+                 for p in glob.glob(os.path.join(ROOT, folder, "*.py"))
                  if re.search(r"^([\w, ]+ = )?configure\(globals\(\)", source_of(p), re.MULTILINE))
-TRAINING = ["grpo.py", "ppo.py", "rm.py", "sft.py"]
+TRAINING = ["grpo.py", "ppo.py", "recipes/dpo.py", "rm.py", "sft.py"]
 CONFIGS = sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "config", "*.py")))
 
 
@@ -216,7 +217,7 @@ def test_every_key_has_a_comment_and_a_default_in_its_range(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_file_fits_its_script(name):
     doc = ast.get_docstring(ast.parse(source_of(f"config/{name}"))) or ""
-    scripts = {s for s in re.findall(rf"(\w+\.py) (?:\S+ )*config/{name}", doc)} & set(TRAINING)
+    scripts = {s for s in re.findall(rf"([\w/]+\.py) (?:\S+ )*config/{name}", doc)} & set(TRAINING)
     keys = [keys_of(script) for script in scripts or TRAINING]
     fits = [script for script in keys if read_if_it_fits(script, os.path.join(ROOT, "config", name))]
     assert fits and (not scripts or len(fits) == len(keys)), f"{name} fits none of {scripts or TRAINING}"

@@ -66,7 +66,7 @@ def pretended(tmp_path_factory):
     odd = f"{world.rule('odd')},0.5*reward_model"
     runs = dict(
         ppo=world.ppo("out", max_iters=1, dtype="float64", deterministic=True, kl_estimator="k2", entropy_coef=0.1,
-                      target_kl=9.0, ema_decay=0.5, eval_path="", head_chunk=5, ppo_epochs=1),
+                      ema_decay=0.5, eval_path="", head_chunk=5, ppo_epochs=1),
         grpo=world.grpo("out", max_iters=1, max_refills=1, reward_functions=odd, grad_clip=0.1, rollout_batch_size=4,
                         reward_path=world.other_reward, gradient_checkpointing=True, num_iterations=1, eval_path="",
                         optim="adafactor", offload="reward=params,ref=params"),

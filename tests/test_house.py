@@ -9,7 +9,7 @@ from configurator import read_keys
 
 from conftest import ROOT
 
-SCRIPTS = ("ppo.py", "grpo.py", "sft.py", "rm.py")
+SCRIPTS = ("ppo.py", "grpo.py", "sft.py", "rm.py", "recipes/dpo.py")
 
 
 def tree_of(path):

@@ -87,8 +87,8 @@ def anchors(page):
 
 @pages
 def test_links_and_files_of_a_page_are_there(page):
-    folders = "config|data|runs|tests|assets|options|grading|tools|docs"
-    named = re.findall(rf"(?:{folders})/[\w/.]*\.(?:py|sh|png|md)", PAGES[page])
+    folders = "config|data|runs|tests|assets|options|grading|recipes|tools|docs"
+    named = re.findall(rf"(?:{folders})/[\w/.]*\.(?:py|sh|png|md|diff)", PAGES[page])
     for path in {*named, *re.findall(r"`(\w+\.(?:py|txt))`", PAGES[page])}:
         assert "mine" in path or os.path.exists(os.path.join(ROOT, path)), path  # but for the reader's own
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
@@ -148,7 +148,7 @@ def at_home(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # configure sets it
 
 
-# those of docs/make_it_yours.md are of scripts that its diffs make: tests/test_make_it_yours.py runs these
+# those of docs/make_it_yours.md are of folders that tools/fork.py makes: tests/test_recipes.py runs these
 COMMANDS = {" ".join(words): words for page, text in PAGES.items() if "yours" not in page for words in commands(text)
             if len(words) > 1 and not words[1].startswith(("-m", "--")) or "torchrun" in words[0] and script_of(words)[0]}
 
@@ -216,13 +216,14 @@ def keys_of(path):
     return {option.replace("-", "_") for option in re.findall(r"add_argument\(\"--([\w-]+)\"", source)}
 
 
-KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "data/*.py", "data/*/*.py", "tests/*.py", "runs/peers/*.py")))
+KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "recipes/*.py", "data/*.py", "data/*/*.py", "tests/*.py",
+                                       "runs/peers/*.py")))
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
           "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_dir", "repo_type"}  # of pip, torchrun and hf
 OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "time", "signal", "requeue", "open_mode"}
 OTHERS |= {"world_size", "gpu_gb", "compare"}  # of tools/memory.py
 OTHERS |= {"build_arg", "rm", "gpus", "shm_size", "network", "privileged"}  # of SLURM, and of docker
-OTHERS |= set(re.findall(r"^\+(\w+) = ", PAGES["docs/make_it_yours.md"], re.MULTILINE))  # keys that its diffs add
+OTHERS |= {"refresh"}  # of tools/fork.py
 
 
 @pages

@@ -290,7 +290,7 @@ def test_the_page_in_a_browser(done, page, tmp_path):
     assert "CONSOLE" not in shown.stderr, shown.stderr
     first, pointed, by_score, title = map(html.unescape, re.findall("<output>(.*?)</output>", shown.stdout, re.DOTALL))
     assert title.strip() == "a<b>&c, out"  # and not "hacked"
-    assert re.findall('aria-label="(.*?)"', shown.stdout) == ["kl", "kl_coef", "loss/kl", "policy/approx_kl"]
+    assert re.findall('aria-label="(.*?)"', shown.stdout) == ["kl", "loss/kl", "policy/approx_kl"]
 
     card = re.compile(r'<article class="card".*?</article>', re.DOTALL)
     assert len(card.findall(first)) == 1  # the hostile prompt has one sample

@@ -77,7 +77,7 @@ keys["reward_functions"] = reward_functions or rules
 iteration = state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks
-keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "target_kl": 0.0,
+keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0,
          "eval_interval": max(keys["max_iters"], iteration) + 2}  # no evaluation
 if script == "grpo":
     keys["max_refills"] = 0  # the group stays, even if all its scores are equal
