@@ -114,7 +114,7 @@ def encode(rows, path):
         demonstrations = Rows([row | dict(completion=row[side]) for row in rows], rows.parts)
         sides.append(encode_examples(demonstrations, path, tokenizer, sys.maxsize))
     pairs = list(zip(*sides, strict=True))
-    limit, whose = limit_of(policy.max_positions, max_tokens, "max_tokens")
+    limit, whose = limit_of(policy.max_positions, max_tokens)
     lengths = [max(map(tokens_of_example, pair)) for pair in pairs]
     kept = rows_that_fit(rows, path, lengths, limit, whose, system.too_long)
     keep_rows(rows, kept)

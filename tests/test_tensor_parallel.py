@@ -60,4 +60,4 @@ def test_what_cannot_be_split_is_refused_in_a_line(monkeypatch):
     with pytest.raises(BadConfig, match="generate_tp"):
         check_split(2)
     with pytest.raises(BadConfig, match="generate_tp"):
-        check_ahead(SimpleNamespace(roles="train=2,generate=1", generate_tp=3, staleness=0), 0, 0)
+        check_ahead(SimpleNamespace(roles="train=2,generate=1", generate_tp=3, staleness=0))
