@@ -38,6 +38,7 @@ pages = pytest.mark.parametrize("page", PAGES)
 def test_pages_are_reached_from_the_front_page_and_files_from_their_map():
     linked = set(re.findall(r"\]\((\w+/\w+\.md)\)", PAGES["README.md"]))
     assert linked == PAGES.keys() - {"README.md"} and len(PAGES["README.md"].splitlines()) <= 100
+    assert set(files("*.py")) <= set(re.findall(r"`(\w+\.py)`", PAGES["README.md"]))
     listed = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["options/README.md"], re.MULTILINE)
     assert sorted(listed) == files("options/*.py", "grading/*.py")
 
