@@ -91,6 +91,10 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, i
         from options.roles import check_ahead
 
         check_ahead(system)
+    if system.generate_tp > 1:
+        from options.tensor_parallel import check_split
+
+        check_split(system.generate_tp)
     if system.sampler == "vllm":
         from options.vllm import check_vllm
 
