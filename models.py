@@ -24,13 +24,6 @@ from trunk import OnTrunk
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
 
 
-def plain(dtype="float32", **keys):
-    """The shared keys of a tool, which reads models and trains none."""
-    return SimpleNamespace(**dict(
-        dtype=dtype, master_weights=True, zero_stage="", offload="", lora="", quantize="none",
-        compile=False, gradient_checkpointing=False, share_base=False) | keys)
-
-
 def dtypes(system):
     """
     (dtype of trained weights, dtype of frozen matrices, or None where that is the same).
@@ -75,6 +68,13 @@ def matrices_of(model):
 # one model
 
 
+def plain(dtype="float32", **keys):
+    """The shared keys of a tool, which calls `load` as a run does that sets none of them."""
+    return SimpleNamespace(**dict(
+        dtype=dtype, master_weights=True, zero_stage="", offload="", lora="", quantize="none",
+        compile=False, gradient_checkpointing=False) | keys)
+
+
 def load(path, name, system, device, head="lm", trained=False, seed=0):
     """
     The model of a folder or hub name, on the device, trained or frozen. A collective where
@@ -109,8 +109,7 @@ def load(path, name, system, device, head="lm", trained=False, seed=0):
     if system.compile:
         model.compile_trunk()
     if head == "lm":  # read as in the run: where matrices are in 16 bits already, all must be
-        rounds = torch.autocast(device.type, matrices, enabled=matrices is not None)
-        with rounds, no_grad_forwards([model], device):
+        with autocast(system, device), no_grad_forwards([model], device):
             probe(model)
     if not adapter:
         return model
@@ -174,7 +173,8 @@ def load_policy(path, system, device, seed=0):
     """
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
-    trained = parallel.role in ("", "train") or bool(system.lora)  # else a copy that samples
+    # else a copy that samples
+    trained = parallel.role in ("", "train") or bool(of_model(system.lora, "policy"))
     policy = load(path, "policy", system, device, trained=trained, seed=seed)
     check_tokenizer_fits(tokenizer, policy, path)
     return policy, tokenizer

@@ -37,7 +37,7 @@ def make_optimizer(model, name, system, lr, betas, eps):
     if system.zero_stage or system.offload:
         from options.shards import optimizer_of
 
-        optimizer = optimizer_of(name, system, parameters, kind, settings)
+        optimizer = optimizer_of(model, name, system, parameters, kind, settings)
     else:
         optimizer = kind(parameters, **settings)
     optimizer.scale = scale

@@ -235,12 +235,8 @@ def warpers(top_k=0, top_p=1.0, min_p=0.0):
     With the probabilities 0.5, 0.3, 0.15, 0.05: top_k = 3 keeps three of them; they become 0.526,
     0.316, 0.158. Then top_p = 0.8 keeps two, for 0.526 is below it, and min_p = 0.7 only the first.
     """
-    from transformers.generation import (
-        LogitsProcessorList,
-        MinPLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    from transformers.generation import (LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper,
+                                         TopPLogitsWarper)
 
     chosen = LogitsProcessorList()
     if top_k > 0:

@@ -21,7 +21,7 @@ from load import load_like, load_whole, outline, unread_parameters
 from model import is_linear
 from models import dtypes, load_here, matrices_of, settle
 from optimizers import inner
-from parallel import broadcast, collective, fill, is_shard, is_sharded, my_part, rank_and_size, wire
+from parallel import broadcast, collective, fill, is_shard, my_part, rank_and_size, wire
 from together import alone, from_rank
 
 # --------------------------------------------------------------------------------------------------
@@ -36,12 +36,12 @@ def stage_of(system, name):
     return int(stage or 0)
 
 
-def offload_of(system, name, trained):
+def offload_of(system, name, trained, is_head=False):
     """
     What of a model is in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
-    without a name is for the trained models.
+    without a name is for the trained models, but for one that is a head on the policy (is_head).
     """
-    if system.offload.strip() == "optimizer" and not trained:
+    if system.offload.strip() == "optimizer" and (is_head or not trained):
         return "none"
     return of_model(system.offload, name) or "none"
 
@@ -56,11 +56,9 @@ def check_shards(system, trained, frozen, share_base, value_init):
         on_trunk.append("ref")
     for name in trained + frozen:
         learns = name in trained
-        stage, offload = stage_of(system, name), offload_of(system, name, learns)
-        lora = of_model(system.lora, name) if learns else ""
         is_head = name == "value" and value_init == "shared"  # on the policy
-        if is_head and system.offload.strip() == "optimizer":
-            offload = "none"
+        stage, offload = stage_of(system, name), offload_of(system, name, learns, is_head)
+        lora = of_model(system.lora, name) if learns else ""
         table = [
             (not learns and offload == "optimizer",
              f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params"),
@@ -146,15 +144,11 @@ def shard(model, stage, offload, device, matrices=None, mesh=None):
     and head, whose gradients may be sums over chunks, in 32 bits. A layer of which other modules
     have such vectors beside matrices, such as gpt-oss's, is not rounded. mesh: see mesh_of_ranks.
     """
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard,
+                                        register_fsdp_forward_method)
 
-    model.elsewhere, model.by_layer = True, stage == 3
-    by_layer = model.by_layer
+    model.elsewhere = True
+    model.by_layer = by_layer = stage == 3
     settings = dict(mesh=mesh or mesh_of_ranks(device))
     if offload == "params":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -234,7 +228,7 @@ def here(model, device):
     gradients. After it, also after an error in it, the layers that the forwards have gathered are
     freed: FSDP by itself frees them only in a backward pass.
     """
-    if is_sharded(model):
+    if fsdp_modules(model):  # parameters() are no shards while they are gathered
         try:
             yield
         finally:
@@ -308,8 +302,8 @@ def first_word(p):
 
 class Shards:
     """
-    The gradients of sharded parameters, with the methods of a flat buffer that are used above. FSDP
-    makes these gradients and reduces them by itself.
+    The gradients of sharded parameters, with the methods of parallel.Flat. FSDP makes these
+    gradients and reduces them by itself.
     """
 
     def __init__(self, parameters):
@@ -341,9 +335,10 @@ class Shards:
 # optimizers, and their states in checkpoints
 
 
-def optimizer_of(name, system, parameters, kind, settings):
+def optimizer_of(model, name, system, parameters, kind, settings):
     """An optimizer of this class and settings: at stage 1 split, or its states on the CPU."""
-    stage, offload = stage_of(system, name), offload_of(system, name, True)
+    is_head = model.base is not None and not model.adapters
+    stage, offload = stage_of(system, name), offload_of(system, name, True, is_head)
     if offload == "optimizer":
         kind = OffloadedAdamW
     if stage == 1 and parallel.rank_and_size()[1] > 1:

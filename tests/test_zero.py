@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import optimizers
 import checks
 import models
-from options import shards
+import optimizers
+import parallel
 from errors import BadConfig, Stop
 from load import load_model
+from options import shards
+from trunk import OnTrunk
 
 import tiny
 from families import PROCESSOR, add_vision
@@ -322,6 +324,25 @@ def test_places_by_hand(keys, places):
     for name in TRAINED + FROZEN:
         stage, offload = shards.stage_of(system, name), shards.offload_of(system, name, name in TRAINED)
         assert (stage, offload) == places.get(name, (0, "none")), name
+
+
+def test_a_head_on_the_policy_is_not_offloaded(world):
+    """value_init="shared" with offload="optimizer": what is offloaded is the policy's alone."""
+    system = models.plain(offload="optimizer", optim="adamw", weight_decay=0.0)
+    policy = models.load(world.policy, "policy", system, torch.device("cpu"), trained=True)
+    made = [optimizers.make_optimizer(model, name, system, 1e-3, (0.9, 0.999), 1e-8)
+            for model, name in ((policy, "policy"), (OnTrunk(policy), "value"))]
+    assert [type(optimizer) for optimizer in made] == [shards.OffloadedAdamW, torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("lora, trained", [("", False), ("value=4", False), ("policy=4", True)])
+def test_a_generator_trains_nothing_but_has_the_adapter(world, monkeypatch, lora, trained):
+    """Its policy is a frozen copy, whatever the value model has; with an adapter on the policy it is an adapted one."""
+    monkeypatch.setattr(parallel, "role", "generate")
+    monkeypatch.setattr(parallel, "roles", dict(train=range(1), generate=range(1, 2)))
+    chats = dict.fromkeys(("chat_template", "template_kwargs", "system_prompt", "stop_strings"), "")
+    policy, _ = models.load_policy(world.policy, models.plain(lora=lora, **chats), torch.device("cpu"))
+    assert any(p.requires_grad for p in policy.parameters()) == bool(policy.adapters) == trained
 
 
 def check(zero_stage="", offload="", lora="", optim="adamw", share_base=False, value_init="reward", ref_path=""):

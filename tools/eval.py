@@ -33,7 +33,7 @@ import parallel  # noqa: E402
 import together  # noqa: E402
 from tools.curves import short_names  # noqa: E402
 from estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
-                              pass_at_k, wins)
+                       pass_at_k, wins)
 from options.judging import Judge  # noqa: E402
 from load import outline  # noqa: E402
 from models import autocast, dtypes, in_memory, load, plain  # noqa: E402
