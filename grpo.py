@@ -33,22 +33,22 @@ import before_torch  # noqa: F401, before torch: it notes which CPUs this proces
 
 import torch
 
-import audit
-import launch
-import parallel
-import report
-from checks import check_grpo, check_rl, check_system
 from configurator import configure
-from loss import (importance_weights, kl_estimate, learning_rate_at, masked_sum,
-                  response_logprobs)
-from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
-from optimizers import MovingAverage, make_optimizer, step
-from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
-from relatives import flat_groups, group_advantages, gspo_log_ratio, token_weights
+from rollout import add_columns, read_batch, sample_batch
 from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
                      score_batch)
-from rollout import add_columns, read_batch, sample_batch
+from relatives import flat_groups, group_advantages, gspo_log_ratio, token_weights
+from loss import importance_weights, kl_estimate, learning_rate_at, masked_sum
+from model import response_logprobs
+from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
+from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
+import parallel
+from optimizers import MovingAverage, make_optimizer, step
 from run import Run, ranks_agree
+from checks import check_grpo, check_rl, check_system
+import audit
+import launch
+import report
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there

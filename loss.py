@@ -1,6 +1,6 @@
 """
-The formulas: log-probs and entropy, KL estimators, whitening, and the few numbers that change from
-iteration to iteration. Tensors in, tensors out: no configuration, no globals. The losses of PPO and
+The formulas: KL estimators, importance weights, sums and whitening under a mask, the learning rate
+of an iteration. Tensors in, tensors out: no configuration, no globals. The losses of PPO and
 GRPO stand in the loops of ppo.py and grpo.py, those of GRPO's relatives in relatives.py, those of
 sft.py and rm.py in examples.py; here is what they are made of.
 
@@ -8,7 +8,7 @@ The scripts add up the losses of the tokens, and divide by one count: the traine
 whole optimizer step, over all micro-batches and all ranks. They never take a mean of the
 micro-batches' means: in a micro-batch of few tokens each token would count more, by accident.
 
-B responses, R the longest response, V vocabulary, d width of a hidden state.
+B responses, R the longest response.
 """
 import math
 
@@ -130,32 +130,6 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
              "linear": 1 - progress,
              "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[shape]
     return peak * share
-
-
-# --------------------------------------------------------------------------------------------------
-# what a model says of the responses of a micro-batch
-
-
-def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True):
-    """
-    Log-prob and entropy of each response token, (b, R) both, of the distribution that is sampled:
-    scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
-    exp could overflow there, and a NaN would spread into the gradients.
-
-    mb: a micro-batch, as prompts.micro_batch makes them. chunk and entropy: see Model.logprobs.
-    """
-    found = policy.logprobs(mb["tokens"], mb["chosen"], temperature, vocab_size, chunk, entropy)
-    return tuple(in_rows(x, mb["response_mask"]) for x in found)
-
-
-def response_values(value_model, mb):
-    """The value of the state before each response token, (b, R); 0 under the mask."""
-    return in_rows(value_model.values(mb["tokens"], mb["chosen"]), mb["response_mask"])
-
-
-def in_rows(x, mask):
-    """n numbers, x (n,), to the n places where mask (b, R) is True; 0 elsewhere."""
-    return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 def explained_variance(values, returns, mask):

@@ -21,7 +21,8 @@ model stays in eval mode.
 
 How a Model is loaded stands in load.py.
 
-b rows, T tokens in the longest of them, n tokens that are read, V vocabulary, d width of a state.
+b rows, T tokens in the longest of them, R in the longest response, n tokens that are read, V
+vocabulary, d width of a state.
 """
 import contextlib
 import inspect
@@ -202,6 +203,28 @@ class Model(nn.Module):
         shorter = [each["original_max_position_embeddings"] for each in kinds
                    if each.get("rope_type") == "longrope"]
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
+
+
+def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True):
+    """
+    Log-prob and entropy of each response token, (b, R) both, of the distribution that is sampled:
+    scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
+    exp could overflow there, and a NaN would spread into the gradients.
+
+    mb: a micro-batch, as prompts.micro_batch makes them. chunk and entropy: see Model.logprobs.
+    """
+    found = policy.logprobs(mb["tokens"], mb["chosen"], temperature, vocab_size, chunk, entropy)
+    return tuple(in_rows(x, mb["response_mask"]) for x in found)
+
+
+def response_values(value_model, mb):
+    """The value of the state before each response token, (b, R); 0 under the mask."""
+    return in_rows(value_model.values(mb["tokens"], mb["chosen"]), mb["response_mask"])
+
+
+def in_rows(x, mask):
+    """n numbers, x (n,), to the n places where mask (b, R) is True; 0 elsewhere."""
+    return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 def states_before(chosen, states):

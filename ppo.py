@@ -33,22 +33,23 @@ import before_torch  # noqa: F401, before torch: it notes which CPUs this proces
 
 import torch
 
-import audit
-import launch
-import parallel
-import report
-from checks import check_rl, check_system
 from configurator import configure
+from rollout import read_batch, sample_batch
+from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
 from gae import compute_gae
 from loss import (explained_variance, importance_weights, kl_estimate, learning_rate_at,
-                  masked_sum, masked_whiten, response_logprobs, response_values)
+                  masked_sum, masked_whiten)
+from model import response_logprobs, response_values
 from models import (autocast, in_memory, load_policy, load_ref_policy, load_reward_model,
                     load_value_model)
-from optimizers import MovingAverage, make_optimizer, step
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
-from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
-from rollout import read_batch, sample_batch
+import parallel
+from optimizers import MovingAverage, make_optimizer, step
 from run import Run, ranks_agree
+from checks import check_rl, check_system
+import audit
+import launch
+import report
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there

@@ -91,7 +91,7 @@ def test_sample(chain, world, tmp_path):
 
 SABOTAGE = """
 import json, torch
-import prompts, loss, model, parallel, rewards, rollout
+import prompts, model, parallel, rewards, rollout
 case, now, held, steps = os.environ.get("CASE"), -1, {}, 0
 
 def patch(owner, name, change):
@@ -148,8 +148,8 @@ def logits(original, self, states):
 patch(prompts, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
 patch(rewards, "score_sequences", scores)
-patch(loss, "response_logprobs", spoil("policy"))
-patch(loss, "response_values", spoil("value_model"))
+patch(model, "response_logprobs", spoil("policy"))
+patch(model, "response_values", spoil("value_model"))
 patch(rollout, "generate", generate)
 patch(model.Model, "logits", logits)
 patch(torch.optim.AdamW, "step", step)

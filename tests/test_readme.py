@@ -39,6 +39,9 @@ def test_pages_are_reached_from_the_front_page_and_files_from_their_map():
     linked = set(re.findall(r"\]\((\w+/\w+\.md)\)", PAGES["README.md"]))
     assert linked == PAGES.keys() - {"README.md"} and len(PAGES["README.md"].splitlines()) <= 100
     assert set(files("*.py")) <= set(re.findall(r"`(\w+\.py)`", PAGES["README.md"]))
+    in_order = re.findall(r"^\d\. `(\w+\.py)`", PAGES["README.md"], re.MULTILINE)  # as ppo.py imports them
+    imported = [f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", read("ppo.py"), re.MULTILINE)]
+    assert in_order == ["ppo.py", *[name for name in imported if name in in_order]] and len(in_order) > 5
     listed = re.findall(r"^\| `([\w/]+\.py)` \|", PAGES["options/README.md"], re.MULTILINE)
     assert sorted(listed) == files("options/*.py", "grading/*.py")
 

@@ -29,9 +29,8 @@ from checks import check_system
 from configurator import of_model
 from errors import BadConfig
 from folders import model_folders, read_json
-from loss import response_logprobs, response_values
 from load import has_experts, read_config, shapes, unread_parameters
-from model import Model, freeze, no_grad_forwards
+from model import Model, freeze, no_grad_forwards, response_logprobs, response_values
 from models import autocast, dtypes, in_memory, settle
 from options import four_bits, optimizers as other_optimizers, shards
 from options.lora import Adapted, adapt
