@@ -275,6 +275,11 @@ def in_memory(**models):
     return found
 
 
+def is_here(model):
+    """Whether a run has this model, and this rank has more of it than the shapes."""
+    return model is not None and not next(model.parameters()).is_meta
+
+
 def held(models):
-    """{name: model} of those models of which this rank holds more than the shapes."""
-    return {name: model for name, model in models.items() if not next(model.parameters()).is_meta}
+    """{name: model} of those models of which this rank has more than the shapes."""
+    return {name: model for name, model in models.items() if is_here(model)}

@@ -37,7 +37,7 @@ import together
 from answers import final_answer, whole_responses
 from errors import BadConfig, BadInput, Stop, say
 from model import no_grad_forwards
-from models import autocast
+from models import autocast, is_here
 from prompts import right_pad
 from rollout import texts_of
 from rows import Rows, prompt_row, read_rows
@@ -187,24 +187,23 @@ def check_rows(terms, rows, path):
             function.check_rows(rows, path)
 
 
-# --------------------------------------------------------------------------------------------------
-# scoring a batch
-
-# the rules work in a thread, so that the run need not wait for ever for one that hangs
-thread = ThreadPoolExecutor(1)
-
-
 def read_prompts(path, terms, fields=""):
     """
     The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
     BadInput.
     """
-    rows = read_rows(path, prompt_row, fields) if path else Rows()
-    rules, first = [term for term in terms if term[2]], 0
+    rows, first = read_rows(path, prompt_row, fields) if path else Rows(), 0
     for file, _, count in rows.parts:
-        check_rows(rules, rows[first:first + count], file)
+        check_rows(terms, rows[first:first + count], file)
         first += count
     return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# scoring a batch
+
+# the rules work in a thread, so that the run need not wait for ever for one that hangs
+thread = ThreadPoolExecutor(1)
 
 
 def score_batch(batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
@@ -279,11 +278,6 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     columns = {f"reward/{name}": x.to(like) for name, x in scores.items()}
     columns |= dict(accuracy=accuracy(mine).to(device), thinks=thinks(mine).to(device))
     return columns
-
-
-def is_here(model):
-    """Whether a run has this model, and this rank has its weights."""
-    return model is not None and not next(model.parameters()).is_meta
 
 
 def call_rewards(terms, batch):
