@@ -43,7 +43,7 @@ from model import response_logprobs
 from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 import parallel
-from optimizers import MovingAverage, make_optimizer, step
+from optimizers import MovingAverage, make_optimizer
 from run import Run, ranks_agree
 from checks import check_grpo, check_rl, check_system
 import audit
@@ -233,7 +233,7 @@ run = Run(  # COLLECTIVE
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
     token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
 
-gradients = parallel.flatten_gradients(policy.parameters())
+gradients = parallel.flatten_gradients(run.trained)
 if ahead:
     ahead.begin(run)  # COLLECTIVE
 # who reads a batch before the update, and adds which column. With one minibatch, the forward of the
@@ -376,12 +376,12 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 4) update
     run.enter("update")
-    policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
+    lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     # (sum, count) of what is measured on the way; it stays 0 where nothing can be learned
     sums = dict.fromkeys(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
                          torch.zeros(2, dtype=torch.float64, device=device))
     sampler_gap, ratio_gap = None, 0.0
-    policy_norm = torch.zeros(())
+    norms = {}
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(num_iterations):
@@ -443,15 +443,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     torch.stack(gaps).max(), "the training forward", age == 0 or importance_cap > 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
-            policy_norm = parallel.clip_gradients(gradients, grad_clip)
-            if run.overflowed(policy_norm):  # float16 only: all ranks skip this step
-                policy_norm = torch.zeros(())
-                continue
-            audit.check_gradients(policy_norm, policy, "policy", iteration)
-            step(optimizers["policy"], policy_lr)
-            if ema:
-                ema.update()
-            steps += 1
+            norms = run.step(gradients, dict(policy=lr), grad_clip)
+            steps += bool(norms)  # none, where a float16 gradient has overflowed
     if not learns.any():
         report.say_nothing_learnt(iteration, flat, batch["counted"])
         read(batch, readers, minibatches(iteration))  # COLLECTIVE
@@ -472,10 +465,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "objective/rlhf_reward": report.mean_of(scores).item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": ratio_gap,
-        "policy/grad_norm": policy_norm.item(),
+        "policy/grad_norm": norms.get("policy", 0.0),
         "policy/steps": steps,
         "policy/staleness": age if system.staleness else None,
-        "policy/lr": policy_lr,
+        "policy/lr": lr,
     }
     run.log(record, batch, passes=steps / num_minibatches)  # COLLECTIVE
 

@@ -38,6 +38,7 @@ and a line of a training script or of what these share (rollout.py, rewards.py, 
 options/roles.py) that calls such a function is marked # COLLECTIVE.
 """
 import contextlib
+import itertools
 import math
 
 import torch
@@ -314,7 +315,12 @@ class Flat:
             collective(dist.all_reduce, self.flat, group=group)
 
 
-def flatten_gradients(parameters):
+def flatten_gradients(models):
+    """{name: model} -> {name: the buffers of its gradients}, a list, see buffers_of."""
+    return {name: buffers_of(model.parameters()) for name, model in models.items()}
+
+
+def buffers_of(parameters):
     """
     The gradients of those parameters that are trained, as a list of buffers: a Flat for each dtype,
     and one Shards for all sharded parameters, if there are any.
@@ -331,19 +337,19 @@ def flatten_gradients(parameters):
     return buffers
 
 
-def zero_gradients(buffers):
-    """Before the first micro-batch of a step."""
-    for flat in buffers:
+def zero_gradients(gradients):
+    """Before the first micro-batch of a step. gradients: of flatten_gradients."""
+    for flat in itertools.chain(*gradients.values()):
         flat.zero_()
 
 
-def all_reduce_gradients(buffers, scale=1.0):
+def all_reduce_gradients(gradients, scale=1.0):
     """
     A collective: sum the gradients over the ranks, and divide by the scale of the loss. A sum,
     where DDP takes the mean: each rank's loss is already divided by the number of tokens of *all*
-    ranks.
+    ranks. gradients: of flatten_gradients.
     """
-    for flat in buffers:
+    for flat in itertools.chain(*gradients.values()):
         flat.all_reduce()
         if scale != 1.0:
             flat.mul_(1 / scale)

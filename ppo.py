@@ -44,7 +44,7 @@ from models import (autocast, in_memory, load_policy, load_ref_policy, load_rewa
                     load_value_model)
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 import parallel
-from optimizers import MovingAverage, make_optimizer, step
+from optimizers import MovingAverage, make_optimizer
 from run import Run, ranks_agree
 from checks import check_rl, check_system
 import audit
@@ -245,9 +245,7 @@ run = Run(  # COLLECTIVE
     + ["ptx_path"] * bool(ptx_path),
     token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
 
-policy_gradients = parallel.flatten_gradients(policy.parameters())
-value_gradients = parallel.flatten_gradients(value_model.parameters())
-gradients = policy_gradients + value_gradients
+gradients = parallel.flatten_gradients(run.trained)  # of the policy, and of the value model
 if ahead:
     ahead.begin(run)  # COLLECTIVE
 # who reads a batch before the update, and adds which column
@@ -347,9 +345,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 4) update: policy and value model each have a loss, an optimizer and a learning rate
     run.enter("update")
-    policy_lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    value_lr = learning_rate_at(iteration, value_learning_rate or learning_rate,
-                                value_warmup_iters, max_iters, value_lr_decay)
+    lrs = dict(
+        policy=learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay),
+        value_model=learning_rate_at(iteration, value_learning_rate or learning_rate,
+                                     value_warmup_iters, max_iters, value_lr_decay))
     sums = {}  # {metric: (sum, count)} of what is measured on the way
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(ppo_epochs):
@@ -402,18 +401,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     torch.stack(gaps).max(), "the training forward", age == 0 or importance_cap > 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
-            policy_norm = parallel.clip_gradients(policy_gradients, grad_clip)
-            value_norm = parallel.clip_gradients(value_gradients, grad_clip)
-            if run.overflowed(policy_norm, value_norm):  # float16 only: all ranks skip this step
-                policy_norm = value_norm = torch.zeros(())
-                continue
-            audit.check_gradients(policy_norm, policy, "policy", iteration)
-            audit.check_gradients(value_norm, value_model, "value_model", iteration)
-            step(optimizers["value_model"], value_lr)
-            step(optimizers["policy"], policy_lr)
-            if ema:
-                ema.update()
-            steps += 1
+            norms = run.step(gradients, lrs, grad_clip)
+            steps += bool(norms)  # none, where a float16 gradient has overflowed
     if ahead:  # generators go on with these weights meanwhile
         ahead.share_weights(iteration + 1)  # COLLECTIVE
 
@@ -426,13 +415,13 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "objective/rlhf_reward": rlhf_reward.item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": ratio_gap,
-        "policy/grad_norm": policy_norm.item(),
+        "policy/grad_norm": norms.get("policy", 0.0),
         "policy/steps": steps,
         "policy/staleness": age if system.staleness else None,
-        "policy/lr": policy_lr,
-        "val/grad_norm": value_norm.item(),
+        "policy/lr": lrs["policy"],
+        "val/grad_norm": norms.get("value_model", 0.0),
         "val/explained_variance": explained_variance(batch["values"], returns, mask).item(),
-        "val/lr": value_lr,
+        "val/lr": lrs["value_model"],
     }
     run.log(record, batch, passes=steps / num_minibatches)  # COLLECTIVE
 

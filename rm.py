@@ -16,7 +16,6 @@ them. Masks are True where it counts.
 """
 import torch
 
-import audit
 import launch
 import parallel
 from checks import check_system
@@ -30,7 +29,7 @@ from folders import several_paths
 from loss import learning_rate_at
 from model import no_grad_forwards
 from models import autocast, in_memory, load
-from optimizers import make_optimizer, step
+from optimizers import make_optimizer
 from prompts import batch_rows, iterations, right_pad, spread
 from rows import Rows, read_rows
 from run import Run, ranks_agree
@@ -139,7 +138,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "teacher"],
     sources=["train_path", "init_from"] + ["teacher"] * bool(teacher),
     token_ids=[ids for example in train_ids for ids in example])
-gradients = parallel.flatten_gradients(reward_model.parameters())
+gradients = parallel.flatten_gradients(run.trained)
 say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held out; "
     f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
 alike = sum(k == 2 and row["chosen"] == row["rejected"] for row in train_rows)
@@ -307,16 +306,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # one step, alike on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
-    norm = parallel.clip_gradients(gradients, grad_clip)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    if run.overflowed(norm):  # float16 only: all ranks skip this step
-        norm = torch.zeros(())
-    else:
-        audit.check_gradients(norm, reward_model, "reward_model", iteration)
-        step(optimizer, lr)
+    norms = run.step(gradients, dict(reward_model=lr), grad_clip)
 
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
-    record |= {"reward_model/grad_norm": norm.item(), "reward_model/lr": lr}
+    record |= {"reward_model/grad_norm": norms.get("reward_model", 0.0), "reward_model/lr": lr}
     run.log(record, tokens=sum(map(tokens_of, examples)), every=10)  # COLLECTIVE
 
 # Pairs only say by how much scores differ, so their zero point is ours to choose: the average

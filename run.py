@@ -26,10 +26,10 @@ import errors
 import launch
 import parallel
 import report
-from audit import audit, check_finite, find_cause, watched
+from audit import audit, check_finite, check_gradients, find_cause, watched
 from checkpoint import damage, load_checkpoint, save_checkpoint, sha256
 from finished import save_final
-from optimizers import overflowed
+from optimizers import overflowed, step
 from run_folder import data_hash, fingerprint, open_run, reward_files
 from together import agree, alone
 from errors import Lost, Stop
@@ -250,11 +250,27 @@ class Run:
         """What the losses are multiplied by before the backward pass: 1, but in float16."""
         return self.state["loss_scale"] if self.system.dtype == "float16" else 1.0
 
-    def overflowed(self, *norms):
-        """Whether this step must be skipped, on all ranks, as a float16 gradient is not finite."""
-        if self.system.dtype != "float16":
-            return False
-        return overflowed(self.state, norms, self.iteration)
+    def step(self, gradients, lrs, grad_clip):
+        """
+        A step of each trained model, alike on all ranks. Of sharded models a collective.
+
+        gradients: {model: its buffers}, summed over the ranks. lrs: {model: learning rate}; a model
+        that is not there keeps still. grad_clip: the largest norm of a model's gradients, 0 = any.
+        Returns {model: the norm before it was clipped}; {} where no step was made, as a float16
+        gradient has overflowed. Raises Stop, on all ranks, where another one is not finite.
+        """
+        norms = {name: parallel.clip_gradients(buffers, grad_clip)
+                 for name, buffers in gradients.items()}
+        if self.system.dtype == "float16" and overflowed(
+                self.state, norms.values(), self.iteration):
+            return {}
+        for name, norm in norms.items():
+            check_gradients(norm, self.trained[name], name, self.iteration)
+        for name, lr in lrs.items():
+            step(self.optimizers[name], lr)
+        if self.ema and "policy" in lrs:
+            self.ema.update()
+        return {name: norm.item() for name, norm in norms.items()}
 
     # what is said and written
 

@@ -11,9 +11,7 @@ resumes.
 b demonstrations of a micro-batch, T tokens of the longest of them, n trained tokens of all of them,
 d width of the model.
 """
-import torch
 
-import audit
 import launch
 import parallel
 from checks import check_system
@@ -25,7 +23,7 @@ from examples import (encode_examples, example_logprobs, micro_batches_of, token
 from loss import learning_rate_at
 from model import no_grad_forwards
 from models import autocast, begin, in_memory, load
-from optimizers import make_optimizer, step
+from optimizers import make_optimizer
 from prompts import batch_rows, iterations, spread
 from rows import Rows, read_rows
 from run import Run, ranks_agree
@@ -121,7 +119,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "init_from"],
     sources=["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"],
     token_ids=[part for example in train_examples for part in example])
-gradients = parallel.flatten_gradients(policy.parameters())
+gradients = parallel.flatten_gradients(run.trained)
 say(f"{len(train_rows)} demonstrations, {len(val_rows)} held out; {max_iters} steps of "
     f"{batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
 
@@ -180,16 +178,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # one step, alike on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
-    norm = parallel.clip_gradients(gradients, grad_clip)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    if run.overflowed(norm):  # float16 only: all ranks skip this step
-        norm = torch.zeros(())
-    else:
-        audit.check_gradients(norm, policy, "policy", iteration)
-        step(optimizer, lr)
+    norms = run.step(gradients, dict(policy=lr), grad_clip)
 
     record |= parallel.all_reduce_metrics({"loss/sft": [loss_sum, loss_count]})  # COLLECTIVE
-    record |= {"policy/grad_norm": norm.item(), "policy/lr": lr}
+    record |= {"policy/grad_norm": norms.get("policy", 0.0), "policy/lr": lr}
     run.log(record, tokens=sum(map(tokens_of_example, examples)), every=20)  # COLLECTIVE
 
 run.finish("sample from it (tools/sample.py), or train a reward model (rm.py)")  # COLLECTIVE

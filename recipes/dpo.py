@@ -24,7 +24,6 @@ sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch  # noqa: E402
 from torch.nn.functional import logsigmoid  # noqa: E402
 
-import audit  # noqa: E402
 import launch  # noqa: E402
 import parallel  # noqa: E402
 from checks import check_system  # noqa: E402
@@ -36,7 +35,7 @@ from examples import (encode_examples, example_logprobs, limit_of,  # noqa: E402
 from loss import gap, learning_rate_at  # noqa: E402
 from model import no_grad_forwards  # noqa: E402
 from models import autocast, in_memory, load  # noqa: E402
-from optimizers import make_optimizer, step  # noqa: E402
+from optimizers import make_optimizer  # noqa: E402
 from prompts import batch_rows, iterations, rows_that_fit, spread  # noqa: E402
 from rows import Rows, keep_rows, read_rows  # noqa: E402
 from run import Run, ranks_agree  # noqa: E402
@@ -132,7 +131,7 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, models, dict(policy=optimizer), tokenizer,
     must_match=["seed", "batch_size", "policy_path", "beta"], sources=["train_path", "policy_path"],
     token_ids=[ids for pair in train_pairs for ids, _ in pair])
-gradients = parallel.flatten_gradients(policy.parameters())
+gradients = parallel.flatten_gradients(run.trained)
 say(f"{len(train_rows)} pairs, {len(val_rows)} held out; {max_iters} steps of {batch_size} are "
     f"{max_iters * batch_size / len(train_rows):.1f} epochs")
 alike = sum(row["chosen"] == row["rejected"] for row in train_rows)
@@ -237,16 +236,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # one step, alike on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
-    norm = parallel.clip_gradients(gradients, grad_clip)
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    if run.overflowed(norm):  # float16 only: all ranks skip this step
-        norm = torch.zeros(())
-    else:
-        audit.check_gradients(norm, policy, "policy", iteration)
-        step(optimizer, lr)
+    norms = run.step(gradients, dict(policy=lr), grad_clip)
 
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
-    record |= {"policy/grad_norm": norm.item(), "policy/lr": lr}
+    record |= {"policy/grad_norm": norms.get("policy", 0.0), "policy/lr": lr}
     run.log(record, tokens=sum(map(tokens_of, batch)), every=10)  # COLLECTIVE
 
 run.finish("tools/eval.py to compare it with the SFT model")  # COLLECTIVE

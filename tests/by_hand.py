@@ -620,6 +620,7 @@ def ppo(c, data):
         value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
                                  c.value_warmup_iters, c.max_iters, c.value_lr_decay)
         figures, steps = [], 0
+        record |= {"policy/grad_norm": 0.0, "val/grad_norm": 0.0}
         for minibatch in minibatches_of(c, iteration, c.ppo_epochs):
             policy_adam.zero_gradients()
             value_adam.zero_gradients()
@@ -631,10 +632,10 @@ def ppo(c, data):
             if c.ptx:
                 ptx_losses += ptx(c, models.policy, data.ptx, passes)
             passes += 1
-            record["policy/grad_norm"] = policy_adam.clip(seen)
-            record["val/grad_norm"] = value_adam.clip(seen)
             if too_far(c, of_this_step, seen):
                 break
+            record["policy/grad_norm"] = policy_adam.clip(seen)
+            record["val/grad_norm"] = value_adam.clip(seen)
             value_adam.step(value_lr)
             steps += 1
             if iteration < c.critic_warmup_iters:
@@ -872,9 +873,9 @@ def grpo(c, data):
                 of_this_step += grpo_losses(c, models, r, weight[c.aggregation], seen)
             record |= {} if figures else drift(c, iteration, of_this_step)
             figures += of_this_step
-            norm = adam.clip(seen)
             if too_far(c, of_this_step, seen):
                 break
+            norm = adam.clip(seen)
             adam.step(lr)
             steps += 1
             if c.ema_decay:

@@ -378,16 +378,18 @@ def hang():
 OVERFLOW = """
 import parallel
 zero, reduce, steps = parallel.zero_gradients, parallel.all_reduce_gradients, 0
-def zero_and_spoil(buffers):  # what is whole may be sent before all_reduce_gradients is called
+def zero_and_spoil(gradients):  # what is whole may be sent before all_reduce_gradients is called
     global steps
     steps += 1
-    zero(buffers)
+    zero(gradients)
+    buffers = next(iter(gradients.values()))
     if WHEN and not hasattr(buffers[0], "parts"):
         buffers[0].flat[0] = float("inf")
-def spoil_and_reduce(buffers, *rest):
+def spoil_and_reduce(gradients, *rest):
+    buffers = next(iter(gradients.values()))
     if WHEN and hasattr(buffers[0], "parts"):
         buffers[0].parts()[0].view(-1)[0] = float("inf")
-    reduce(buffers, *rest)
+    reduce(gradients, *rest)
 parallel.zero_gradients, parallel.all_reduce_gradients = zero_and_spoil, spoil_and_reduce
 """
 

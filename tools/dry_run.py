@@ -189,7 +189,7 @@ def equip(models, config):
         rows[name] = dict.fromkeys(COLUMNS, 0) | dict(weights=size_of(model.parameters()))
         if not trained:
             continue
-        parallel.flatten_gradients(trained)
+        parallel.buffers_of(trained)
         for p in trained:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # shards have none yet
         system = SimpleNamespace(**config | dict(offload="", weight_decay=0.0))

@@ -25,7 +25,6 @@ sys.path.insert(0, ROOT)
 
 import before_torch  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
-import optimizers  # noqa: E402
 import prompts  # noqa: E402
 import rollout  # noqa: E402
 from configurator import configure  # noqa: E402
@@ -92,7 +91,7 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
 names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
 seen = {}  # column -> (n,): what the script adds up of the first response, in its last pass
 encode, noise, add_up = prompts.encode_for_all, rollout.response_uniforms, report.add_up
-take_step = optimizers.step
+take_step = Run.step
 
 
 class Enough(Exception):
@@ -132,17 +131,15 @@ def add_up_and_look(sums, mask, columns):
 
 
 def step(*args):
-    """A step of an optimizer, but none in the pass that only looks."""
-    if names["epoch"] < steps:
-        take_step(*args)
+    """Run.step, but no step in the pass that only looks."""
+    return take_step(*args) if names["epoch"] < steps else {}
 
 
 def end_of_iteration(*_, **__):
     raise Enough
 
 
-prompts.encode_for_all, report.add_up, optimizers.step = (
-    encode_with_the_prompt, add_up_and_look, step)
+prompts.encode_for_all, report.add_up, Run.step = encode_with_the_prompt, add_up_and_look, step
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
 Run.log = end_of_iteration
