@@ -38,7 +38,8 @@ from rollout import add_columns, read_batch, sample_batch
 from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
                      score_batch)
 from relatives import flat_groups, group_advantages, gspo_log_ratio, token_weights
-from loss import importance_weights, kl_estimate, learning_rate_at, masked_sum
+from loss import (importance_weights, is_off_policy, kl_estimate, learning_rate_at,
+                  masked_sum)
 from model import response_logprobs
 from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
@@ -97,6 +98,9 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # in 16 bits, sampler and training forward give a token slightly different probabilities. As a
 # correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+# a response worse than its group is left out where log(p(sampler) / p(now)) is above this on
+# average (DeepSeek-V3.2's off-policy mask, often 0.5); 0 = none is. See loss.is_off_policy
+off_policy_limit = 0.0  # nats a token [>= 0]
 
 # optimizer: AdamW
 max_iters = 500  # * iterations [>= 1]
@@ -113,6 +117,8 @@ seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
 # keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
 config, system = configure(globals(), "keys.py", "rl_keys.py")
+correction = (importance_cap, system.importance_floor, system.importance_level,
+              system.importance_outside)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
@@ -418,7 +424,13 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 if loss_type == "cispo":  # REINFORCE with a weight: clipping bounds the gradient
                     pg_losses = -mb["advantages"] * clipped_ratio.detach() * logprobs
                     pg_clipped = clipped_ratio != ratio
-                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if cap = 0
+                pg_losses = pg_losses * importance_weights(mb, *correction)  # 1, if cap = 0
+                figures = {"policy/clipfrac": pg_clipped}  # (b, R) each
+                if off_policy_limit > 0:
+                    left_out = is_off_policy(mb["advantages"], logprobs, mb["sampler_logprobs"],
+                                             mb["response_mask"], off_policy_limit)  # (b, 1)
+                    pg_losses = torch.where(left_out, 0, pg_losses)
+                    figures["policy/left_out"] = left_out.expand_as(m)
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
                 if kl_coef > 0:
@@ -431,9 +443,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 (run.loss_scale * pg_loss).backward()
                 del pg_loss, entropy
 
-                gaps.append(report.measure(sums, mb, m, logprobs, system.dtype, age, steps, {
-                    "loss/policy": pg_losses, "loss/kl": kl_losses,
-                    "policy/clipfrac": pg_clipped}))
+                figures |= {"loss/policy": pg_losses, "loss/kl": kl_losses}
+                gaps.append(report.measure(
+                    sums, mb, m, logprobs, system.dtype, age, steps, figures))
 
             if "old_logprobs" not in batch:  # now they are complete
                 add_columns(batch, dict(old_logprobs=old_logprobs), iteration)  # COLLECTIVE
@@ -455,10 +467,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
     # KL and entropy of the batch that was trained; all else is of what was sampled before refills
-    trained = report.summarize(batch, "objective", reward_names, importance_cap, age)
+    trained = report.summarize(batch, "objective", reward_names, correction, age)
     record |= trained | sampled
     if max_refills > 0:
-        record |= report.summarize(batch, "trained", reward_names, importance_cap, age)
+        record |= report.summarize(batch, "trained", reward_names, correction, age)
         record["trained/flat_groups"] = flat.double().mean().item()
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {

@@ -66,21 +66,59 @@ def gap_limit(dtype, temperature):
     return {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02) / min(temperature, 1.0)
 
 
-def importance_weights(mb, cap):
+def importance_weights(mb, cap, floor=0.0, level="token", outside="clip"):
     """
     What each token's policy loss is multiplied by, (b, R), where the sampler's probabilities q are
-    not quite those p of the training forward, as in 16 bits: min(p / q, cap), which has no gradient
-    (truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025; rollout correction in verl). The ratio of PPO is another one: of
-    the policy as it is trained to p, both by the training forward (decoupled PPO, arXiv
-    2505.24298). cap = 0 is no correction: 1.
+    not quite those p of the training forward, as in 16 bits. It has no gradient. The ratio of PPO
+    is another one: of the policy as it is trained to p, both by the training forward (decoupled
+    PPO, arXiv 2505.24298). cap = 0 is no correction: 1.
 
-    mb: old_logprobs, log p, and sampler_logprobs, log q, (b, R) each. Where q is 0.2 and p is 0.3 a
-    token counts 1.5 times; with a cap of 1.2, 1.2 times.
+        level      weight
+        token      p / q of the token
+        sequence   the product of p / q over all tokens of the response; all of them get it
+        outside    where the weight is outside [floor, cap]
+        clip       it becomes the nearer of the two
+        drop       it becomes 0: what has it is left out
+
+    token, clip: truncated importance sampling (Yao et al., "Your efficient RL framework secretly
+    brings you off-policy RL training", 2025). token, drop: IcePop (arXiv 2510.18855). sequence,
+    drop: masked importance sampling (Liu et al., "When speed kills stability", 2025), the default
+    of TRL, with the cap 3.
+
+    mb: old_logprobs, log p; sampler_logprobs, log q; response_mask, (b, R) each. A response of two
+    tokens has q = 0.2, 0.5 and p = 0.3, 0.4. With floor = 0.9 and cap = 1.3 its weights are
+
+        token, clip      1.3, 0.9    of 1.5, 0.8
+        token, drop      0, 0
+        sequence, both   1.2, 1.2    of 1.5 * 0.8
     """
     if cap == 0:
         return 1.0
-    return (mb["old_logprobs"] - mb["sampler_logprobs"]).detach().exp().clamp(max=cap)
+    log_weights = (mb["old_logprobs"] - mb["sampler_logprobs"]).detach()  # (b, R)
+    if level == "sequence":
+        total = torch.where(mb["response_mask"], log_weights, 0).sum(1, keepdim=True)  # (b, 1)
+        log_weights = total.expand_as(log_weights)
+    weights = log_weights.exp()
+    if outside == "clip":
+        return weights.clamp(floor, cap)
+    return torch.where((weights >= floor) & (weights <= cap), weights, 0)
+
+
+def is_off_policy(advantages, logprobs, sampler_logprobs, mask, limit):
+    """
+    Which responses are left out of an update, (b, 1) bool: those that were worse than their group,
+    and that the policy would hardly sample any more (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+    To push such a response further away teaches little, and may do harm.
+
+        A < 0  and  mean over its tokens of log(q / p) > limit
+
+    advantages, logprobs (log p of the policy now), sampler_logprobs (log q): (b, R) each. mask: (b,
+    R), True on the tokens that the policy sampled. With q = 0.5, 0.4 and p = 0.25, 0.4 that mean is
+    log(2) / 2 = 0.347.
+    """
+    distance = torch.where(mask, (sampler_logprobs - logprobs).detach(), 0).sum(1, keepdim=True)
+    distance = distance / mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
+    return (advantages[:, :1] < 0) & (distance > limit)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,12 +22,14 @@ from together import together
 # figures
 
 
-def summarize(batch, prefix, reward_names=(), importance_cap=0.0, age=0):
+def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
     """
     The figures of a batch, {"prefix/name": number}: means over its responses. age: how many updates
-    ago the policy was that has sampled it. With importance_cap each token of KL and entropy of an
-    older batch counts with its importance weight (loss.importance_weights); and there is the mean
-    of the weights over all tokens, and at which share of them the cap was reached.
+    ago the policy was that has sampled it. correction: the arguments of loss.importance_weights
+    behind the first. With a cap each token of KL and entropy of an older batch counts with its
+    weight, up to the cap; and there are the mean of all weights, the share of those that were at
+    the cap, of those that were dropped, and how many tokens of equal weights would be worth as much
+    as all of them, as a share (the effective sample size, Kong, 1992).
 
     KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there
     once the models have read the batch. reward_names: where there are several, each one's mean.
@@ -39,7 +41,7 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0, age=0):
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
     if "old_logprobs" in batch:
-        weights = importance_weights(batch, importance_cap if age else 0)  # 1, if 0
+        weights = importance_weights(batch, correction[0] if age else 0)  # 1, if 0
         figures["entropy"] = -(batch["old_logprobs"] * weights).sum(1).mean()
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]
@@ -53,10 +55,13 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0, age=0):
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
     figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
-    if importance_cap > 0:
-        weights = importance_weights(batch, importance_cap)[mask]  # (tokens,)
+    if correction[0] > 0:
+        weights = importance_weights(batch, *correction)[mask].double()  # (tokens,)
         figures["policy/importance"] = weights.mean().item()
-        figures["policy/importance_capped"] = (weights == importance_cap).double().mean().item()
+        figures["policy/importance_capped"] = (weights == correction[0]).double().mean().item()
+        figures["policy/importance_dropped"] = (weights == 0).double().mean().item()
+        worth = weights.sum() ** 2 / (weights**2).sum().clamp(min=1e-30)  # tokens
+        figures["policy/effective_tokens"] = (worth / len(weights)).item()
     return figures
 
 

@@ -18,6 +18,11 @@ generate_tp = 1  # so many neighbouring ranks hold the policy together while it 
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
 staleness = 0  # the policy that samples a batch is so many updates old; options/roles.py [0..100]
 
+# the weights of a script's importance_cap, p(training) / p(sampler): see loss.importance_weights
+importance_floor = 0.0  # the smallest weight [0..1]
+importance_level = "token"  # a weight for each token, or one for the response [token | sequence]
+importance_outside = "clip"  # what is above cap or below floor becomes that, or 0 [clip | drop]
+
 # scoring
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]

@@ -388,7 +388,7 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     r.raw = r.score = sum(weight * x for weight, x in applies) if applies else None
     logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature, r.own)
     r.old = r.sampled = [x.item() for x in logprobs]
-    r.counts = [1.0] * len(r.old)
+    r.counts = r.plain = [1.0] * len(r.old)
     if models.reference:
         logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature, r.own)
         r.reference = [x.item() for x in logprobs]
@@ -494,9 +494,9 @@ def summary(c, batch, prefix):
     """Means over responses. Tokens that an older policy has sampled count in KL and entropy what they count in the loss."""
     figures = dict(scores=there([r.raw for r in batch]), length=[len(r.own) for r in batch],
                    finished=[float(r.finished) for r in batch],
-                   entropy=[-sum(n * p for n, p in zip(r.counts, r.old, strict=True)) for r in batch])
+                   entropy=[-sum(n * p for n, p in zip(r.plain, r.old, strict=True)) for r in batch])
     if hasattr(batch[0], "reference"):
-        figures["kl"] = [sum(n * (p - q) for n, p, q in zip(r.counts, r.old, r.reference, strict=True)) for r in batch]
+        figures["kl"] = [sum(n * (p - q) for n, p, q in zip(r.plain, r.old, r.reference, strict=True)) for r in batch]
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": there([r.each[name] for r in batch]) for _, name in c.mix}
     if len(figures["scores"]) < len(batch):
@@ -692,8 +692,14 @@ def read_again(c, models, batch):
         if c.importance_cap:
             now, _ = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
             r.old = [x.item() for x in now]
-            r.counts = [min(math.exp(p - q), c.importance_cap)
-                        for p, q in zip(r.old, r.sampled, strict=True)]
+            counts = [math.exp(p - q) for p, q in zip(r.old, r.sampled, strict=True)]
+            if c.importance_level == "sequence":
+                counts = [math.prod(counts)] * len(counts)
+            r.plain = [min(count, c.importance_cap) for count in
+                       (math.exp(p - q) for p, q in zip(r.old, r.sampled, strict=True))]
+            low, high = c.importance_floor, c.importance_cap
+            r.counts = [min(max(count, low), high) if c.importance_outside == "clip" else
+                        count if low <= count <= high else 0.0 for count in counts]
 
 
 def counted(c, batch, seen):
@@ -704,7 +710,11 @@ def counted(c, batch, seen):
     capped = sum(count == c.importance_cap for count in counts)
     seen["capped"] += capped
     seen["counts less"] += sum(count < 1 for count in counts)
-    return {"policy/importance": mean(counts), "policy/importance_capped": capped / len(counts)}
+    dropped = sum(count == 0 for count in counts)
+    seen["dropped"] += dropped
+    return {"policy/importance": mean(counts), "policy/importance_capped": capped / len(counts),
+            "policy/importance_dropped": dropped / len(counts),
+            "policy/effective_tokens": sum(counts)**2 / sum(count**2 for count in counts) / len(counts)}
 
 
 def drift(c, iteration, figures):
@@ -881,7 +891,8 @@ def grpo(c, data):
             if c.ema_decay:
                 average_into(ema, models.policy, c.ema_decay)
 
-        names = ("loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac")
+        names = ["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"]
+        names += ["policy/left_out"] * (c.off_policy_limit > 0)
         record |= {name: mean([one[name] for one in figures]) for name in names}
         record |= {"policy/grad_norm": norm, "policy/steps": steps, "policy/lr": lr}
 
@@ -968,6 +979,10 @@ def grpo_losses(c, models, r, weight, seen):
     seen["gap at the end"] += r.own[-1] + 1 < len(r.response)
     log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
     of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
+    # DeepSeek-V3.2 (arXiv 2512.02556, eq. 9)
+    distance = mean([q - p.item() for q, p in zip(r.sampled, logprobs, strict=True)])
+    left_out = c.off_policy_limit > 0 and r.advantage < 0 and distance > c.off_policy_limit
+    seen["left out, off-policy"] += left_out
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
         ratio = of_all if c.importance == "sequence" else torch.exp(log_ratios[t])
@@ -978,14 +993,15 @@ def grpo_losses(c, models, r, weight, seen):
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
         if c.kl_correction:
             kl = kl * torch.exp(log_ratios[t])
-        surrogate = surrogate * r.counts[t]
+        surrogate = surrogate * (0.0 if left_out else r.counts[t])
         total = total + surrogate - c.entropy_coef * entropies[t]
         if c.kl_in == "loss":
             total = total + c.kl_coef * kl
         figures.append({
             "loss/policy": number(surrogate), "loss/kl": number(kl), "policy/clipfrac": bool(bound),
             "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3"),
-            "drift": kl_estimate(r.sampled[t], logprob.item(), "k3")})
+            "drift": kl_estimate(r.sampled[t], logprob.item(), "k3")}
+            | ({"policy/left_out": left_out} if c.off_policy_limit else {}))
     (total * weight).backward()
     return figures
 

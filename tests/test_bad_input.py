@@ -61,6 +61,8 @@ TABLE = {
     "unknown reward": ("grpo.py", dict(reward_functions="qqq"), ["qqq", "accuracy", "FILE.py:FUNCTION"]),
     "no rewards": ("grpo.py", dict(reward_functions=" "), ["reward"]),
     "no such rules": ("grpo.py", dict(reward_functions="nowhere.py:f"), ["nowhere.py"]),
+    "weights of no cap": ("ppo.py", dict(importance_outside="drop"), ["importance_outside", "--importance_cap=2"]),
+    "a floor above the cap": ("grpo.py", dict(importance_cap=0.4, importance_floor=0.5), ["importance_floor = 0.5"]),
     "cispo of sequences": ("grpo.py", dict(loss_type="cispo", importance="sequence"), ["loss_type = 'cispo'"]),
     "a key of a recipe": ("grpo.py", dict(dual_clip=3.0), ["recipes/dual_clip.diff", "tools/fork.py dual_clip"]),
     "k1 as a loss": ("grpo.py", dict(kl_estimator="k1"), ["kl_in", "k1", "--kl_estimator=k2"]),

@@ -125,7 +125,7 @@ SAMPLED = ADAM | dict(
     seed=3, max_iters=2, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0,
     ref_path="", staleness=0,
-    importance_cap=0.0, gaps=False, lora="",
+    importance_cap=0.0, importance_floor=0.0, importance_level="token", importance_outside="clip", gaps=False, lora="",
     cliprange=0.2, entropy_coef=0.0, ema_decay=0.0, keep_best=False)
 PPO = SAMPLED | dict(
     batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", kl_coef=0.3, kl_estimator="k1", gamma=1.0, lam=0.95,
@@ -136,7 +136,7 @@ GRPO = SAMPLED | dict(
     batch_size=6, group_size=3, mix=[(1.0, "letters")], max_refills=0, baseline="mean", scale_by="std",
     loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_coef=0.2,
     kl_in="loss", kl_estimator="k3", kl_correction=False, num_iterations=2, num_minibatches=2,
-    cliprange_high=0.3, refill_by="")
+    cliprange_high=0.3, refill_by="", off_policy_limit=0.0)
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_interval=2, eval_size=0, batch_size=5,
                     micro_batch_size=2)
 PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_confidence=False, teacher="", lora="",
@@ -194,6 +194,12 @@ CASES = {
     "grpo, stale, capped": ("grpo.py", GRPO | dict(
         staleness=2, importance_cap=1.3, num_minibatches=1, kl_in="reward", kl_estimator="k1",
         max_iters=4, mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, max_new_tokens=5)),
+    # a token, or a whole response, whose weight is outside of a range is left out
+    "ppo, stale, dropped": ("ppo.py", PPO | dict(
+        staleness=1, importance_cap=1.2, importance_floor=0.8, importance_outside="drop", max_iters=3)),
+    "grpo, stale, dropped": ("grpo.py", GRPO | dict(
+        staleness=1, importance_cap=1.3, importance_floor=0.5, importance_outside="drop", importance_level="sequence",
+        max_iters=3, num_minibatches=1, gaps=True, max_new_tokens=8, off_policy_limit=0.02)),
     # the ratio is to the policy that has sampled, and some responses have no score: a reward that
     # applies to them has the weight 0
     "grpo, stale": ("grpo.py", GRPO | dict(
@@ -532,14 +538,14 @@ def differences(out, expected):
 BRANCHES = {
     "ppo.py": ["below", "above", "value clipped", "no end", "centered, some end", "centered, none end",
                "best first", "best not raw", "gap", "gap at the end", "no score",
-               "long gradient", "short gradient", "capped", "counts less"],
+               "long gradient", "short gradient", "capped", "counts less", "dropped"],
     "grpo.py": ["below", "above", "weight below", "weight above",
                 "no end", "centered, some end", "best later", "best by a little", "best below 0", "best not raw",
                 "gap", "gap at the end", "no score", "other answers",
                 "flat by a rule",
                 "refill 0 behind a full slot", "refill 1 behind a full slot",
                 "flat minibatch", "masked response", "masked minibatch", "left out",
-                "all end early", "capped", "counts less",
+                "all end early", "capped", "counts less", "dropped", "left out, off-policy",
                 "long gradient", "short gradient"],
     "sft.py": ["long gradient", "short gradient"],
     "rm.py": ["long gradient", "short gradient", "margin", "no margin", "confidence", "no confidence", "full bin", "empty bin",
