@@ -9,6 +9,8 @@ import sys
 import time
 import traceback
 
+import status
+
 
 class BadInput(ValueError):
     """The user's input makes no sense. In one line: what is wrong, where, what to type instead."""
@@ -72,6 +74,7 @@ def report_and_exit(kind, error, trace):
         leaving(error)
     rank = int(os.environ.get("RANK", 0))
     if speaks(kind, rank):
+        status.clear()
         where = f" (rank {rank})" if rank else ""
         # sys.__stderr__: while this hook runs, torch.distributed has a buffer of its own in
         # sys.stderr, which os._exit below would not write out
@@ -108,6 +111,7 @@ def is_out_of_memory(kind, message):
 def say(message):
     """Print something on rank 0, in one line."""
     if os.environ.get("RANK", "0") == "0":
+        status.clear()
         print(one_line(message), flush=True)
 
 

@@ -7,6 +7,7 @@ from array import array
 import torch
 
 import parallel
+import status
 from errors import BadInput
 from prompts import right_pad, rows_that_fit, say_special_tokens
 from rows import at_row, keep_rows
@@ -92,7 +93,9 @@ def micro_batches_of(items, tokens_of, micro_batch_size, micro_batch_tokens=0):
     ranks have as many, some of them empty. tokens_of: a function, the tokens of an item.
     """
     lengths = [tokens_of(item) for item in items]
-    for part in parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens):
+    parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens)
+    for number, part in enumerate(parts, 1):
+        status.show(f"micro-batch {number} of {len(parts)}")
         yield [items[i] for i in part]
 
 

@@ -19,6 +19,7 @@ from itertools import pairwise
 import torch
 
 import parallel
+import status
 from errors import BadInput, warn
 from rows import at_row, keep_rows
 
@@ -220,7 +221,9 @@ def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, whose=
             for part in parts)
     # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
     # on, and the GPU never waits for the CPU in between.
-    yield from list(made) if rows.is_cuda else made
+    for number, mb in enumerate(list(made) if rows.is_cuda else made, 1):
+        status.show(f"micro-batch {number} of {len(parts)}")
+        yield mb
 
 
 def micro_batch(batch, rows):

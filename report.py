@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from errors import Stop, say, warn
+from errors import Stop, one_line, say, warn
 from loss import gap, importance_weights, kl_estimate, masked_sum
 from parallel import rank_and_size
 from together import together
@@ -240,9 +240,11 @@ def print_models(models):
 def print_samples(samples):
     """A line for each of some samples: the prompt, the response, the score."""
     for sample in samples:
-        score = sample["scores"].get("scores")
-        said = "no score" if score is None else f"score {score:.2f}"
-        print(f"    {sample['prompt']!r} -> {sample['text']!r}  {said}")
+        prompt, score = sample["prompt"], sample["scores"].get("scores")
+        if not isinstance(prompt, str):
+            prompt = " | ".join(f"{message['role']}: {message['content']}" for message in prompt)
+        told = "no score" if score is None else f"score {score:.2f}"
+        print(f"    {one_line(prompt, 300)} -> {one_line(sample['text'], 300)}  {told}")
 
 
 def say_nothing_learnt(iteration, flat, counted):
@@ -255,36 +257,49 @@ def say_nothing_learnt(iteration, flat, counted):
         "step")
 
 
-COLUMNS = {  # of an iteration's line: name -> metric, format
-    "score": ("objective/scores", ".2f"),
-    "kl": ("objective/kl", ".2f"),
-    "acc": ("objective/accuracy", ".2f"),
-    "len": ("objective/length", ".1f"),
-    "flat groups": ("objective/flat_groups", ".2f"),
-    "loss": ("loss/sft", ".4f"),
-    "preference": ("loss/preference", ".4f"),
-    "right": ("train/accuracy", ".2f"),
-    "teacher": ("loss/score", ".4f"),
-    "pg": ("loss/policy", ".4f"),
-    "vf": ("loss/value", ".4f"),
-    "ptx": ("loss/ptx", ".4f"),
-    "clip": ("policy/clipfrac", ".3f"),
-    "ev": ("val/explained_variance", ".2f"),
-    "tok/s": ("time/tokens_per_second", ".0f"),
-    "of peak": ("time/mfu", ".1%"),
-    "MiB": ("mem/peak_mib", ".0f"),
+# what the line of an iteration shows, as far as its record has it: name -> metric, format. In this
+# order, as many as fit into WIDTH; the others stand in log.jsonl
+COLUMNS = {
+    "score": ("objective/scores", "6.2f"),
+    "kl": ("objective/kl", "5.2f"),
+    "acc": ("objective/accuracy", "4.2f"),
+    "len": ("objective/length", "6.1f"),
+    "flat": ("objective/flat_groups", "4.2f"),
+    "loss": ("loss/sft", "6.4f"),
+    "preference": ("loss/preference", "6.4f"),
+    "right": ("train/accuracy", "4.2f"),
+    "teacher": ("loss/score", "6.4f"),
+    "ptx": ("loss/ptx", "6.4f"),
+    "clip": ("policy/clipfrac", "5.3f"),
+    "ev": ("val/explained_variance", "5.2f"),
+    "tok/s": ("time/tokens_per_second", "5.0f"),
+    "MiB": ("mem/peak_mib", "5.0f"),
+    "of peak": ("time/mfu", "5.1%"),
 }
+WIDTH = 100  # of a line, in characters
 
 
 def progress(record, start, done, max_iters, began):
     """
-    The line of an iteration: those COLUMNS that its record has, the seconds of its phases, and how
-    long the rest will take. start: the iteration at which this process began; done: how many are
-    done; began: when, in seconds of time.time.
+    The line of an iteration: those COLUMNS that its record has, and how long the run has taken and
+    will take. start: the iteration at which this process began; done: how many are done; began:
+    when, in seconds of time.time.
     """
-    columns = [f"{name} {record[metric]:{form}}" for name, (metric, form) in COLUMNS.items()
-               if metric in record]
-    phases = [f"{phase} {record[f'time/{phase}']:.1f}s" for phase in ("rollout", "score", "update")
-              if f"time/{phase}" in record]
-    left = (time.time() - began) / (done - start) * (max_iters - done)
-    return " | ".join([f"iter {done}/{max_iters}", *columns, " ".join(phases), f"eta {left:.0f}s"])
+    spent = time.time() - began
+    line = f"iter {done:>{len(str(max_iters))}}/{max_iters}"
+    end = f"  {clock(spent):>6}, {clock(spent / (done - start) * (max_iters - done)):>7} left"
+    for name, (metric, form) in COLUMNS.items():
+        column = f"  {name} {record[metric]:{form}}" if metric in record else ""
+        if len(line + column + end) <= WIDTH:
+            line += column
+    return line + end
+
+
+def clock(seconds):
+    """Seconds as 45s, 5m07s or 2h05m."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest}s"
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    return f"{minutes // 60}h{minutes % 60:02}m"

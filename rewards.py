@@ -33,6 +33,7 @@ import torch
 import audit
 import launch
 import parallel
+import status
 import together
 from answers import final_answer, whole_responses
 from errors import BadConfig, BadInput, Stop, say
@@ -304,7 +305,8 @@ def score_sequences(model, sequences, micro_batch_size, device, count=0):
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    for part in parts + [[]] * (count - len(parts)):
+    for number, part in enumerate(parts + [[]] * (count - len(parts)), 1):
+        status.show(f"micro-batch {number} of {max(count, len(parts))}")
         # padding is behind each text, so any id will do. Without texts: one token
         tokens, mask = right_pad([sequences[i] for i in part] or [[0]], 0)  # (b, T) each
         found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
@@ -340,8 +342,8 @@ already_said = set()  # what need not be said again
 
 def say_once(message, key):
     """Print a line on rank 0, unless one of the same key was printed before."""
-    if key not in already_said and parallel.rank_and_size()[0] == 0:
-        print(message, flush=True)
+    if key not in already_said:
+        say(message)
     already_said.add(key)
 
 

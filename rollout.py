@@ -33,6 +33,7 @@ import torch.nn as nn
 
 import audit
 import parallel
+import status
 from errors import BadInput
 from model import no_grad_forwards, scaled_logits
 from models import autocast, dtypes, matrices_of
@@ -211,6 +212,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
         going = (~finished[live]).nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R:
             break
+        status.show(f"token {t + 1} of {R}, {len(going)} of {n} responses go on")
         if len(going) <= 0.75 * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]

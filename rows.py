@@ -111,8 +111,7 @@ def read_rows(spec, shape, fields=""):
                                  "--out=ours.jsonl")
                 raise BadInput(f"{where}: {e}{hint or ''}") from e
         if len(rows) == before:
-            raise BadInput(f"{source}: the file is empty; prepare the data first "
-                           "(data/*/prepare.py)")
+            raise BadInput(f"{source}: the file is empty{prepare_hint(source)}")
         rows.parts.append((source, weight, len(rows) - before))
     return rows
 
@@ -144,8 +143,8 @@ def raw_rows(path):
     """
     if not os.path.isfile(path):  # a pipe could not be read twice, a device might never end
         hint = f"; for a folder as the hub has them, type hf:{path}:train"
-        raise BadInput(f"{path}: no such file{hint * os.path.isdir(path)}; prepare the data "
-                       "first (data/*/prepare.py)")
+        raise BadInput(f"{path}: no such file{hint * os.path.isdir(path)}{prepare_hint(path)}; "
+                       f"the current folder is {os.getcwd()}")
     ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
     if ending not in ENDINGS:
         raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz behind it")
@@ -159,6 +158,13 @@ def raw_rows(path):
             raise BadInput(f"{path}, {where}: wanted an object such as {{\"prompt\": \"1+2=\"}}, "
                            f"found {type(row).__name__}")
         yield f"{path}, {where}", row
+
+
+def prepare_hint(path):
+    """What to do where a file of one of our own data sets is not there; "" for a user's file."""
+    folder = re.fullmatch(r"(?:\./)?(data/\w+)/[^/]+", path)
+    made = folder and os.path.isfile(os.path.join(folder[1], "prepare.py"))
+    return f"; type python {folder[1]}/prepare.py" if made else ""
 
 
 def json_rows(path):

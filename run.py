@@ -26,6 +26,7 @@ import errors
 import launch
 import parallel
 import report
+import status
 from audit import audit, check_finite, check_gradients, find_cause, watched
 from checkpoint import damage, load_checkpoint, save_checkpoint, sha256
 from finished import save_final
@@ -157,7 +158,8 @@ class Run:
         now = time.perf_counter()
         self.times[self.phase] = self.times.get(self.phase, 0.0) + now - self.clock
         self.phase, self.clock = phase, now
-        parallel.phase = f"iteration {self.iteration}, {phase}"
+        parallel.phase = status.phase = f"iteration {self.iteration}, {phase}"
+        status.clear()
 
     def audit_is_due(self, iteration):
         return iteration % self.system.sync_check_interval == 0 or iteration == self.start
@@ -182,6 +184,7 @@ class Run:
             return
         self.save()  # COLLECTIVE
         if self.rank == 0:
+            status.clear()
             print(f"stopped before the update of iteration {self.iteration}, and saved; "
                   "resume with the same command")
         self.leave()  # COLLECTIVE
@@ -302,6 +305,7 @@ class Run:
         samples = report.samples_of(batch, rows, picked[:SAMPLES], self.tokenizer,
                                     self.iteration, reward_names)
         if self.rank == 0:
+            status.clear()
             figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
             print(f"eval {self.iteration}: " + " | ".join(figures))
             report.print_samples(samples[:2])

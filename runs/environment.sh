@@ -6,6 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # a step: a command that you could type yourself; it is printed before it runs
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
+# --help prints the comment at the head of the script
+case "${1-}" in --help | -h) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 # A script that sets takes_seed may be given a seed and nothing else. It is looked at here, before
 # anything is installed.
 if [ -n "${takes_seed:-}" ]; then
@@ -55,12 +57,22 @@ if [ ! -x "$venv/bin/python" ]; then
     "$base" -m venv "$venv"
 fi
 PYTHON="$venv/bin/python"
+# PyPI's torch brings gigabytes of CUDA. Without an NVIDIA GPU the CPU build is taken, from PyTorch's
+# own index; where that cannot be reached, what pip finds elsewhere
+torch=$(grep -o '^torch==[0-9.]*' requirements.txt)
+if [ "$(uname -s)" = Linux ] && ! [ -e /dev/nvidiactl ] && ! "$PYTHON" -c 'import torch' 2>/dev/null
+then
+    echo "no NVIDIA GPU here: + $PYTHON -m pip install $torch (the CPU build)"
+    "$PYTHON" -m pip install --disable-pip-version-check --no-deps --retries 0 --timeout 30 "$torch" \
+        --index-url https://download.pytorch.org/whl/cpu ||
+        echo "PyTorch's own index cannot be reached; pip takes its usual one"
+fi
 # install once for each version of the requirements
 for file in requirements.txt ${more_requirements:-}; do
     stamp="$venv/.installed-$(basename "$file")"
     if ! cat "$file" requirements.lock | cmp -s - "$stamp"; then
         echo "+ $PYTHON -m pip install -r $file -c requirements.lock"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$file" -c requirements.lock
+        "$PYTHON" -m pip install --disable-pip-version-check -r "$file" -c requirements.lock
         cat "$file" requirements.lock > "$stamp"
     fi
 done
