@@ -239,6 +239,8 @@ def page(done, tmp_path_factory):
     samples = lines(run / "samples.jsonl")
     samples[0] |= dict(text=HOSTILE, prompt=[dict(role="user", content=HOSTILE)])
     tiny.jsonl(run / "samples.jsonl", samples)
+    records = [record | {"constructor": 0.5, "__proto__": 1.0} for record in lines(run / "log.jsonl")]  # names that objects have
+    tiny.jsonl(run / "log.jsonl", records)
     with open(run / "log.jsonl", "a") as f:
         f.write('{"iteration": 5, "eval/k')  # a run that is writing a line
     made = tiny.run("tools/page.py", f"--run={run},{folder}/grpo/out", f"--out={run}.html")
@@ -264,7 +266,9 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.wh
 # A user: points at the middle of the first chart; then chooses all prompts and sorts by the score. Leaves what is shown.
 USER = """
 <script>
-const left = [document.getElementById("cards").outerHTML];
+const left = [document.getElementById("runs").textContent];
+left.push([...document.querySelectorAll("svg")].map(svg => svg.getAttribute("aria-label")).join(" "));
+left.push(document.getElementById("cards").outerHTML);
 const svg = document.querySelector("svg"), box = svg.getBoundingClientRect();
 svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: box.top + 20}));
 left.push(document.querySelector("figcaption").textContent);
@@ -272,6 +276,9 @@ for (const [id, value] of [["prompt", ""], ["sort", "scores"], ["smooth", "0.9"]
   document.getElementById(id).value = value;
   document.getElementById(id).dispatchEvent(new Event("input"));
 }
+left.push(document.getElementById("cards").outerHTML);
+document.getElementById("beside").checked = true;
+document.getElementById("beside").dispatchEvent(new Event("input"));
 left.push(document.getElementById("cards").outerHTML);
 left.push(document.title);
 for (const text of left) document.body.append(Object.assign(document.createElement("output"), {textContent: text}));
@@ -288,9 +295,16 @@ def test_the_page_in_a_browser(done, page, tmp_path):
                             "--enable-logging=stderr", "--dump-dom", f"file://{tmp_path}/page.html"],
                            capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in shown.stderr, shown.stderr
-    first, pointed, by_score, title = map(html.unescape, re.findall("<output>(.*?)</output>", shown.stdout, re.DOTALL))
+    table, charts, first, pointed, by_score, beside, title = map(
+        html.unescape, re.findall("<output>(.*?)</output>", shown.stdout, re.DOTALL))
     assert title.strip() == "a<b>&c, out"  # and not "hacked"
     assert re.findall('aria-label="(.*?)"', shown.stdout) == ["kl", "loss/kl", "policy/approx_kl"]
+    said = html.unescape(beside)  # a line for each prompt: iterations from left to right, those of both runs
+    assert said.count('class="beside"') == 4 and said.count("<article") == 30
+    for line in said.split('class="beside"')[1:]:
+        iterations = [int(x) for x in re.findall(r"iteration (\d+)<", line)]
+        assert iterations == sorted(iterations)
+    assert "constructor" in charts.split() and "finished" in table and "5 of 4" not in table
 
     card = re.compile(r'<article class="card".*?</article>', re.DOTALL)
     assert len(card.findall(first)) == 1  # the hostile prompt has one sample

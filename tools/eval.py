@@ -38,7 +38,7 @@ from options.judging import Judge  # noqa: E402
 from load import outline  # noqa: E402
 from models import autocast, dtypes, in_memory, load, plain  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
-from errors import BadConfig, say, warn  # noqa: E402
+from errors import BadConfig, say, shorten, warn  # noqa: E402
 from folders import check_writable, response_length, written  # noqa: E402
 from rows import files_of  # noqa: E402
 from answers import final_answer  # noqa: E402
@@ -69,6 +69,7 @@ template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
 # judging
 right_by = "accuracy"  # a response is right where this reward is 1, such as code
+by = ""  # a field of the rows, such as task: the figures for each of its values, too
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # a reward model, whose score is added; empty = none
 judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
@@ -115,11 +116,14 @@ metric_of = {score: score if score in ("accuracy", "scores") else f"reward/{scor
 if right_by not in known:
     raise BadConfig(f"right_by = {right_by!r} is not measured; there are {', '.join(known)}, and "
                     "what --reward_functions adds")
-by = known[-1] if terms else right_by  # who wins, and which of k samples is the best
+ranked_by = known[-1] if terms else right_by  # who wins, and which of k samples is the best
 
 if not prompts_path:
     raise BadConfig("prompts_path is empty; type --prompts_path=FILE")
 rows = read_prompts(prompts_path, terms, fields)
+if by and not any(by in row for row in rows):
+    raise BadConfig(f"by = {by!r}: no row of {prompts_path} has this field; the first "
+                    f"one has {', '.join(rows[0])}")
 picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts are answered
 config["max_new_tokens"] = max_new_tokens = max_new_tokens or max(map(response_length, paths)) or 48
 say(f"a response ends after {max_new_tokens} tokens (--max_new_tokens)")
@@ -233,14 +237,14 @@ def estimate(values):
     return dict(mean=middle, error=None if math.isnan(error) else error)
 
 
-figures = {name: {} for name in names}  # policy -> "mode metric" -> its estimate
-for (name, mode), prompts in by_prompt.items():
+def figures_of(prompts, mode):
+    """{metric: its estimate} of the responses to these prompts."""
     numbers = {}  # metric -> one number a prompt
     for score in known:
         each = [scores_of(prompt, score) for prompt in prompts]
         numbers[metric_of[score]] = [fmean(values) for values in each if values]
     judged = scored(prompts, right_by)
-    best_by = {score: scored(scored(prompts, by), score) for score in known if terms}
+    best_by = {score: scored(scored(prompts, ranked_by), score) for score in known if terms}
     for x in ks if mode == "sampled" else ():
         numbers[f"pass@{x}"], numbers[f"majority@{x}"] = [], []
         for prompt in judged:
@@ -252,22 +256,32 @@ for (name, mode), prompts in by_prompt.items():
         # the best of k samples by the reward: its own score, and what else is measured of it
         for score, with_both in best_by.items():
             numbers[f"best@{x} {score}"] = [
-                best_of_k(scores_of(prompt, by), scores_of(prompt, score), x)
+                best_of_k(scores_of(prompt, ranked_by), scores_of(prompt, score), x)
                 for prompt in with_both]
     numbers["length"] = [fmean([record["length"] for record in prompt]) for prompt in prompts]
     numbers["finished"] = [fmean([record["finished"] for record in prompt]) for prompt in prompts]
-    figures[name] |= {f"{mode} {metric}": estimate(values)
-                      for metric, values in numbers.items() if values}
+    return {f"{mode} {metric}": estimate(values) for metric, values in numbers.items() if values}
+
+
+figures = {name: {} for name in names}  # policy -> "mode metric" -> its estimate
+groups = {}  # value of by -> (how many prompts have it, figures of those)
+for (name, mode), prompts in by_prompt.items():
+    figures[name] |= figures_of(prompts, mode)
+    values = [str(rows[prompt[0]["row"]].get(by)) for prompt in prompts]
+    for value in sorted(set(values)) if by else ():
+        mine = [prompt for prompt, its in zip(prompts, values, strict=True) if its == value]
+        _, its = groups.setdefault(value, (len(mine), {name: {} for name in names}))
+        its[name] |= figures_of(mine, mode)
 
 # the first policy against each other one, prompt by prompt
 duels, last = [], modes[-1][0]  # of the samples, where there are some
 for other in names[1:]:
-    both = [(scores_of(ours, by), scores_of(theirs, by)) for ours, theirs
+    both = [(scores_of(ours, ranked_by), scores_of(theirs, ranked_by)) for ours, theirs
             in zip(by_prompt[names[0], last], by_prompt[other, last], strict=True)]
     values = [wins(ours, theirs) for ours, theirs in both if ours and theirs]
     if values:
         won = estimate(values)
-        duels.append(dict(policy=names[0], against=other, by=by, responses=last,
+        duels.append(dict(policy=names[0], against=other, by=ranked_by, responses=last,
                           prompts=len(values), win_rate=won["mean"], error=won["error"]))
 
 # --------------------------------------------------------------------------------------------------
@@ -279,8 +293,11 @@ def write():
     with written(f"{out}.jsonl") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
     with written(f"{out}.json") as f:
-        json.dump(dict(config=config, prompts=len(picked), policies=figures, win_rates=duels), f,
-                  indent=2)
+        found = dict(config=config, prompts=len(picked), policies=figures, win_rates=duels)
+        if by:
+            found["groups"] = {value: dict(prompts=count, policies=its)
+                               for value, (count, its) in groups.items()}
+        json.dump(found, f, indent=2)
 
 
 def shown(middle, error, form):
@@ -288,15 +305,22 @@ def shown(middle, error, form):
     return f"{middle:{form}}" + ("" if error is None else f" ±{error:{form}}")
 
 
-if rank == 0:
+def print_table(title, figures):
+    """A line for each metric, a column for each policy."""
     wide = max(16, *(len(name) + 2 for name in names))
-    print(f"\n{len(picked)} prompts, with 95 % confidence intervals of the means over prompts")
-    print(f"{'':<24}" + "".join(f"{name:>{wide}}" for name in names))
+    print(f"\n{title}\n{'':<24}" + "".join(f"{name:>{wide}}" for name in names))
     for metric in dict.fromkeys(metric for its in figures.values() for metric in its):
         form = ".1f" if metric.endswith("length") else ".3f"
         cells = [shown(*its[metric].values(), form) if metric in its else "nan"
                  for its in figures.values()]
         print(f"{metric:<24}" + "".join(f"{cell:>{wide}}" for cell in cells))
+
+
+if rank == 0:
+    for value, (count, its) in groups.items():
+        print_table(f"{count} prompts with {by} = {shorten(value)}", its)
+    print_table(f"{len(picked)} prompts, with 95 % confidence intervals of the means over prompts",
+                figures)
     for duel in duels:
         won = shown(duel["win_rate"], duel["error"], ".1%")
         print(f"{duel['policy']} wins {won} against {duel['against']} (by {duel['by']}, ties count "

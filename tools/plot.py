@@ -29,7 +29,7 @@ config, _ = configure(globals())
 # title: metrics. eval/ is of the held-out prompts and is drawn thick, the others are of training.
 # Where metrics is empty: the first six of them of which something is logged
 PANELS = {
-    "learned score": ("eval/scores", "objective/scores"),
+    "score": ("eval/scores", "objective/scores"),
     "accuracy": ("eval/accuracy", "objective/accuracy", "train/accuracy"),
     "KL to the reference (nats a response)": ("eval/kl", "objective/kl"),
     "response length (tokens)": ("eval/length", "objective/length"),
