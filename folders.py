@@ -68,7 +68,8 @@ def find_folder(path, weights=False):
 
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a whole model, of an adapter
-RUN_FILES = ("config.json", "log.jsonl", "samples.jsonl")  # in the folder of a run
+# in the folder of a run
+RUN_FILES = ("config.json", "log.jsonl", "samples.jsonl", "rollouts.jsonl")
 
 
 def model_folders(path, weights=True):

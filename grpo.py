@@ -482,6 +482,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "policy/staleness": age if system.staleness else None,
         "policy/lr": lr,
     }
-    run.log(record, batch, passes=steps / num_minibatches)  # COLLECTIVE
+    run.log(record, batch, passes=steps / num_minibatches, rows=train_rows)  # COLLECTIVE
 
 run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE

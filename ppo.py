@@ -425,6 +425,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "val/explained_variance": explained_variance(batch["values"], returns, mask).item(),
         "val/lr": lrs["value_model"],
     }
-    run.log(record, batch, passes=steps / num_minibatches)  # COLLECTIVE
+    run.log(record, batch, passes=steps / num_minibatches, rows=train_rows)  # COLLECTIVE
 
 run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE

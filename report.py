@@ -85,7 +85,8 @@ def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
          "length": 4, "scores": {"scores": 1.5, "accuracy": 1.0, "kl": 0.25, "reward/...": ...}}
 
     row counts the held-out prompts from 0; prompt is the data's, text or messages; length is in
-    tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone.
+    tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone;
+    of a batch that is trained on also "advantage", the mean over the tokens.
     """
     n, R = len(picked), batch["response_mask"].shape[1]
     columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
@@ -93,6 +94,9 @@ def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
         columns["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1)
     if len(reward_names) > 1:
         columns |= {f"reward/{name}": batch[f"reward/{name}"] for name in reward_names}
+    if "advantages" in batch:
+        mask = batch["response_mask"]
+        columns["advantage"] = torch.where(mask, batch["advantages"], 0).sum(1) / mask.sum(1)
     columns = {name: x[:n].tolist() for name, x in columns.items()}
     samples = []
     for i, number in enumerate(picked):
@@ -158,9 +162,10 @@ def peak_memory_mib(device):
 
 # --------------------------------------------------------------------------------------------------
 # log.jsonl, one JSON object a line, one line an iteration; and samples.jsonl, one line for each
-# response of an evaluation that is kept, so that it can be read later what earned which score
+# response of an evaluation that is kept, so that it can be read later what earned which score;
+# rollouts.jsonl has the same of the responses that a run is trained on, with the key save_rollouts
 
-LOG_FILES = "log.jsonl", "samples.jsonl"
+LOG_FILES = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 
 
 def write_log(out_dir, records, name="log.jsonl"):
@@ -209,7 +214,8 @@ def cut_log(out_dir, iteration):
             if missing:
                 warn(f"{file} was cut or damaged: of the iterations before {iteration} it lacks "
                      f"{len(missing)}, from {missing[0]} to {missing[-1]}, and the run goes on")
-        expected = {i for i, line in kept if '"eval/' in line}  # of samples.jsonl
+        # what samples.jsonl must have; which iterations are in rollouts.jsonl a key says
+        expected = {i for i, line in kept if '"eval/' in line} if name == "log.jsonl" else set()
 
 
 def read_log(file):

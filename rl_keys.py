@@ -26,4 +26,5 @@ importance_outside = "clip"  # what is above cap or below floor becomes that, or
 # scoring
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
+save_rollouts = 0  # iterations between those whose responses go to rollouts.jsonl; 0 = none [>= 0]
 keep_best = False  # also leave out_dir/best_policy, the one with the best held-out score so far

@@ -312,14 +312,14 @@ class Run:
         report.write_log(self.out_dir, samples, "samples.jsonl")  # COLLECTIVE
         return record
 
-    def log(self, record, batch=None, passes=1.0, tokens=0, every=1):
+    def log(self, record, batch=None, passes=1.0, tokens=0, every=1, rows=()):
         """
         A collective: append an iteration's record to log.jsonl, with its seconds, speed and memory,
         and print a line of it, of each iteration or of `every` so many. What is None is left out.
 
         batch: what the iteration sampled; passes: how often the update went over it. tokens: of a
         script that samples nothing, how many it trained on. None of them: of the last iteration,
-        which only evaluates.
+        which only evaluates. rows: the data rows that the batch answers, for rollouts.jsonl.
         """
         self.enter("log")
         record = {name: x for name, x in record.items() if x is not None}
@@ -337,6 +337,11 @@ class Run:
             record["time/iteration"] = sum(self.times.values())
             record |= self.speed(batch, passes, tokens)
         report.write_log(self.out_dir, [record])  # COLLECTIVE
+        if rows and self.system.save_rollouts and self.iteration % self.system.save_rollouts == 0:
+            names = [name.removeprefix("reward/") for name in batch if name.startswith("reward/")]
+            rollouts = report.samples_of(batch, rows, batch["prompt"].tolist(), self.tokenizer,
+                                         self.iteration, names)
+            report.write_log(self.out_dir, rollouts, "rollouts.jsonl")  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import send_to_trackers
 

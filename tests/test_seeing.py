@@ -57,7 +57,7 @@ def done(tmp_path_factory):
     """The folder, the world, and {name: results} of its runs."""
     folder = str(tmp_path_factory.mktemp("seeing"))
     world = tiny.build(f"{folder}/world")
-    often = dict(eval_interval=1, eval_size=3, max_iters=4, checkpoint_interval=2)
+    often = dict(eval_interval=1, eval_size=3, max_iters=4, checkpoint_interval=2, save_rollouts=2)
     ppo = world.ppo("out", **often)
     two = dict(max_iters=2, lr_decay="constant", checkpoint_interval=1)
     both = dict(report_to="wandb, trackio")
@@ -79,6 +79,25 @@ def lines(path):
 
 
 # samples.jsonl
+
+def test_rollouts(done):
+    """They are all responses of every second iteration; a run that was killed has them once, too."""
+    folder, world, _ = done
+    files = [f"{folder}/{name}/out/rollouts.jsonl" for name in ("whole", "killed")]
+    assert open(files[0], "rb").read() == open(files[1], "rb").read()
+    rows = lines(world.rl_train)
+    for name, size in (("whole", 7), ("grpo", 15)):
+        found, log = lines(f"{folder}/{name}/out/rollouts.jsonl"), tiny.read_log(f"{folder}/{name}/out")
+        assert [line["iteration"] for line in found] == [0] * size + [2] * size
+        assert all(line["prompt"] == rows[line["row"]]["prompt"] for line in found)
+        for i in (0, 2):
+            scores = [line["scores"]["scores"] for line in found if line["iteration"] == i]
+            assert sum(scores) / size == pytest.approx(log[i]["objective/scores"], abs=1e-6)
+    for first in range(0, 30, 3):  # what is above the mean of its group is as much as what is below
+        group = [line["scores"] for line in found[first:first + 3]]
+        assert sum(one["advantage"] for one in group) == pytest.approx(0, abs=1e-5)
+        assert sorted(group, key=lambda one: one["scores"]) == sorted(group, key=lambda one: one["advantage"])
+
 
 def test_samples(done):
     """They are of all three held-out prompts of each evaluation; and a run that was killed has those of one that was not."""

@@ -7,8 +7,8 @@ python tools/page.py --run=out/arithmetic_ppo,out/arithmetic_overoptimize --out=
 python tools/page.py --run=out/arithmetic_ppo --watch=True      # again every few seconds
 
 The page itself, tools/page.html, draws what this script puts into it. Samples are there if the run
-has a samples.jsonl (ppo.py and grpo.py write it). Sort them by a score to see what earns it: a
-reward that is being hacked shows at once.
+has a samples.jsonl (ppo.py and grpo.py write it), or a rollouts.jsonl (their key save_rollouts).
+Sort them by a score to see what earns it: a reward that is being hacked shows at once.
 """
 import html
 import json
@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402
 from tools.curves import finite, metrics_in, points, read_records, read_runs  # noqa: E402
 from errors import BadConfig  # noqa: E402
-from folders import check_writable, read_json, written  # noqa: E402
+from folders import RUN_FILES, check_writable, read_json, written  # noqa: E402
 from report import clock  # noqa: E402
 
 
@@ -71,9 +71,12 @@ def page_of(run):
         # six digits are more than any screen shows
         curves = {metric: [(x, float(f"{y:.6g}")) for x, y in points(records, metric)]
                   for metric in metrics_in({name: (folder, records)})}
-        file, samples = os.path.join(folder, "samples.jsonl"), []
-        if os.path.exists(file) and os.path.getsize(file):
-            samples = read_records(file, ("row", "prompt", "text", "length", "scores"))
+        samples = []
+        for kind in ("samples", "rollouts"):
+            file = os.path.join(folder, f"{kind}.jsonl")
+            if os.path.exists(file) and os.path.getsize(file):
+                found = read_records(file, ("row", "prompt", "text", "length", "scores"))
+                samples += [one | dict(trained=kind == "rollouts") for one in found]
         config = finite(read_json(os.path.join(folder, "config.json")))
         pages.append(dict(name=name, config=config, samples=samples,
                           facts=facts_of(records, config), hours=hours_of(records),
@@ -92,7 +95,7 @@ def page_of(run):
 
 check_writable(out, reads=[PAGE, *(os.path.join(folder, name)
                                    for folder, _ in read_runs(run, "run").values()
-                                   for name in ("log.jsonl", "samples.jsonl", "config.json"))],
+                                   for name in RUN_FILES)],
                made=rb"<!DOCTYPE html><!-- made by tools/page.py -->")
 over = False
 while not over:
