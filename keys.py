@@ -33,6 +33,8 @@ device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # * 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
 master_weights = True  # False: train bfloat16 weights; half the memory, and small steps get lost
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
+# the kernels of attention; flash attention is a package for GPUs, and for 16 bits
+attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attention_3]
 # compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
 # nothing, and on AMD's they take nearly twice the time. What reads and what trains is compiled
 # apart and may round differently: then the ratio of an iteration's first step is 1 to rounding, and

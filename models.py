@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import parallel
 from configurator import of_model
-from errors import BadConfig, BadInput
+from errors import BadConfig, BadInput, first_line
 from load import from_scratch, load_whole, outline, probe, unread_parameters
 from model import freeze, no_grad_forwards
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
@@ -72,7 +72,7 @@ def plain(dtype="float32", **keys):
     """The shared keys of a tool, which calls `load` as a run does that sets none of them."""
     return SimpleNamespace(**dict(
         dtype=dtype, master_weights=True, zero_stage="", offload="", lora="", quantize="none",
-        compile=False, gradient_checkpointing=False) | keys)
+        compile=False, gradient_checkpointing=False, attn_implementation="sdpa") | keys)
 
 
 def load(path, name, system, device, head="lm", trained=False, seed=0):
@@ -106,6 +106,7 @@ def load(path, name, system, device, head="lm", trained=False, seed=0):
 
         quantize(model, device, matrices or dtype)
         model.to(device)
+    attend_by(model, system.attn_implementation)
     if system.compile:
         model.compile_trunk()
     if head == "lm":  # read as in the run: where matrices are in 16 bits already, all must be
@@ -147,12 +148,27 @@ def settle(model, trained, matrices=None, recompute=False, unread=()):
             p.data = p.data.to(matrices)
 
 
+def attend_by(model, kind):
+    """
+    Let a model compute its attention by these kernels of transformers. sdpa: torch's own, or what a
+    family has in their place. The probe proves each. Raises BadInput.
+    """
+    if kind == "sdpa":
+        return
+    try:
+        model.hf.set_attn_implementation(kind)
+    except Exception as e:  # no such package, not of this family: transformers raises anything
+        raise BadInput(f"attn_implementation = {kind!r}: {model.path} cannot use it "
+                       f"({first_line(e)}); leave the key out") from e
+
+
 def begin(architecture, name, system, device, seed=0):
     """A new model, which is trained. architecture: what transformers' config class takes."""
     dtype, _ = dtypes(system)
     model = from_scratch(architecture, seed=seed, dtype=dtype, device=device)
     if system.gradient_checkpointing:
         model.recompute()
+    attend_by(model, system.attn_implementation)
     if system.zero_stage:
         from options.shards import split
 

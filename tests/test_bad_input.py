@@ -61,6 +61,7 @@ TABLE = {
     "unknown reward": ("grpo.py", dict(reward_functions="qqq"), ["qqq", "accuracy", "FILE.py:FUNCTION"]),
     "no rewards": ("grpo.py", dict(reward_functions=" "), ["reward"]),
     "no such rules": ("grpo.py", dict(reward_functions="nowhere.py:f"), ["nowhere.py"]),
+    "attention of a package": ("sft.py", dict(attn_implementation="flash_attention_2"), ["attn_implementation", "flash"]),
     "weights of no cap": ("ppo.py", dict(importance_outside="drop"), ["importance_outside", "--importance_cap=2"]),
     "a floor above the cap": ("grpo.py", dict(importance_cap=0.4, importance_floor=0.5), ["importance_floor = 0.5"]),
     "cispo of sequences": ("grpo.py", dict(loss_type="cispo", importance="sequence"), ["loss_type = 'cispo'"]),
@@ -317,7 +318,10 @@ def test_what_a_tool_may_replace(small, tmp_path):
     os.mkdir(tmp_path / "folder.json")
     (tmp_path / "own.json").write_text('{"mine": 1}')
     (tmp_path / "run" / "checkpoint-000001" / "new.txt").write_text('{"mine": 1}')
-    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    def files():  # without the times at which they were read
+        return {path: (path.lstat().st_ino, path.lstat().st_size, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")}
+
+    before = files()
     for name in ("run/config.json", "run/log.jsonl", "run/samples.jsonl", "run/checkpoint-000001/state.json", "data.jsonl",
                  "run/checkpoint-000001/other.json", "run/checkpoint-000001/new.txt", "notes.json", "mine.py", "dangling.json",
                  "link.json", "pipe.json", "folder.json", "own.json/x.json", ".json", "x" * 300):
@@ -328,7 +332,7 @@ def test_what_a_tool_may_replace(small, tmp_path):
             check_writable(f"{small.policy}/{name}", made=b"")
     with pytest.raises(BadInput, match="--out"):
         check_writable(str(tmp_path / "own.json"), reads=[str(tmp_path / "own.json")], made=made)
-    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+    assert files() == before
     for name in ("own.json", "run/curves.json", "new/new.json"):
         check_writable(str(tmp_path / name), made=made)
     with pytest.raises(KeyError), written(tmp_path / "own.json") as f:

@@ -13,6 +13,7 @@ from errors import BadInput
 from model import Model, freeze
 from load import from_scratch, load_model, probe, unread_parameters
 
+import models
 import tiny
 from families import NO_CLASSIFIER, VARIANTS, make, padded
 
@@ -340,3 +341,17 @@ def test_the_probe_refuses_wrong_logits(folder_of, monkeypatch):
         monkeypatch.setattr(Model, "logits", wrong)
         with pytest.raises(BadInput, match="cannot decode .*family qwen3"):
             probe(load_model(folder_of("qwen3")))
+
+
+def test_other_kernels_of_attention_give_the_same_numbers(folder_of):
+    """The key takes them, and the probe reads and decodes with them."""
+    path, device = folder_of("llama"), torch.device("cpu")
+    tokens = torch.tensor([[1, 5, 9, 3, 7, 2]])
+    said = {}
+    for kind in ("sdpa", "eager"):
+        model = models.load(path, "policy", models.plain(attn_implementation=kind), device, trained=True)
+        assert model.hf.config._attn_implementation == kind
+        said[kind], _ = model.logprobs(tokens, tokens > 1)
+    assert torch.allclose(said["sdpa"], said["eager"], atol=1e-6) and not torch.equal(said["sdpa"], torch.zeros(()))
+    with pytest.raises(BadInput, match="flash_attention_2"):
+        models.load(path, "policy", models.plain(attn_implementation="flash_attention_2"), device)

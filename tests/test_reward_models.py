@@ -2,7 +2,6 @@
 A reward model is read as transformers and TRL read it, to the end of its chat template, by ppo.py as by rm.py in training. The
 truth is AutoModelForSequenceClassification on what apply_chat_template writes, in tiny models of the world's families.
 """
-import ast
 import json
 import os
 import random
@@ -174,13 +173,13 @@ def test_runs_with_reward_models_of_others(folders, trained, tmp_path):
         for name, folder in (("grpo", zero), ("refused", folders["gpt2"]))}).items()}
     assert not done["grpo"]["kind"], done["grpo"]
     assert done["refused"]["kind"] == "BadInput" and "here is a list of messages" in done["refused"]["message"]
-    # the logged score of the evaluation is transformers', of the texts that it printed
+    # the score of each sample of the evaluation is transformers', of its text
     theirs = AutoModelForSequenceClassification.from_pretrained(folders["llama3.2"]).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders["llama3.2"])
-    said = [line.strip().partition(" -> ") for line in done["grpo"]["stdout"].splitlines() if line.startswith("    [{")]
-    assert len(said) >= 2
-    for prompt, _, rest in said:
-        completion, _, score = rest.rpartition("  score ")
-        messages = [*ast.literal_eval(prompt), dict(role="assistant", content=ast.literal_eval(completion))]
+    with open(tmp_path / "grpo" / "out" / "samples.jsonl", encoding="utf-8") as f:
+        samples = [json.loads(line) for line in f]
+    assert len(samples) >= 2
+    for sample in samples:
+        messages = [*sample["prompt"], dict(role="assistant", content=sample["text"])]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert abs(padded_scores(theirs, tokenizer, [text, text + "a"])[0].item() - float(score)) < 0.006
+        assert abs(padded_scores(theirs, tokenizer, [text, text + "a"])[0].item() - sample["scores"]["scores"]) < 1e-4
