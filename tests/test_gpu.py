@@ -145,7 +145,8 @@ os._exit(0)
 
 
 def environment():
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if ON_GPU else "", "PYTHONPATH": ROOT}
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if ON_GPU else "",
+            "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
 
 
 def in_one_process(folder, calls):

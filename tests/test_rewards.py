@@ -3,8 +3,15 @@ rewards.py and options/foreign_rewards.py: the rules; the key reward_functions, 
 what they may give; where a reward model's score is read. (Scores of whole runs: test_by_hand.py.)
 """
 import asyncio
+import collections
+import http.server
+import json
+import math
+import re
 import subprocess
 import sys
+import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -272,3 +279,60 @@ def test_equal_texts_have_equal_scores():
     scores = torch.tensor([1.0, 2.0, 1.5, 3.0, 4.0, 5.0, 6.0])
     found = alike_for_equal_texts(scores, dict(tokens=tokens, attention_mask=mask))
     assert found.tolist() == [1, 2, 1, 3, 3, 5, 6]
+
+
+# --------------------------------------------------------------------------------------------------
+# the examples of docs/rewards.md
+
+CHATS = [[dict(role="user", content=text)] for text in ("Say 7.", "Say nothing.", "Fail twice.", "Fail always.")]
+ANSWERS = ["7", "Say nothing. I do.", "8", "?"]
+
+
+def example_of(function):
+    """The block of code in docs/rewards.md that has this function."""
+    with open(f"{ROOT}/docs/rewards.md", encoding="utf-8") as f:
+        blocks = re.findall(r"(?:^    .*\n|^\n)+", f.read(), re.MULTILINE)
+    block, = (block for block in blocks if f"def {function}(" in block)
+    return textwrap.dedent(block)
+
+
+def test_the_example_for_chats(tmp_path):
+    (tmp_path / "mine.py").write_text(example_of("no_echo"))
+    (_, name, function), = reward_terms("mine.py:no_echo", str(tmp_path))
+    batch = dict(rows=[dict(prompt=chat) for chat in CHATS], prompts=["..."] * 4, completions=ANSWERS)
+    assert name == "no_echo" and list(function(batch)) == [1, 0, 1, 1]
+
+
+class Judge(http.server.BaseHTTPRequestHandler):
+    """A server in OpenAI's form that likes numbers; asked about failing, it answers with 503, or no number."""
+    asked = collections.Counter()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        told = body["messages"][0]["content"]
+        self.asked[told] += 1
+        assert self.headers["Authorization"] == "Bearer secret" and body["model"] == "a judge"
+        twice = "Fail twice." in told
+        self.send_response(503 if twice and self.asked[told] < 3 else 200)
+        self.end_headers()
+        said = "no number" if "Fail always." in told else "8" if twice or "Answer: 7" in told else "2.5"
+        self.wfile.write(json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_example_of_a_judge_behind_http(tmp_path, monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in dict(JUDGE_URL=f"http://127.0.0.1:{server.server_port}/v1/chat/completions",
+                            JUDGE_KEY="secret", JUDGE_MODEL="a judge").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    (tmp_path / "mine.py").write_text(example_of("judged"))
+    (_, _, function), = reward_terms("mine.py:judged", str(tmp_path))
+    batch = dict(rows=[dict(prompt=chat) for chat in CHATS], prompts=["..."] * 4, completions=ANSWERS)
+    scores = list(function(batch))
+    server.shutdown()
+    assert scores[:3] == [0.8, 0.25, 0.8] and math.isnan(scores[3])
+    assert sorted(Judge.asked.values()) == [1, 1, 3, 4]

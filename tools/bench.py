@@ -13,6 +13,10 @@ python tools/bench.py --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_
 First sampling, in turns with transformers' own generate on the same weights and prompts; then runs
 of ppo.py and grpo.py, with the seconds of each phase. Figures are medians. Pin the threads on a
 CPU: threads that move between cores make the figures worthless.
+
+To compare with what a GPU can do: GB/s of sampling counts, at each token, all weights and the KV
+cache once; TFLOP/s of the update counts 6 operations a weight and token that a pass trains on, and
+neither attention nor what is computed twice.
 """
 import itertools
 import json
@@ -65,10 +69,11 @@ RULE = """def score(batch):
 """
 
 
-def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512):
+def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512, reward=True):
     """
-    Write folder/policy, folder/reward_model, folder/prompts.jsonl and folder/rule.py: random
-    Llamas, a tokenizer with one token a character, prompts of one length, and a reward.
+    Write folder/policy, with `reward` folder/reward_model, folder/prompts.jsonl and folder/rule.py:
+    random Llamas, a tokenizer with one token a character, prompts of one length, and a reward.
+    Returns how many weights a token is multiplied with: all of the policy's but its embeddings.
 
     sizes: those of the Llama, as config.json names them. longest: tokens of the longest response.
     end_share: which share of the sampled tokens is EOS. With 0 every response has `longest` tokens.
@@ -88,13 +93,14 @@ def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512):
     settings = dict(sizes, model_type="llama", tie_word_embeddings=False, bos_token_id=None,
                     max_position_embeddings=prompt_length + longest, eos_token_id=V - 2,
                     pad_token_id=V - 1, initializer_range=sizes["hidden_size"]**-0.5)
-    for name, head in (("policy", "lm"), ("reward_model", "scalar")):
+    for name, head in (("policy", "lm"), ("reward_model", "scalar"))[:1 + reward]:
         try:
             hf = from_scratch(settings, head).hf
         except Exception as e:  # transformers and torch have many, for sizes that do not fit
             raise BadConfig(f"no such Llama can be made: {first_line(e)}") from e
         if head == "lm":
             end_sometimes(hf, end_share)
+            weights = hf.num_parameters() - hf.get_input_embeddings().weight.numel()
         else:
             hf.config.score_shift = 0.0  # or a run would begin with a search for its zero
         hf.save_pretrained(os.path.join(folder, name))
@@ -106,6 +112,7 @@ def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512):
             f.write(json.dumps({"prompt": "".join(chr(first + i) for i in row)}) + "\n")
     with open(os.path.join(folder, "rule.py"), "w", encoding="utf-8") as f:
         f.write(RULE)
+    return weights
 
 
 @torch.no_grad()
@@ -208,15 +215,23 @@ if __name__ == "__main__":
         sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
                      num_hidden_layers=n_layer, num_attention_heads=n_head,
                      num_key_value_heads=n_kv_head)
-        make_models(folder, sizes, prompt_length, max_new_tokens,
-                    2 / max_new_tokens if lengths == "real" else 0.0)
+        weights = make_models(folder, sizes, prompt_length, max_new_tokens,
+                              2 / max_new_tokens if lengths == "real" else 0.0,
+                              reward="ppo" in wanted)
         if "sampling" in wanted:
             took = sampling(folder, device, dtype, batch_size, prompt_length, max_new_tokens,
                             repeats)
             for name, runs in took.items():
                 seconds = statistics.median(s for s, _ in runs)
                 rate = statistics.median(n / s for s, n in runs)
-                print(f"  {name}: {seconds:.3f} s, {rate:.0f} tokens/s", flush=True)
+                moved = ""
+                if lengths == "full":  # else rows leave, and how many are read at a step varies
+                    width = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+                    cached = 2 * n_layer * d_model // n_head * n_kv_head  # numbers a token
+                    seen = batch_size * (prompt_length + max_new_tokens / 2)
+                    gb = width * (weights + cached * seen) * max_new_tokens / 1e9
+                    moved = f", {gb / seconds:.0f} GB/s"
+                print(f"  {name}: {seconds:.3f} s, {rate:.0f} tokens/s{moved}", flush=True)
         for script in [script for script in ("ppo", "grpo") if script in wanted]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
                         max_new_tokens=max_new_tokens, max_iters=repeats + 1, dtype=dtype,
@@ -228,5 +243,8 @@ if __name__ == "__main__":
                       for phase in ("rollout", "score", "update", "iteration")]
             length = statistics.mean(r["objective/length"] for r in records)
             peak = max(r["mem/peak_mib"] for r in records)
+            passes = 4 * 2 if script == "ppo" else 1  # epochs; the policy and the value model
+            tflop = 6 * weights * batch_size * (prompt_length + length) * passes / 1e12
+            rate = tflop / statistics.median(r["time/update"] for r in records)
             print(f"  {script}.py: {', '.join(phases)}; {length:.0f} tokens a response, "
-                  f"peak {peak:.0f} MiB", flush=True)
+                  f"update {rate:.3g} TFLOP/s, peak {peak:.0f} MiB", flush=True)
