@@ -13,10 +13,16 @@ class RoomyLayer(DynamicLayer):
     """
     A layer with full attention. rooms: its keys and its values, (rows, heads, columns, width) each,
     with spare columns behind those that are used; self.keys and self.values are views of them.
+    column: None; or, after `hold`, a tensor that says into which column a token is written.
     """
+    column = None
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Append (rows, heads, k, width) of k new tokens. Returns all keys and all values."""
+        if self.column is not None:
+            for room, new in zip(self.rooms, (key_states, value_states), strict=True):
+                room.index_copy_(2, self.column, new)
+            return tuple(self.rooms)  # with the spare columns, which a mask must hide
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin = self.get_seq_length()
@@ -35,6 +41,19 @@ class RoomyLayer(DynamicLayer):
         if old.numel():
             room[:, :, :old.shape[-2]] = old
         return room
+
+    def hold(self, used, columns, column):
+        """
+        Keep the first `used` columns, in rooms of so many columns that stay where they are. From
+        now on the one new token of each row goes to `column`, a tensor (1,); None: as before.
+        """
+        full, self.rooms = self.rooms, []
+        for room in full:
+            # a hidden column counts 0 times what is there, so no NaN may be there
+            self.rooms.append(room.new_zeros(*room.shape[:2], columns, room.shape[-1]))
+            self.rooms[-1][:, :, :used] = room[:, :, :used]
+        self.keys, self.values = (room[:, :, :used] for room in self.rooms)
+        self.column = column
 
     def batch_select_indices(self, indices):
         """Keep these rows alone, in this order; a row may be there several times."""

@@ -93,7 +93,7 @@ def left_pad(prompts, pad_id, width=None):
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
              vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None, stop=None,
-             truncation=None, has_stop=None):
+             truncation=None, has_stop=None, graphs=False):
     """
     Sample one response to each prompt.
 
@@ -111,6 +111,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     truncation: leaves unlikely tokens out, see `warpers`; None: all may be sampled.
     has_stop: a function of the ids of a response so far: whether it has just got a stop string, see
         Tokenizer.has_stop; None: there are none.
+    graphs: on an NVIDIA GPU the steps are CUDA graphs, where the model allows it.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -147,7 +148,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         part = slice(start, start + at_once)
         sampled = [t[part] for t in (responses, logprobs, lengths, finished)]  # filled by decode
         stopped = decode(policy, prompts[part], uniforms[part].to(device), temperature, eos,
-                         vocab_size, sampled, stop, truncation, has_stop)
+                         vocab_size, sampled, stop, truncation, has_stop, graphs)
         if stopped:
             break
     # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
@@ -169,7 +170,7 @@ def wide_dtype(policy):
 # writes into tensors that were made outside of it can.
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, stop=None,
-           truncation=None, has_stop=None):
+           truncation=None, has_stop=None, graphs=False):
     """
     Sample a response to each of n prompts (lists of ids) together; see this file's header.
 
@@ -177,6 +178,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     and finished (n,). Returns whether `stop` has ended it before the responses were complete.
     """
     from decoding_cache import decoding_cache  # transformers is slow to import
+    from decoding_graph import Steps, fits
 
     responses, logprobs, lengths, finished = sampled
     device, (n, R) = uniforms.device, uniforms.shape
@@ -191,6 +193,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     if len(numbers) < n:
         cache.batch_select_indices(which)
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
+    steps = Steps(policy, cache) if graphs and fits(policy, cache) else None
 
     # Each row of the cache samples the response of number live[row]. A response that has ended
     # stays in the cache until a quarter of the rows have; meanwhile what it samples is dropped
@@ -218,8 +221,11 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # (rows, P + t + 1)
-        logits = policy.next_logits(  # (rows, V)
-            token[:, None], cache, *((mask, next_position) if padded else ()))
+        if steps:
+            logits = steps.next_logits(token, mask, next_position, R - t - 1)  # (rows, V)
+        else:
+            logits = policy.next_logits(
+                token[:, None], cache, *((mask, next_position) if padded else ()))
         next_position = next_position + 1
     return False
 
@@ -320,7 +326,8 @@ def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temp
                     decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
                     tokenizer.vocab_size, uniforms,
                     batch_size=system.rollout_batch_size, prompt_width=width, stop=stop,
-                    has_stop=tokenizer.has_stop)
+                    has_stop=tokenizer.has_stop,
+                    graphs=system.cuda_graphs and tp == 1 and not policy.owner().elsewhere)
     if tp > 1:  # this rank sends its own
         mine = parallel.my_share(range(len(prompt)))
         kept = [row for row, i in enumerate(numbers) if i in mine]

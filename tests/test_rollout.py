@@ -255,6 +255,34 @@ def test_uniforms_are_uniform_and_independent():
     assert np.abs(np.corrcoef(many.numpy().T) - np.eye(4)).max() < 0.1
 
 
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "llama3-gqa-tied", "cohere"])
+def test_steps_as_a_graph_has_them(variant, tmp_path, monkeypatch):
+    """
+    The steps that a GPU records, here computed: columns that are hidden, rows that leave, more columns than a graph has.
+    Left out here is the recording alone; tests/test_gpu.py has it.
+    """
+    import decoding_graph
+
+    def capture(steps):
+        made.append(len(steps.token))
+        return SimpleNamespace(replay=lambda: setattr(steps, "logits", steps.step())), None
+
+    made = []  # the rows of each graph
+    monkeypatch.setattr(decoding_graph, "fits", lambda *_: True)
+    monkeypatch.setattr(decoding_graph, "COLUMNS", 8)
+    monkeypatch.setattr(decoding_graph, "MULTIPLE", 4)
+    monkeypatch.setattr(decoding_graph.Steps, "capture", capture)
+    make(variant).save_pretrained(tmp_path)
+    policy = freeze(load_model(str(tmp_path), dtype=torch.float64))
+    for prompts, rows in ((PROMPTS, 3), (PROMPTS[:1], 1)):  # one row is never padded
+        want, got = (generate(policy, prompts, 30, eos_ids=range(0, 97, 24), graphs=graphs) for graphs in (False, True))
+        assert torch.equal(got["tokens"], want["tokens"]) and torch.equal(got["finished"], want["finished"])
+        assert (got["sampler_logprobs"] - want["sampler_logprobs"]).abs().max() < 1e-5
+        assert len(made) > len(set(made)) >= rows  # rows have left, and columns were used up
+        made.clear()
+    assert not decoding_graph.off
+
+
 def test_the_cache_holds_what_transformers_cache_holds():
     """Over its spare columns, where rows are dropped, or are there twice."""
     from decoding_cache import SPARE, decoding_cache

@@ -149,8 +149,8 @@ def sampling(folder, device, dtype, B, P, longest, repeats):
     prompts = torch.randint(0, V - 2, (B, P), generator=torch.Generator().manual_seed(0)).to(device)
 
     def quartet(decoder):
-        return generate(decoder, prompts.tolist(), longest, eos_ids=[V - 2],
-                        pad_id=V - 1)["response_mask"].sum().item()
+        return generate(decoder, prompts.tolist(), longest, eos_ids=[V - 2], pad_id=V - 1,
+                        graphs=True)["response_mask"].sum().item()
 
     def transformers(decoder):
         from transformers import GenerationConfig

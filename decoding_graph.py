@@ -1,0 +1,117 @@
+"""
+The steps of a decoding as a CUDA graph.
+
+A step of a 1B model is a thousand small kernels. Python takes 13 ms to launch them one by one, and
+an H200 takes 2 ms to run them. A graph is a recording of them that is launched at once. What it has
+recorded is addresses and shapes, so here they stay: the cache has a fixed number of columns, a mask
+hides those that are not used yet, and a step's inputs are written to the same places. Where rows
+leave, or the columns are used up, another graph is recorded.
+"""
+import torch
+
+from decoding_cache import RoomyLayer
+from errors import first_line
+
+COLUMNS = 256  # so many tokens a graph has room for
+MULTIPLE = 64  # kernels like whole multiples
+
+off = ""  # why this process decodes without graphs, after one has failed
+
+
+def fits(policy, cache):
+    """Whether the steps of a model can be a graph: all layers see all tokens, on an NVIDIA GPU."""
+    attention = policy.hf.config.get_text_config()._attn_implementation
+    return (policy.hf.device.type == "cuda" and not off and attention == "sdpa"
+            and all(type(layer) is RoomyLayer for layer in cache.layers))
+
+
+class Steps:
+    """
+    The steps of one decoding: next_logits is what Model.next_logits is for one token of each row.
+    Its first step is computed in both ways; where they differ, or no graph can be recorded, this
+    process goes on without graphs.
+    """
+
+    def __init__(self, policy, cache):
+        self.policy, self.cache = policy, cache
+        self.graph, self.rows, self.columns = None, 0, 0
+        self.proved = False
+
+    def next_logits(self, token, mask, position, left):
+        """
+        token (rows,), mask (rows, columns so far with that of the token), position (rows, 1) ->
+        logits (rows, V), which the next step overwrites. left: so many steps may still come, with
+        this one.
+        """
+        global off
+        rows, used = mask.shape
+        if off:
+            return self.policy.next_logits(token[:, None], self.cache, mask, position)
+        if rows == self.rows and used <= self.columns:
+            self.token.copy_(token[:, None])
+            self.graph.replay()
+            return self.logits
+        want = None
+        if not self.proved:
+            want = self.policy.next_logits(token[:, None], self.cache, mask, position)
+        try:
+            self.record(token, mask, position, left)
+            self.graph.replay()
+            if want is not None:
+                check_alike(self.logits, want)
+            self.proved = True
+            return self.logits
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:  # of torch, where a forward waits for the GPU; and our own
+            off = first_line(e)
+            print(f"decoding without CUDA graphs: {off}", flush=True)
+            self.graph = None
+            for layer in self.cache.layers:
+                layer.hold(used - 1, used, None)
+            return self.policy.next_logits(token[:, None], self.cache, mask, position)
+
+    def record(self, token, mask, position, left):
+        """A graph for the steps from here on; see next_logits."""
+        rows, used = mask.shape
+        columns = -(-(used + min(left, COLUMNS)) // MULTIPLE) * MULTIPLE
+        self.graph = None  # its memory is free for the next one
+        self.token, self.position = token[:, None].clone(), position.clone()
+        self.column = torch.tensor([used - 1], device=token.device)
+        self.seen = mask.new_zeros(rows, 1, 1, columns)  # which columns a row sees
+        self.seen[..., :used - 1] = mask[:, None, None, :-1]
+        for layer in self.cache.layers:
+            layer.hold(used - 1, columns, self.column)
+        self.step()  # not recorded: what a kernel sets up at its first launch cannot be
+        self.position.copy_(position)
+        self.column.fill_(used - 1)
+        self.graph, self.logits = self.capture()
+        self.rows, self.columns = rows, columns
+
+    def capture(self):
+        """The recording of a step, which is not computed, and where its replays leave the logits."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                logits = self.step()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph, logits
+
+    def step(self):
+        """Read self.token, and leave all as the next step needs it."""
+        self.seen.index_fill_(3, self.column, True)
+        logits = self.policy.next_logits(self.token, self.cache, self.seen, self.position)
+        self.position += 1
+        self.column += 1
+        return logits
+
+
+def check_alike(ours, theirs):
+    """Raise RuntimeError unless two logits of the same step are about the same."""
+    gap = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+    if not gap < 0.05:
+        raise RuntimeError(f"its logits differ by {100 * gap:.2g} %")
