@@ -9,7 +9,6 @@ leave, or the columns are used up, another graph is recorded.
 """
 import torch
 
-from decoding_cache import RoomyLayer
 from errors import first_line
 
 COLUMNS = 256  # so many tokens a graph has room for
@@ -22,7 +21,7 @@ def fits(policy, cache):
     """Whether the steps of a model can be a graph: all layers see all tokens, on an NVIDIA GPU."""
     attention = policy.hf.config.get_text_config()._attn_implementation
     return (policy.hf.device.type == "cuda" and not off and attention == "sdpa"
-            and all(type(layer) is RoomyLayer for layer in cache.layers))
+            and all(hasattr(layer, "hold") for layer in cache.layers))
 
 
 class Steps:
@@ -89,7 +88,7 @@ class Steps:
         self.rows, self.columns = rows, columns
 
     def capture(self):
-        """The recording of a step, which is not computed, and where its replays leave the logits."""
+        """The recording of a step, which does not compute it, and the logits of its replays."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -32,6 +32,7 @@ import torch
 import torch.nn as nn
 
 import audit
+import decoding_graph
 import parallel
 import status
 from errors import BadInput
@@ -178,7 +179,6 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     and finished (n,). Returns whether `stop` has ended it before the responses were complete.
     """
     from decoding_cache import decoding_cache  # transformers is slow to import
-    from decoding_graph import Steps, fits
 
     responses, logprobs, lengths, finished = sampled
     device, (n, R) = uniforms.device, uniforms.shape
@@ -193,7 +193,8 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
     if len(numbers) < n:
         cache.batch_select_indices(which)
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
-    steps = Steps(policy, cache) if graphs and fits(policy, cache) else None
+    fits = graphs and decoding_graph.fits(policy, cache)
+    steps = decoding_graph.Steps(policy, cache) if fits else None
 
     # Each row of the cache samples the response of number live[row]. A response that has ended
     # stays in the cache until a quarter of the rows have; meanwhile what it samples is dropped

@@ -26,7 +26,7 @@ mkdir -p out
     bench --d_model=768 --n_layer=12 --n_head=12 --n_kv_head=12 --d_ff=2048 --vocab_size=32000 \
         --batch_size=256 --micro_batch_size=64 --lengths=real
     bench --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 --vocab_size=128256 \
-        --batch_size=256 --micro_batch_size=16 --work=sampling,grpo
+        --batch_size=64 --micro_batch_size=16 --work=sampling,grpo
     bench --d_model=1536 --n_layer=28 --n_head=12 --n_kv_head=2 --d_ff=8960 --vocab_size=151936 \
         --batch_size=64 --work=sampling
     exit "$failed"

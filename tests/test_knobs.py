@@ -58,7 +58,8 @@ UNMOVING = dict(
     device_type="auto", timeout=61, reward_timeout=31, eval_interval=1, eval_size=0, checkpoint_interval=1, keep_checkpoints=2,
     keep_best=True, save_rollouts=1, sync_check_interval=1, deterministic=True, rollout_batch_size=100, ema_decay=0.5)
 ELSEWHERE = {  # key: the file that turns it
-    "out_dir": "test_ppo", "report_to": "test_seeing", "compile": "test_compile", "generate_tp": "test_tensor_parallel",
+    "out_dir": "test_ppo", "report_to": "test_seeing", "compile": "test_compile", "cuda_graphs": "test_rollout",
+    "generate_tp": "test_tensor_parallel",
     "quantize": "test_four_bits", "sampler": "test_vllm", "vllm_cache": "test_vllm",
     "fields": "test_formats", "code_seconds": "test_sandbox", "attn_implementation": "test_model",
     "chat_template": "test_tokenizers",

@@ -185,7 +185,7 @@ def unpin():
 def iterations(script, folder, keys):
     """
     The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
-    warms up and the last one, which only evaluates. keys: what the run shall have beside defaults.
+    warms up. keys: what the run shall have beside defaults.
     The learning rate is so small that the lengths of the responses stay as they are.
     """
     keys = dict(
@@ -194,14 +194,22 @@ def iterations(script, folder, keys):
         prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
     if script == "grpo":
         keys |= dict(reward_functions=os.path.join(folder, "rule.py:score"), reward_path="")
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
-        done = subprocess.run(command + [f"--{key}={value}" for key, value in keys.items()],
-                              capture_output=True, text=True, preexec_fn=unpin)
-        if done.returncode:
-            raise Stop(f"{script}.py failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
-        with open(os.path.join(out, "run", "log.jsonl"), encoding="utf-8") as f:
-            return [json.loads(line) for line in f][1:-1]
+        run = subprocess.Popen(command + [f"--{key}={value}" for key, value in keys.items()],
+                               stdout=subprocess.DEVNULL, stderr=errors, preexec_fn=unpin)
+        records = []
+        while run.poll() is None and len(records) < keys["max_iters"]:
+            time.sleep(0.2)
+            if os.path.exists(f"{out}/run/log.jsonl"):
+                with open(f"{out}/run/log.jsonl", encoding="utf-8") as f:
+                    records = [json.loads(line) for line in f if line.endswith("\n")]
+        run.kill()  # what it would still do is to save its models
+        run.wait()
+        if len(records) < keys["max_iters"]:
+            errors.seek(0)
+            raise Stop(f"{script}.py failed: {(errors.read().strip() or '?').splitlines()[-1]}")
+        return records[1:keys["max_iters"]]
 
 
 if __name__ == "__main__":

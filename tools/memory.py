@@ -23,7 +23,8 @@ what a period adds is multiplied by the number of periods. What bitsandbytes wou
 4 bits, states in 8) is counted by its formats, and it need not be installed.
 
 What is not in it: a GPU also needs room for its context, for the workspaces of its libraries and
-for gaps between tensors, 2 GB or more. Kernels are those of a CPU, and nothing is compiled. What
+for gaps between tensors, 2 GB or more. CUDA graphs (the key cuda_graphs) take up to 256 tokens more
+of each row's cache. Kernels are those of a CPU, and nothing is compiled. What
 the key offload moves into the CPU's memory is taken off all phases.
 """
 import os
