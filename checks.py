@@ -95,6 +95,13 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, i
         from options.tensor_parallel import check_split
 
         check_split(system.generate_tp)
+    if system.environment or system.tools:
+        from options.environment import check_environment
+
+        check_environment(system)
+    elif "environment" in names:
+        raise BadConfig("reward_functions names environment, and there is none; type "
+                        "--environment=FILE.py:FUNCTION")
     if system.sampler == "vllm":
         from options.vllm import check_vllm
 

@@ -137,6 +137,10 @@ train_rows, eval_rows = (read_prompts(path, terms, system.fields)
 
 # the policy: the SFT model, which is trained
 policy, tokenizer = load_policy(policy_path, system, device, seed)
+environment = None
+if system.environment or system.tools:  # something answers the policy: several turns a response
+    from options.environment import Environment
+    environment = Environment(system, tokenizer)
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = None
@@ -167,7 +171,7 @@ held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows 
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
 ranks_agree(config, [prompts_path, eval_path], models,  # COLLECTIVE
-            (tokenizer, reward_tokenizer, judge), reward_functions)
+            (tokenizer, reward_tokenizer, judge))
 
 
 def forward(model, mb):
@@ -199,11 +203,12 @@ def sample(what, iteration, picked, slots=None, stop=parallel.stop_asked):
     what: rollout, "refill 0", "refill 1", ...; or eval: held out, one response each, and always
     with the same noise. slots: see rollout.sample_batch; stop: see rollout.generate.
     """
-    prompts, noise, samples = train_prompts, (seed, what, iteration), group_size
+    rows, prompts, noise, samples = train_rows, train_prompts, (seed, what, iteration), group_size
     if what == "eval":
-        prompts, noise, samples = eval_prompts, (seed, what, 0), 1
-    return sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens,  # COLLECTIVE
-                        temperature, system, device, samples, slots, vllm, stop)
+        rows, prompts, noise, samples = eval_rows, eval_prompts, (seed, what, 0), 1
+    return sample_batch(policy, tokenizer, rows, prompts, picked, noise,  # COLLECTIVE
+                        max_new_tokens, temperature, system, device, samples, slots, vllm,
+                        environment, stop)
 
 
 def score(what, iteration, batch):
@@ -237,7 +242,7 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
-    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
+    token_ids=train_prompts, temperature=temperature, ema=ema)
 
 gradients = parallel.flatten_gradients(run.trained)
 if ahead:

@@ -131,6 +131,10 @@ train_rows, eval_rows = (read_prompts(path, terms, system.fields)
 
 # the policy: the SFT model, which is trained
 policy, tokenizer = load_policy(policy_path, system, device, seed)
+environment = None
+if system.environment or system.tools:  # something answers the policy: several turns a response
+    from options.environment import Environment
+    environment = Environment(system, tokenizer)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
@@ -169,7 +173,7 @@ if ptx_path:
     ptx = Ptx(ptx_path, policy, tokenizer, system, device)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
-            (tokenizer, reward_tokenizer, judge), reward_functions)
+            (tokenizer, reward_tokenizer, judge))
 
 
 def forward(model, mb):
@@ -205,11 +209,12 @@ def sample(what, iteration, picked, stop=parallel.stop_asked):
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
     what: rollout, or eval: held out, and always with the same noise. stop: see rollout.generate.
     """
-    prompts, noise = train_prompts, (seed, what, iteration)
+    rows, prompts, noise = train_rows, train_prompts, (seed, what, iteration)
     if what == "eval":
-        prompts, noise = eval_prompts, (seed, what, 0)
-    return sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens,  # COLLECTIVE
-                        temperature, system, device, vllm=vllm, stop=stop)
+        rows, prompts, noise = eval_rows, eval_prompts, (seed, what, 0)
+    return sample_batch(policy, tokenizer, rows, prompts, picked, noise,  # COLLECTIVE
+                        max_new_tokens, temperature, system, device, vllm=vllm,
+                        environment=environment, stop=stop)
 
 
 def score(what, iteration, batch):
@@ -245,7 +250,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
-    token_ids=train_prompts, temperature=temperature, ema=ema, reward_functions=reward_functions)
+    token_ids=train_prompts, temperature=temperature, ema=ema)
 
 gradients = parallel.flatten_gradients(run.trained)  # of the policy, and of the value model
 if ahead:
@@ -338,6 +343,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     rewards = -kl_coef * kl  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
+    if environment:  # what it paid for a turn moves from there to the turn's last token
+        rewards += batch["turn_rewards"]
+        rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns

@@ -54,6 +54,13 @@ def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
     if len(reward_names) > 1:
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
+    if "turn_rewards" in batch:  # responses of several turns
+        there = batch["attention_mask"][:, -mask.shape[1]:]  # (B, R)
+        before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+        figures["turns"] = (mask & ~before).sum(1).double().mean()
+        figures["environment_share"] = ((there & ~mask).sum(1).double() / there.sum(1)).mean()
+        if "failed_calls" in batch:
+            figures["failed_calls"] = batch["failed_calls"].double().mean()
     figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
     if correction[0] > 0:
         weights = importance_weights(batch, *correction)[mask].double()  # (tokens,)

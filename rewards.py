@@ -16,7 +16,8 @@ of lists with an entry for each response. For two responses of the toy:
 rows are the rows of the data file. prompts are the texts that the policy read, which a chat
 template may have extended; a batch without them is fine. completions are the texts of the
 responses. In a run the batch also has the tensors of rollout.generate (tokens, attention_mask,
-response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it.
+response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it. Where
+a response has several turns, its completion is the last one, and `dialogues` has all messages.
 
 In this file: the rules; which of them, with which weights, a run uses (the key reward_functions),
 and what they need; scoring a batch; what becomes of a model's scores. Where a response answers is
@@ -110,10 +111,16 @@ def length(batch):
     return ((R - mask.sum(1).float()) / (R / 5) - 1).clamp(-1, 0)
 
 
+def environment(batch):
+    """(B,): what the run's environment has paid for all turns of a response together."""
+    return batch["turn_rewards"].sum(1)
+
+
 # --------------------------------------------------------------------------------------------------
 # which rewards a run uses: the key reward_functions
 
-BUILT_IN = "accuracy", "math", "format", "thinks", "length", "code", "judge", "reward_model"
+BUILT_IN = ("accuracy", "math", "format", "thinks", "length", "code", "environment", "judge",
+            "reward_model")
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}  # fields of the rows
 
 
@@ -164,7 +171,8 @@ def built_in(name):
     if name == "code":
         from grading.programs import code
         return code
-    return dict(accuracy=accuracy, format=format, thinks=thinks, length=length).get(name)
+    return dict(accuracy=accuracy, format=format, thinks=thinks, length=length,
+                environment=environment).get(name)
 
 
 def check_rows(terms, rows, path):
@@ -254,11 +262,12 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
         pending = thread.submit(call_rewards, terms, given)
         if is_here(reward_model):  # the texts become ids while the rules work
             to_read["reward_model"] = reward_model, reward_tokenizer.encode_scored(
-                [row["prompt"] for row in mine["rows"]], mine["completions"],
+                [row["prompt"] for row in mine["rows"]],
+                as_read(mine, reward_tokenizer.template),
                 mine["finished"].tolist(), reward_model.max_positions)
         if is_here(judge):
             to_read["judge"] = judge, [judge.encode(row, [text]) for row, text in zip(
-                mine["rows"], mine["completions"], strict=True)]
+                mine["rows"], written(mine), strict=True)]
         try:
             scores = pending.result(system.reward_timeout)
         except TimeoutError as e:
@@ -279,6 +288,21 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     columns = {f"reward/{name}": x.to(like) for name, x in scores.items()}
     columns |= dict(accuracy=accuracy(mine).to(device), thinks=thinks(mine).to(device))
     return columns
+
+
+def as_read(batch, template):
+    """Responses as a reward model reads them: of several turns messages, or their bare contents."""
+    if "dialogues" not in batch or template:
+        return batch.get("dialogues", batch["completions"])
+    return ["".join(message["content"] for message in messages) for messages in batch["dialogues"]]
+
+
+def written(batch):
+    """Each response as one text: of several turns each is behind its role."""
+    if "dialogues" not in batch:
+        return batch["completions"]
+    return ["\n".join(f"{message['role']}: {message['content']}" for message in messages)
+            for messages in batch["dialogues"]]
 
 
 def call_rewards(terms, batch):
@@ -332,6 +356,9 @@ def add_up(batch, terms):
             say_once(f"the reward {name!r} gives None for {none} of {len(scores)} responses: it "
                      "does not apply to them", name)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
+    if "turn_rewards" in batch:  # (B, R): as the scores have it
+        weights = [weight for weight, name, _ in terms if name == "environment"]
+        batch["turn_rewards"] = sum(weights) * batch["turn_rewards"]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
     counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
     batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)

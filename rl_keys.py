@@ -19,6 +19,11 @@ generate_tp = 1  # so many neighbouring ranks hold the policy together while it 
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
 staleness = 0  # the policy that samples a batch is so many updates old; options/roles.py [0..100]
 
+# several turns: what answers the policy; options/environment.py, docs/turns.md
+environment = ""  # FILE.py:env, a function of the messages so far and the row
+tools = ""  # FILE.py:f,FILE.py:g: functions that the policy may call, by its chat template
+max_turns = 8  # turns of the policy in a response [1..1000]
+
 # the weights of a script's importance_cap, p(training) / p(sampler): see loss.importance_weights
 importance_floor = 0.0  # the smallest weight [0..1]
 importance_level = "token"  # a weight for each token, or one for the response [token | sequence]

@@ -35,6 +35,7 @@ import audit
 import decoding_graph
 import parallel
 import status
+import together
 from errors import BadInput
 from model import no_grad_forwards, scaled_logits
 from models import autocast, dtypes, matrices_of
@@ -94,7 +95,7 @@ def left_pad(prompts, pad_id, width=None):
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
              vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None, stop=None,
-             truncation=None, has_stop=None, graphs=False):
+             truncation=None, has_stop=None, graphs=False, rooms=None):
     """
     Sample one response to each prompt.
 
@@ -113,6 +114,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     has_stop: a function of the ids of a response so far: whether it has just got a stop string, see
         Tokenizer.has_stop; None: there are none.
     graphs: on an NVIDIA GPU the steps are CUDA graphs, where the model allows it.
+    rooms: how many tokens each response may have, up to R; None: R.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -134,22 +136,23 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     device = policy.hf.device
     tokens, mask = (x.to(device) for x in left_pad(prompts, pad_id, prompt_width))  # (B, P) each
     B, R = len(prompts), max_new_tokens
-    longest = int(mask.sum(1).max()) if B else 0
-    if longest + R > policy.max_positions:
-        raise BadInput(f"a prompt of {longest} tokens and max_new_tokens = {R} exceed the model's "
-                       f"context of {policy.max_positions}; shorten one of them")
+    rooms = torch.full((B,), R) if rooms is None else torch.tensor(rooms)  # (B,)
+    longest = int((torch.tensor(list(map(len, prompts))) + rooms).max()) if B else 0
+    if longest > policy.max_positions:
+        raise BadInput(f"a prompt of {longest - R} tokens and max_new_tokens = {R} exceed the "
+                       f"model's context of {policy.max_positions}; shorten one of them")
     if uniforms is None:
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
     responses = torch.full((B, R), pad_id, dtype=torch.int64, device=device)
     logprobs = torch.zeros(B, R, dtype=wide_dtype(policy), device=device)
     lengths, finished = responses.new_zeros(B), responses.new_zeros(B).bool()
-    at_once = batch_size or max(B, 1)
+    rooms, at_once = rooms.to(device), batch_size or max(B, 1)
     for start in range(0, B, at_once):
         part = slice(start, start + at_once)
         sampled = [t[part] for t in (responses, logprobs, lengths, finished)]  # filled by decode
         stopped = decode(policy, prompts[part], uniforms[part].to(device), temperature, eos,
-                         vocab_size, sampled, stop, truncation, has_stop, graphs)
+                         vocab_size, sampled, rooms[part], stop, truncation, has_stop, graphs)
         if stopped:
             break
     # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
@@ -170,13 +173,14 @@ def wide_dtype(policy):
 # inference_mode is lighter than no_grad. Its own tensors could not be used in training; but what it
 # writes into tensors that were made outside of it can.
 @torch.inference_mode()
-def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, stop=None,
+def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, rooms, stop=None,
            truncation=None, has_stop=None, graphs=False):
     """
     Sample a response to each of n prompts (lists of ids) together; see this file's header.
 
     uniforms: (n, R). sampled: where the results are written: responses and logprobs (n, R), lengths
-    and finished (n,). Returns whether `stop` has ended it before the responses were complete.
+    and finished (n,). rooms: (n,), the most tokens of each. Returns whether `stop` has ended it
+    before the responses were complete.
     """
     from decoding_cache import decoding_cache  # transformers is slow to import
 
@@ -213,7 +217,8 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, sto
         finished[row] |= ends[going]
         if stop is not None and stop():
             return True
-        going = (~finished[live]).nonzero().squeeze(1)  # waits for the device
+        on = ~finished[live] & (rooms[live] > t + 1)  # (rows,)
+        going = on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R:
             break
         status.show(f"token {t + 1} of {R}, {len(going)} of {n} responses go on")
@@ -288,17 +293,18 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temperature, system,
-                 device, samples=1, slots=None, vllm=None, stop=None):
+def sample_batch(policy, tokenizer, rows, prompts, picked, noise, max_new_tokens, temperature,
+                 system, device, samples=1, slots=None, vllm=None, environment=None, stop=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
     samples its share. Where the weights are sharded, or several ranks decode together
     (generate_tp), the sampling is a collective, too.
 
-    prompts: the token ids of all prompts of the data. picked: the numbers of those that get
-    `samples` responses each. slots: their places in the batch; None: 0, 1, ... noise: (seed,
-    purpose, iteration), which with a response's slot and sample decide its noise. vllm: the engine
-    that samples in the place of the policy, where the key sampler says so. stop: see generate.
+    rows, prompts: all rows of the data, and the token ids of their prompts. picked: the numbers of
+    those that get `samples` responses each. slots: their places in the batch; None: 0, 1, ...
+    noise: (seed, purpose, iteration), which with a response's slot and sample decide its noise.
+    vllm: the engine that samples in the place of the policy, where the key sampler says so.
+    environment: what answers the policy, in responses of several turns. stop: see generate.
 
     Columns (B,) beside those of generate: index, the numbers of the rows; prompt, the number of the
     prompt of each, and slot, its place.
@@ -314,21 +320,41 @@ def sample_batch(policy, tokenizer, prompts, picked, noise, max_new_tokens, temp
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     if tp > 1:
         stop = None  # those who decode together must take the same steps
-    with autocast(system, device):
+    uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])
+
+    def turn(contexts, which, number, used, width=None):
+        """
+        Turn number 0, 1, ... of these responses, which = their numbers here, behind contexts. used:
+        how many tokens each has so far. Token t has the same noise in whatever turn it stands.
+        """
+        rooms = [max_new_tokens - n for n in used]
+        R = max(rooms, default=max_new_tokens)
+        given = contexts, R, temperature, tokenizer.eos_ids, tokenizer.pad_id
+        if vllm:
+            seed, purpose, iteration = noise
+            purpose = f"{purpose} turn {number}" if number else purpose
+            seeds = response_seeds(seed, purpose, iteration,
+                                   *([named[i] for i in which] for named in names))
+            return vllm.respond(*given, seeds, width, stop, tokenizer.has_stop, rooms)
+        column = torch.arange(R) + torch.tensor(used, dtype=torch.int64)[:, None]  # (n, R)
+        rest = uniforms[list(which)].gather(1, column % max_new_tokens)
+        return generate(
+            decoder, *given, tokenizer.vocab_size, rest, batch_size=system.rollout_batch_size,
+            prompt_width=width, stop=stop, has_stop=tokenizer.has_stop, rooms=rooms,
+            graphs=system.cuda_graphs and tp == 1 and not policy.owner().elsewhere)
+
+    with autocast(system, device), contextlib.ExitStack() as block:
         if vllm:
             vllm.take_weights(policy)  # COLLECTIVE
-            sampled = vllm.respond(
-                ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                response_seeds(*noise, *names), width, stop, tokenizer.has_stop)
         else:
-            uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])
-            with decoding_copy(policy, dtypes(system)[1], device, tp) as decoder:
-                sampled = generate(
-                    decoder, ids, max_new_tokens, temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                    tokenizer.vocab_size, uniforms,
-                    batch_size=system.rollout_batch_size, prompt_width=width, stop=stop,
-                    has_stop=tokenizer.has_stop,
-                    graphs=system.cuda_graphs and tp == 1 and not policy.owner().elsewhere)
+            decoder = block.enter_context(
+                decoding_copy(policy, dtypes(system)[1], device, tp))  # COLLECTIVE
+        if environment:
+            with together.in_step():  # COLLECTIVE: what fails on one rank ends all
+                sampled = environment.converse([rows[prompt[i]] for i in numbers], ids, noise,
+                                               names, max_new_tokens, width, turn, stop)
+        else:
+            sampled = turn(ids, range(len(ids)), 0, [0] * len(ids), width)
     if tp > 1:  # this rank sends its own
         mine = parallel.my_share(range(len(prompt)))
         kept = [row for row, i in enumerate(numbers) if i in mine]
@@ -376,13 +402,22 @@ def decoding_copy(policy, matrices, device, tp=1):
 
 
 def texts_of(wanted, part, tokenizer):
-    """The data rows, and the texts of prompts and completions, of a part of what is wanted."""
+    """
+    The data rows, and the texts of prompts and completions, of a part of what is wanted. Of several
+    turns the completion is the last one's text, and `dialogues` has all messages of each response.
+    """
     R = part["response_mask"].shape[1]
     tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
-    return dict(rows=[one[0] for one in wanted],
-                prompts=[tokenizer.decode(one[1]) for one in wanted],
-                completions=[tokenizer.decode_response(ids[m].tolist())
-                             for ids, m in zip(tokens, mask, strict=True)])
+    texts = dict(rows=[one[0] for one in wanted],
+                 prompts=[tokenizer.decode(one[1]) for one in wanted],
+                 completions=[tokenizer.decode_response(ids[m].tolist())
+                              for ids, m in zip(tokens, mask, strict=True)])
+    if tokenizer.messages_of:
+        there = part["attention_mask"][:, -R:].cpu()
+        texts["dialogues"] = [tokenizer.messages_of(ids[t].tolist(), m[t].tolist())
+                              for ids, m, t in zip(tokens, mask, there, strict=True)]
+        texts["completions"] = [messages[-1]["content"] for messages in texts["dialogues"]]
+    return texts
 
 
 def read_batch(batch, readers, forward, micro_batches, iteration, device):

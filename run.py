@@ -31,7 +31,7 @@ from audit import audit, check_finite, check_gradients, find_cause, watched
 from checkpoint import damage, load_checkpoint, save_checkpoint, sha256
 from finished import save_final
 from optimizers import overflowed, step
-from run_folder import data_hash, fingerprint, open_run, reward_files
+from run_folder import code_files, data_hash, fingerprint, open_run
 from together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
@@ -41,13 +41,13 @@ SAMPLES = 16  # of each evaluation, in samples.jsonl
 KL_LIMIT = 30  # nats a response; the toy's good runs stay below 2
 
 
-def ranks_agree(config, files, models, tokenizers, reward_functions=""):
+def ranks_agree(config, files, models, tokenizers):
     """
     A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, files and
     tokenizers, and those of one role the same weights. files: the data files of keys such as
-    prompts_path; "" is none. models: {name: model}. reward_functions: the key; its files count too.
+    prompts_path; "" is none. models: {name: model}.
     """
-    contents = {f"the content of {file}": sha256(file) for file in reward_files(reward_functions)}
+    contents = {f"the content of {file}": sha256(file) for file in code_files(config)}
     contents |= {f"the content of {file}": data_hash(file) for file in files if file}
     weights = {f"the weights of {name}": fingerprint(model)
                for name, model in held(models).items() if model.path}  # not a new one
@@ -70,12 +70,12 @@ class Run:
     must_match: the script's keys that must be the same when a run resumes; sources: those that name
     a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
     run trains on. temperature: of the sampling. ema: the policy's average or None.
-    reward_functions: the key. self.state, a dict of plain numbers, is what a run carries from one
+    self.state, a dict of plain numbers, is what a run carries from one
     iteration to the next beside weights and optimizers; it is saved with every checkpoint.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
-                 must_match, sources, token_ids=(), temperature=1.0, ema=None, reward_functions=""):
+                 must_match, sources, token_ids=(), temperature=1.0, ema=None):
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
         self.models, self.optimizers = held(models), optimizers
@@ -85,7 +85,7 @@ class Run:
         watched.models, watched.optimizers = self.models, optimizers
 
         self.checkpoint, saved = open_run(  # COLLECTIVE
-            out_dir, config, must_match, sources, token_ids, max_iters, reward_functions)
+            out_dir, config, must_match, sources, token_ids, max_iters)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
                      first=None, warned=[])
         self.state = fresh | (saved or {})

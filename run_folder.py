@@ -43,23 +43,22 @@ WRITTEN = (".lock", "config.json", "report_id.txt", *LOG_FILES)  # files in out_
 lock_file = None  # open, and so locked, as long as this process lives
 
 
-def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf,
-             reward_functions=""):
+def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf):
     """
     A collective: create out_dir, or check that it holds this very run, and lock it.
 
     must_match: the script's keys that must be the same when a run resumes; sources: those that name
     a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
     run trains on, which must be the same as well: a chat template or a library may have changed.
-    max_iters: a run with more iterations done is refused. reward_functions: the key; a change in
-    its files is said. Returns (folder, state) of the checkpoint to resume from, or (None, None) to
+    max_iters: a run with more iterations done is refused. A change in the user's code is said.
+    Returns (folder, state) of the checkpoint to resume from, or (None, None) to
     begin, the same on all ranks. Raises BadInput.
     """
     # a judge_template is a file, or the name of one of ours
     sources = [*sources, *(key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
                            and (key != "judge_template" or os.path.exists(config[key])))]
     must_match = [*must_match, *(key for key in MUST_MATCH if key in config), *sources]
-    hashed = [*sources, *(key for key in SAID if config.get(key)), *reward_files(reward_functions)]
+    hashed = [*sources, *(key for key in SAID if config.get(key)), *code_files(config)]
     hashes, holder = alone(lambda: take(out_dir, config, hashed, token_ids))  # COLLECTIVE
     # On another host the same path may be another disk. Such a rank could train; but after a
     # resume it would not find the checkpoint.
@@ -251,13 +250,14 @@ DATA_KEYS = ("train_path", "prompts_path", "ptx_path", "eval_path", "val_path",
              "demonstrations_path")
 
 
-def reward_files(spec):
+def code_files(config):
     """
-    The files of the user's functions in the key reward_functions, as they are written there:
-    "accuracy,mine.py:brevity" -> ["mine.py"].
+    The files of the user's functions in the keys of a run, as they are written there:
+    reward_functions = "accuracy,mine.py:brevity" -> ["mine.py"].
     """
-    names = [part.rpartition("*")[2].strip() for part in spec.split(",")]
-    return sorted({name.rpartition(":")[0] for name in names if ":" in name})
+    parts = [part.rpartition("*")[2].strip() for key in ("reward_functions", "environment", "tools")
+             for part in config.get(key, "").split(",")]
+    return sorted({part.rpartition(":")[0] for part in parts if ":" in part})
 
 
 def data_hash(spec):

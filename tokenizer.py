@@ -174,6 +174,7 @@ class Tokenizer:
         stop_strings        texts that end a response, too
         skipped_id          a reward model's score is read at the last token that is not this one
         generation_config   of the model beside it: how its makers sample from it
+        messages_of         a function of a response's ids, see Environment.messages_of; or None
     """
 
     def __init__(self, hf, name="the chat template", kwargs=None, system_prompt=""):
@@ -187,6 +188,7 @@ class Tokenizer:
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.skipped_id, self.stop_strings, self.generation_config = None, [], {}
+        self.messages_of = None
         self.template = hf.get_chat_template() if hf.chat_template else None
         make_markup_special(hf, self.template or "")
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}

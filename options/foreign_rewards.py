@@ -9,16 +9,12 @@ load_reward finds it, and makes a reward(batch) -> scores of it, which fails in 
 """
 import asyncio
 import functools
-import importlib.util
 import inspect
 import math
-import os
-import re
-import sys
-import traceback
 
 from errors import BadInput, Stop, first_line, shorten
 from prompts import prompt_text
+from user_code import load_function, place_of
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
@@ -36,38 +32,11 @@ def load_reward(named, folder, where):
     (name, reward(batch)) of FILE.py:FUNCTION. The file, relative to folder, is imported: it is
     trusted like the rest of the code. where: the beginning of messages.
 
-    Raises BadInput and never BadConfig, which only rank 0 prints: the file may be missing on
-    another rank's machine, or be different there.
+    Raises BadInput.
     """
-    file, _, name = named.rpartition(":")
-    path = os.path.abspath(os.path.join(folder, file))
-    function = getattr(load_file(path, where), name, None)
-    if not callable(function):
-        found = "has no"
-        if function is not None:
-            found = f"has {type(function).__name__} and not a function as"
-        raise BadInput(f"{where}: {path} {found} {name!r}")
+    function = load_function(named, folder, where)
+    name = named.rpartition(":")[2]
     return name, as_ours(function, name)
-
-
-@functools.cache
-def load_file(path, where):
-    """A Python file as a module, which all functions of a key share. Raises BadInput."""
-    if not os.path.isfile(path):
-        raise BadInput(f"{where}: there is no file {path!r}")
-    module_name = "rewards_in_" + re.sub(r"\W", "_", path)
-    loading = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(loading)
-    sys.modules[module_name] = module  # dataclasses look there for the module they are in
-    try:
-        loading.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # whatever the file raises is reported with its line
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        line = lines[-1] if lines else getattr(e, "lineno", "?")
-        raise BadInput(f"{where}: {path}, line {line}: {first_line(e)}") from e
-    return module
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,20 +65,11 @@ def as_ours(function, name):
         except (BadInput, Stop):
             raise
         except BaseException as e:  # Ctrl-C does not come here: rules have a thread of their own
-            raise Stop(f"reward {name!r} failed{place_of(e)}: {first_line(e)}") from e
+            raise Stop(f"reward {name!r} failed{place_of(e, __file__)}: {first_line(e)}") from e
 
     if parameters is not None:
         reward.check_rows = functools.partial(check_fields, parameters, name)
     return reward
-
-
-def place_of(error):
-    """Where in the user's file, and not in a library that it calls, an error was raised."""
-    calling = __file__, os.path.dirname(asyncio.__file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not frame.filename.startswith(calling)]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def as_scores(name, returned, batch):
@@ -176,7 +136,8 @@ def arguments_of(parameters, batch):
     The keyword arguments of a function in TRL's form, each a list with an entry for each response:
 
         prompts          the data's: strings, or lists of messages
-        completions      strings; [{"role": "assistant", "content": ...}] where the prompt is a list
+        completions      strings; [{"role": "assistant", "content": ...}] where the prompt is a
+                         list; with an environment all messages behind the prompt
         completion_ids   lists of token ids, with the EOS
         answer, ...      each other field of the rows; None in a row without it
 
@@ -187,7 +148,8 @@ def arguments_of(parameters, batch):
     given = {field: [row.get(field) for row in rows] for field in fields
              if field not in ("prompt", "completion")}
     given["prompts"] = [row.get("prompt", "") for row in rows]
-    given["completions"] = [as_messages(row, text) for row, text in zip(rows, texts, strict=True)]
+    given["completions"] = batch.get("dialogues") or [
+        as_messages(row, text) for row, text in zip(rows, texts, strict=True)]
     if "tokens" in batch:
         R = batch["response_mask"].shape[1]
         given["completion_ids"] = [ids[-R:][mask].tolist() for ids, mask in zip(

@@ -113,7 +113,7 @@ class VLLM:
             # some models have other names in vLLM, or no kernels here: say so now
             self.take_weights(policy)  # COLLECTIVE
             self.ask("sample", dict(
-                prompts=[[0]], seeds=[0], max_tokens=1, temperature=1.0, eos_ids=[]))
+                prompts=[[0]], seeds=[0], max_tokens=[1], temperature=1.0, eos_ids=[]))
         except Lost as e:
             raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; type --sampler=own, which "
                            "samples with transformers' model") from e
@@ -182,7 +182,7 @@ class VLLM:
                        "model's names for them")
 
     def respond(self, prompts, max_new_tokens, temperature, eos_ids, pad_id, seeds, prompt_width,
-                 stop=None, has_stop=None):
+                stop=None, has_stop=None, rooms=None):
         """
         What rollout.generate returns, see there, B rows. seeds: a number for each response, which
         decides its noise.
@@ -195,10 +195,10 @@ class VLLM:
         logprobs = torch.zeros(B, R)
         lengths, finished = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
         sampled = self.ask("sample", dict(
-            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=R,
+            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=rooms or [R] * B,
             temperature=temperature, eos_ids=sorted(eos_ids)), stop)
         for row, (ids, of_ids, ended) in enumerate(sampled or ()):
-            if len(ids) < R and not ended:
+            if len(ids) < (rooms[row] if rooms else R) and not ended:
                 raise Lost(f"vLLM's cache has no room for a prompt of {len(prompts[row])} tokens "
                            f"and max_new_tokens = {R}; raise vllm_cache")
             if has_stop:  # vLLM looks for stop strings in another text than we do: ours count
@@ -296,9 +296,9 @@ def sample(llm, prompts, seeds, max_tokens, temperature, eos_ids):
     from vllm import SamplingParams
 
     settings = [SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=max_tokens, stop_token_ids=eos_ids,
+        temperature=temperature, seed=seed, max_tokens=longest, stop_token_ids=eos_ids,
         ignore_eos=True, logprobs=0, detokenize=bool(llm.stop), stop=llm.stop or None,
-        include_stop_str_in_output=True) for seed in seeds]
+        include_stop_str_in_output=True) for seed, longest in zip(seeds, max_tokens, strict=True)]
     results = llm.generate([dict(prompt_token_ids=ids) for ids in prompts], settings,
                            use_tqdm=False) if prompts else []
     if llm.sleeps:

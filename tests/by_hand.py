@@ -371,15 +371,69 @@ def sample(c, policy, prompt, purpose, iteration, slot, which):
     return response
 
 
+def answered(messages, row, seed):
+    """An environment: what it says to a dialogue, and what the turn before is worth."""
+    said, turn = messages[-1]["content"], len(messages) // 2
+    reply = "q" * turn + row["prompt"][:1] + "xyz"[seed % 3]
+    return (None if len(said) % 3 == 0 else reply), len(said) % 4 / 4
+
+
+ENVIRONMENT_FILE = """
+def answered(messages, row, seed):
+    said, turn = messages[-1]["content"], len(messages) // 2
+    reply = "q" * turn + row["prompt"][:1] + "xyz"[seed % 3]
+    return (None if len(said) % 3 == 0 else reply), len(said) % 4 / 4
+"""
+
+
+def converse(c, policy, row, prompt, purpose, iteration, slot, which):
+    """A response of several turns; all of them have max_new_tokens together."""
+    name = f"{iteration} {slot} {which}"
+    noise = torch.rand(c.max_new_tokens, generator=generator(hashed(f"{c.seed} {purpose} {name}", 4)), dtype=torch.float64)
+    r = SimpleNamespace(prompt=prompt, response=[], own=[], paid=[], finished=False, each={}, texts=[])
+    messages = [dict(role="user", content=row["prompt"])]
+    for turn in range(c.max_turns):
+        said = []
+        while len(r.response) < c.max_new_tokens and not (said and said[-1] in ENDS):
+            logits = policy(torch.tensor([prompt + r.response])).logits[0, -1, :TOKENS]
+            heights = list(itertools.accumulate(torch.softmax(logits / c.temperature, 0).tolist()))
+            token = bisect.bisect_right(heights, noise[len(r.response)].item() * heights[-1])
+            r.own.append(len(r.response))
+            r.paid.append(0.0)
+            r.response.append(token)
+            said.append(token)
+        r.text = decode(said, MARKERS["tokenizer"])
+        r.texts.append(r.text)
+        if said[-1] not in ENDS:
+            break
+        messages.append(dict(role="assistant", content=r.text))
+        seed = hashed(f"{c.seed} {purpose} environment {turn} {name}", 4)
+        reply, r.paid[-1] = answered(messages, row, seed)
+        r.finished = reply is None
+        ids = encode(reply or "", MARKERS["tokenizer"])
+        if r.finished or turn + 1 == c.max_turns or len(r.response) + len(ids) >= c.max_new_tokens:
+            break
+        messages.append(dict(role="user", content=reply))
+        r.texts.append(reply)
+        r.response += ids
+    r.read = "".join(r.texts)  # by a reward model that knows no chats
+    return r
+
+
 @torch.no_grad()
 def respond(c, models, row, purpose, iteration, slot, which=0):
     """A response to a data row, with all that the models and rules say of it."""
     prompt = encode(row["prompt"], MARKERS["tokenizer"])
-    response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
-    r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
-    # with gaps some tokens are not the policy's, but a tool's, say: the policy reads them, and that is all
-    r.own = [t for t, token in enumerate(response) if not c.gaps or t == 0 or (token + t) % 3]
-    r.text = decode([response[t] for t in r.own], MARKERS["tokenizer"])
+    if c.turns:
+        r = converse(c, models.policy, row, prompt, purpose, iteration, slot, which)
+        response = r.response
+    else:
+        response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
+        r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
+        # with gaps some tokens are not the policy's, but a tool's, say: the policy reads them, and that is all
+        r.own = [t for t, token in enumerate(response) if not c.gaps or t == 0 or (token + t) % 3]
+        r.paid = [0.0] * len(r.own)
+        r.read = r.text = decode([response[t] for t in r.own], MARKERS["tokenizer"])
     for _, name in c.mix:
         learned = name == "reward_model"
         r.each[name] = learned_score(c, models.reward, row, r) if learned else RULES[name](c, row, r)
@@ -402,7 +456,7 @@ def learned_score(c, reward, row, r):
     """
     The reward model's number at the last token of the text, in its own tokenizer.
     """
-    ids = encode(row["prompt"] + r.text, MARKERS[c.reward_tokenizer]) + [EOS] * r.finished
+    ids = encode(row["prompt"] + r.read, MARKERS[c.reward_tokenizer]) + [EOS] * r.finished
     return scalars(reward, ids)[-1].item()
 
 
@@ -427,6 +481,10 @@ def distinct(c, row, r):
     return len(set(pairs)) / len(pairs) if pairs else 1.0
 
 
+def environment(c, row, r):
+    return sum(r.paid)
+
+
 def some(c, row, r):
     """It does not apply to texts of an odd length."""
     return None if len(r.text) % 2 else letters(c, row, r)
@@ -438,7 +496,7 @@ def answer(c, row, r):
 
 
 RULES = dict(letters=letters, sometimes=sometimes, length=length, some=some, answer=answer,
-             distinct=distinct)
+             distinct=distinct, environment=environment)
 RULES_FILE = """
 def letters(batch):
     return [sum(ch in "abcd" for ch in completion) / 4 for completion in batch["completions"]]
@@ -499,6 +557,9 @@ def summary(c, batch, prefix):
         figures["kl"] = [sum(n * (p - q) for n, p, q in zip(r.plain, r.old, r.reference, strict=True)) for r in batch]
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": there([r.each[name] for r in batch]) for _, name in c.mix}
+    if c.turns:
+        figures["turns"] = [len(r.texts) // 2 + 1.0 for r in batch]
+        figures["environment_share"] = [1 - len(r.own) / len(r.response) for r in batch]
     if len(figures["scores"]) < len(batch):
         figures["scored"] = [float(r.raw is not None) for r in batch]
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
@@ -755,7 +816,9 @@ def find_advantages(c, batch, kl_coef):
             kls = [kl_estimate(p, q, c.kl_estimator) for p, q in zip(r.old, r.reference, strict=True)]
         r.rewards = [-kl_coef * kl for kl in kls]
         penalties.append(sum(r.rewards))
-        r.rewards[-1] += r.score
+        weight = dict((name, x) for x, name in c.mix).get("environment", 0.0)
+        r.rewards[-1] += r.score - weight * sum(r.paid)  # a turn is paid for at its end
+        r.rewards = [x + weight * y for x, y in zip(r.rewards, r.paid, strict=True)]
     earned = mean([sum(r.rewards) for r in batch])
     if c.whiten_rewards != "none":
         every = flat(r.rewards for r in batch)

@@ -91,7 +91,7 @@ def build(folder):
         save_random(getattr(world, name), *what, seed, shifts.get(name), ends=name != "endless")
     world.teachers = f"{world.other},{world.third}"
     with open(world.rules, "w", encoding="utf-8") as f:
-        f.write(by_hand.RULES_FILE)
+        f.write(by_hand.RULES_FILE + by_hand.ENVIRONMENT_FILE)
     texts = [dict(text=text) for text in PROMPTS[1:6]]
     world.rows["texts"] = [*texts, dict(prompt="ab", completion="dd"), dict(text="q")]
     tiny.jsonl(os.path.join(folder, "texts.jsonl"), world.rows["texts"])
@@ -125,7 +125,7 @@ SAMPLED = ADAM | dict(
     seed=3, max_iters=2, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0,
     ref_path="", staleness=0,
-    importance_cap=0.0, importance_floor=0.0, importance_level="token", importance_outside="clip", gaps=False, lora="",
+    importance_cap=0.0, importance_floor=0.0, importance_level="token", importance_outside="clip", gaps=False, turns=False, lora="",
     cliprange=0.2, entropy_coef=0.0, ema_decay=0.0, keep_best=False)
 PPO = SAMPLED | dict(
     batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", kl_coef=0.3, kl_estimator="k1", gamma=1.0, lam=0.95,
@@ -218,6 +218,13 @@ CASES = {
         gaps=True, mix=[(1.0, "letters"), (0.5, "length")], importance="sequence", cliprange=0.02,
         cliprange_high=0.05, aggregation="seq-mean-token-mean", kl_in="reward", kl_estimator="k1",
         max_new_tokens=8)),
+    # an environment answers: its words count nowhere, and what it pays for a turn counts from there on
+    "ppo, turns": ("ppo.py", PPO | dict(
+        turns=True, max_turns=3, mix=[(0.7, "environment"), (1.0, "letters"), (0.4, "reward_model")], value_init="policy",
+        gamma=0.9, lam=0.8, missing_eos_penalty=0.7, max_new_tokens=12, max_iters=3, seed=1)),
+    "grpo, turns": ("grpo.py", GRPO | dict(
+        turns=True, max_turns=4, mix=[(1.0, "environment"), (0.5, "length")], staleness=1, max_refills=1,
+        max_new_tokens=14, max_iters=3)),
     "grpo, one token": ("grpo.py", GRPO | dict(
         batch_size=2, group_size=2, max_new_tokens=1, num_minibatches=1,
         mix=[(1.0, "reward_model")])),
@@ -345,6 +352,8 @@ WAYS = {
     "grpo, stale, capped": "three roles, stopped",
     "grpo, stale": "two",
     "grpo, alike": "two",
+    "ppo, turns": "three",
+    "grpo, turns": "generate",
     "ppo, gaps": "three",
     "grpo, gaps": "two",
     "grpo": "two",
@@ -408,7 +417,7 @@ FOLDERS = dict(policy_path="policy_model", reward_path="reward_model", init_from
                ref_path="ref_model", teacher="teacher_model")
 # said in other words there
 NO_KEYS = ("mix", "policy_model", "reward_model", "ref_model", "init", "new_head", "teacher_model",
-           "files", "ptx", "ref_path", "gaps", "scale_scores", "recipe", "gone")
+           "files", "ptx", "ref_path", "gaps", "turns", "scale_scores", "recipe", "gone")
 
 
 def command(world, script, keys):
@@ -423,6 +432,8 @@ def command(world, script, keys):
         given |= dict(reward_functions=",".join(rewards), reward_timeout=50)
         if "reward_model" not in [name for _, name in keys["mix"]]:
             keys = {key: value for key, value in keys.items() if key != "reward_model"}
+    if keys.get("turns"):
+        given["environment"] = f"{world.rules}:answered"
     if keys.get("ptx"):
         given["ptx_path"] = os.path.join(world.root, f"{keys['ptx']}.jsonl")
     given |= {key: value for key, value in keys.items() if key not in (*NO_KEYS, *keys.get("gone", ()))}

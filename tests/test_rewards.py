@@ -23,7 +23,7 @@ from errors import BadInput, Stop
 from options.foreign_rewards import as_ours
 from rewards import (alike_for_equal_texts, call_rewards, check_rows, format, last_real, length, reward_terms, score_sequences,
                      thinks)
-from run_folder import reward_files
+from run_folder import code_files
 
 CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
 BATCH = dict(completions=["a", "bb", "ccc"], rows=[dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)])
@@ -78,7 +78,8 @@ def test_parse_rewards(tmp_path):
     rewards = reward_terms(spec, str(tmp_path))
     assert [(w, n) for w, n, _ in rewards] == [(1.0, "accuracy"), (-0.5, "brevity"), (1.0, "broken")]
     assert rewards[1][2].__wrapped__.__globals__ is rewards[2][2].__wrapped__.__globals__  # the file was imported once
-    assert rewards[1][2](dict(completions=["abc", ""], rows=[{}, {}])) == [0.25, 1.0] and reward_files(spec) == ["mine.py"]
+    assert rewards[1][2](dict(completions=["abc", ""], rows=[{}, {}])) == [0.25, 1.0]
+    assert code_files(dict(reward_functions=spec)) == ["mine.py"]
     with pytest.raises(Stop, match=f"^reward 'broken' failed at {tmp_path / 'mine.py'}, line 13: KeyError: 'missing'$"):
         call_rewards(rewards, BATCH | dict(rows=[dict(prompt="?", answer=1)] * 3))
 

@@ -35,7 +35,7 @@ from checkpoint import find_checkpoint  # noqa: E402
 from tools.curves import check_picture, empty_picture, save_picture  # noqa: E402
 from rewards import NEEDS  # noqa: E402
 from run import Run  # noqa: E402
-from run_folder import reward_files  # noqa: E402
+from run_folder import code_files  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
 from gae import compute_gae  # noqa: E402
@@ -49,6 +49,8 @@ prompt = "123+456="  # what the policy is asked
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
 reward_functions = ""  # empty = the run's; where these are code of its own, you must name them here
+environment = ""  # as reward_functions
+tools = ""  # as reward_functions
 out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
@@ -68,11 +70,13 @@ if "cliprange" not in keys:
 # of the files that the run began with, of its machine; and nothing is reported to others
 others = "sha256", "gpu", "format"
 keys = {name: x for name, x in keys.items() if name not in others} | {"report_to": ""}
-rules = str(keys["reward_functions"])
-if reward_files(rules) and not reward_functions:  # the folder may be somebody else's
-    raise BadInput(f"{file} names code, {', '.join(reward_files(rules))}, which runs only where "
-                   f"you name it; type --reward_functions={shlex.quote(rules)}")
-keys["reward_functions"] = reward_functions or rules
+for key, named in dict(reward_functions=reward_functions, environment=environment,
+                       tools=tools).items():
+    files = code_files({key: str(keys[key])})
+    if files and not named:  # the folder may be somebody else's
+        raise BadInput(f"{file} names code, {', '.join(files)}, which runs only where you name it; "
+                       f"type --{key}={shlex.quote(str(keys[key]))}")
+    keys[key] = named or keys[key]
 iteration = state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks

@@ -1,0 +1,312 @@
+"""
+Several turns: the keys environment, tools and max_turns. An environment answers what the policy
+says, and the policy goes on from there, in one response:
+
+    prompt      user:       What is 37 * 46?
+    response    assistant:  calc(37*46)          sampled: response_mask is True
+                user:       1702                 of the environment: attention_mask alone
+                assistant:  1702                 sampled
+
+An environment is a function of the user's:
+
+    env(messages, row) -> None                   the dialogue is over
+                       -> message                what is said to the policy: a string (of the role
+                                                 user), or {"role": "user" or "tool", "content"}
+                       -> (message or None, reward)   what the turn before is worth, too
+
+messages is the dialogue so far, which ends with what the policy has said; row is the data's row.
+The function is pure: it gives the same answer to the same dialogue. So there is nothing to save, to
+send or to seed, and a resumed run, another rank or a batch of another size asks it the same. One
+that plays with chance has a third parameter, seed, a number that is a function of the run's seed
+and of which turn of which response it is.
+
+The ids of a dialogue are exact: the prompt's, the sampled ones, and what the chat template writes
+between the end of a turn and the next one. Nothing that was sampled is encoded again. A template
+that drops or rewrites earlier turns would later show the policy another dialogue than the one that
+it has learned from, so it is refused at the start.
+"""
+import contextlib
+import copy
+import inspect
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import status
+from chats import chat_ids, joined
+from errors import BadConfig, BadInput, Stop, first_line, shorten
+from rollout import left_pad, response_seeds
+from user_code import load_function, place_of
+
+thread = ThreadPoolExecutor(1)  # so that the run need not wait for ever for one that hangs
+
+
+def check_environment(system):
+    """Raise BadConfig where keys do not go together."""
+    key = "environment" if system.environment else "tools"
+    if system.environment and system.tools:
+        raise BadConfig("environment and tools are both given: tools are an environment, so let "
+                        "yours call the functions itself, or leave one of the two out")
+    if system.generate_tp > 1:
+        raise BadConfig(f"{key} with generate_tp: ranks that decode together would each have to "
+                        "hear the same answers; type --generate_tp=1")
+
+
+class Environment:
+    """What answers the policy. Raises BadInput where the functions or the template do not fit."""
+
+    def __init__(self, system, tokenizer):
+        self.tokenizer, self.max_turns = tokenizer, system.max_turns
+        self.timeout, self.tools = system.reward_timeout, None
+        if system.tools:
+            from options.tools import Tools
+
+            self.tools = Tools(system, tokenizer)
+            self.roles, self.seeded = ["tool"], False
+        else:
+            where = f"environment = {system.environment!r}"
+            if ":" not in system.environment:
+                raise BadInput(f"{where}: wanted FILE.py:FUNCTION")
+            self.env = load_function(system.environment, ".", where)
+            self.name = where
+            self.seeded = "seed" in inspect.signature(self.env).parameters
+            self.roles = ["user"]
+        for role in self.roles:
+            check_template(tokenizer, role)
+        self.frames = frames(tokenizer)
+        tokenizer.messages_of = self.messages_of
+
+    # ----------------------------------------------------------------------------------------------
+    # sampling
+
+    def converse(self, rows, prompts, noise, names, length, width, answer, stop):
+        """
+        What rollout.generate returns of B prompts, of several turns each, and turn_rewards (B, R):
+        what the environment has paid for a turn, on the turn's last token. With tools also
+        failed_calls (B,), how many calls of a response were no good.
+
+        rows: of the data, one for each prompt; noise, names: see rollout.sample_batch. length: R,
+        all tokens of a response together. width: P. answer: a function of (contexts, numbers of
+        their responses, turn, tokens that these have so far) that samples one turn.
+        """
+        B, tokenizer = len(prompts), self.tokenizer
+        ids, own, logprobs, paid = ([[] for _ in prompts] for _ in range(4))  # a number a token
+        said = [opening(tokenizer, row["prompt"]) for row in rows]  # the messages so far
+        finished, failed, live = [False] * B, [0] * B, list(range(B))
+        for turn in range(self.max_turns):
+            contexts = [[*prompts[i], *ids[i]] for i in live]
+            batch = answer(contexts, live, turn, [len(ids[i]) for i in live])
+            dtype = batch["sampler_logprobs"].dtype
+            fresh, masks, old = (batch[name].tolist() for name in (
+                "tokens", "response_mask", "sampler_logprobs"))
+            asked = []
+            for n, i in enumerate(live):
+                count = sum(masks[n])
+                new = fresh[n][-len(masks[n]):][:count]
+                ids[i] += new
+                own[i] += [True] * count
+                paid[i] += [0.0] * count
+                logprobs[i] += old[n][:count]
+                if batch["finished"][n]:  # else nobody knows what it would have said
+                    text = tokenizer.decode_response(new)
+                    said[i] = joined(said[i], [dict(role="assistant", content=text)])
+                    asked.append(i)
+            replies = self.ask([said[i] for i in asked], [rows[i] for i in asked], [
+                (*noise, names[0][i], names[1][i], turn) for i in asked], failed, asked)
+            live = []
+            for i, (message, reward) in zip(asked, replies, strict=True):
+                paid[i][-1] = reward
+                finished[i] = message is None
+                if finished[i]:
+                    continue
+                extra = self.between(message, ids[i][-1] in tokenizer.eos_ids)
+                if turn + 1 < self.max_turns and len(ids[i]) + len(extra) < length:
+                    said[i] = [*said[i], message]
+                    ids[i] += extra
+                    own[i] += [False] * len(extra)
+                    paid[i] += [0.0] * len(extra)
+                    logprobs[i] += [0.0] * len(extra)
+                    live.append(i)
+            status.show(f"turn {turn + 1} of {self.max_turns}, {len(live)} of {B} go on")
+            if not live or stop is not None and stop():
+                break
+
+        def padded(lists, fill, dtype):
+            return torch.tensor([x + [fill] * (length - len(x)) for x in lists],
+                                dtype=dtype).view(B, length)
+
+        tokens, mask = left_pad(prompts, tokenizer.pad_id, width)  # (B, P) each
+        there = padded([[True] * len(x) for x in ids], False, torch.bool)  # (B, R)
+        sampled = dict(
+            tokens=torch.cat([tokens, padded(ids, tokenizer.pad_id, torch.int64)], 1),
+            attention_mask=torch.cat([mask, there], 1),
+            response_mask=padded(own, False, torch.bool),
+            sampler_logprobs=padded(logprobs, 0.0, dtype),
+            turn_rewards=padded(paid, 0.0, dtype),
+            finished=torch.tensor(finished, dtype=torch.bool))
+        if self.tools:
+            sampled["failed_calls"] = torch.tensor(failed, dtype=dtype)
+        return {name: t.to(batch["tokens"].device) for name, t in sampled.items()}
+
+    def ask(self, dialogues, rows, names, failed, numbers):
+        """
+        What is said to each of these dialogues, [(message or None, reward), ...]. names: what the
+        seed of each is made of. failed: how many calls of a response have failed, by its number,
+        counted up here. Raises Stop.
+        """
+        if self.tools:
+            return self.tools.answer([dialogue[-1]["content"] for dialogue in dialogues], failed,
+                                     numbers)
+        asking = thread.submit(self.ask_all, dialogues, rows, names)
+        try:
+            return asking.result(self.timeout)
+        except TimeoutError as e:
+            raise Stop(f"{self.name} has not answered for {self.timeout} s; does it hang? Raise "
+                       "reward_timeout if not") from e
+
+    def ask_all(self, dialogues, rows, names):
+        """Ask the user's function, the first dialogue twice: see whether it is pure."""
+        replies = []
+        for dialogue, row, name in zip(dialogues, rows, names, strict=True):
+            replies.append(self.ask_one(dialogue, row, name))
+            if len(replies) == 1 and self.ask_one(dialogue, row, name) != replies[0]:
+                raise Stop(f"{self.name} gives two answers to the same dialogue, so no run could "
+                           "be repeated; take what is by chance from a third parameter, seed")
+        return replies
+
+    def ask_one(self, dialogue, row, name):
+        """(message or None, reward) of one dialogue."""
+        more = dict(seed=seed_of(*name)) if self.seeded else {}
+        try:
+            reply = self.env(copy.deepcopy(dialogue), row, **more)
+        except (BadInput, Stop):
+            raise
+        except Exception as e:  # the user's code raises anything
+            raise Stop(f"{self.name} failed{place_of(e, __file__)}: {first_line(e)}") from e
+        message, reward = reply if isinstance(reply, tuple) and len(reply) == 2 else (reply, 0.0)
+        if isinstance(message, str):
+            message = dict(role="user", content=message)
+        good = message is None or (
+            isinstance(message, dict) and message.keys() == {"role", "content"}
+            and message["role"] in ("user", "tool") and isinstance(message["content"], str))
+        if not good:
+            raise Stop(f"{self.name} answered {shorten(reply)}: wanted None, a string, "
+                       '{"role": "user" or "tool", "content"}, or one of these with a reward')
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise Stop(f"{self.name} gave the reward {shorten(reward)}, which is no finite number")
+        return message, float(reward)
+
+    # ----------------------------------------------------------------------------------------------
+    # messages and ids
+
+    def between(self, message, ended):
+        """
+        The ids between the end of the policy's turn and its next one. ended: whether the turn has
+        its end; one that a stop string has ended gets it here.
+        """
+        return between(self.tokenizer, message, ended)
+
+    def messages_of(self, ids, own):
+        """
+        The messages of a response, from its ids and which of them the policy sampled: lists of
+        equal length. What the environment said is what stands between the marks of the template.
+        """
+        messages, start = [], 0
+        for n in range(1, len(ids) + 1):
+            if n < len(ids) and own[n] == own[start]:
+                continue
+            part = ids[start:n]
+            if own[start]:
+                text = self.tokenizer.decode_response(part)
+                messages.append(dict(role="assistant", content=text))
+            else:
+                messages.append(self.unframed(self.tokenizer.text_of(part)))
+            start = n
+        return messages
+
+    def unframed(self, text):
+        """The message that the template has written as this text."""
+        for role, front, behind in self.frames:
+            if text.startswith(front) and text.endswith(behind):
+                return dict(role=role, content=text[len(front):len(text) - len(behind)])
+        return dict(role="user", content=text)
+
+
+def frames(tokenizer):
+    """What the template writes around a message between two turns: [(role, front, behind), ...]."""
+    found = []
+    for role in ("user", "tool"):
+        with contextlib.suppress(BadInput):  # it has no such role
+            for ended in (True, False):
+                ids = between(tokenizer, dict(role=role, content="CONTENT"), ended)
+                front, _, behind = tokenizer.text_of(ids).partition("CONTENT")
+                found.append((role, front, behind))
+    return found
+
+
+def opening(tokenizer, prompt):
+    """The messages of a prompt, a string or messages."""
+    return [dict(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+
+
+def seed_of(seed, purpose, iteration, slot, sample, turn):
+    """The number that stands for all chance in what is said behind this turn."""
+    return response_seeds(seed, f"{purpose} environment {turn}", iteration, [slot], [sample])[0]
+
+
+ASKED = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+
+
+def between(tokenizer, message, ended=True):
+    """
+    The ids that a chat template writes behind the end of an assistant's turn, up to where the next
+    one begins; see Environment.between. Without a template they are those of the content.
+    """
+    if not tokenizer.template:
+        return [tokenizer.eos_id] * (not ended) + tokenizer.encode_texts([message["content"]])[0]
+    before = chat_ids(tokenizer, ASKED)
+    ends = [n for n, i in enumerate(before) if i in tokenizer.turn_ends]
+    if not ends:
+        raise BadInput(f"{tokenizer.name} writes no end behind an assistant's message, so turns "
+                       "cannot be told apart; give one with --chat_template=FILE")
+    ids = chat_ids(tokenizer, [*ASKED, message], add_generation_prompt=True)
+    if ids[:ends[-1] + 1] != before[:ends[-1] + 1]:
+        raise BadInput(f"{tokenizer.name} writes an assistant's message in another way when "
+                       f"another one follows; {ADVICE}")
+    return ids[ends[-1] + ended:]
+
+
+ADVICE = ("type --chat_template=options/chatml.jinja for a model of the Qwen family, or give a "
+          "FILE that keeps earlier turns as they were written")
+
+
+def check_template(tokenizer, role):
+    """
+    Raise BadInput unless the ids of a dialogue, put together turn by turn, are those of the whole:
+    also of turns with thoughts, which some templates drop when another turn follows.
+    """
+    if not tokenizer.template:
+        return
+    end = [min(tokenizer.turn_ends)] if tokenizer.turn_ends else []
+    asked, reply = dict(role="user", content="a"), dict(role=role, content="c")
+    opened = tokenizer.text_of(chat_ids(tokenizer, [asked], add_generation_prompt=True))
+    thinks = opened.rstrip().endswith("<think>")  # the prompt has begun to think
+    texts = ["why\n</think>\n\nfirst"] if thinks else ["first", "<think>\nwhy\n</think>\n\nfirst"]
+    for text in texts:
+        answers = [dict(role="assistant", content="<think>\n" * thinks + text)] * 2
+        whole = chat_ids(tokenizer, [asked, answers[0], reply, answers[1]])
+        own = tokenizer.encode_texts([text])[0] + end
+        ours = [*chat_ids(tokenizer, [asked], add_generation_prompt=True), *own,
+                *between(tokenizer, reply), *own]
+        if whole[:len(ours)] == ours:
+            continue
+        # special tokens such as <think> may have ids of their own in a template: then texts count
+        ours, whole = tokenizer.text_of(ours), tokenizer.text_of(whole)
+        if "think>" in text and whole.startswith(ours):
+            continue
+        does = "writes earlier turns otherwise than they were sampled"
+        if whole.count("why") < 2 * ("why" in text):
+            does = "drops the thoughts of earlier turns"
+        raise BadInput(f"{tokenizer.name} {does}, so the policy would learn from dialogues that it "
+                       f"never sees later; {ADVICE}")

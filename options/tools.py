@@ -1,0 +1,189 @@
+"""
+Tools: the key tools, functions that the policy may call, as the environment of a run.
+
+    def multiply(a: int, b: int):
+        \"""
+        Multiply two numbers.
+
+        Args:
+            a: the first number
+            b: the second number
+        \"""
+        return a * b
+
+Their names, types and docstrings go into the prompt by the chat template (its variable `tools`).
+The policy calls one as the template's family writes calls; most write JSON:
+
+    <tool_call>
+    {"name": "multiply", "arguments": {"a": 37, "b": 46}}
+    </tool_call>
+
+What it returns is said as a message of the role tool, its text or as JSON; an error too. A turn
+without a call ends the dialogue. Several calls in a turn have their results in one message.
+
+The functions run in a process beside each rank, so one that hangs can be killed; and what the
+policy writes is read as JSON, never as Python. Each call is made once: a search may cost, a clock
+may move. What it returned stands in the dialogue, which is saved with the batch. So a tool need not
+be pure, but where it answers by chance a resumed run is not the same to the bit.
+"""
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import before_torch
+from errors import BadInput, first_line, shorten
+from user_code import load_function
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+AT_ONCE = 16  # calls of a rank that are under way at a time
+LONGEST = 10_000  # characters of a result
+
+
+class Tools:
+    """The tools of this rank. They become known to the template. Raises BadInput."""
+
+    def __init__(self, system, tokenizer):
+        from transformers.utils import get_json_schema
+
+        where = f"tools = {system.tools!r}"
+        self.named = [name.strip() for name in system.tools.split(",")]
+        schemas = []
+        for named in self.named:
+            if ":" not in named:
+                raise BadInput(f"{where}: wanted FILE.py:FUNCTION, or several with commas")
+            try:
+                schemas.append(get_json_schema(load_function(named, ".", where)))
+            except BadInput:
+                raise
+            except Exception as e:  # transformers' own: no docstring, no types
+                raise BadInput(f"{where}: {named} cannot be described to the policy: "
+                               f"{first_line(e)}") from e
+        if not re.search(r"\btools\b", tokenizer.template or ""):
+            raise BadInput(f"{where}: {tokenizer.name} has no variable tools, so the policy would "
+                           "not hear of them; give a template that has, as "
+                           "--chat_template=options/chatml.jinja")
+        tokenizer.kwargs["tools"] = schemas
+        self.known = [schema["function"]["name"] for schema in schemas]
+        self.tokenizer, self.process = tokenizer, None
+        self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
+
+    def answer(self, texts, failed, numbers):
+        """
+        What is said to each of these turns, [(message or None, 0.0), ...]. failed: how many calls
+        of a response have failed, by its number, counted up here; numbers: of these responses.
+        """
+        calls = [(n, *call) for n, text in enumerate(texts) for call in self.calls_in(text)]
+        wanted = [call[1:3] for call in calls if call[3] is None]
+        found = iter(self.run(wanted))
+        results = {}
+        for n, _, _, error in calls:
+            good, text = (False, error) if error is not None else next(found)
+            failed[numbers[n]] += not good
+            results.setdefault(n, []).append(text if good else f"error: {text}")
+        return [(dict(role="tool", content="\n".join(results[n])) if n in results else None, 0.0)
+                for n in range(len(texts))]
+
+    def calls_in(self, text):
+        """The calls that a turn makes: (name, arguments, None), or (None, None, what is wrong)."""
+        calls = []
+        for call in self.written_in(text):
+            try:
+                call = json.loads(call) if isinstance(call, str) else call
+                call = call.get("function", call)
+                name, arguments = call["name"], call.get("arguments", {})
+                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+                if name not in self.known:
+                    raise ValueError(f"there is no tool {shorten(name)}, only "
+                                     f"{', '.join(self.known)}")
+                if not isinstance(arguments, dict):
+                    raise ValueError("the arguments are no JSON object")
+                calls.append((name, arguments, None))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+                calls.append((None, None, f"this call cannot be read: {first_line(e)[:200]}"))
+        return calls
+
+    def written_in(self, text):
+        """What stands in a turn as calls: JSON texts, or dicts where the tokenizer can tell."""
+        if getattr(self.tokenizer.hf, "response_schema", None):
+            try:
+                return self.tokenizer.hf.parse_response(text).get("tool_calls") or []
+            except Exception:  # transformers' own, of any class: a turn that is no whole response
+                return []
+        return re.findall(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", text, re.DOTALL)
+
+    def run(self, calls):
+        """Make calls [(name, arguments)]: [(whether it went well, text), ...]."""
+        if not calls:
+            return []
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        late = False, f"it has not answered within {self.seconds:.3g} s"
+        results, end = [late] * len(calls), time.monotonic() + self.seconds
+        pipe, self.counted = self.process.stdout, self.counted + len(calls)
+        first = self.counted - len(calls)  # calls have numbers, so no answer comes to another
+        try:
+            for n, call in enumerate(calls, first):
+                self.process.stdin.write(json.dumps([n, *call]).encode() + b"\n")
+            self.process.stdin.flush()
+            waiting, rest = set(range(first, self.counted)), b""
+            with selectors.DefaultSelector() as selector:
+                selector.register(pipe, selectors.EVENT_READ)
+                while waiting and selector.select(max(end - time.monotonic(), 0)):
+                    read = os.read(pipe.fileno(), 1 << 16)
+                    if not read:
+                        raise BrokenPipeError
+                    *lines, rest = (rest + read).split(b"\n")
+                    for n, good, text in map(json.loads, lines):
+                        results[n - first] = good, text
+                        waiting.discard(n)
+        except (BrokenPipeError, ValueError):  # a tool has ended the process, or written into it
+            waiting = {n for n in range(first, self.counted) if results[n - first] is late}
+            for n in waiting:
+                results[n - first] = False, "its process has ended"
+        if waiting:
+            self.process.kill()
+            self.process.wait()
+        return results
+
+    def start(self):
+        """Start the process of the tools."""
+        code = (f"import os, sys; sys.path.insert(0, {ROOT!r}); "
+                f"os.sched_setaffinity(0, {sorted(before_torch.CPUS)}); "
+                f"from options.tools import serve; serve({self.named!r}, {os.getpid()})")
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE)
+        self.counted = 0
+
+
+# --------------------------------------------------------------------------------------------------
+# in the process of the tools
+
+
+def serve(named, parent):
+    """Make the calls that come, [number, name, arguments] a line, until the rank has ended."""
+    for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb", 0)
+    os.dup2(2, 1)  # what a tool prints goes to the errors, not between the answers
+    functions = [load_function(name, ".", "tools") for name in named]
+    functions = {function.__name__: function for function in functions}
+
+    def call(n, name, arguments):
+        try:
+            result = functions[name](**arguments)
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            answer = n, True, text[:LONGEST]
+        except BaseException as e:  # of the user's code: anything; the policy reads what it says
+            answer = n, False, f"{type(e).__name__}: {first_line(e)}"[:LONGEST]
+        answers.write(json.dumps(answer).encode() + b"\n")
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for line in sys.stdin.buffer:
+            pool.submit(call, *json.loads(line))
+        os._exit(0)  # the rank has ended; a call that hangs would keep this process
