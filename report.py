@@ -16,6 +16,7 @@ import torch
 from errors import Stop, one_line, say, warn
 from loss import gap, importance_weights, kl_estimate, masked_sum
 from parallel import rank_and_size
+from rollout import texts_of
 from together import together
 
 # --------------------------------------------------------------------------------------------------
@@ -91,11 +92,13 @@ def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
         {"iteration": 20, "row": 0, "prompt": "123+456=", "text": "579", "finished": true,
          "length": 4, "scores": {"scores": 1.5, "accuracy": 1.0, "kl": 0.25, "reward/...": ...}}
 
+    Of several turns text is the last one's, and "messages" has all of them.
+
     row counts the held-out prompts from 0; prompt is the data's, text or messages; length is in
     tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone;
     of a batch that is trained on also "advantage", the mean over the tokens.
     """
-    n, R = len(picked), batch["response_mask"].shape[1]
+    n = len(picked)
     columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         columns["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1)
@@ -109,11 +112,15 @@ def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
     for i, number in enumerate(picked):
         mask = batch["response_mask"][i]  # (R,)
         scores = {name: x[i] for name, x in columns.items()}
+        texts = texts_of([], {name: batch[name][i:i + 1] for name in (
+            "tokens", "attention_mask", "response_mask")}, tokenizer)
         samples.append(dict(
             iteration=iteration, row=number, prompt=rows[number]["prompt"],
-            text=tokenizer.decode_response(batch["tokens"][i, -R:][mask].tolist()),
-            finished=bool(batch["finished"][i]), length=int(mask.sum()),
+            text=texts["completions"][0], finished=bool(batch["finished"][i]),
+            length=int(mask.sum()),
             scores={name: x for name, x in scores.items() if math.isfinite(x)}))
+        if "dialogues" in texts:
+            samples[-1]["messages"] = texts["dialogues"][0]
     return samples
 
 
@@ -257,7 +264,15 @@ def print_samples(samples):
         if not isinstance(prompt, str):
             prompt = " | ".join(f"{message['role']}: {message['content']}" for message in prompt)
         told = "no score" if score is None else f"score {score:.2f}"
-        print(f"    {one_line(prompt, 300)} -> {one_line(sample['text'], 300)}  {told}")
+        print(f"    {one_line(prompt, 300)} -> {one_line(answer_of(sample), 300)}  {told}")
+
+
+def answer_of(sample):
+    """The response of a sample as one text; of several turns, with what was said in between."""
+    if "messages" not in sample:
+        return sample["text"]
+    return " ".join(m["content"].strip() if m["role"] == "assistant" else
+                    f"[{m['role']}: {m['content'].strip()}]" for m in sample["messages"])
 
 
 def say_nothing_learnt(iteration, flat, counted):

@@ -320,41 +320,18 @@ def sample_batch(policy, tokenizer, rows, prompts, picked, noise, max_new_tokens
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     if tp > 1:
         stop = None  # those who decode together must take the same steps
-    uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])
-
-    def turn(contexts, which, number, used, width=None):
-        """
-        Turn number 0, 1, ... of these responses, which = their numbers here, behind contexts. used:
-        how many tokens each has so far. Token t has the same noise in whatever turn it stands.
-        """
-        rooms = [max_new_tokens - n for n in used]
-        R = max(rooms, default=max_new_tokens)
-        given = contexts, R, temperature, tokenizer.eos_ids, tokenizer.pad_id
-        if vllm:
-            seed, purpose, iteration = noise
-            purpose = f"{purpose} turn {number}" if number else purpose
-            seeds = response_seeds(seed, purpose, iteration,
-                                   *([named[i] for i in which] for named in names))
-            return vllm.respond(*given, seeds, width, stop, tokenizer.has_stop, rooms)
-        column = torch.arange(R) + torch.tensor(used, dtype=torch.int64)[:, None]  # (n, R)
-        rest = uniforms[list(which)].gather(1, column % max_new_tokens)
-        return generate(
-            decoder, *given, tokenizer.vocab_size, rest, batch_size=system.rollout_batch_size,
-            prompt_width=width, stop=stop, has_stop=tokenizer.has_stop, rooms=rooms,
-            graphs=system.cuda_graphs and tp == 1 and not policy.owner().elsewhere)
-
+    given = tokenizer, noise, names, max_new_tokens, temperature, stop
     with autocast(system, device), contextlib.ExitStack() as block:
         if vllm:
             vllm.take_weights(policy)  # COLLECTIVE
+            turn = vllm.turns(*given)
         else:
-            decoder = block.enter_context(
-                decoding_copy(policy, dtypes(system)[1], device, tp))  # COLLECTIVE
-        if environment:
-            with together.in_step():  # COLLECTIVE: what fails on one rank ends all
-                sampled = environment.converse([rows[prompt[i]] for i in numbers], ids, noise,
-                                               names, max_new_tokens, width, turn, stop)
-        else:
-            sampled = turn(ids, range(len(ids)), 0, [0] * len(ids), width)
+            decoder = block.enter_context(  # COLLECTIVE
+                decoding_copy(policy, dtypes(system)[1], device, tp))
+            turn = turns(decoder, *given, batch_size=system.rollout_batch_size,
+                         graphs=system.cuda_graphs and tp == 1 and not policy.owner().elsewhere)
+        sampled = respond(turn, [rows[prompt[i]] for i in numbers], ids, noise, names,  # COLLECTIVE
+                          max_new_tokens, environment, width, stop)
     if tp > 1:  # this rank sends its own
         mine = parallel.my_share(range(len(prompt)))
         kept = [row for row, i in enumerate(numbers) if i in mine]
@@ -363,6 +340,41 @@ def sample_batch(policy, tokenizer, rows, prompts, picked, noise, max_new_tokens
     for name, column in dict(index=range(len(prompt)), prompt=prompt, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
     return batch
+
+
+def respond(turn, rows, ids, noise, names, length, environment=None, width=None, stop=None):
+    """
+    What generate returns of prompts (lists of ids), one for each of these data rows: of one turn,
+    or, with an environment, of several; then it is a collective. turn: see turns; noise, names:
+    see sample_batch; width: P, None: the longest prompt.
+    """
+    if environment is None:
+        return turn(ids, range(len(ids)), 0, [0] * len(ids), width)
+    with together.in_step():  # COLLECTIVE: what fails on one rank ends all
+        return environment.converse(rows, ids, noise, names, length, width, turn, stop)
+
+
+def turns(policy, tokenizer, noise, names, length, temperature, stop=None, **how):
+    """
+    A function that samples turn number 0, 1, ... of some of B responses, as generate does. names:
+    slots and samples of the B. length: R, the tokens that a response may have. how: for generate.
+    """
+    uniforms = response_uniforms(*noise, names[0], length, names[1])  # (B, R)
+
+    def turn(contexts, which, number, used, width=None):
+        """
+        contexts: all ids before the turn; which: the numbers of these n responses; used: how many
+        tokens each has. In whatever turn token t of a response stands, its uniform is the same.
+        """
+        rooms = [length - n for n in used]
+        R = max(rooms, default=length)
+        column = torch.arange(R) + torch.tensor(used, dtype=torch.int64)[:, None]  # (n, R)
+        rest = uniforms[list(which)].gather(1, column % length)
+        return generate(policy, contexts, R, temperature, tokenizer.eos_ids, tokenizer.pad_id,
+                        tokenizer.vocab_size, rest, prompt_width=width, stop=stop,
+                        has_stop=tokenizer.has_stop, rooms=rooms, **how)
+
+    return turn
 
 
 @contextlib.contextmanager

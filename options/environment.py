@@ -39,8 +39,6 @@ from errors import BadConfig, BadInput, Stop, first_line, shorten
 from rollout import left_pad, response_seeds
 from user_code import load_function, place_of
 
-thread = ThreadPoolExecutor(1)  # so that the run need not wait for ever for one that hangs
-
 
 def check_environment(system):
     """Raise BadConfig where keys do not go together."""
@@ -59,6 +57,7 @@ class Environment:
     def __init__(self, system, tokenizer):
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
         self.timeout, self.tools = system.reward_timeout, None
+        self.thread = ThreadPoolExecutor(1)  # so that nobody waits for ever for one that hangs
         if system.tools:
             from options.tools import Tools
 
@@ -158,7 +157,7 @@ class Environment:
         if self.tools:
             return self.tools.answer([dialogue[-1]["content"] for dialogue in dialogues], failed,
                                      numbers)
-        asking = thread.submit(self.ask_all, dialogues, rows, names)
+        asking = self.thread.submit(self.ask_all, dialogues, rows, names)
         try:
             return asking.result(self.timeout)
         except TimeoutError as e:
@@ -288,25 +287,24 @@ def check_template(tokenizer, role):
     """
     if not tokenizer.template:
         return
-    end = [min(tokenizer.turn_ends)] if tokenizer.turn_ends else []
     asked, reply = dict(role="user", content="a"), dict(role=role, content="c")
-    opened = tokenizer.text_of(chat_ids(tokenizer, [asked], add_generation_prompt=True))
-    thinks = opened.rstrip().endswith("<think>")  # the prompt has begun to think
-    texts = ["why\n</think>\n\nfirst"] if thinks else ["first", "<think>\nwhy\n</think>\n\nfirst"]
+    prompt = chat_ids(tokenizer, [asked], add_generation_prompt=True)
+    texts = ["first", "<think>\nwhy\n</think>\n\nfirst"]
+    opened = tokenizer.text_of(prompt).rstrip()
+    if opened.endswith(("<think>", "</think>")):  # it begins to think, or has ended it
+        texts = texts[1:] if opened.endswith("<think>") else texts[:1]
     for text in texts:
-        answers = [dict(role="assistant", content="<think>\n" * thinks + text)] * 2
-        whole = chat_ids(tokenizer, [asked, answers[0], reply, answers[1]])
-        own = tokenizer.encode_texts([text])[0] + end
-        ours = [*chat_ids(tokenizer, [asked], add_generation_prompt=True), *own,
-                *between(tokenizer, reply), *own]
-        if whole[:len(ours)] == ours:
-            continue
-        # special tokens such as <think> may have ids of their own in a template: then texts count
-        ours, whole = tokenizer.text_of(ours), tokenizer.text_of(whole)
-        if "think>" in text and whole.startswith(ours):
-            continue
-        does = "writes earlier turns otherwise than they were sampled"
-        if whole.count("why") < 2 * ("why" in text):
+        answer = dict(role="assistant", content=text)
+        one = chat_ids(tokenizer, [asked, answer])
+        end = max((n for n, i in enumerate(one) if i in tokenizer.turn_ends), default=0)
+        own = one[len(prompt):end + 1]  # the answer as the policy would sample it
+        ours = [*prompt, *own, *between(tokenizer, reply), *own]
+        whole = chat_ids(tokenizer, [asked, answer, reply, answer])
+        if "think" in text and tokenizer.text_of(whole).count("why") < 2:
             does = "drops the thoughts of earlier turns"
+        elif one[:len(prompt)] != prompt or whole[:len(ours)] != ours:
+            does = "writes earlier turns otherwise than they were sampled"
+        else:
+            continue
         raise BadInput(f"{tokenizer.name} {does}, so the policy would learn from dialogues that it "
                        f"never sees later; {ADVICE}")

@@ -181,6 +181,22 @@ class VLLM:
             raise Lost("vLLM does not hold the weights that it was sent, so it does not know this "
                        "model's names for them")
 
+    def turns(self, tokenizer, noise, names, length, temperature, stop=None):
+        """What rollout.turns returns, but sampled by vLLM, with its noise: other in each turn."""
+        from rollout import response_seeds
+
+        def turn(contexts, which, number, used, width=None):
+            seed, purpose, iteration = noise
+            purpose = f"{purpose} turn {number}" if number else purpose
+            seeds = response_seeds(seed, purpose, iteration,
+                                   *([named[i] for i in which] for named in names))
+            rooms = [length - n for n in used]
+            return self.respond(contexts, max(rooms, default=length), temperature,
+                                tokenizer.eos_ids, tokenizer.pad_id, seeds, width, stop,
+                                tokenizer.has_stop, rooms)
+
+        return turn
+
     def respond(self, prompts, max_new_tokens, temperature, eos_ids, pad_id, seeds, prompt_width,
                 stop=None, has_stop=None, rooms=None):
         """

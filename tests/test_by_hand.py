@@ -125,7 +125,8 @@ SAMPLED = ADAM | dict(
     seed=3, max_iters=2, eval_interval=2, eval_size=2, policy_model="policy", reward_model="reward",
     max_new_tokens=6, temperature=0.8, micro_batch_size=2, missing_eos_penalty=0.0,
     ref_path="", staleness=0,
-    importance_cap=0.0, importance_floor=0.0, importance_level="token", importance_outside="clip", gaps=False, turns=False, lora="",
+    importance_cap=0.0, importance_floor=0.0, importance_level="token", importance_outside="clip", gaps=False,
+    turns=False, lora="",
     cliprange=0.2, entropy_coef=0.0, ema_decay=0.0, keep_best=False)
 PPO = SAMPLED | dict(
     batch_size=5, mix=[(1.0, "reward_model")], value_init="reward", kl_coef=0.3, kl_estimator="k1", gamma=1.0, lam=0.95,

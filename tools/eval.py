@@ -34,6 +34,7 @@ import together  # noqa: E402
 from tools.curves import short_names  # noqa: E402
 from estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
                        pass_at_k, wins)
+from options.environment import Environment  # noqa: E402
 from options.judging import Judge  # noqa: E402
 from load import outline  # noqa: E402
 from models import autocast, dtypes, in_memory, load, plain  # noqa: E402
@@ -44,7 +45,7 @@ from rows import files_of  # noqa: E402
 from answers import final_answer  # noqa: E402
 from rewards import (add_up, read_prompts, reward_terms, score_responses,  # noqa: E402
                      whole_responses)
-from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
+from rollout import respond, texts_of, turns, warpers  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,6 +65,9 @@ min_p = 0.0  # of these those at least this times as likely as the most likely o
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 64  # responses that decode at once; it decides rounding, too [1..1000000]
 seed = 1  # decides the samples [>= 0]
+environment = ""  # FILE.py:env, what answers the policy; docs/turns.md
+tools = ""  # FILE.py:f,FILE.py:g: functions that the policy may call
+max_turns = 8  # turns of the policy in a response [1..1000]
 chat_template = ""  # a Jinja file in the place of the tokenizers' own chat templates
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
@@ -140,7 +144,11 @@ if right_by == "accuracy" and not any("answer" in row for row in rows):
 tokenizers = [load_tokenizer(path, chat_template, template_kwargs, system_prompt, stop_strings)
               for path in paths]
 system = plain(dtype, micro_batch_tokens=0, reward_timeout=reward_timeout,
-               code_seconds=code_seconds)
+               code_seconds=code_seconds, environment=environment, tools=tools,
+               max_turns=max_turns)
+answering = [None] * len(paths)  # what answers each policy
+if environment or tools:
+    answering = [Environment(system, tokenizer) for tokenizer in tokenizers]
 precision = autocast(system, device)
 reward_model = reward_reader = judge = None
 if reward_path:
@@ -152,14 +160,15 @@ if judge_path:
     check_tokenizer_fits(judge.tokenizer, judge.model, judge_path)
     judge.check_rows(rows, prompts_path, max_new_tokens)
 
-checked = []  # (name, path, tokenizer, that of the reward model, ids of the prompts) of each policy
-for name, path, tokenizer in zip(names, paths, tokenizers, strict=True):
+# (name, path, tokenizer, what answers, tokenizer of the reward model, ids of the prompts) of each
+checked = []
+for name, path, tokenizer, answers in zip(names, paths, tokenizers, answering, strict=True):
     policy = outline(path, "lm", dtypes(system)[0])
     check_tokenizer_fits(tokenizer, policy, path)
     reward_tokenizer = reward_reader or tokenizer
     models = in_memory(policy=policy, reward_model=reward_model)
     ids = encode_for_all(rows, prompts_path, max_new_tokens, models, tokenizer)
-    checked.append((name, path, tokenizer, reward_tokenizer, ids))
+    checked.append((name, path, tokenizer, answers, reward_tokenizer, ids))
 together.agree(config | {"the prompts": rows})
 
 # --------------------------------------------------------------------------------------------------
@@ -168,7 +177,7 @@ together.agree(config | {"the prompts": rows})
 
 truncation = warpers(top_k, top_p, min_p)
 records = []  # of this rank: a dict for each response
-for name, path, tokenizer, reward_tokenizer, ids in checked:
+for name, path, tokenizer, answers, reward_tokenizer, ids in checked:
     policy = load(path, "policy", system, device)
     for mode, heat, count in modes:
         picks = [(i, sample) for i in picked for sample in range(count)]
@@ -178,13 +187,12 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
             # ones of some ranks are empty
             mine = batches[first + rank] if first + rank < len(batches) else []
             where = [i for i, _ in mine]
-            uniforms = response_uniforms(seed, "sample", 0, where, max_new_tokens,
-                                         [sample for _, sample in mine])
+            noise, names_of = (seed, "sample", 0), (where, [sample for _, sample in mine])
             with precision:
-                batch = generate(policy, [ids[i] for i in where], max_new_tokens, heat,
-                                 tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size,
-                                 uniforms, truncation=truncation if heat else None,
-                                 has_stop=tokenizer.has_stop)
+                turn = turns(policy, tokenizer, noise, names_of, max_new_tokens, heat,
+                             truncation=truncation if heat else None)
+                batch = respond(turn, [rows[i] for i in where], [ids[i] for i in where], noise,
+                                names_of, max_new_tokens, answers)  # COLLECTIVE
             batch |= texts_of([(rows[i], ids[i]) for i in where], batch, tokenizer)
             batch |= score_responses(batch, len(mine) * world_size, terms, reward_model, judge,
                                      reward_tokenizer, micro_batch_size, system, device)
@@ -201,6 +209,8 @@ for name, path, tokenizer, reward_tokenizer, ids in checked:
                     length=int(batch["response_mask"][j].sum()),
                     # NaN: it does not apply to this response
                     scores={score: x[j] for score, x in columns.items() if math.isfinite(x[j])}))
+                if answers:
+                    records[-1]["messages"] = batch["dialogues"][j]
             if rank == 0:
                 done = min((first + world_size) * batch_size, len(picks))
                 print(f"{name}, {mode}: {done} of {len(picks)} responses", flush=True)

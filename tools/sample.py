@@ -26,10 +26,12 @@ from launch import choose_device  # noqa: E402
 from models import autocast, load, plain  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
+from options.environment import Environment  # noqa: E402
 from folders import response_length  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
-from rewards import score_sequences  # noqa: E402
-from rollout import generate, response_uniforms, texts_of, warpers  # noqa: E402
+from report import answer_of  # noqa: E402
+from rewards import as_read, score_sequences  # noqa: E402
+from rollout import respond, texts_of, turns, warpers  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -47,6 +49,9 @@ top_p = 1.0  # of these the most likely ones, up to this probability together [0
 min_p = 0.0  # of these those at least this times as likely as the most likely one [0..1]
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 batch_size = 64  # responses that decode at once [1..1000000]
+environment = ""  # FILE.py:env, what answers the model; docs/turns.md
+tools = ""  # FILE.py:f,FILE.py:g: functions that the model may call
+max_turns = 8  # turns of the model in a response [1..1000]
 chat_template = ""  # a Jinja file in the place of the tokenizer's own chat template
 template_kwargs = ""  # what the template is told, such as enable_thinking=False
 system_prompt = ""  # the system message of chats that have none
@@ -60,12 +65,13 @@ if prompt and prompts:
     raise BadConfig("prompt and prompts are both given; keep one")
 max_new_tokens = max_new_tokens or response_length(policy_path) or 48
 device = torch.device(choose_device(device_type))
-system = plain(dtype)
+system = plain(dtype, environment=environment, tools=tools, max_turns=max_turns, reward_timeout=300)
 truncation = warpers(top_k, top_p, min_p) if temperature else None
 
 
 # the policy; with reward_path also a reward model, which may have another tokenizer
 tokenizer = load_tokenizer(policy_path, chat_template, template_kwargs, system_prompt, stop_strings)
+answers = Environment(system, tokenizer) if environment or tools else None
 policy = load(policy_path, "policy", system, device)
 check_tokenizer_fits(tokenizer, policy, policy_path)
 models, scorer_tokenizer = {"policy": policy}, tokenizer
@@ -86,24 +92,29 @@ def answer(rows, path, first=0):
     for begin in range(0, len(picks), batch_size):
         where, which = zip(*picks[begin:begin + batch_size], strict=True)
         asked = [(rows[i], ids[i]) for i in where]
-        uniforms = response_uniforms(seed, "sample", 0, [first + i for i in where],
-                                     max_new_tokens, which)
+        noise, slots = (seed, "sample", 0), [first + i for i in where]
         with torch.no_grad(), autocast(system, device):
-            batch = generate(policy, [ids[i] for i in where], max_new_tokens, temperature,
-                             tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size, uniforms,
-                             truncation=truncation, has_stop=tokenizer.has_stop)
-            texts = texts_of(asked, batch, tokenizer)["completions"]
+            turn = turns(policy, tokenizer, noise, (slots, which), max_new_tokens, temperature,
+                         truncation=truncation)
+            batch = respond(turn, [row for row, _ in asked], [ids[i] for i in where], noise,
+                            (slots, which), max_new_tokens, answers)
+            batch |= texts_of(asked, batch, tokenizer)
+            texts = batch["completions"]
             finished, scores = batch["finished"].tolist(), [None] * len(texts)
             if reward_path:
-                read = scorer_tokenizer.encode_scored([row["prompt"] for row, _ in asked], texts,
-                                                      finished, scorer.max_positions)
+                read = scorer_tokenizer.encode_scored(
+                    [row["prompt"] for row, _ in asked], as_read(batch, scorer_tokenizer.template),
+                    finished, scorer.max_positions)
                 scores = score_sequences(scorer, read, batch_size, device).tolist()
-        for i, sample, text, ended, score in zip(where, which, texts, finished, scores,
-                                                 strict=True):
+        for number, (i, sample, text, ended, score) in enumerate(zip(
+                where, which, texts, finished, scores, strict=True)):
             said = rows[i]["prompt"]
             if sample == 0 and (prompt or prompts):  # above the first of a prompt
                 print(f"> {said if isinstance(said, str) else said[-1]['content']}")
             cut = "" if ended else " [cut off at max_new_tokens]"
+            if answers:
+                text = answer_of(dict(messages=batch["dialogues"][number]))
+                cut = "" if ended else " [cut off at max_new_tokens or max_turns]"
             scored = "" if score is None else f"   (score {score:.2f})"
             print(f"{text or '[empty]'}{cut}{scored}", flush=True)
 

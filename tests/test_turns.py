@@ -1,0 +1,349 @@
+"""
+Several turns (options/environment.py, options/tools.py): which templates keep a dialogue exact, messages and ids, what an
+environment or a tool may do wrong, docs/turns.md, and runs as a user starts them. (Tokens, masks, rewards and losses: test_by_hand.py.)
+"""
+import json
+import os
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from errors import BadConfig, BadInput, Stop
+from options.environment import Environment, between, check_environment, check_template
+from options.tools import Tools
+from tokenizer import load_tokenizer
+
+import models_of_the_world as world
+import tiny
+from conftest import ROOT
+
+CHATML = os.path.join(ROOT, "options", "chatml.jinja")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("world")
+    return {name: world.make(root / name, name) for name in ("llama3.2", "qwen2.5", "qwen3", "mistral")}
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def assistant(text):
+    return dict(role="assistant", content=text)
+
+
+def tool(text):
+    return dict(role="tool", content=text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# templates
+
+
+FORGETS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("name, template, role, refused", [
+    ("llama3.2", "", "user", ""), ("llama3.2", "", "tool", ""), ("qwen2.5", "", "tool", ""), ("mistral", "", "user", ""),
+    ("mistral", "", "tool", "refuses the messages"), ("qwen3", "", "user", "in another way when another one follows"),
+    ("qwen3", CHATML, "user", ""), ("qwen3", CHATML, "tool", ""), ("qwen2.5", CHATML, "user", ""),
+    ("qwen3", FORGETS, "user", "drops the thoughts of earlier turns.*--chat_template=options/chatml.jinja")])
+def test_a_template_must_keep_earlier_turns(folders, tmp_path, name, template, role, refused):
+    if "\n" in template:
+        (tmp_path / "mine.jinja").write_text(template)
+        template = str(tmp_path / "mine.jinja")
+    tokenizer = load_tokenizer(folders[name], chat_template=template)
+    if refused:
+        with pytest.raises(BadInput, match=refused):
+            check_template(tokenizer, role)
+    else:
+        check_template(tokenizer, role)
+
+
+@pytest.mark.parametrize("name, template", [("llama3.2", ""), ("qwen2.5", ""), ("qwen3", CHATML), ("mistral", "")])
+def test_a_dialogue_turn_by_turn_has_the_ids_of_the_whole(folders, name, template):
+    """What transformers makes of all messages; and the messages are found again in the ids."""
+    tokenizer = load_tokenizer(folders[name], chat_template=template)
+    env = Environment(SimpleNamespace(environment=f"{__file__}:echo", tools="", max_turns=9, reward_timeout=9), tokenizer)
+    messages = [user("What is 1+2?"), assistant("1+2=3, isn't it?"), user("Sure?  One more: 17*23"), assistant("391\n\n- one")]
+    whole = tokenizer.hf.apply_chat_template(messages, return_dict=False)
+    ids = tokenizer.hf.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    own = []
+    for said, reply in ((messages[1], messages[2]), (messages[3], None)):
+        before = ids + [i for i, _ in own]
+        alone = tokenizer.hf.apply_chat_template(messages[:messages.index(said) + 1], return_dict=False)[len(before):]
+        end, = tokenizer.turn_ends
+        own += [(i, True) for i in alone[:alone.index(end) + 1]]
+        own += [(i, False) for i in between(tokenizer, reply)] if reply else []
+    assert ids + [i for i, _ in own] == whole[:len(ids) + len(own)] and len(whole) - len(ids) - len(own) <= 1
+    found = env.messages_of(*map(list, zip(*own, strict=True)))
+    assert [m["role"] for m in found] == ["assistant", "user", "assistant"]
+    assert [m["content"].strip() for m in found] == [m["content"] for m in messages[1:]]
+
+
+def test_a_turn_that_a_stop_string_has_ended_gets_its_end(folders):
+    tokenizer = load_tokenizer(folders["qwen2.5"])
+    env = Environment(SimpleNamespace(environment=f"{__file__}:echo", tools="", max_turns=9, reward_timeout=9), tokenizer)
+    extra = env.between(user("c"), ended=False)
+    assert extra[0] in tokenizer.turn_ends and extra[1:] == env.between(user("c"), ended=True)
+    said = tokenizer.encode_texts(["</answer>"])[0]
+    assert env.messages_of(said + extra, [True] * len(said) + [False] * len(extra)) == [assistant("</answer>"), user("c")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# environments
+
+asked = []  # by the functions below
+
+
+def echo(messages, row):
+    return messages[-1]["content"][:3]
+
+
+def raises(messages, row):
+    return row["missing"]
+
+
+def wrong_role(messages, row):
+    return dict(role="system", content="x")
+
+
+def number(messages, row):
+    return 7
+
+
+def nan(messages, row):
+    return None, float("nan")
+
+
+def chance(messages, row):
+    asked.append(1)
+    return str(len(asked))
+
+
+def hangs(messages, row):
+    time.sleep(1.2)
+
+
+def spoils(messages, row):
+    messages[-1]["content"] = "spoilt"
+    messages.clear()
+
+
+def bytes_tokenizer(folder):
+    tiny.write_byte_tokenizer(str(folder), tiny.MARKERS)
+    return load_tokenizer(str(folder))
+
+
+def dialogue_with(function, tokenizer, texts, length=30, max_turns=4):
+    """The batch of one response whose turns are these texts: each ends with EOS but for one that ends with a blank."""
+    system = SimpleNamespace(environment=f"{__file__}:{function}", tools="", max_turns=max_turns, reward_timeout=1)
+    env, turns = Environment(system, tokenizer), iter(texts)
+
+    def answer(contexts, which, turn, used):
+        text = next(turns)
+        ids = tokenizer.encode_texts([text])[0] + [tokenizer.eos_id] * (not text.endswith(" "))
+        ids = ids[:length - used[0]]
+        tokens, mask = torch.tensor([contexts[0] + ids]), torch.ones(1, len(ids), dtype=torch.bool)
+        return dict(tokens=tokens, response_mask=mask, sampler_logprobs=-torch.arange(1., len(ids) + 1)[None],
+                    finished=torch.tensor([ids[-1] == tokenizer.eos_id]))
+
+    return env.converse([dict(prompt="12")], [[49, 50]], (1, "rollout", 0), ([0], [0]), length, 3, answer, None)
+
+
+def test_masks_of_a_dialogue(tmp_path):
+    """abcd EOS | abc | xy EOS | xy | z: the last turn has no end, and the response no more room."""
+    tokenizer = bytes_tokenizer(tmp_path)
+    batch = dialogue_with("echo", tokenizer, ["abcd", "xy", "z "], length=14)
+    e, pad = tokenizer.eos_id, tokenizer.pad_id
+    assert batch["tokens"].tolist() == [[pad, 49, 50, *b"abcd", e, *b"abc", *b"xy", e, *b"xy", *b"z"]]
+    own = "TTTTTFFFTTTFFT"
+    assert batch["response_mask"].tolist() == [[c == "T" for c in own]]
+    assert batch["attention_mask"].tolist() == [[False] + [True] * 16]
+    assert batch["sampler_logprobs"].tolist() == [[-1, -2, -3, -4, -5, 0, 0, 0, -1, -2, -3, 0, 0, -1]]
+    assert batch["finished"].tolist() == [False] and batch["turn_rewards"].sum() == 0
+
+
+@pytest.mark.parametrize("texts, length, max_turns, tokens", [
+    (["abcd", "x"], 30, 2, 5 + 3 + 2),  # no more turns: what is said to the last one is left out
+    (["abcd", "x"], 8, 4, 5),  # no room for a token behind what would be said
+    (["abcd", "x"], 9, 4, 9), (["ab "], 9, 4, 3)])
+def test_where_a_dialogue_is_cut_it_is_not_finished(tmp_path, texts, length, max_turns, tokens):
+    batch = dialogue_with("echo", bytes_tokenizer(tmp_path), texts, length, max_turns)
+    assert batch["attention_mask"].sum() == 2 + tokens and not batch["finished"].any()
+    assert batch["response_mask"][0, tokens - 1]
+
+
+@pytest.mark.parametrize("function, message", [
+    ("raises", r"failed at .*test_turns\.py, line \d+: KeyError: 'missing'"), ("wrong_role", "wanted None, a string"),
+    ("number", "answered 7: wanted None"), ("nan", "reward nan, which is no finite number"),
+    ("chance", "two answers to the same dialogue.*third parameter, seed"), ("hangs", "has not answered for 1 s")])
+def test_an_environment_that_is_no_good_ends_in_one_line(tmp_path, function, message):
+    with pytest.raises(Stop, match=f"^environment = .*{message}"):
+        dialogue_with(function, bytes_tokenizer(tmp_path), ["abcd"] * 4)
+
+
+def test_an_environment_cannot_spoil_the_dialogue(tmp_path):
+    assert dialogue_with("spoils", bytes_tokenizer(tmp_path), ["abcd"])["finished"].tolist() == [True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tools
+
+TOOLS = '''
+import os, sys, time
+
+def multiply(a: int, b: int = 2):
+    """
+    Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    print("a tool may print")
+    return a * b
+
+def slow(seconds: float):
+    """
+    Wait.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "slept"
+
+def leaves():
+    """End the process."""
+    os._exit(3)
+
+def table():
+    """A table."""
+    return {"a": [1, None]}
+
+def bare(a):
+    return a
+'''
+
+
+@pytest.fixture
+def tools(folders, tmp_path):
+    (tmp_path / "mine.py").write_text(TOOLS)
+    names = ",".join(f"{tmp_path}/mine.py:{name}" for name in ("multiply", "slow", "leaves", "table"))
+    tools = Tools(SimpleNamespace(tools=names, reward_timeout=4, max_turns=2), load_tokenizer(folders["qwen3"], CHATML))
+    yield tools
+    if tools.process:
+        tools.process.kill()
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments))}\n</tool_call>"
+
+
+def said(tools, *texts):
+    """What is said to these turns, and how many of their calls have failed."""
+    failed = [0] * len(texts)
+    answers = tools.answer(list(texts), failed, list(range(len(texts))))
+    assert all(reward == 0 for _, reward in answers)
+    return [message and message["content"] for message, _ in answers], failed
+
+
+def test_calls_and_what_they_return(tools):
+    both = call("multiply", a=3) + "\n" + call("table")
+    assert said(tools, "no call", call("multiply", a=37, b=46), both, call("slow", seconds=0)) == (
+        [None, "1702", '6\n{"a": [1, null]}', "slept"], [0, 0, 0, 0])
+    schema = tools.tokenizer.kwargs["tools"][0]["function"]
+    assert schema["name"] == "multiply" and schema["parameters"]["required"] == ["a"]
+    assert "multiply" in tools.tokenizer.text_of(tools.tokenizer.encode_prompts([[user("hi")]])[0])
+
+
+@pytest.mark.parametrize("text, answer", [
+    (call("divide", a=1), "error: this call cannot be read.*no tool 'divide', only multiply, slow"),
+    ("<tool_call>multiply(2)</tool_call>", "error: this call cannot be read"), ("<tool_call>{\"name\": \"mul", "cannot be read"),
+    ("<tool_call>[1]</tool_call>", "cannot be read"),
+    ('<tool_call>{"name": "multiply", "arguments": 3}</tool_call>', "no JSON object"),
+    ('<tool_call>{"name": {}, "arguments": {}}</tool_call>', "there is no tool"),
+    ("<tool_call>" + "[" * 10**5 + "</tool_call>", "cannot"),
+    (call("multiply", b=1), "error: TypeError: .*missing"), (call("multiply", a="x", c=2), "error: TypeError"),
+    ("<tool_call>__import__('os').system('touch HERE')</tool_call>", "cannot be read")])
+def test_a_call_that_is_no_good_is_said_and_counted(tools, text, answer):
+    (content,), failed = said(tools, text)
+    assert re.search(answer, content) and failed == [1] and not os.path.exists("HERE")
+
+
+def test_a_tool_that_hangs_or_dies_costs_its_own_answer(tools):
+    began = time.monotonic()
+    contents, failed = said(tools, call("slow", seconds=99), call("multiply", a=4))
+    assert contents == ["error: it has not answered within 2 s", "8"] and failed == [1, 0] and time.monotonic() - began < 4
+    contents, failed = said(tools, call("leaves"))
+    assert contents == ["error: its process has ended"] and failed == [1]
+    assert said(tools, call("multiply", a=5)) == (["10"], [0])
+
+
+def test_tools_that_cannot_be_described(folders, tmp_path):
+    (tmp_path / "mine.py").write_text(TOOLS)
+    tokenizer = load_tokenizer(folders["mistral"])
+    for names, message in (("mine.py", "wanted FILE.py:FUNCTION"), ("mine.py:none", "has no 'none'"),
+                           ("mine.py:bare", "cannot be described to the policy"), ("mine.py:table", "no variable tools")):
+        with pytest.raises(BadInput, match=message):
+            Tools(SimpleNamespace(tools=f"{tmp_path}/{names}", reward_timeout=4, max_turns=2), tokenizer)
+
+
+def test_keys_that_do_not_go_together():
+    keys = dict(environment="mine.py:env", tools="", generate_tp=1)
+    check_environment(SimpleNamespace(**keys))
+    for bad in (dict(tools="mine.py:f"), dict(generate_tp=2)):
+        with pytest.raises(BadConfig):
+            check_environment(SimpleNamespace(**keys | bad))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs
+
+ENVIRONMENT = """
+def env(messages, row):
+    said = messages[-1]["content"]
+    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return tiny.build(str(tmp_path_factory.mktemp("built")))
+
+
+def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(built, tmp_path):
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    keys = dict(environment=f"{tmp_path}/mine.py:env", reward_functions="environment", max_new_tokens=12, max_turns=3,
+                checkpoint_interval=1, save_rollouts=1, learning_rate=1e-3)
+    for name, sizes in (("whole", [2]), ("parts", [1, 2])):
+        for n in sizes:
+            done = tiny.run("grpo.py", *built.grpo(str(tmp_path / name), max_iters=n, lr_decay="constant", **keys))
+            assert done.returncode == 0, done.stderr
+    logs = [[tiny.measured(r) for r in tiny.read_log(tmp_path / name)] for name in ("whole", "parts")]
+    assert logs[0][-2] == logs[1][-2] and tiny.distance(tmp_path / "whole/policy", tmp_path / "parts/policy") == 0
+    assert 1 < logs[0][0]["objective/turns"] <= 3 and 0 < logs[0][0]["objective/environment_share"] < 1
+    with open(tmp_path / "whole" / "rollouts.jsonl", encoding="utf-8") as f:
+        rows = [json.loads(line) for line in f]
+    several = [row for row in rows if len(row.get("messages", [])) > 1]
+    assert several
+    for row in several:  # the environment's words are those that it would say again
+        for said, reply in zip(row["messages"][::2], row["messages"][1::2], strict=False):
+            assert reply == user(f"{len(said['content'])}\n")
+
+
+@pytest.mark.parametrize("keys, message", [
+    (dict(environment="none.py:env"), "no file"), (dict(environment="mine"), "wanted FILE.py:FUNCTION"),
+    (dict(reward_functions="environment"), "there is none; type --environment"), (dict(max_turns=0), "max_turns")])
+def test_bad_input_is_one_line(built, tmp_path, keys, message):
+    done = tiny.run("grpo.py", *built.grpo(str(tmp_path / "out"), max_iters=1, **keys))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and re.search(message, done.stderr), done.stderr
