@@ -61,7 +61,7 @@ ELSEWHERE = {  # key: the file that turns it
     "out_dir": "test_ppo", "report_to": "test_seeing", "compile": "test_compile", "cuda_graphs": "test_rollout",
     "generate_tp": "test_tensor_parallel",
     "quantize": "test_four_bits", "sampler": "test_vllm", "vllm_cache": "test_vllm",
-    "fields": "test_formats", "code_seconds": "test_sandbox", "attn_implementation": "test_model",
+    "tools": "test_turns", "fields": "test_formats", "code_seconds": "test_sandbox", "attn_implementation": "test_model",
     "chat_template": "test_tokenizers",
     "template_kwargs": "test_tokenizers", "system_prompt": "test_tokenizers", "tokenizer_path": "tiny", "context": "tiny",
     "n_head": "tiny", "d_ff": "tiny"}

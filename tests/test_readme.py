@@ -303,7 +303,8 @@ def test_every_logged_metric_is_explained_and_no_other(script, logs):
         logged = {key.replace("objective/", "eval/") for key in logged.union(*map(metrics_of, logs["taught"]))}
     if script in ("ppo", "grpo"):  # without roles a phase has a speed; and which phases there are may change
         logged = logged.union(*map(metrics_of, logs[dict(ppo="ppo_one", grpo="alone")[script]]))
-    gpu_alone = {"time/mfu"}
+    several_turns = {f"objective/{name}" for name in ("turns", "environment_share", "failed_calls")}  # test_turns.py
+    gpu_alone = {"time/mfu"} | several_turns
     logged = {key for key in logged if not key.startswith("time/") or key in explained}
     assert logged | gpu_alone == explained | gpu_alone
 

@@ -1,10 +1,11 @@
 """
 Several turns (options/environment.py, options/tools.py): which templates keep a dialogue exact, messages and ids, what an
-environment or a tool may do wrong, docs/turns.md, and runs as a user starts them. (Tokens, masks, rewards and losses: test_by_hand.py.)
+environment or a tool may do wrong, docs/turns.md, and runs as a user starts them. (Tokens, masks, losses: test_by_hand.py.)
 """
 import json
 import os
 import re
+import textwrap
 import time
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ CHATML = os.path.join(ROOT, "options", "chatml.jinja")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("world")
-    return {name: world.make(root / name, name) for name in ("llama3.2", "qwen2.5", "qwen3", "mistral")}
+    return {name: world.make(root / name, name, context=1024) for name in ("llama3.2", "qwen2.5", "qwen3", "mistral")}
 
 
 def user(text):
@@ -341,9 +342,81 @@ def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(built, tmp_path):
             assert reply == user(f"{len(said['content'])}\n")
 
 
+def test_a_run_with_tools_begins_and_logs_failed_calls(folders, tmp_path):
+    """A random model that calls nothing."""
+    (tmp_path / "mine.py").write_text(TOOLS + "def score(batch):\n    return list(map(len, batch['completions']))\n")
+    tiny.jsonl(tmp_path / "chats.jsonl", [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")])
+    done = tiny.run("grpo.py", *tiny.arguments(dict(
+        out_dir=tmp_path / "out", policy_path=folders["qwen3"], prompts_path=tmp_path / "chats.jsonl", chat_template=CHATML,
+        tools=f"{tmp_path}/mine.py:multiply", reward_functions=f"{tmp_path}/mine.py:score", kl_coef=0.0, max_iters=1,
+        batch_size=4, group_size=2, max_new_tokens=5, checkpoint_interval=0, device_type="cpu")))
+    assert done.returncode == 0, done.stderr
+    assert tiny.read_log(tmp_path / "out")[0]["objective/failed_calls"] == 0
+
+
 @pytest.mark.parametrize("keys, message", [
     (dict(environment="none.py:env"), "no file"), (dict(environment="mine"), "wanted FILE.py:FUNCTION"),
     (dict(reward_functions="environment"), "there is none; type --environment"), (dict(max_turns=0), "max_turns")])
 def test_bad_input_is_one_line(built, tmp_path, keys, message):
     done = tiny.run("grpo.py", *built.grpo(str(tmp_path / "out"), max_iters=1, **keys))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and re.search(message, done.stderr), done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# docs/turns.md: what it prints runs
+
+
+def examples():
+    """The names that the blocks of code in docs/turns.md define; of two of a name the first."""
+    with open(f"{ROOT}/docs/turns.md", encoding="utf-8") as f:
+        blocks = re.findall(r"(?:^    .*\n|^\n)+", f.read(), re.MULTILINE)
+    names = {}
+    for block in blocks:
+        if "def " in block:
+            exec(re.split(r"\n    python ", textwrap.dedent(block))[0].split("\npython ")[0], names)
+    return names
+
+
+class Game:
+    """Higher or lower, by reset and step."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def reset(self, seed):
+        self.number = seed % self.most
+
+    def step(self, text):
+        if int(text) == self.number:
+            return "", 1.0, True
+        return "higher" if self.number > int(text) else "lower", -0.1, False
+
+
+class Counter:
+    """TRL's shape: a method is a tool."""
+
+    def reset(self, start, **row):
+        self.count = start
+
+    def add(self, n):
+        self.count += n
+        return self.count
+
+    def get_reward(self):
+        return float(self.count)
+
+
+def test_the_examples_of_the_docs():
+    names = examples()
+    assert names["env"]([user("?"), assistant("blue")], {}) == (None, 1.0)
+    assert names["multiply"](3, 4) == 12
+    play = names["replayed"](lambda row: Game(row["most"]))
+    row, dialogue = dict(seed=47, most=10), [user("0 to 9")]
+    for guess, reply in (("3", ("higher", -0.1)), ("9", ("lower", -0.1)), ("7", (None, 1.0))):
+        dialogue += [assistant(guess)]
+        assert play(dialogue, row) == reply
+        dialogue += [user(reply[0])]
+    count = names["factory"](Counter, lambda text: json.loads(text) if text.startswith("{") else None)
+    dialogue = [user("?"), assistant('{"name": "add", "arguments": {"n": 4}}')]
+    assert count(dialogue, dict(start=1, prompt="?")) == tool("5")
+    assert count([*dialogue, tool("5"), assistant("done")], dict(start=1, prompt="?")) == (None, 5.0)

@@ -164,8 +164,9 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
 
 batch, tokenizer, mask = names["batch"], names["tokenizer"], names["batch"]["response_mask"]
 responses = batch["tokens"][:, -mask.shape[1]:]  # (B, R)
-texts = [tokenizer.decode_response(ids[m].tolist())
-         for ids, m in zip(responses, mask, strict=True)]
+texts = rollout.texts_of([], batch, tokenizer)
+texts = [report.answer_of(dict(messages=messages)) for messages in texts["dialogues"]] \
+    if "dialogues" in texts else texts["completions"]
 tensors = dict(policy=batch["old_logprobs"])  # column -> (B, R)
 if "ref_logprobs" in batch:
     tensors["reference"] = batch["ref_logprobs"]

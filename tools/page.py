@@ -23,6 +23,7 @@ from configurator import configure  # noqa: E402
 from tools.curves import finite, metrics_in, points, read_records, read_runs  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from folders import RUN_FILES, check_writable, read_json, written  # noqa: E402
+from report import answer_of  # noqa: E402
 from report import clock  # noqa: E402
 
 
@@ -76,7 +77,8 @@ def page_of(run):
             file = os.path.join(folder, f"{kind}.jsonl")
             if os.path.exists(file) and os.path.getsize(file):
                 found = read_records(file, ("row", "prompt", "text", "length", "scores"))
-                samples += [one | dict(trained=kind == "rollouts") for one in found]
+                samples += [one | dict(trained=kind == "rollouts", text=answer_of(one))
+                            for one in found]
         config = finite(read_json(os.path.join(folder, "config.json")))
         pages.append(dict(name=name, config=config, samples=samples,
                           facts=facts_of(records, config), hours=hours_of(records),

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Several turns: a tiny model learns to ask a calculator.
+# Data -> SFT -> GRPO -> PPO -> a table and a picture.
+#   bash runs/calculator.sh [seed]
+# Every step is a command that you could type yourself; it is printed before it runs.
+takes_seed=yes
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+pin_threads
+
+# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
+# with another seed the run would be refused.
+for old in out/calculator_{sft,grpo,ppo}; do
+    if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
+done
+step data/calculator/prepare.py
+step sft.py config/calculator_sft.py --seed="$seed"
+step grpo.py config/calculator_grpo.py --seed="$seed"
+step ppo.py config/calculator_ppo.py --seed="$seed"
+step tools/sample.py --policy_path=out/calculator_grpo/policy \
+    --environment=data/calculator/calculator.py:calculator \
+    --prompts=data/calculator/rl_val.jsonl --limit=4 --seed="$seed"
+step tools/plot.py --runs=out/calculator_grpo,out/calculator_ppo --out=out/calculator.png
