@@ -7,6 +7,7 @@ last message, if that is the assistant's.
 """
 import ast
 import contextlib
+import inspect
 import re
 import signal
 import threading
@@ -41,8 +42,13 @@ def chat_ids(tokenizer, messages, **how):
                        "write strings, or give one with --chat_template=FILE")
     try:
         with time_limit(RENDERING):
-            return tokenizer.hf.apply_chat_template(messages, sanitize_control_tokens=True,
-                                                    return_dict=False, **tokenizer.kwargs, **how)
+            apply = tokenizer.hf.apply_chat_template
+            if "sanitize_control_tokens" in inspect.signature(apply).parameters:
+                return apply(messages, sanitize_control_tokens=True, return_dict=False,
+                             **tokenizer.kwargs, **how)
+            from options.older_transformers import encode_chat
+
+            return encode_chat(tokenizer, messages, **tokenizer.kwargs, **how)
     except Exception as e:  # a template is a program, which may raise anything
         raise BadInput(f"{tokenizer.name} refuses the messages: {one_line(first_line(e), 300)}"
                        ) from e

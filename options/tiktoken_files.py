@@ -8,11 +8,13 @@ tiktoken's encodings as tokenizers of transformers, with the same ids:
 transformers reads Llama 3's tokenizer.model, which is such a file, too, by itself, with tiktoken's
 help. What is saved is a tokenizer.json in all cases.
 """
+import base64
 import contextlib
 import glob
 import hashlib
 import os
 import re
+import tempfile
 
 from errors import BadInput, first_line
 from folders import read_json
@@ -29,9 +31,11 @@ def encode_as(encoding, markers=(), **special):
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks, named = encoding._mergeable_ranks, {i: s for s, i in encoding._special_tokens.items()}
-    converter = TikTokenConverter(pattern=as_oniguruma(encoding._pat_str))
-    converter.load_tiktoken_bpe = lambda file: ranks
-    backend = converter.converted()
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file, no_cache():
+        file.writelines(b"%s %d\n" % (base64.b64encode(token), i) for token, i in ranks.items())
+        file.flush()
+        backend = TikTokenConverter(
+            file.name, pattern=as_oniguruma(encoding._pat_str)).converted()
     for i in range(len(ranks), max(named, default=0) + 1):  # some encodings leave out numbers
         text = named.get(i, f"<|unused_{i}|>")
         backend.add_tokens([AddedToken(text, normalized=False, special=text not in markers)])

@@ -21,7 +21,7 @@ from tiny import forked, one_run
 
 DONE = 2  # iterations that the copy of the run has done
 PPO = SimpleNamespace(  # with this seed the response that is looked at has 5 tokens
-    gaps=False, scale_scores="none",
+    gaps=False, turns=False, scale_scores="none",
     seed=1, max_new_tokens=8, temperature=0.9, missing_eos_penalty=1.0, reward_clip=0.0, reward_tokenizer="tokenizer",
     batch_size=7, mix=[(1.0, "reward_model")], kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2, whiten_rewards="none",
     length_coef=0.0, lam_alpha=0.0)

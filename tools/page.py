@@ -23,8 +23,7 @@ from configurator import configure  # noqa: E402
 from tools.curves import finite, metrics_in, points, read_records, read_runs  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from folders import RUN_FILES, check_writable, read_json, written  # noqa: E402
-from report import answer_of  # noqa: E402
-from report import clock  # noqa: E402
+from report import answer_of, clock  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
