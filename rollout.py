@@ -326,11 +326,11 @@ def sample_batch(policy, tokenizer, rows, prompts, picked, noise, max_new_tokens
             vllm.take_weights(policy)  # COLLECTIVE
             turn = vllm.turns(*given)
         else:
-            decoder = block.enter_context(  # COLLECTIVE
+            decoder = block.enter_context(
                 decoding_copy(policy, dtypes(system)[1], device, tp))
             turn = turns(decoder, *given, batch_size=system.rollout_batch_size,
                          graphs=system.cuda_graphs and tp == 1 and not policy.owner().elsewhere)
-        sampled = respond(turn, [rows[prompt[i]] for i in numbers], ids, noise, names,  # COLLECTIVE
+        sampled = respond(turn, [rows[prompt[i]] for i in numbers], ids, noise, names,
                           max_new_tokens, environment, width, stop)
     if tp > 1:  # this rank sends its own
         mine = parallel.my_share(range(len(prompt)))
