@@ -92,8 +92,7 @@ def configure(script_globals, *shared, argv=None, **defaults):
     config |= {name: value for name, (value, _) in overrides.items()}
     script_globals.update({name: config[name] for name in own})
     if speaks:
-        for name, (value, where) in overrides.items():
-            print(one_line(f"config: {name} = {value!r}  ({where})"))
+        print_settings(keys, overrides)
     return config, SimpleNamespace(**{name: config[name] for name in keys if name not in own})
 
 
@@ -286,6 +285,20 @@ def check_range(key, value, comment, where):
     if not good:
         raise BadConfig(f"{key} = {shorten(value)} ({where}) is out of range: [{rule}]; "
                         f"{comment[:match.start()].strip('* ')}")
+
+
+def print_settings(keys, overrides):
+    """The settings that differ from the defaults, behind the config file that says so."""
+    lines = {}  # {where: its lines}
+    for name, (value, where) in overrides.items():
+        if value != keys[name].default:
+            part = lines.setdefault(where, [one_line(f"{where}:")])
+            setting = one_line(f"{name}={value!r}")
+            if len(part[-1]) + 1 + len(setting) > 100:
+                part.append("   ")
+            part[-1] += f" {setting}"
+    for part in lines.values():
+        print("\n".join(part))
 
 
 def print_help(script, doc, keys):

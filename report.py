@@ -249,12 +249,15 @@ def read_log(file):
 # lines for the terminal
 
 
-def print_models(models):
-    """A line for each of {name: model}: its size, and whether it is trained."""
+def print_models(models, optimizers):
+    """A line for each of {name: model}: its size, and the peak learning rate if it is trained."""
     for name, model in models.items():
         count = sum(p.numel() for p in model.parameters())
-        trained = any(p.requires_grad for p in model.parameters())
-        print(f"{name:<12} {count / 1e6:8.2f}M parameters  {'trained' if trained else 'frozen'}")
+        told = "frozen"
+        if name in optimizers:
+            lr = optimizers[name].param_groups[0]["lr"] / optimizers[name].scale
+            told = f"trained, learning rate {lr:g}"
+        print(f"{name:<12} {count / 1e6:8.2f}M parameters  {told}")
 
 
 def print_samples(samples):

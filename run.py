@@ -116,7 +116,7 @@ class Run:
         """Print what runs where."""
         if self.rank > 0:
             return
-        report.print_models(self.models)
+        report.print_models(self.models, self.optimizers)
         ranks = f"{self.world_size} rank(s)"
         if parallel.roles:
             ranks = f"ranks with roles ({self.system.roles})"

@@ -163,9 +163,18 @@ def test_help_and_overrides_are_said_on_rank_0_only(toy, monkeypatch, capsys):
         if rank == "1":
             assert said == helped == ""
         else:
-            assert sorted(line.split()[1] for line in said.splitlines()) == ["count", "out_dir", "rate"]
+            assert said == "c.py: count=4 out_dir='o'\ncommand line: rate=2.0\n"
             keys = re.findall(r"^ +(\w+) = ", helped, re.MULTILINE)
             assert keys == list(DEFAULTS) and "how many = any [>= 1]" in helped  # the script's own first
+
+
+def test_settings_that_differ_from_the_defaults_are_said_in_lines_of_100_columns(toy, capsys):
+    write("c.py", f"out_dir = {'a' * 50!r}\ncount = 3\nrate = 1.0\nshape = 'round'\noffset = {10**40}\nlimit = 50\n")
+    toy("c.py", "--rate=2", "--share=0.25")  # count, share and limit are the defaults; rate is the command line's
+    assert capsys.readouterr().out == (
+        f"c.py: out_dir={'a' * 50!r} shape='round'\n    offset={10**40}\ncommand line: rate=2.0\n")
+    toy("--out_dir=\x1b[2J\udcff")
+    assert capsys.readouterr().out == "command line: out_dir='\\x1b[2J\\udcff'\n"
 
 
 def test_as_a_script(toy, tmp_path):

@@ -3,6 +3,7 @@ import io
 import time
 
 import pytest
+import torch
 
 import report
 import status
@@ -83,6 +84,17 @@ def test_lines_of_iterations_fit_and_have_equal_columns(monkeypatch):
     (360000, "100h00m")])
 def test_times_are_read_by_persons(seconds, text):
     assert report.clock(seconds) == text
+
+
+def test_models_are_said_with_their_learning_rates(capsys):
+    models = {name: torch.nn.Linear(100, 100, bias=False) for name in ("policy", "ref_policy", "value_model")}
+    optimizers = {name: torch.optim.Adam(models[name].parameters(), lr=lr)
+                  for name, lr in (("policy", 3e-6), ("value_model", 1e-4))}
+    optimizers["policy"].scale, optimizers["value_model"].scale = 1.0, 0.5  # what the rate of the keys was multiplied by
+    report.print_models(models, optimizers)
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(line[0], line[1], line[-1]) for line in said] == [
+        ("policy", "0.01M", "3e-06"), ("ref_policy", "0.01M", "frozen"), ("value_model", "0.01M", "0.0002")]
 
 
 def test_chats_are_printed_as_text(capsys):
