@@ -297,8 +297,8 @@ def print_settings(keys, overrides):
             if len(part[-1]) + 1 + len(setting) > 100:
                 part.append("   ")
             part[-1] += f" {setting}"
-    for part in lines.values():
-        print("\n".join(part))
+    for where in sorted(lines, key="command line".__eq__):  # which wins, and is the last
+        print("\n".join(lines[where]))
 
 
 def print_help(script, doc, keys):

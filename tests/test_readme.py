@@ -4,6 +4,7 @@ import glob
 import os
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -164,15 +165,15 @@ def test_commands_name_scripts_configs_and_keys():
 
 # why a command is not run below: what it needs, or which test or script runs it as it stands
 NOT_HERE = re.compile("|".join((
-    r"llama|tldr|gsm8k|vllm|countdown|hf:|verl/|mine|\bchat\.jsonl",  # models and data of others, or the reader's
+    r"llama|tldr|gsm8k|vllm|countdown|hf:|verl/|(?<!/)\bmine\b|\bchat\.jsonl",  # models and data of others, or the reader's
     r"\btorchrun\b",  # several ranks: tests/test_parallel.py, test_two_machines.py
-    r"\bbash\b|data/\w+/\w+\.py|code_|judge|label",  # runs/ itself; runs/quickstart.sh, code.sh and judge.sh have these
+    r"\bbash\b|data/(?!example)\w+/\w+\.py|code_|judge|label",  # runs/ itself; runs/quickstart.sh, code.sh and judge.sh have these
     r"tensorboard|tests/|--help",  # installed by few; tests of their own
     r"tools/bench\.py|tools/memory\.py")))  # tests/test_tools.py, test_memory.py
 RUN = [command for command in COMMANDS if not NOT_HERE.search(command)]
 SMALL = dict(max_iters=1, batch_size=8, group_size=4, max_new_tokens=6, micro_batch_size=4, eval_size=4, num_minibatches=1,
              limit=2, samples=2, device_type="cpu")
-ORDER = ["sft.py", "rm.py", "ppo.py", "grpo.py"]  # then the tools, which look at what these leave
+ORDER = ["data/example/prepare.py", "sft.py", "rm.py", "ppo.py", "grpo.py"]  # then the tools, which look at what these leave
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,10 @@ def outcomes(tmp_path_factory):
     home = folder / "home"
     (home / "data").mkdir(parents=True)
     os.symlink(world.root, home / "data" / "arithmetic")
+    os.symlink(os.path.join(ROOT, "data", "byte_tokenizer.py"), home / "data" / "byte_tokenizer.py")
+    (home / "data" / "example").mkdir()  # where it writes
+    for name in ("prepare.py", "reward.py"):
+        shutil.copy(os.path.join(ROOT, "data", "example", name), home / "data" / "example")
     for name in ("config", "options", "grading", "tools", *files("*.py")):
         os.symlink(os.path.join(ROOT, name), home / name)
     for run, model in (("sft", "policy"), ("rm", "reward_model")):
@@ -193,7 +198,7 @@ def outcomes(tmp_path_factory):
     place = {script: number for number, script in enumerate(ORDER)}
     for command in sorted(RUN, key=lambda c: place.get(script_of(COMMANDS[c])[0], 9)):
         script, given = script_of(COMMANDS[command])
-        jobs[command] = [script, *given]
+        jobs[command] = [f"{home}/{script}" if "prepare" in script else script, *given]
         # in a folder of its own, unless it is what the config says, or says where
         if script in place and re.search(r"arithmetic_(?:sft|rm)\.py|--|^(?!.*config)", command) and "--out_dir" not in command:
             jobs[command].append(f"--out_dir=out/run_{len(jobs)}")
@@ -201,6 +206,13 @@ def outcomes(tmp_path_factory):
         small = {key: value for key, value in SMALL.items() if key in read_keys(os.path.join(ROOT, script))}
         jobs[name] = dict(one_run(script, [*given, *tiny.arguments(small)]), folder="home")
     return in_a_row(str(folder), jobs)
+
+
+def test_all_of_bring_your_own_is_run():
+    section = PAGES["README.md"].partition("## Change it")[2].partition("## ")[0]
+    block = [" ".join(words) for words in commands(section) if words[0] == "python" and "--help" not in words]
+    assert len(block) >= 7 and set(block) <= set(RUN)
+    assert {"sft.py", "rm.py", "ppo.py", "grpo.py"} <= {script_of(COMMANDS[command])[0] for command in block}
 
 
 def test_commands_run(outcomes):

@@ -1,0 +1,31 @@
+"""
+PPO with your reward model: the keys that matter. Copy this file, and change them.
+
+    python ppo.py config/mine_ppo.py                       # after mine_sft.py and mine_rm.py
+
+With rules in the place of the reward model: --reward_functions=accuracy --value_init=policy, and
+no reward_path. Meant for models of about 1B on one GPU of 80 GB; we have not run it on one. Other
+keys: `python ppo.py --help`.
+"""
+out_dir = "out/mine_ppo"  # log, checkpoints and, at the end, policy/
+policy_path = "out/mine_sft/policy"  # also the reference, which the KL keeps it near
+reward_path = "out/mine_rm/reward_model"  # a folder or a name on the hub, of a model with one label
+prompts_path = "mine.jsonl"
+eval_path = "mine_val.jsonl"  # prompts that are not trained on
+max_new_tokens = 512  # longest response; one that does not end scores -1
+kl_coef = 0.05  # lower: a higher score, further from the reference, where the reward model errs
+batch_size = 256  # responses an iteration, on all GPUs together; more = less noise, slower
+learning_rate = 1e-6  # of the policy
+value_learning_rate = 5e-6  # of the value model, which has to learn faster: val/explained_variance
+max_iters = 200  # watch objective/scores and objective/kl, and stop when you like: it can resume
+dtype = "bfloat16"  # on a GPU; float32 on a CPU
+
+# the example, which a CPU runs in seconds: python data/example/prepare.py. Delete it for yours
+prompts_path = "data/example/prompts.jsonl"
+eval_path = "data/example/prompts_val.jsonl"
+max_new_tokens = 8
+batch_size = 160
+learning_rate = 3e-4
+value_learning_rate = 1e-3
+max_iters = 10
+dtype = "float32"

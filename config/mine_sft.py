@@ -1,0 +1,25 @@
+"""
+Your model learns from your demonstrations: the keys that matter. Copy this file, and change them.
+
+    python sft.py config/mine_sft.py
+
+A row is {"prompt": [messages], "completion": [messages]}, or both are strings; docs/data.md. Meant
+for a model of about 1B on one GPU of 80 GB; we have not run it on one. On a small machine:
+--micro_batch_size=1 --lora=16 --learning_rate=1e-4. Other keys: `python sft.py --help`.
+"""
+out_dir = "out/mine_sft"  # leaves policy/: a folder for transformers, and for the next script
+init_from = "Qwen/Qwen2.5-0.5B-Instruct"  # a folder or a name on the hub; its template is used
+train_path = "demonstrations.jsonl"
+val_path = "demonstrations_val.jsonl"  # not learned: when eval/loss rises, it learns by heart
+batch_size = 64  # demonstrations a step, on all GPUs together
+learning_rate = 1e-5
+max_iters = 500  # steps; or --epochs=2
+dtype = "bfloat16"  # on a GPU; float32 on a CPU
+
+# the example, which a CPU runs in seconds: python data/example/prepare.py. Delete it for yours
+init_from = "data/example/model"
+train_path = "data/example/demonstrations.jsonl"
+val_path = ""
+learning_rate = 3e-3
+max_iters = 60
+dtype = "float32"
