@@ -167,7 +167,7 @@ def test_commands_name_scripts_configs_and_keys():
 NOT_HERE = re.compile("|".join((
     r"llama|tldr|gsm8k|vllm|countdown|hf:|verl/|(?<!/)\bmine\b|\bchat\.jsonl",  # models and data of others, or the reader's
     r"\btorchrun\b",  # several ranks: tests/test_parallel.py, test_two_machines.py
-    r"\bbash\b|data/(?!example)\w+/\w+\.py|code_|judge|label",  # runs/ itself; runs/quickstart.sh, code.sh and judge.sh have these
+    r"\bbash\b|data/(?!example)\w+/\w+\.py|code_|judge|label",  # runs/ itself; quickstart.sh, code.sh and judge.sh have these
     r"tensorboard|tests/|--help",  # installed by few; tests of their own
     r"tools/bench\.py|tools/memory\.py")))  # tests/test_tools.py, test_memory.py
 RUN = [command for command in COMMANDS if not NOT_HERE.search(command)]

@@ -55,8 +55,8 @@ def test_config_mine_with_a_chat_model_and_a_jsonl_of_ones_own(tmp_path):
     with open(f"{world.policy}/chat_template.jinja", "w", encoding="utf-8") as f:
         f.write("{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}")
     rows = [dict(prompt=[dict(role="user", content=f"{a}+1")], answer=str(a + 1)) for a in range(16)]
-    keys = dict(policy_path=world.policy, max_new_tokens=6, batch_size=8, max_iters=2, dtype="float32", micro_batch_size=4,
-                device_type="cpu")
+    keys = dict(policy_path=world.policy, prompts_path="mine.jsonl", eval_path="mine_val.jsonl", max_new_tokens=6,
+                batch_size=8, max_iters=2, dtype="float32", micro_batch_size=4, device_type="cpu")
     config, jobs = os.path.join(ROOT, "config", "mine.py"), {}
     for script, more in (("grpo", {}), ("ppo", dict(value_init="policy"))):
         given = [config, *arguments(keys | more | dict(out_dir=f"out/{script}"))]

@@ -4,9 +4,8 @@ as small as they come. Nothing is downloaded; runs in a few seconds.
 
     python data/example/prepare.py
 
-The question is "Is 38 even?". The demonstrations, three to a question, are careless: in one of three
-the answer is wrong. So a model that learns from them can get better by a reward. Writes beside
-itself:
+The question is "Is 38 even?". The demonstrations, three to a question, are careless: one of three
+answers is wrong. So a model that learns from them can get better by a reward. Writes beside itself:
     prompts.jsonl, prompts_val.jsonl   {"prompt": [messages], "answer"}, with no number in both
     demonstrations.jsonl               {"prompt": [messages], "completion": [messages]}
     pairs.jsonl                        {"prompt": [messages], "chosen": ..., "rejected": ...}
