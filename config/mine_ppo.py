@@ -3,9 +3,8 @@ PPO with your reward model: the keys that matter. Copy this file, and change the
 
     python ppo.py config/mine_ppo.py                       # after mine_sft.py and mine_rm.py
 
-With rules in the place of the reward model: --reward_functions=accuracy --value_init=policy, and
-no reward_path. Meant for models of about 1B on one GPU of 80 GB; we have not run it on one. Other
-keys: `python ppo.py --help`.
+Sizes are for a model of about 1B and one GPU of 80 GB, where we have not run it; --help has all
+keys.
 """
 out_dir = "out/mine_ppo"  # log, checkpoints and, at the end, policy/
 policy_path = "out/mine_sft/policy"  # also the reference, which the KL keeps it near

@@ -3,9 +3,8 @@ Your reward model, from your pairs of a better and a worse answer. Copy this fil
 
     python rm.py config/mine_rm.py                         # after config/mine_sft.py
 
-A row is {"prompt": ..., "chosen": ..., "rejected": ...}, messages or strings; docs/data.md. Meant
-for a model of about 1B on one GPU of 80 GB; we have not run it on one. Other keys:
-`python rm.py --help`.
+A row is {"prompt": ..., "chosen": ..., "rejected": ...}, messages or strings; docs/data.md. Sizes
+are for a model of about 1B and one GPU of 80 GB, where we have not run it; --help has all keys.
 """
 out_dir = "out/mine_rm"  # leaves reward_model/
 init_from = "out/mine_sft/policy"  # the model that begins with a new head; or a name on the hub

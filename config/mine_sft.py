@@ -3,9 +3,8 @@ Your model learns from your demonstrations: the keys that matter. Copy this file
 
     python sft.py config/mine_sft.py
 
-A row is {"prompt": [messages], "completion": [messages]}, or both are strings; docs/data.md. Meant
-for a model of about 1B on one GPU of 80 GB; we have not run it on one. On a small machine:
---micro_batch_size=1 --lora=16 --learning_rate=1e-4. Other keys: `python sft.py --help`.
+A row is {"prompt": [messages], "completion": [messages]}, or both are strings; docs/data.md. Sizes
+are for a model of about 1B and one GPU of 80 GB, where we have not run it; --help has all keys.
 """
 out_dir = "out/mine_sft"  # leaves policy/: a folder for transformers, and for the next script
 init_from = "Qwen/Qwen2.5-0.5B-Instruct"  # a folder or a name on the hub; its template is used

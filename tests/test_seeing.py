@@ -247,6 +247,22 @@ def test_two_runs_of_one_name_are_both_drawn(done):
         assert curve == [[0, 1, 2, 3, 4], [record["eval/kl"] for record in tiny.read_log(f"{folder}/{name}/out")]]
 
 
+def test_curves_are_drawn_over_another_metric(tmp_path):
+    """Also where the one falls and where a record has only one of the two; the table has all evaluations."""
+    records = [{"eval/kl": 0.0, "eval/accuracy": 0.25}, {"objective/kl": 1.0}, {"eval/kl": 3.0, "eval/accuracy": 0.75},
+               {"eval/kl": 2.0}, {"eval/kl": 2.5, "eval/accuracy": 0.5}]
+    (tmp_path / "run").mkdir()
+    tiny.jsonl(tmp_path / "run" / "log.jsonl", [dict(iteration=i) | record for i, record in enumerate(records)])
+    given = dict(runs="../run", metrics="eval/accuracy", against="eval/kl")
+    jobs = {"plot": one_run("tools/plot.py", (arguments(given), DRAWN)),
+            "no": one_run("tools/plot.py", (arguments(given | dict(against="kl")), DRAWN))}
+    (drawn,), (refused,) = in_a_row(str(tmp_path), jobs).values()
+    panel, = json.load(open(tmp_path / "plot" / "drawn.json"))
+    assert drawn["kind"] == "" and panel["curves"][0] == [[0.0, 3.0, 2.5], [0.25, 0.75, 0.5]]
+    assert re.findall(r"^run +(\d) ", drawn["stdout"], re.MULTILINE) == ["0", "2", "3", "4"]
+    assert refused["kind"] == "BadConfig" and "eval/kl" in refused["message"]
+
+
 # page.py
 
 @pytest.fixture(scope="module")

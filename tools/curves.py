@@ -84,18 +84,19 @@ def finite(value):
     return json.loads(text, parse_int=number, parse_float=number, parse_constant=number)
 
 
-def points(records, metric, past=0.0):
+def points(records, metric, past=0.0, x="iteration"):
     """
-    [(iteration, value)] of a metric, where it has a finite value. past: how much of the moving
+    [(iteration, value)] of a metric, where it has a finite value; or with another metric in the
+    place of the iteration, where both have one. past: how much of the moving
     average of the values so far each value is to keep, from 0 (nothing is smoothed) to below 1; the
     average is divided by the sum of its weights, so that it begins with the first value.
     """
     found, mean, weight = [], 0.0, 0.0
     for record in records:
-        value = record.get(metric)
-        if isinstance(value, (int, float)) and math.isfinite(value):
+        value, place = record.get(metric), record.get(x)
+        if all(isinstance(a, (int, float)) and math.isfinite(a) for a in (value, place)):
             mean, weight = past * mean + (1 - past) * value, past * weight + 1 - past
-            found.append((record["iteration"], mean / weight))
+            found.append((place, mean / weight))
     return found
 
 

@@ -1,10 +1,11 @@
 """
 Draw the curves of one run or of several, from log.jsonl, as a PNG; and print a table of each run's
-first and last evaluation.
+first and last evaluation, or of all evaluations where they are drawn over another metric.
 
 python tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
 python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/both.png
 python tools/plot.py --runs=out/arithmetic_grpo --metrics="eval/reward/*,policy/*,time/iteration"
+python tools/plot.py --runs=out/arithmetic_ppo --metrics=eval/accuracy --against=eval/kl
 
 tools/page.py makes a page of HTML instead, with all metrics, and with samples to read.
 """
@@ -15,6 +16,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
+from errors import BadConfig  # noqa: E402
 from tools.curves import (  # noqa: E402
     check_picture, choose_metrics, empty_picture, metrics_in, points, read_runs, save_picture)
 
@@ -23,6 +25,7 @@ from tools.curves import (  # noqa: E402
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
 out = "out/plot.png"  # the picture; empty = only the table
 metrics = ""  # a panel for each of these, as "eval/kl,policy/*"; empty = what says most of the runs
+against = ""  # the metric to draw them over, such as eval/kl; empty = the iteration
 smooth = 0.0  # how much of their past thin curves keep, as a moving average [0..0.999]
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
@@ -49,12 +52,15 @@ if out:
 read = read_runs(runs)
 logged = metrics_in(read)
 
+if against and against not in logged:
+    raise BadConfig(f"against: no run has logged {against!r}; there are {', '.join(logged)}")
+
 # the table: the first evaluation, and the last one if there is more than one
 wide = max(28, *map(len, read))
 print(f"{'run':<{wide}} {'iteration':>9}  " + "  ".join(f"{name:>8}" for name in COLUMNS))
 for name, (_, records) in read.items():
     evaluated = [r for r in records if any(k.startswith("eval/") for k in r)]
-    for record in evaluated[:1] + evaluated[1:][-1:]:
+    for record in evaluated if against else evaluated[:1] + evaluated[1:][-1:]:
         # None: the run does not log it, or it was not finite
         figures = [(record.get(f"eval/{k}"), form) for k, form in COLUMNS.items()]
         cells = ["-" if x is None else form.format(x) for x, form in figures]
@@ -72,13 +78,13 @@ if out:
         for number, (_, records) in enumerate(read.values()):
             for key in keys:
                 held_out = key.startswith("eval/")
-                curve = points(records, key, 0.0 if held_out else smooth)
+                curve = points(records, key, 0.0 if held_out else smooth, against or "iteration")
                 if curve:
                     axis.plot(*zip(*curve, strict=True), color=f"C{number}",
                               linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
                               marker="o" if held_out else None, markersize=3)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("iteration", fontsize=8)
+        axis.set_xlabel(against or "iteration", fontsize=8)
         axis.tick_params(labelsize=8)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)

@@ -28,41 +28,29 @@ from tokenizer import load_tokenizer  # noqa: E402
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
-
-
-def message(role, content):
-    return [dict(role=role, content=content)]
-
-
-def write(name, rows):
+files = dict(prompts=[], prompts_val=[], demonstrations=[], pairs=[])
+for i, number in enumerate(random.Random(0).sample(range(10, 100), 40)):
+    answer, other = ("no", "yes") if number % 2 else ("yes", "no")
+    prompt = [dict(role="user", content=f"Is {number} even?")]
+    right, wrong = ([dict(role="assistant", content=text)] for text in (answer, other))
+    files["prompts" if i < 20 else "prompts_val"].append(dict(prompt=prompt, answer=answer))
+    if i < 20:
+        files["demonstrations"] += [
+            dict(prompt=prompt, completion=text) for text in (right, right, wrong)]
+        files["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong))
+for name, rows in files.items():
     with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
     print(f"{name}.jsonl: {len(rows)} rows")
-
-
-numbers = random.Random(0).sample(range(10, 100), 40)
-asked = [dict(prompt=message("user", f"Is {n} even?"), answer="no" if n % 2 else "yes")
-         for n in numbers]
-write("prompts", asked[:20])
-write("prompts_val", asked[20:])
-demonstrations, pairs = [], []
-for row in asked[:20]:
-    right = message("assistant", row["answer"])
-    wrong = message("assistant", dict(yes="no", no="yes")[row["answer"]])
-    demonstrations += [dict(prompt=row["prompt"], completion=x) for x in (right, right, wrong)]
-    pairs.append(dict(prompt=row["prompt"], chosen=right, rejected=wrong))
-write("demonstrations", demonstrations)
-write("pairs", pairs)
 
 folder = os.path.join(HERE, "model")
 write_byte_tokenizer(folder, ["<|system|>", "<|user|>", "<|assistant|>"])
 with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:
     f.write(TEMPLATE)
 tokenizer = load_tokenizer(folder)
-model = from_scratch(dict(
+save_model(folder, from_scratch(dict(
     model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
     intermediate_size=128, max_position_embeddings=64, vocab_size=tokenizer.vocab_size,
-    tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_id,
-    pad_token_id=tokenizer.pad_id, initializer_range=64**-0.5), seed=1)
-save_model(folder, model, tokenizer)
+    bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
+    initializer_range=64**-0.5), seed=1), tokenizer)
 print("model/: a chat model of random weights")

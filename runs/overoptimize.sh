@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Over-optimisation at home (Gao et al., arXiv 2210.10760): PPO without a KL penalty, against three
+# reward models that have seen 80, 400 and 2,000 pairs; and the true accuracy over the KL. After
+# `bash runs/quickstart.sh SEED`; about ten minutes on two CPU cores.
+#   bash runs/overoptimize.sh [seed]
+takes_seed=yes
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
+    echo "overoptimize.sh: there is no out/arithmetic_sft of seed $seed; first:" \
+         "bash runs/quickstart.sh $seed" >&2
+    exit 2
+fi
+pin_threads
+runs=out/pairs_80,out/pairs_400,out/pairs_2000
+rm -rf ${runs//,/ } out/pairs_{80,400,2000}_rm  # of an earlier run
+for pairs in 80 400 2000; do
+    head -n $pairs data/arithmetic/pairs_train.jsonl > data/arithmetic/pairs_$pairs.jsonl
+    step rm.py config/arithmetic_rm.py --train_path=data/arithmetic/pairs_$pairs.jsonl \
+        --out_dir=out/pairs_${pairs}_rm --seed="$seed"
+    step ppo.py config/arithmetic_ppo.py config/arithmetic_overoptimize.py --eval_interval=1 \
+        --reward_path=out/pairs_${pairs}_rm/reward_model --out_dir=out/pairs_$pairs \
+        --max_iters=20 --learning_rate=1e-4 --value_learning_rate=3e-4 --seed="$seed"
+done
+step tools/plot.py --runs=$runs --against=eval/kl --metrics=eval/accuracy,eval/scores \
+    --out=out/overoptimize.png
