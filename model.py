@@ -160,7 +160,10 @@ class Model(nn.Module):
             # the second time with the adapters of the first
             settings["context_fn"] = lambda: (contextlib.nullcontext(),
                                               self.reading_with(self.active))
-        self.hf.activation_checkpointing_enable(settings)
+        # transformers before 5.23 has another name for it
+        enable = getattr(self.hf, "activation_checkpointing_enable",
+                         self.hf.gradient_checkpointing_enable)
+        enable(settings)
         # transformers does it in layers whose flag `training` is set. `states` sets that of these
         # layers, and not of the modules in them, in which it would switch dropout on
         self.recomputed = self.layers()
