@@ -3,6 +3,7 @@ vLLM as the sampler. Everything but vLLM itself is tested with a stand-in (tests
 samples with our own model: a run with it must be the run without it. What needs the real one is skipped without it.
 """
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -72,6 +73,24 @@ def test_a_run_with_a_sampler_of_its_own_process_is_the_same_run(runs, name):
     # Adam makes much of the last bits, in which the weights of importance of an older policy differ
     moved = distance(f"{folder}/{name} own/out/policy", f"{folder}/{name} vllm/out/policy")
     assert moved < (1e-5 if name == "sharded" else 5e-3)
+
+
+def test_several_turns(world, tmp_path):
+    """Of each response the first turn is that of our own sampler; each turn has the noise of its own."""
+    (tmp_path / "mine.py").write_text("def env(messages, row):\n    return f'{len(messages)}x'\n\n\n"
+                                      "def score(batch):\n    return list(map(len, batch['completions']))\n")
+    keys = dict(environment=f"{tmp_path}/mine.py:env", reward_functions=f"{tmp_path}/mine.py:score", max_turns=3,
+                max_new_tokens=14, max_iters=1, save_rollouts=1)
+    runs = {sampler: [on(world, "grpo.py", 1, sampler, **keys)] for sampler in ("own", "vllm")}
+    texts = {}
+    for sampler, (result,) in forked(str(tmp_path), runs).items():
+        assert result["codes"] == [0], result["stderr"]
+        with open(f"{tmp_path}/{sampler}/out/rollouts.jsonl", encoding="utf-8") as f:
+            rows = [json.loads(line) for line in f]
+        texts[sampler] = [[m["content"] for m in row["messages"]] for row in rows]
+        assert max(map(len, texts[sampler])) >= 3 and all(row["length"] <= 14 for row in rows)
+    assert [of[0] for of in texts["own"]] == [of[0] for of in texts["vllm"]]
+    assert texts["own"] != texts["vllm"]
 
 
 BAD = {  # name: (keys, ranks, what the last rank's stand-in does wrong, what is said, exit code)

@@ -58,10 +58,12 @@ class LLM:
             s.max_tokens, s.stop_token_ids = 1, []
         assert s.ignore_eos and s.logprobs == 0
         noise = [torch.Generator().manual_seed(one.seed) for one in settings]
-        out = generate(self.model, [one["prompt_token_ids"] for one in prompts], s.max_tokens, s.temperature, s.stop_token_ids,
-                       uniforms=torch.stack([torch.rand(s.max_tokens, generator=g, dtype=torch.float64) for g in noise]))
+        rooms = [one.max_tokens for one in settings]
+        uniforms = torch.stack([torch.rand(max(rooms), generator=g, dtype=torch.float64) for g in noise])
+        out = generate(self.model, [one["prompt_token_ids"] for one in prompts], max(rooms), s.temperature, s.stop_token_ids,
+                       uniforms=uniforms, rooms=rooms)
         results = []
-        for ids, mask, logprobs, finished in zip(out["tokens"][:, -s.max_tokens:], out["response_mask"], out["sampler_logprobs"],
+        for ids, mask, logprobs, finished in zip(out["tokens"][:, -max(rooms):], out["response_mask"], out["sampler_logprobs"],
                                                  out["finished"], strict=True):
             ids = ids[mask].tolist()
             said = [{i: SimpleNamespace(logprob=x)} for i, x in zip(ids, logprobs[mask].tolist(), strict=True)]
