@@ -92,6 +92,8 @@ def command(world, job, **keys):
     if rest:
         keys |= dict(zip(("roles", "staleness", "zero_stage"), rest, strict=False))
     keys = dict(checkpoint_interval=INTERVAL[script], keep_checkpoints=1, timeout=TIMEOUT) | KEYS[script] | keys
+    if script == "ppo.py":  # several turns
+        keys |= dict(environment=world.rule("talks"), max_turns=2)
     if script == "grpo.py":
         keys["reward_functions"] = world.rule("odd")  # flat groups, for refills
     return getattr(world, script.removesuffix(".py"))("out", **keys)
