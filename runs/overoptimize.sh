@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Over-optimisation at home (Gao et al., arXiv 2210.10760): PPO without a KL penalty, against three
-# reward models that have seen 80, 400 and 2,000 pairs; and the true accuracy over the KL. After
-# `bash runs/quickstart.sh SEED`; about ten minutes on two CPU cores.
+# Over-optimisation at home (Gao et al., arXiv 2210.10760): PPO without a KL penalty, against reward
+# models that have seen 40, 250 and 2,000 pairs, of which 3 in 10 are labelled the wrong way round,
+# as people err; then the true accuracy over the KL. About ten minutes on two CPU cores, after
+# `bash runs/quickstart.sh SEED`.
 #   bash runs/overoptimize.sh [seed]
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -11,15 +12,15 @@ if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
     exit 2
 fi
 pin_threads
-runs=out/pairs_80,out/pairs_400,out/pairs_2000
-rm -rf ${runs//,/ } out/pairs_{80,400,2000}_rm  # of an earlier run
-for pairs in 80 400 2000; do
-    head -n $pairs data/arithmetic/pairs_train.jsonl > data/arithmetic/pairs_$pairs.jsonl
-    step rm.py config/arithmetic_rm.py --train_path=data/arithmetic/pairs_$pairs.jsonl \
+rm -rf out/pairs_{40,250,2000}{,_rm}  # of an earlier run
+step data/arithmetic/pairs.py --mistakes=0.3 --name=noisy --seed="$seed"
+for pairs in 40 250 2000; do
+    head -n $pairs data/arithmetic/noisy_train.jsonl > data/arithmetic/noisy_$pairs.jsonl
+    step rm.py config/arithmetic_rm.py --train_path=data/arithmetic/noisy_$pairs.jsonl \
         --out_dir=out/pairs_${pairs}_rm --seed="$seed"
     step ppo.py config/arithmetic_ppo.py config/arithmetic_overoptimize.py --eval_interval=1 \
         --reward_path=out/pairs_${pairs}_rm/reward_model --out_dir=out/pairs_$pairs \
         --max_iters=20 --learning_rate=1e-4 --value_learning_rate=3e-4 --seed="$seed"
 done
-step tools/plot.py --runs=$runs --against=eval/kl --metrics=eval/accuracy,eval/scores \
-    --out=out/overoptimize.png
+step tools/plot.py --runs=out/pairs_40,out/pairs_250,out/pairs_2000 --against=eval/kl \
+    --metrics=eval/accuracy,eval/scores --out=out/overoptimize.png

@@ -94,16 +94,22 @@ def copy(tmp_path_factory):
     return folder
 
 
-def test_pairs_are_right_over_wrong(copy):
+def test_pairs_are_right_over_wrong_but_for_the_mistakes(copy):
     args = [f"--policy_path={copy}/out/sft/policy", "--pairs=40", "--max_new_tokens=4"]
-    result, = forked(str(copy), {"pairs": [one_run(f"{copy}/data/arithmetic/pairs.py", args)]})["pairs"]
-    assert result["codes"] == [0], result
-    rows = {name: [json.loads(line) for line in (copy / "data" / "arithmetic" / f"pairs_{name}.jsonl").read_text().splitlines()]
-            for name in ("train", "val")}
-    assert (len(rows["train"]), len(rows["val"])) == (40, 4)
+    runs = [one_run(f"{copy}/data/arithmetic/pairs.py", args + more) for more in ([], ["--mistakes=0.25", "--name=noisy"])]
+    for result in forked(str(copy), {"pairs": runs})["pairs"]:
+        assert result["codes"] == [0], result
+    rows = {name: [json.loads(line) for line in (copy / "data" / "arithmetic" / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("pairs_train", "pairs_val", "noisy_train", "noisy_val")}
+    assert (len(rows["pairs_train"]), len(rows["pairs_val"])) == (40, 4) and rows["noisy_val"] == rows["pairs_val"]
     right = {"1+4=": "5", "2+4=": "6"}
-    for row in rows["train"] + rows["val"]:
+    for row in rows["pairs_train"] + rows["pairs_val"]:
         assert row["chosen"] == right[row["prompt"]] != row["rejected"]
+    swapped = [noisy == row | dict(chosen=row["rejected"], rejected=row["chosen"])
+               for noisy, row in zip(rows["noisy_train"], rows["pairs_train"], strict=True)]
+    assert 3 <= sum(swapped) <= 19  # of 40, each with probability 0.25: further away by chance in 1 of 1000 cases
+    assert [row for row, swap in zip(rows["noisy_train"], swapped, strict=True) if not swap] == [
+        row for row, swap in zip(rows["pairs_train"], swapped, strict=True) if not swap]
 
 
 def test_a_copy_without_options_runs_and_names_the_file_that_a_key_needs(copy):

@@ -8,10 +8,12 @@ a checker takes the place of the human who compares: a right and a wrong answer 
 The true answers are used here for the last time: the reward model has to learn from the pairs which
 answers are right, and PPO sees only the reward model.
 
-Writes beside itself: pairs_train.jsonl and pairs_val.jsonl {"prompt", "chosen", "rejected"}.
+Writes beside itself: pairs_train.jsonl and pairs_val.jsonl {"prompt", "chosen", "rejected"}; with
+mistakes, some pairs to train on are labelled wrongly, as people do it, and the held-out ones never.
 """
 import json
 import os
+import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -32,6 +34,8 @@ policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compare
 pairs = 2000  # pairs to make for training; a tenth more is held out [>= 10]
 samples = 4  # answers to each problem [>= 2]
 max_new_tokens = 48  # longest answer [>= 1]
+mistakes = 0.0  # share of the pairs for training that are labelled the wrong way round [0..0.5]
+name = "pairs"  # of the files: pairs_train.jsonl, pairs_val.jsonl
 seed = 1  # decides problems and answers [>= 0]
 config, _ = configure(globals())
 
@@ -69,7 +73,11 @@ else:
     raise BadInput(f"{policy_path} gave only {len(found)} pairs of a right and a wrong answer; "
                    "is it trained?")
 
-for name, part in (("train", found[:pairs]), ("val", found[pairs:wanted])):
-    with open(os.path.join(HERE, f"pairs_{name}.jsonl"), "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(pair) + "\n" for pair in part)
-    print(f"pairs_{name}.jsonl: {len(part)} rows")
+labeller = random.Random(seed)
+for pair in found[:pairs]:
+    if labeller.random() < mistakes:
+        pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
+for part, rows in (("train", found[:pairs]), ("val", found[pairs:wanted])):
+    with open(os.path.join(HERE, f"{name}_{part}.jsonl"), "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(pair) + "\n" for pair in rows)
+    print(f"{name}_{part}.jsonl: {len(rows)} rows")
