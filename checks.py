@@ -72,8 +72,8 @@ def check_form(key, text, names):
                             f"{', '.join(names)} and VALUE {wanted}")
 
 
-def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
-             eval_path):
+def check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_minibatches,
+             importance_cap, eval_path):
     """Raise BadConfig. system: the shared keys; terms: [(weight, name, function)]."""
     names = [name for _, name, _ in terms]
     for key, path, name in (("reward_path", reward_path, "reward_model"),
@@ -91,6 +91,8 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, i
         from options.roles import check_ahead
 
         check_ahead(system)
+    if system.cuda_graphs and device.type == "cuda":
+        from options import decoding_graph  # noqa: F401
     if system.generate_tp > 1:
         from options.tensor_parallel import check_split
 
@@ -122,24 +124,3 @@ def check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, i
     if any(function for *_, function in terms) and system.reward_timeout >= system.timeout:
         raise BadConfig(f"reward_timeout = {system.reward_timeout} must be below timeout = "
                         f"{system.timeout}, or ranks that wait give up first")
-
-
-def check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl_in, kl_estimator,
-               kl_correction, refill_by):
-    """Raise BadConfig where keys of grpo.py do not go together."""
-    names = [name for _, name, _ in terms]
-    if refill_by and refill_by not in names:
-        raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(names)}")
-    if batch_size % group_size:
-        raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = "
-                        f"{group_size}; it counts responses, not prompts")
-    if loss_type == "cispo" and importance == "sequence":
-        raise BadConfig("loss_type = 'cispo' has a weight a token; leave importance = 'token'")
-    if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
-        raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
-                        "k1 is 0 on average in the first step and not the KL's in any other; "
-                        "type --kl_estimator=k2 or --kl_correction=True")
-    if kl_correction and (kl_in == "reward" or kl_estimator == "k2"):
-        raise BadConfig("kl_correction is for k1 and k3 in the loss: with kl_in = 'reward' there "
-                        "is no gradient, and times the ratio k2's is not the KL's any more; leave "
-                        "it False")

@@ -32,26 +32,13 @@ from typing import NamedTuple
 
 from errors import BadConfig, first_line, one_line, report_errors, shorten
 
-RENAMED = dict(  # keys of old configs, or of others; the nearest name would often be another key
+RENAMED = dict(  # keys of others; the nearest name would often be another key
     device="device_type", loss="loss_type", lr="learning_rate", optimizer="optim",
     rewards="reward_functions", scale="scale_by", zero="zero_stage")
 RECIPES = dict(  # keys that a recipe adds to a script
     critic_warmup_iters="critic_warmup", dual_clip="dual_clip", kl_coef_target="kl_controller",
     kl_target="kl_controller", reward_clip="reward_clip", scale_scores="scale_scores",
     target_kl="target_kl", whiten_rewards="whiten_rewards")
-GONE = dict(  # keys that there were once: what to do instead
-    center_scores="a reward model without a score_shift is always centred",
-    cuda_graphs="compile is the key for speed", judge_principles="write them into judge_template",
-    kl_horizon="it is a constant of recipes/kl_controller.diff",
-    missing_eos="it is missing_eos_penalty",
-    ptx_batch_size="a step takes batch_size / num_minibatches demonstrations",
-    ref_reset_iters="begin a new run from the policy that this one leaves",
-    reward_ensemble="write a reward of your own that calls several models; docs/rewards.md",
-    reward_format="the reward model is always read to the end of its chat template",
-    save_dtype="a model is always saved in the dtype that it came in",
-    subtract_demonstration="write a reward of your own that does; docs/rewards.md",
-    top_k="training samples from the whole distribution; tools/sample.py has it",
-    top_p="training samples from the whole distribution; tools/sample.py has it")
 
 
 class Key(NamedTuple):
@@ -216,8 +203,6 @@ def check_key(key, keys, where, more=""):
     hint = (f"did you mean {near[0]!r}?" if near else "--help lists the keys") + more
     if RENAMED.get(key) in keys:
         hint = f"it is called {RENAMED[key]!r} here"
-    if key in GONE:
-        hint = f"it is gone: {GONE[key]}"
     if key in RECIPES:
         hint = (f"it is recipes/{RECIPES[key]}.diff; type "
                 f"python tools/fork.py {RECIPES[key]} FOLDER")

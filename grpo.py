@@ -37,16 +37,16 @@ from configurator import configure
 from rollout import add_columns, read_batch, sample_batch
 from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
                      score_batch)
-from relatives import flat_groups, group_advantages, gspo_log_ratio, token_weights
-from loss import (importance_weights, is_off_policy, kl_estimate, learning_rate_at,
-                  masked_sum)
+from relatives import (check_grpo, deviation_of, flat_groups, group_advantages, gspo_log_ratio,
+                       is_off_policy, token_weights)
+from loss import importance_weights, kl_estimate, learning_rate_at, masked_sum
 from model import response_logprobs
 from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 import parallel
 from optimizers import MovingAverage, make_optimizer
 from run import Run, ranks_agree
-from checks import check_grpo, check_rl, check_system
+from checks import check_rl, check_system
 import audit
 import launch
 import report
@@ -99,7 +99,7 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
 # a response worse than its group is left out where log(p(sampler) / p(now)) is above this on
-# average (DeepSeek-V3.2's off-policy mask, often 0.5); 0 = none is. See loss.is_off_policy
+# average (DeepSeek-V3.2's off-policy mask, often 0.5); 0 = none is. See relatives.is_off_policy
 off_policy_limit = 0.0  # nats a token [>= 0]
 
 # optimizer: AdamW
@@ -128,7 +128,7 @@ precision = autocast(system, device)
 check_system(system, device, ("policy",), ("ref", "reward", "judge"))
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
+check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
          eval_path)
 check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl_in, kl_estimator,
            kl_correction, refill_by)
@@ -161,12 +161,10 @@ if "judge" in reward_names:
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    judge=judge and judge.model)
-# the token ids of the prompts, to train on and held out; all are checked now, not when their turn
-# comes
-train_prompts, eval_prompts = (
-    encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge, system.max_prompt_tokens,
-                   system.too_long)
-    for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
+# their prompts become token ids; all are checked now, not when their turn comes
+for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
+    rows.ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
+                              system.max_prompt_tokens, system.too_long)
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
@@ -203,22 +201,19 @@ def sample(what, iteration, picked, slots=None, stop=parallel.stop_asked):
     what: rollout, "refill 0", "refill 1", ...; or eval: held out, one response each, and always
     with the same noise. slots: see rollout.sample_batch; stop: see rollout.generate.
     """
-    rows, prompts, noise, samples = train_rows, train_prompts, (seed, what, iteration), group_size
+    rows, noise, samples = train_rows, (seed, what, iteration), group_size
     if what == "eval":
-        rows, prompts, noise, samples = eval_rows, eval_prompts, (seed, what, 0), 1
-    return sample_batch(policy, tokenizer, rows, prompts, picked, noise,  # COLLECTIVE
-                        max_new_tokens, temperature, system, device, samples, slots, vllm,
-                        environment, stop)
+        rows, noise, samples = eval_rows, (seed, what, 0), 1
+    return sample_batch(  # COLLECTIVE
+        policy, tokenizer, rows, picked, noise, max_new_tokens, temperature, system, device,
+        samples, slots, vllm, environment, stop)
 
 
 def score(what, iteration, batch):
     """A collective: a sampled batch, with its scores."""
-    rows, prompts = train_rows, train_prompts
-    if what == "eval":
-        rows, prompts = eval_rows, eval_prompts
     return score_batch(  # COLLECTIVE
-        batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
-        micro_batch_size, system, device, iteration)
+        batch, eval_rows if what == "eval" else train_rows, terms, reward_model, judge, tokenizer,
+        reward_tokenizer, micro_batch_size, system, device, iteration)
 
 
 if max_refills > 0:
@@ -242,7 +237,7 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
-    token_ids=train_prompts, temperature=temperature, ema=ema)
+    token_ids=train_rows.ids, temperature=temperature, ema=ema)
 
 gradients = parallel.flatten_gradients(run.trained)
 if ahead:
@@ -353,7 +348,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
     age = ahead.age(iteration) if ahead else 0
     sampled = report.summarize(batch, "objective", reward_names)
-    sampled["objective/score_std"] = report.deviation_of(shape_scores(batch)).item()
+    sampled["objective/score_std"] = deviation_of(shape_scores(batch)).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     if max_refills > 0:

@@ -7,22 +7,34 @@ import os
 import torch
 
 from errors import BadInput, first_line, say, shorten
-from folders import data_alone, find_folder, model_folders, read_file
+from folders import data_alone, model_folders, read_file
 from model import Model, freeze, scaled_logits
 from parallel import is_sharded
 
 
 def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     """
-    The Model in a Hugging Face folder, or of that name on the hub. (load_whole also takes the
-    folder of an adapter.)
+    The Model in a Hugging Face folder, or of that name on the hub. Where it is an adapter: the
+    model that it was trained on, with the adapter merged into its weights.
 
     head: "lm", or "scalar": a reward or value model. Of a plain language model it is a new one,
     drawn from seed (new_head is then True). dtype: of the weights, whatever it is in the file.
     Raises BadInput where the folder is no such model, or a tensor is missing, unexpected, of
     another shape or not finite. Weights are safetensors alone, and no code comes from the folder.
     """
-    folder = find_folder(path, weights=True)
+    *adapters, folder = model_folders(path)
+    model = read_model(folder, folder if adapters else path, head, dtype, seed)
+    if adapters:
+        from options.lora import merge
+
+        for adapter in reversed(adapters):  # the model of an adapter may be an adapter as well
+            merge(model, adapter)
+    model.path = path
+    return model.to(device)
+
+
+def read_model(folder, path, head, dtype, seed):
+    """load_model of a folder that is no adapter. path: what errors call it."""
     config = read_config(folder, path, head)
     file_dtype, settings = config.dtype, {}
     if dtype == torch.float64 and has_experts(config):
@@ -45,7 +57,7 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
                            f"{str(dtype).removeprefix('torch.')}; save or download the model again")
         if p.data_ptr() % 64:  # mapped from the file: products of such matrices differ in a bit
             p.data = p.data.clone()
-    return model.to(device)
+    return model
 
 
 def auto_class(head):
@@ -154,25 +166,6 @@ def draw_score_head(model, seed):
     model.new_head = True
 
 
-def from_scratch(settings, head="lm", seed=0, dtype=torch.float32, device="cpu"):
-    """A new Model with random weights. settings: a dict as config.json has it, with model_type."""
-    from transformers import AutoConfig
-
-    settings = dict(settings)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    if head == "scalar":
-        config.num_labels = 1
-    experts = dict(experts_implementation="batched_mm") if has_experts(config) else {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        hf = auto_class(head).from_config(config, dtype=torch.float32, **experts)
-    model = Model(hf.to(device, dtype), head)
-    model.hf.config.dtype = dtype
-    if head == "scalar":
-        draw_score_head(model, seed)
-    return model
-
-
 # --------------------------------------------------------------------------------------------------
 # the probe
 
@@ -252,23 +245,6 @@ def outline(path, head, dtype):
     model.processor = processor_files(folder)
     model.new_head = head == "scalar" and "ForSequenceClassification" not in str(kinds)
     return model
-
-
-@torch.no_grad()
-def load_whole(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
-    """
-    load_model; or, where `path` is an adapter, the model that it was trained on, with the adapter
-    merged into its weights. That model may be an adapter as well. Raises BadInput.
-    """
-    *adapters, folder = model_folders(path)
-    model = load_model(folder, head, dtype, seed=seed)
-    if adapters:
-        from options.lora import merge
-
-        for adapter in reversed(adapters):
-            merge(model, adapter)
-    model.path = path
-    return model.to(device)
 
 
 def load_like(model, folder):

@@ -104,23 +104,6 @@ def importance_weights(mb, cap, floor=0.0, level="token", outside="clip"):
     return torch.where((weights >= floor) & (weights <= cap), weights, 0)
 
 
-def is_off_policy(advantages, logprobs, sampler_logprobs, mask, limit):
-    """
-    Which responses are left out of an update, (b, 1) bool: those that were worse than their group,
-    and that the policy would hardly sample any more (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
-    To push such a response further away teaches little, and may do harm.
-
-        A < 0  and  mean over its tokens of log(q / p) > limit
-
-    advantages, logprobs (log p of the policy now), sampler_logprobs (log q): (b, R) each. mask: (b,
-    R), True on the tokens that the policy sampled. With q = 0.5, 0.4 and p = 0.25, 0.4 that mean is
-    log(2) / 2 = 0.347.
-    """
-    distance = torch.where(mask, (sampler_logprobs - logprobs).detach(), 0).sum(1, keepdim=True)
-    distance = distance / mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
-    return (advantages[:, :1] < 0) & (distance > limit)
-
-
 # --------------------------------------------------------------------------------------------------
 # KL
 

@@ -13,7 +13,7 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadConfig, BadInput, first_line
-from load import from_scratch, load_whole, outline, probe, unread_parameters
+from load import load_model, outline, probe, unread_parameters
 from model import freeze, no_grad_forwards
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
 from trunk import OnTrunk
@@ -126,7 +126,7 @@ def load_here(path, device, head="lm", dtype=torch.float32, matrices=None, train
     adapted: it stays frozen, and an adapter on it is trained. recompute: the backward pass computes
     the layers again. Raises BadInput.
     """
-    model = load_whole(path, head, dtype, device, seed)
+    model = load_model(path, head, dtype, device, seed)
     unread = unread_parameters(model) if trained else ()
     settle(model, trained and not adapted, matrices, recompute, unread)
     return model
@@ -160,22 +160,6 @@ def attend_by(model, kind):
     except Exception as e:  # no such package, not of this family: transformers raises anything
         raise BadInput(f"attn_implementation = {kind!r}: {model.path} cannot use it "
                        f"({first_line(e)}); leave the key out") from e
-
-
-def begin(architecture, name, system, device, seed=0):
-    """A new model, which is trained. architecture: what transformers' config class takes."""
-    dtype, _ = dtypes(system)
-    model = from_scratch(architecture, seed=seed, dtype=dtype, device=device)
-    if system.gradient_checkpointing:
-        model.recompute()
-    attend_by(model, system.attn_implementation)
-    if system.zero_stage:
-        from options.shards import split
-
-        split(model, name, system, device)
-    if system.compile:
-        model.compile_trunk()
-    return model
 
 
 # --------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ precision = autocast(system, device)
 check_system(system, device, ("policy", "value"), ("ref", "reward", "judge"), value_init)
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-check_rl(system, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
+check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
          eval_path)
 train_rows, eval_rows = (read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
@@ -160,12 +160,10 @@ value_model = load_value_model(value_init, policy, tokenizer, reward_path, rewar
 
 models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
                    value_model=value_model, judge=judge and judge.model)
-# the token ids of the prompts, to train on and held out; all are checked now, not when their turn
-# comes
-train_prompts, eval_prompts = (
-    encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge, system.max_prompt_tokens,
-                   system.too_long)
-    for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)))
+# their prompts become token ids; all are checked now, not when their turn comes
+for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
+    rows.ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
+                              system.max_prompt_tokens, system.too_long)
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 ptx = None
 if ptx_path:
@@ -209,22 +207,19 @@ def sample(what, iteration, picked, stop=parallel.stop_asked):
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
     what: rollout, or eval: held out, and always with the same noise. stop: see rollout.generate.
     """
-    rows, prompts, noise = train_rows, train_prompts, (seed, what, iteration)
+    rows, noise = train_rows, (seed, what, iteration)
     if what == "eval":
-        rows, prompts, noise = eval_rows, eval_prompts, (seed, what, 0)
-    return sample_batch(policy, tokenizer, rows, prompts, picked, noise,  # COLLECTIVE
-                        max_new_tokens, temperature, system, device, vllm=vllm,
-                        environment=environment, stop=stop)
+        rows, noise = eval_rows, (seed, what, 0)
+    return sample_batch(  # COLLECTIVE
+        policy, tokenizer, rows, picked, noise, max_new_tokens, temperature, system, device,
+        vllm=vllm, environment=environment, stop=stop)
 
 
 def score(what, iteration, batch):
     """A collective: a sampled batch, with its scores."""
-    rows, prompts = train_rows, train_prompts
-    if what == "eval":
-        rows, prompts = eval_rows, eval_prompts
     return score_batch(  # COLLECTIVE
-        batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
-        micro_batch_size, system, device, iteration)
+        batch, eval_rows if what == "eval" else train_rows, terms, reward_model, judge, tokenizer,
+        reward_tokenizer, micro_batch_size, system, device, iteration)
 
 
 vllm = None
@@ -250,7 +245,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
     sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
     + ["ptx_path"] * bool(ptx_path),
-    token_ids=train_prompts, temperature=temperature, ema=ema)
+    token_ids=train_rows.ids, temperature=temperature, ema=ema)
 
 gradients = parallel.flatten_gradients(run.trained)  # of the policy, and of the value model
 if ahead:

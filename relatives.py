@@ -24,6 +24,8 @@ B responses, G of them (a group) to each prompt, side by side; R the longest res
 """
 import torch
 
+from errors import BadConfig
+
 
 # --------------------------------------------------------------------------------------------------
 # advantages: one number a response
@@ -77,8 +79,31 @@ def flat_groups(scores, group_size):
     return lowest >= groups.masked_fill(none, -torch.inf).amax(1)
 
 
+def deviation_of(scores):
+    """The standard deviation of the scores (B,) that are there; 0 where there are fewer than 2."""
+    there = scores[~scores.isnan()]
+    return there.std() if len(there) > 1 else torch.zeros(())
+
+
 # --------------------------------------------------------------------------------------------------
 # what changes in the loss of each token
+
+
+def is_off_policy(advantages, logprobs, sampler_logprobs, mask, limit):
+    """
+    Which responses are left out of an update, (b, 1) bool: those that were worse than their group,
+    and that the policy would hardly sample any more (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+    To push such a response further away teaches little, and may do harm.
+
+        A < 0  and  mean over its tokens of log(q / p) > limit
+
+    advantages, logprobs (log p of the policy now), sampler_logprobs (log q): (b, R) each. mask: (b,
+    R), True on the tokens that the policy sampled. With q = 0.5, 0.4 and p = 0.25, 0.4 that mean is
+    log(2) / 2 = 0.347.
+    """
+    distance = torch.where(mask, (sampler_logprobs - logprobs).detach(), 0).sum(1, keepdim=True)
+    distance = distance / mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
+    return (advantages[:, :1] < 0) & (distance > limit)
 
 
 def gspo_log_ratio(log_ratio, response_mask):
@@ -136,3 +161,28 @@ def token_weights(mask, aggregation, max_length):
         return weights / max_length / len(mask)
     raise ValueError(f"aggregation = {aggregation!r}; one of token-mean, seq-mean-token-mean, "
                      "seq-mean-token-sum-norm")
+
+
+# --------------------------------------------------------------------------------------------------
+# the keys
+
+
+def check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl_in, kl_estimator,
+               kl_correction, refill_by):
+    """Raise BadConfig where keys of grpo.py do not go together."""
+    names = [name for _, name, _ in terms]
+    if refill_by and refill_by not in names:
+        raise BadConfig(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(names)}")
+    if batch_size % group_size:
+        raise BadConfig(f"batch_size = {batch_size} is not a multiple of group_size = "
+                        f"{group_size}; it counts responses, not prompts")
+    if loss_type == "cispo" and importance == "sequence":
+        raise BadConfig("loss_type = 'cispo' has a weight a token; leave importance = 'token'")
+    if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
+        raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
+                        "k1 is 0 on average in the first step and not the KL's in any other; "
+                        "type --kl_estimator=k2 or --kl_correction=True")
+    if kl_correction and (kl_in == "reward" or kl_estimator == "k2"):
+        raise BadConfig("kl_correction is for k1 and k3 in the loss: with kl_in = 'reward' there "
+                        "is no gradient, and times the ratio k2's is not the KL's any more; leave "
+                        "it False")

@@ -79,12 +79,6 @@ def mean_of(scores):
     return there.mean() if len(there) else torch.zeros(())
 
 
-def deviation_of(scores):
-    """The standard deviation of the scores (B,) that are there; 0 where there are fewer than 2."""
-    there = scores[~scores.isnan()]
-    return there.std() if len(there) > 1 else torch.zeros(())
-
-
 def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
     """
     The first of a batch's responses as dicts for samples.jsonl; picked: the numbers of their rows:
@@ -288,11 +282,12 @@ def say_nothing_learnt(iteration, flat, counted):
         "step")
 
 
-# what the line of an iteration shows, as far as its record has it: name -> metric, format. In this
+# what the line of an iteration shows, as far as its record has it: name -> metric, format (z: no
+# -0.00). In this
 # order, as many as fit into WIDTH; the others stand in log.jsonl
 COLUMNS = {
-    "score": ("objective/scores", "6.2f"),
-    "kl": ("objective/kl", "5.2f"),
+    "score": ("objective/scores", "z6.2f"),
+    "kl": ("objective/kl", "z5.2f"),
     "acc": ("objective/accuracy", "4.2f"),
     "len": ("objective/length", "6.1f"),
     "flat": ("objective/flat_groups", "4.2f"),
@@ -302,7 +297,7 @@ COLUMNS = {
     "teacher": ("loss/score", "6.4f"),
     "ptx": ("loss/ptx", "6.4f"),
     "clip": ("policy/clipfrac", "5.3f"),
-    "ev": ("val/explained_variance", "5.2f"),
+    "ev": ("val/explained_variance", "z5.2f"),
     "tok/s": ("time/tokens_per_second", "5.0f"),
     "MiB": ("mem/peak_mib", "5.0f"),
     "of peak": ("time/mfu", "5.1%"),

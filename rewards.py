@@ -215,13 +215,13 @@ def read_prompts(path, terms, fields=""):
 thread = ThreadPoolExecutor(1)
 
 
-def score_batch(batch, rows, prompts, terms, reward_model, judge, tokenizer, reward_tokenizer,
+def score_batch(batch, rows, terms, reward_model, judge, tokenizer, reward_tokenizer,
                 micro_batch_size, system, device, iteration):
     """
     A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
 
-    batch: of rollout.sample_batch; all ranks hold it. rows, prompts: of the data, and their token
-    ids. The others: see score_responses.
+    batch: of rollout.sample_batch; all ranks hold it. rows: of the data. The others: see
+    score_responses.
 
     Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
     the weighted sum of the rewards. Raises Stop, on all ranks, if a model's output is not finite.
@@ -229,7 +229,7 @@ def score_batch(batch, rows, prompts, terms, reward_model, judge, tokenizer, rew
     B = len(batch["tokens"])
     share = parallel.share(B, *parallel.rank_and_size())
     mine = {name: t[share.start:share.stop] for name, t in batch.items()}
-    answered = [(rows[i], prompts[i]) for i in mine["prompt"].tolist()]
+    answered = [(rows[i], rows.ids[i]) for i in mine["prompt"].tolist()]
     mine |= texts_of(answered, mine, tokenizer)
     columns = score_responses(  # COLLECTIVE
         mine, B, terms, reward_model, judge, reward_tokenizer, micro_batch_size, system,

@@ -32,7 +32,6 @@ import torch
 import torch.nn as nn
 
 import audit
-import decoding_graph
 import parallel
 import status
 import together
@@ -197,8 +196,11 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, roo
     if len(numbers) < n:
         cache.batch_select_indices(which)
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
-    fits = graphs and decoding_graph.fits(policy, cache)
-    steps = decoding_graph.Steps(policy, cache) if fits else None
+    steps = None
+    if graphs:
+        from options.decoding_graph import steps_of
+
+        steps = steps_of(policy, cache)
 
     # Each row of the cache samples the response of number live[row]. A response that has ended
     # stays in the cache until a quarter of the rows have; meanwhile what it samples is dropped
@@ -293,15 +295,15 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-def sample_batch(policy, tokenizer, rows, prompts, picked, noise, max_new_tokens, temperature,
-                 system, device, samples=1, slots=None, vllm=None, environment=None, stop=None):
+def sample_batch(policy, tokenizer, rows, picked, noise, max_new_tokens, temperature, system,
+                 device, samples=1, slots=None, vllm=None, environment=None, stop=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
     samples its share. Where the weights are sharded, or several ranks decode together
     (generate_tp), the sampling is a collective, too.
 
-    rows, prompts: all rows of the data, and the token ids of their prompts. picked: the numbers of
-    those that get `samples` responses each. slots: their places in the batch; None: 0, 1, ...
+    rows: all Rows of the data, with the ids of their prompts. picked: the numbers of those that get
+    `samples` responses each. slots: their places in the batch; None: 0, 1, ...
     noise: (seed, purpose, iteration), which with a response's slot and sample decide its noise.
     vllm: the engine that samples in the place of the policy, where the key sampler says so.
     environment: what answers the policy, in responses of several turns. stop: see generate.
@@ -313,10 +315,10 @@ def sample_batch(policy, tokenizer, rows, prompts, picked, noise, max_new_tokens
     # of each of the B responses: the number of its prompt, its slot, its sample
     prompt, slot = ([x for x in given for _ in range(samples)] for given in (picked, slots))
     sample = list(range(samples)) * len(picked)
-    width = max(len(prompts[number]) for number in picked)  # one P for all ranks
+    width = max(len(rows.ids[number]) for number in picked)  # one P for all ranks
     tp = system.generate_tp
     numbers = parallel.my_share(range(len(prompt)), tp)  # neighbours decode together
-    ids = [prompts[prompt[i]] for i in numbers]
+    ids = [rows.ids[prompt[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     if tp > 1:
         stop = None  # those who decode together must take the same steps
@@ -329,7 +331,8 @@ def sample_batch(policy, tokenizer, rows, prompts, picked, noise, max_new_tokens
             decoder = block.enter_context(
                 decoding_copy(policy, dtypes(system)[1], device, tp))
             turn = turns(decoder, *given, batch_size=system.rollout_batch_size,
-                         graphs=system.cuda_graphs and tp == 1 and not policy.owner().elsewhere)
+                         graphs=(system.cuda_graphs and device.type == "cuda" and tp == 1
+                                 and not policy.owner().elsewhere))
         sampled = respond(turn, [rows[prompt[i]] for i in numbers], ids, noise, names,
                           max_new_tokens, environment, width, stop)
     if tp > 1:  # this rank sends its own

@@ -27,12 +27,13 @@ class Rows(list):
     """
     The rows of one or several sources, one after the other.
 
-    parts: [(source, weight, number of rows)]. A weight is None where none is given.
+    parts: [(source, weight, number of rows)]. A weight is None where none is given. ids: the token
+    ids of each row's prompt, where a script has them.
     """
 
     def __init__(self, rows=(), parts=()):
         super().__init__(rows)
-        self.parts = list(parts)
+        self.parts, self.ids = list(parts), []
 
     @property
     def mix(self):
@@ -162,9 +163,9 @@ def raw_rows(path):
 
 def prepare_hint(path):
     """What to do where a file of one of our own data sets is not there; "" for a user's file."""
-    folder = re.fullmatch(r"(?:\./)?(data/\w+)/[^/]+", path)
-    made = folder and os.path.isfile(os.path.join(folder[1], "prepare.py"))
-    return f"; type python {folder[1]}/prepare.py" if made else ""
+    found = re.fullmatch(r"(?:\./)?(data/\w+)/(pairs_)?[^/]+", path)
+    script = found and f"{found[1]}/{'pairs' if found[2] else 'prepare'}.py"
+    return f"; type python {script}" if script and os.path.isfile(script) else ""
 
 
 def json_rows(path):

@@ -22,7 +22,8 @@ from examples import (encode_examples, example_logprobs, micro_batches_of, token
                       trained_tokens)
 from loss import learning_rate_at
 from model import no_grad_forwards
-from models import autocast, begin, in_memory, load
+from models import autocast, in_memory, load
+from scratch import begin
 from optimizers import make_optimizer
 from prompts import batch_rows, iterations, spread
 from rows import Rows, read_rows

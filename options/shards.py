@@ -17,7 +17,7 @@ import torch.distributed as dist
 import parallel
 from configurator import of_model
 from errors import BadConfig
-from load import load_like, load_whole, outline, unread_parameters
+from load import load_like, load_model, outline, unread_parameters
 from model import is_linear
 from models import dtypes, load_here, matrices_of, settle
 from optimizers import inner
@@ -99,7 +99,7 @@ def load_split(path, name, system, device, head, dtype, matrices, trained, adapt
     read = []
 
     def read_whole():
-        read.append(load_whole(path, head, dtype, seed=seed))
+        read.append(load_model(path, head, dtype, seed=seed))
         return unread_parameters(read[0]) if trained else []
 
     model, unread = outline(path, head, dtype), alone(read_whole)  # COLLECTIVE

@@ -57,7 +57,7 @@ def add_vision(world):
     """world.seeing: a policy as Gemma 3 4B is, with a vision part that no text reaches, and files of its processor."""
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from load import from_scratch
+    from scratch import from_scratch
 
     tokenizer, folder = load_tokenizer(world.tokenizer), f"{world.root}/seeing"
     text = dict(model_type="gemma3_text", vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,

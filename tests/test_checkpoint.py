@@ -19,7 +19,7 @@ from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, save_m
 from run_folder import open_run
 from report import write_log
 from errors import BadInput
-from load import from_scratch
+from scratch import from_scratch
 
 from conftest import ROOT
 from tiny import byte_tokenizer

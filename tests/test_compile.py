@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from load import from_scratch
+from scratch import from_scratch
 from rollout import generate
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from prompts import micro_batch
 import launch
 from model import freeze
-from load import from_scratch
+from scratch import from_scratch
 from rollout import draw, generate
 
 import tiny

@@ -49,7 +49,7 @@ def make(world, name):
     """Save a random policy of a family in world.root/name."""
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from load import from_scratch
+    from scratch import from_scratch
 
     kind, sizes = FAMILIES[name]
     tokenizer = load_tokenizer(world.tokenizer)

@@ -10,7 +10,7 @@ from options.four_bits import check_four_bits, quantize
 from options.optimizers import check_optimizers
 from errors import BadConfig
 from model import freeze
-from load import from_scratch, probe
+from scratch import from_scratch, probe
 from tools import dry_run
 
 import tiny

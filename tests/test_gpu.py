@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-import decoding_graph
+from options import decoding_graph
 import launch
 from gae import compute_gae
 from model import freeze

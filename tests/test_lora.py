@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from options.lora import Adapted, fill_adapter, load_adapted, save_adapter
-from load import load_whole
+from load import load_model
 from finished import save_final
 from tokenizer import load_tokenizer
 from errors import BadInput
-from load import from_scratch, load_model
+from scratch import from_scratch
 
 import tiny
 
@@ -78,7 +78,7 @@ def test_the_scale_of_an_adapter_of_pefts(rank, alpha, rslora, scale, tmp_path):
         plain.hf.base_model.get_submodule(key.replace("/", ".")).weight += scale * a.B @ a.A
     want = plain.logprobs(TOKENS, CHOSEN)[0]
     for found in (load_adapted(load_model(str(tmp_path / "base"), dtype=torch.float64), str(tmp_path / "adapter")),
-                  load_whole(str(tmp_path / "adapter"), dtype=torch.float64)):
+                  load_model(str(tmp_path / "adapter"), dtype=torch.float64)):
         assert (found.logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < 1e-5
 
 
@@ -99,7 +99,7 @@ def test_files_are_read_again_alone_and_merged_and_by_peft(family, head, tmp_pat
     again = load_adapted(load_model(base.path), str(adapter), head, base.path)
     assert torch.equal(said(again), said(model)) and again.score_shift == model.score_shift
     for folder in (adapter, tmp_path / "out" / "model"):  # merged as it is read, and as it was saved
-        merged = load_whole(str(folder), head)
+        merged = load_model(str(folder), head)
         assert not isinstance(merged, Adapted)
         torch.testing.assert_close(said(merged), said(model), rtol=0, atol=2e-5)
     other = Adapted(load_model(base.path), head, 2)
@@ -151,9 +151,9 @@ def test_other_adapters_are_refused(tmp_path):
                  dict(base_model_name_or_path=str(tmp_path / "adapter")), dict(init_lora_weights="pissa")):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings | more))
         with pytest.raises(BadInput):
-            load_whole(str(tmp_path / "adapter"))
+            load_model(str(tmp_path / "adapter"))
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    load_whole(str(tmp_path / "adapter"))
+    load_model(str(tmp_path / "adapter"))
     with pytest.raises(BadInput, match="down_proj"):
         Adapted(base, targets="nothing", rank=2)
     base_in(tmp_path / "another")

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from examples import preference_loss
-from loss import (gap, gap_limit, importance_weights, is_off_policy, kl_estimate, masked_mean, masked_sum,
+from loss import (gap, gap_limit, importance_weights, kl_estimate, masked_mean, masked_sum,
                   masked_whiten)
 from model import entropy_of, scaled_logits
+from relatives import is_off_policy
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 

@@ -61,7 +61,7 @@ def world(tmp_path_factory):
     from options.lora import Adapted, save_adapter
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from load import from_scratch
+    from scratch import from_scratch
 
     folder = str(tmp_path_factory.mktemp("memory"))
     world = build(folder)

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from errors import BadInput
 from model import Model, freeze
-from load import from_scratch, load_model, probe, unread_parameters
+from load import load_model, probe, unread_parameters
+from scratch import from_scratch
 
 import models
 import tiny

@@ -133,7 +133,7 @@ def before(owner, name, wait):
         return f(*args, **kwargs)
     setattr(owner, name, changed)
 def sampling(*args):
-    _, purpose, iteration = args[5]
+    _, purpose, iteration = args[4]
     with open("order", "a") as f:
         f.write(f"{purpose} {iteration}, ")
     open(f"began-{iteration}", "w").close()
@@ -192,11 +192,11 @@ STOPS_IN_A_REFILL = """
 import os, signal
 import rollout
 sample = rollout.sample_batch
-def asked(policy, tokenizer, rows, prompts, picked, noise, *rest, **more):
+def asked(policy, tokenizer, rows, picked, noise, *rest, **more):
     _, purpose, iteration = noise
     if purpose.startswith("refill") and iteration >= 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    return sample(policy, tokenizer, rows, prompts, picked, noise, *rest, **more)
+    return sample(policy, tokenizer, rows, picked, noise, *rest, **more)
 rollout.sample_batch = asked
 """
 

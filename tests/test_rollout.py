@@ -261,14 +261,13 @@ def test_steps_as_a_graph_has_them(variant, tmp_path, monkeypatch):
     The steps that a GPU records, here computed: columns that are hidden, rows that leave, more columns than a graph has.
     Left out here is the recording alone; tests/test_gpu.py has it.
     """
-    import decoding_graph
+    from options import decoding_graph
 
     def capture(steps):
         made.append(len(steps.token))
         return SimpleNamespace(replay=lambda: setattr(steps, "logits", steps.step())), None
 
     made = []  # the rows of each graph
-    monkeypatch.setattr(decoding_graph, "fits", lambda *_: True)
     monkeypatch.setattr(decoding_graph, "COLUMNS", 8)
     monkeypatch.setattr(decoding_graph, "MULTIPLE", 4)
     monkeypatch.setattr(decoding_graph.Steps, "capture", capture)

@@ -23,7 +23,7 @@ RUNS = {  # run: ranks, keys; the first two must be the same
 def runs(tmp_path_factory):
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from load import from_scratch
+    from scratch import from_scratch
 
     folder = str(tmp_path_factory.mktemp("split"))
     world = tiny.build(f"{folder}/world")

@@ -17,7 +17,8 @@ from checkpoint import save_model
 from tokenizer import load_tokenizer
 from options.vllm import begin_vllm, check_vllm
 from errors import BadConfig, BadInput, Lost
-from load import from_scratch, load_model
+from load import load_model
+from scratch import from_scratch
 
 import tiny
 from conftest import ROOT

@@ -121,7 +121,7 @@ def staged(world, tmp_path_factory):
     """Runs on two ranks in bfloat16: {(policy, stage): the log}. Among the policies are mixtures with odd parameters."""
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from load import from_scratch
+    from scratch import from_scratch
 
     folder, tokenizer, jobs = str(tmp_path_factory.mktemp("staged")), tiny.add_qwen(world), {}
     for name in list(SAME)[1:]:

@@ -186,7 +186,7 @@ def build(folder):
 
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from load import from_scratch
+    from scratch import from_scratch
 
     tokenizers = {}
     for name, markers in (("tokenizer", MARKERS), ("other_tokenizer", MARKERS[::-1])):
@@ -235,7 +235,7 @@ def add_qwen(world):
     """world.qwen: a policy of another family, tied, with sizes that no number of ranks divides. Returns its tokenizer."""
     from checkpoint import save_model
     from tokenizer import load_tokenizer
-    from load import from_scratch
+    from scratch import from_scratch
 
     tokenizer = load_tokenizer(world.tokenizer)
     config = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -38,7 +38,7 @@ from configurator import configure  # noqa: E402
 from launch import choose_device  # noqa: E402
 from models import autocast, dtypes, load, plain  # noqa: E402
 from errors import BadConfig, Stop, first_line  # noqa: E402
-from load import from_scratch  # noqa: E402
+from scratch import from_scratch  # noqa: E402
 from rollout import decoding_copy, generate  # noqa: E402
 
 
@@ -150,7 +150,7 @@ def sampling(folder, device, dtype, B, P, longest, repeats):
 
     def quartet(decoder):
         return generate(decoder, prompts.tolist(), longest, eos_ids=[V - 2], pad_id=V - 1,
-                        graphs=True)["response_mask"].sum().item()
+                        graphs=device.type == "cuda")["response_mask"].sum().item()
 
     def transformers(decoder):
         from transformers import GenerationConfig

@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
 from prompts import batch_rows  # noqa: E402
-from load import load_whole  # noqa: E402
+from load import load_model  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
 from errors import BadInput  # noqa: E402
 from rows import prompt_row, read_rows  # noqa: E402
@@ -40,7 +40,7 @@ seed = 1  # decides problems and answers [>= 0]
 config, _ = configure(globals())
 
 tokenizer = load_tokenizer(policy_path)
-model = freeze(load_whole(policy_path))
+model = freeze(load_model(policy_path))
 problems = read_rows(os.path.join(HERE, "rl_train.jsonl"), prompt_row)
 wanted = pairs + pairs // 10
 found = []

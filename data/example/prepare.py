@@ -22,7 +22,7 @@ sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
 from checkpoint import save_model  # noqa: E402
-from load import from_scratch  # noqa: E402
+from scratch import from_scratch  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
 
 TEMPLATE = (

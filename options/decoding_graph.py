@@ -17,11 +17,11 @@ MULTIPLE = 64  # kernels like whole multiples
 off = ""  # why this process decodes without graphs, after one has failed
 
 
-def fits(policy, cache):
-    """Whether the steps of a model can be a graph: all layers see all tokens, on an NVIDIA GPU."""
+def steps_of(policy, cache):
+    """The Steps of a decoding; None where a layer of the model does not see all tokens."""
     attention = policy.hf.config.get_text_config()._attn_implementation
-    return (policy.hf.device.type == "cuda" and not off and attention == "sdpa"
-            and all(hasattr(layer, "hold") for layer in cache.layers))
+    fits = not off and attention == "sdpa" and all(hasattr(x, "hold") for x in cache.layers)
+    return Steps(policy, cache) if fits else None
 
 
 class Steps:
