@@ -316,6 +316,16 @@ def clipped_surrogate(ratio, advantage, low, high, dual=0.0):
     return -ratio * advantage, ""
 
 
+def bounded_shift(ratio, logprob, old, advantage, limit):
+    """DPPO (arXiv 2602.04879) as a loss, with the total variation of a token and all others; and which bound it has met."""
+    shift = math.exp(logprob.item()) - math.exp(old)
+    if advantage > 0 and shift > limit:
+        return 0.0 * ratio, "risen"
+    if advantage < 0 and -shift > limit:
+        return 0.0 * ratio, "fallen"
+    return -ratio * advantage, ""
+
+
 def weighted_logprob(ratio, logprob, advantage, low, high):
     """CISPO (arXiv 2506.13585, eqs. 4, 5) as a loss, and which bound its weight has met."""
     r = ratio.item()
@@ -859,6 +869,8 @@ def ppo_losses(c, models, r, kl_coef, tokens, seen):
         surrogate, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange, c.dual_clip)
         if c.recipe == "reinforce":
             surrogate, bound = -r.advantages[t] * logprob, ""
+        if c.shift_limit:
+            surrogate, bound = bounded_shift(ratio, logprob, r.old[t], r.advantages[t], c.shift_limit)
         if c.penalty:  # PPO (arXiv 1707.06347, eq. 8), with k3
             surrogate = c.penalty * (ratio - 1 - torch.log(ratio)) - ratio * r.advantages[t]
         value = values[len(r.prompt) + r.own[t] - 1]
@@ -1052,6 +1064,8 @@ def grpo_losses(c, models, r, weight, seen):
         bounds = r.advantage, c.cliprange, c.cliprange_high
         surrogate, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss_type == "cispo" else
                             clipped_surrogate(ratio, *bounds, c.dual_clip))
+        if c.shift_limit:
+            surrogate, bound = bounded_shift(ratio, logprob, r.old[t], r.advantage, c.shift_limit)
         seen[bound] += 1
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
         if c.kl_correction:

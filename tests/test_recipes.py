@@ -52,6 +52,9 @@ CASES = {
     "length": ("length,scale_scores", "ppo.py", PPO | dict(length_coef=0.3, scale_scores="running")),
     "text_metric": ("text_metric", "ppo.py", PPO | dict(mix=[(1.0, "reward_model"), (0.0, "distinct")])),
     "kl_penalty": ("kl_penalty", "ppo.py", PPO | dict(penalty=1.5, penalty_target=0.02, gone=["cliprange"], max_iters=4)),
+    "dppo": ("dppo", "ppo.py", PPO | dict(shift_limit=0.02, gone=["cliprange"], max_iters=3)),
+    "dppo, grpo": ("dppo", "grpo.py", GRPO | dict(
+        shift_limit=0.01, gone=["cliprange", "cliprange_high", "loss_type"], num_minibatches=2, max_iters=3)),
     "vapo_lambda": ("vapo_lambda", "ppo.py", PPO | dict(lam=1.0, lam_alpha=0.5)),
     "reinforce": ("reinforce", "ppo.py", PPO | dict(
         recipe="reinforce", gone=REINFORCE_HAS_NOT, ppo_epochs=1, num_minibatches=1, lam=1.0, cliprange_value=0.0,
@@ -70,6 +73,8 @@ BRANCHES = {
     "all": ["policy waits", "dual", "early stop"],
     "grpo": ["dual", "early stop", "score clipped above", "score clipped below"],
     "kl_penalty": ["penalty up", "penalty down"],
+    "dppo": ["risen", "fallen"],
+    "dppo, grpo": ["risen", "fallen"],
 }
 
 # In a process that has our modules already: those of the folder take their place, and the repository cannot be imported
