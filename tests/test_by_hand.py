@@ -144,8 +144,8 @@ PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_
                      score_coef=1.0, preference_coef=1.0)
 # what recipes change, as it is without them: keys of by_hand.py, and of a script that has the recipe (test_recipes.py)
 PLAIN = dict(whiten_rewards="none", scale_scores="none", reward_clip=0.0, kl_coef_target=0.0, target_kl=0.0,
-             critic_warmup_iters=0, dual_clip=0.0, shift_limit=0.0, recipe="", gone=(), length_coef=0.0, lam_alpha=0.0, penalty=0.0,
-             penalty_target=0.0)
+             critic_warmup_iters=0, dual_clip=0.0, shift_limit=0.0, recipe="", gone=(), length_coef=0.0, lam_alpha=0.0,
+             penalty=0.0, penalty_target=0.0)
 SMALL = dict(rollout_batch_size=3, head_chunk=4, gradient_checkpointing=True)  # the memory's knobs
 CASES = {
     # a learned reward; k1 in the reward; the value model starts as the reward model
