@@ -170,14 +170,14 @@ def labelled(lines):
     """What stands behind the last label, or below it as a paragraph of its own; None if nothing."""
     for i in reversed(range(len(lines))):
         match = LABEL.match(lines[i])
-        said = match["answer"].strip(" \t*") if match else ""
-        if not said.strip("_-") and (match or answer_is(lines[i]) == ""):
+        stated = match["answer"].strip(" \t*") if match else ""
+        if not stated.strip("_-") and (match or answer_is(lines[i]) == ""):
             text = "\n".join(lines[i + 1:]).strip()
-            said, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
-            said = "" if more and not BEHIND.match(more[0]) else said
-        if said.strip("_-"):
-            last = said.rpartition("\n")[2]
-            return answer_is(last) or concluded(last, label=True) or said
+            stated, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
+            stated = "" if more and not BEHIND.match(more[0]) else stated
+        if stated.strip("_-"):
+            last = stated.rpartition("\n")[2]
+            return answer_is(last) or concluded(last, label=True) or stated
     return None
 
 

@@ -247,8 +247,8 @@ def of_model(text, name):
     """
     found = ""
     for part in text.split(",") if text.strip() else ():
-        whose, equals, value = (x.strip() for x in part.rpartition("="))
-        if not equals or whose == name:
+        model, equals, value = (x.strip() for x in part.rpartition("="))
+        if not equals or model == name:
             found = value
     return found
 

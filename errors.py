@@ -105,7 +105,7 @@ def is_out_of_memory(kind, message):
     # torch's allocators have their own words; CUDA and cuBLAS say it where torch has not asked them
     words = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return (kind.__name__ == "OutOfMemoryError" or issubclass(kind, MemoryError)
-            or any(said in message for said in words))
+            or any(phrase in message for phrase in words))
 
 
 def say(message):
@@ -127,10 +127,10 @@ def warn(message):
 def first_line(error):
     """An exception's class and the first line of its message."""
     try:
-        said = str(error).splitlines()[:1]
+        lines = str(error).splitlines()[:1]
     except Exception:  # an exception class of the user's, whose own __str__ fails
-        said = []
-    return ": ".join([type(error).__name__, *said])
+        lines = []
+    return ": ".join([type(error).__name__, *lines])
 
 
 def shorten(value, width=60):

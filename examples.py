@@ -51,8 +51,8 @@ def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="erro
                 raise BadInput("there is nothing to learn in it, or nothing to predict it from: "
                                f"{len(ids)} tokens, of which {sum(trained)} are the answer's")
         found.append((array("i", ids), array("b", trained)))
-    limit, whose = limit_of(context, max_tokens)
-    kept = rows_that_fit(rows, path, [len(ids) for ids, _ in found], limit, whose, too_long)
+    limit, limit_name = limit_of(context, max_tokens)
+    kept = rows_that_fit(rows, path, [len(ids) for ids, _ in found], limit, limit_name, too_long)
     kept = [number for number in kept if any(found[number][1][:limit])]  # else nothing is left
     keep_rows(rows, kept)
     return [tuple(x[:limit] for x in found[number]) for number in kept]
@@ -69,9 +69,9 @@ def encode_scored(rows, path, tokenizer, fields, context, max_tokens=0, too_long
     lists = [tokenizer.encode_scored(prompts, [row[field] for row in rows], at=at_row(rows, path))
              for field in fields]
     found = [tuple(array("i", ids) for ids in group) for group in zip(*lists, strict=True)]
-    limit, whose = limit_of(context, max_tokens)
+    limit, limit_name = limit_of(context, max_tokens)
     lengths = [max(map(len, group)) for group in found]
-    kept = rows_that_fit(rows, path, lengths, limit, whose, too_long)
+    kept = rows_that_fit(rows, path, lengths, limit, limit_name, too_long)
     keep_rows(rows, kept)
     return [found[number] for number in kept]
 
@@ -117,12 +117,13 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
     used. chunk: see Model.logprobs.
     """
     tokens, _ = right_pad([ids for ids, _ in examples], tokenizer.pad_id)  # (b, T)
-    chosen = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
+    target_mask = right_pad([trained for _, trained in examples], 0)[0].bool()  # (b, T)
     if not examples:  # sharded models: this rank runs the forward with the others
-        tokens, chosen = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.bool)
-    chosen[:, :1] = False  # nothing is read before the first token
-    return model.logprobs(tokens.to(device), chosen.to(device), vocab_size=tokenizer.vocab_size,
-                          chunk=chunk)[0]
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        target_mask = torch.zeros_like(tokens, dtype=torch.bool)
+    target_mask[:, :1] = False  # nothing is read before the first token
+    return model.logprobs(tokens.to(device), target_mask.to(device),
+                          vocab_size=tokenizer.vocab_size, chunk=chunk)[0]
 
 
 # --------------------------------------------------------------------------------------------------

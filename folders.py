@@ -171,8 +171,8 @@ def data_alone(folder, weights=False):
         try:
             yield room
         except Exception as e:  # of words and numbers that make no sense transformers raises any
-            said = first_line(e).replace(room, folder)
-            raise BadInput(f"{folder}: transformers cannot load it by its config.json: {said}"
+            words = first_line(e).replace(room, folder)
+            raise BadInput(f"{folder}: transformers cannot load it by its config.json: {words}"
                            ) from e
 
 

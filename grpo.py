@@ -185,9 +185,9 @@ def minibatches(iteration, epoch=0):
     return order.to(device).tensor_split(num_minibatches)
 
 
-def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch; whose: see prompts.my_micro_batches."""
-    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
+def micro_batches(batch, rows, as_rank=None):
+    """This rank's micro-batches of these rows of a batch; as_rank: see prompts.my_micro_batches."""
+    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, as_rank)
 
 
 def rows_of(iteration):
@@ -195,25 +195,26 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
 
 
-def sample(what, iteration, picked, slots=None, stop=parallel.stop_asked):
+def sample(purpose, iteration, row_numbers, slots=None, stop=parallel.stop_asked):
     """
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
-    what: rollout, "refill 0", "refill 1", ...; or eval: held out, one response each, and always
+    purpose: rollout, "refill 0", "refill 1", ...; or eval: held out, one response each, and always
     with the same noise. slots: see rollout.sample_batch; stop: see rollout.generate.
     """
-    rows, noise, samples = train_rows, (seed, what, iteration), group_size
-    if what == "eval":
-        rows, noise, samples = eval_rows, (seed, what, 0), 1
+    rows, noise, samples = train_rows, (seed, purpose, iteration), group_size
+    if purpose == "eval":
+        rows, noise, samples = eval_rows, (seed, purpose, 0), 1
     return sample_batch(  # COLLECTIVE
-        policy, tokenizer, rows, picked, noise, max_new_tokens, temperature, system, device,
+        policy, tokenizer, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
         samples, slots, vllm, environment, stop)
 
 
-def score(what, iteration, batch):
+def score(purpose, iteration, batch):
     """A collective: a sampled batch, with its scores."""
+    rows = eval_rows if purpose == "eval" else train_rows
     return score_batch(  # COLLECTIVE
-        batch, eval_rows if what == "eval" else train_rows, terms, reward_model, judge, tokenizer,
-        reward_tokenizer, micro_batch_size, system, device, iteration)
+        batch, rows, terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
+        system, device, iteration)
 
 
 if max_refills > 0:
@@ -253,15 +254,15 @@ policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 # helpers of the loop
 
 
-def rollout(what, iteration, picked, slots=None):
+def rollout(purpose, iteration, row_numbers, slots=None):
     """A collective: the policy answers the prompts of these data rows, and answers get scores."""
-    run.enter(what)
-    batch = sample(what, iteration, picked, slots)  # COLLECTIVE
+    run.enter(purpose)
+    batch = sample(purpose, iteration, row_numbers, slots)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
-    if what == "rollout":
+    if purpose == "rollout":
         run.enter("score")
     with run.saved_if_it_fails():  # COLLECTIVE
-        batch = score(what, iteration, batch)  # COLLECTIVE
+        batch = score(purpose, iteration, batch)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
     return batch
 
@@ -291,26 +292,26 @@ def compared(batch):
     return batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)
 
 
-def refill(batch, picked, flat):
+def refill(batch, row_numbers, flat):
     """
     A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group is flat if all of
     its scores are equal: then all of its advantages are 0, and it teaches nothing. The group of
     another prompt takes its place, up to max_refills times.
 
-    picked: the data rows of the batch, changed in place. flat: (B / G,) bool, which of its groups
-    are flat. Returns the batch, and which of its groups are still flat.
+    row_numbers: of the data rows in the batch, changed in place. flat: (B / G,) bool, which of its
+    groups are flat. Returns the batch, and which of its groups are still flat.
     """
     for attempt in range(max_refills):
         slots = flat.nonzero().flatten().tolist()  # none, when no group is flat any more
         for slot in slots:
             key = seed, "refill", run.iteration, attempt, slot
-            picked[slot] = other_row(picked[slot], train_rows.mix, *key)
+            row_numbers[slot] = other_row(row_numbers[slot], train_rows.mix, *key)
         if not slots:
             if ahead:
                 ahead.nothing_to_refill(f"refill {attempt}", run.iteration)
             continue
         fresh = rollout(  # COLLECTIVE
-            f"refill {attempt}", run.iteration, [picked[slot] for slot in slots], slots)
+            f"refill {attempt}", run.iteration, [row_numbers[slot] for slot in slots], slots)
         rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
         batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
         batch["index"] = torch.arange(batch_size, device=device)

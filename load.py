@@ -222,8 +222,8 @@ def probe(model):
                                         positions[1:, t:t + 1])  # (1, V)
         decoded = scaled_logits(torch.stack(logits)).log_softmax(-1)  # (3, V)
         decoded = decoded.gather(-1, text[0, 2:, None]).squeeze(-1)  # (3,)
-        chosen = torch.arange(5, device=device)[None] >= 2  # (1, 5): the text's last 3 tokens
-        gap = (decoded - model.logprobs(text, chosen)[0]).abs().max().item()
+        target_mask = torch.arange(5, device=device)[None] >= 2  # (1, 5): the text's last 3 tokens
+        gap = (decoded - model.logprobs(text, target_mask)[0]).abs().max().item()
     except Exception as e:  # of models that decode in other ways
         raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
                        f"{model.config.model_type}: {first_line(e)}") from e

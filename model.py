@@ -5,7 +5,7 @@ log-probs of the tokens of a text, one number for each token, and the next step 
     policy = load_model("out/arithmetic_sft/policy")        # AutoModelForCausalLM
     reward_model = load_model("out/arithmetic_rm/reward_model", "scalar")
                                                             # AutoModelForSequenceClassification
-    logprobs, entropy = policy.logprobs(tokens, chosen)
+    logprobs, entropy = policy.logprobs(tokens, target_mask)
 
 How a log-prob comes about, for one text of T tokens:
 
@@ -79,13 +79,14 @@ class Model(nn.Module):
         cap = getattr(c, "final_logit_softcapping", None)  # Gemma 2
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def logprobs(self, tokens, chosen, temperature=1.0, vocab_size=None, chunk=0, entropy=False):
+    def logprobs(self, tokens, target_mask, temperature=1.0, vocab_size=None, chunk=0,
+                 entropy=False):
         """
         Log-probs of n tokens, and the entropy of the distributions they are from, (n,) float32
         both (float64 if the model is).
 
-        tokens: (b, T), padded on the right. chosen: (b, T) bool, True on the n tokens, never on the
-        first of a row. temperature, vocab_size: see scaled_logits. entropy: False gives 0.
+        tokens: (b, T), padded on the right. target_mask: (b, T) bool, True on the n tokens, never
+        on the first of a row. temperature, vocab_size: see scaled_logits. entropy: False gives 0.
         chunk: how many tokens have logits at a time, 0 = all. With a chunk the logits are computed
         again in the backward pass, so those of all tokens, (n, V), never exist. They are often the
         largest tensor of a run: 8 responses of 1,024 tokens at a vocabulary of 128,256 are 4.2 GB.
@@ -96,19 +97,19 @@ class Model(nn.Module):
             of_tokens = logprobs.gather(-1, ids[:, None]).squeeze(-1)  # (.,)
             return of_tokens, entropy_of(logprobs) if entropy else torch.zeros_like(of_tokens)
 
-        states, ids = states_before(chosen, self.states(tokens)), tokens[chosen]  # (n, d), (n,)
+        states, ids = states_before(target_mask, self.states(tokens)), tokens[target_mask]
         if chunk == 0 or len(ids) <= chunk:
             return read(states, ids)
         parts = [checkpoint(read, *part, use_reentrant=False, preserve_rng_state=False)
                  for part in zip(states.split(chunk), ids.split(chunk), strict=True)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
-    def values(self, tokens, chosen):
+    def values(self, tokens, target_mask):
         """
         The value of the state before each chosen token, (n,): what a value model expects when the
-        token is still to be chosen. tokens, chosen: as in `logprobs`.
+        token is still to be chosen. tokens, target_mask: as in `logprobs`.
         """
-        return self.scalars(states_before(chosen, self.states(tokens)))
+        return self.scalars(states_before(target_mask, self.states(tokens)))
 
     def scores(self, tokens, last):
         """
@@ -216,13 +217,14 @@ def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True
 
     mb: a micro-batch, as prompts.micro_batch makes them. chunk and entropy: see Model.logprobs.
     """
-    found = policy.logprobs(mb["tokens"], mb["chosen"], temperature, vocab_size, chunk, entropy)
+    found = policy.logprobs(mb["tokens"], mb["target_mask"], temperature, vocab_size, chunk,
+                            entropy)
     return tuple(in_rows(x, mb["response_mask"]) for x in found)
 
 
 def response_values(value_model, mb):
     """The value of the state before each response token, (b, R); 0 under the mask."""
-    return in_rows(value_model.values(mb["tokens"], mb["chosen"]), mb["response_mask"])
+    return in_rows(value_model.values(mb["tokens"], mb["target_mask"]), mb["response_mask"])
 
 
 def in_rows(x, mask):
@@ -230,14 +232,14 @@ def in_rows(x, mask):
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
-def states_before(chosen, states):
+def states_before(target_mask, states):
     """
-    The states that choose tokens: states (b, T, d), chosen (b, T) bool -> (n, d).
+    The states that choose tokens: states (b, T, d), target_mask (b, T) bool -> (n, d).
 
     The state that chooses a token is that of the token before it. This is the one place where
     states and tokens are shifted against each other.
     """
-    before = F.pad(chosen[:, 1:], (0, 1))  # (b, T): one place to the left
+    before = F.pad(target_mask[:, 1:], (0, 1))  # (b, T): one place to the left
     # flat, by row number: the backward pass of states[before] adds number by number
     return states.flatten(0, 1).index_select(0, before.flatten().nonzero().squeeze(1))
 

@@ -280,6 +280,6 @@ def is_here(model):
     return model is not None and not next(model.parameters()).is_meta
 
 
-def held(models):
+def present(models):
     """{name: model} of those models of which this rank has more than the shapes."""
     return {name: model for name, model in models.items() if is_here(model)}

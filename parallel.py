@@ -148,21 +148,21 @@ def my_share(items, together=1):
 PADDING = 256  # a micro-batch costs about as much time as so many tokens, beside its own tokens
 
 
-def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, whose=None):
+def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
     """
     This rank's micro-batches of the rows of all ranks: lists of row numbers. Every rank has as many
     micro-batches, some of them empty, for a forward pass of a sharded model is a collective.
 
     lengths: the tokens of each row, of all ranks. A micro-batch has at most micro_batch_size rows;
     or, with micro_batch_tokens, as many as have at most so many tokens, padding included (a row
-    that is longer is alone). whose: (rank, size) instead of this rank's own.
+    that is longer is alone). as_rank: (rank, size) instead of this rank's own.
 
     The rows are sorted, the longest first, and dealt to the ranks like cards: so the ranks have
     about as many tokens, and the rows of a micro-batch about the same length. With lengths of
     5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row
     begins another micro-batch, too, where this one would have more than PADDING tokens of padding.
     """
-    rank, size = whose or rank_and_size()
+    rank, size = as_rank or rank_and_size()
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     dealt = []  # for each rank its micro-batches
     for mine in (order[number::size] for number in range(size)):

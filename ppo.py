@@ -192,9 +192,9 @@ def minibatches(iteration, epoch=0):
     return order.to(device).tensor_split(num_minibatches)
 
 
-def micro_batches(batch, rows, whose=None):
-    """This rank's micro-batches of these rows of a batch; whose: see prompts.my_micro_batches."""
-    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, whose)
+def micro_batches(batch, rows, as_rank=None):
+    """This rank's micro-batches of these rows of a batch; as_rank: see prompts.my_micro_batches."""
+    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, as_rank)
 
 
 def rows_of(iteration):
@@ -202,24 +202,25 @@ def rows_of(iteration):
     return batch_rows(seed, iteration, batch_size, train_rows.mix)
 
 
-def sample(what, iteration, picked, stop=parallel.stop_asked):
+def sample(purpose, iteration, row_numbers, stop=parallel.stop_asked):
     """
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
-    what: rollout, or eval: held out, and always with the same noise. stop: see rollout.generate.
+    purpose: rollout, or eval: held out, and always with the same noise. stop: see rollout.generate.
     """
-    rows, noise = train_rows, (seed, what, iteration)
-    if what == "eval":
-        rows, noise = eval_rows, (seed, what, 0)
+    rows, noise = train_rows, (seed, purpose, iteration)
+    if purpose == "eval":
+        rows, noise = eval_rows, (seed, purpose, 0)
     return sample_batch(  # COLLECTIVE
-        policy, tokenizer, rows, picked, noise, max_new_tokens, temperature, system, device,
+        policy, tokenizer, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
         vllm=vllm, environment=environment, stop=stop)
 
 
-def score(what, iteration, batch):
+def score(purpose, iteration, batch):
     """A collective: a sampled batch, with its scores."""
+    rows = eval_rows if purpose == "eval" else train_rows
     return score_batch(  # COLLECTIVE
-        batch, eval_rows if what == "eval" else train_rows, terms, reward_model, judge, tokenizer,
-        reward_tokenizer, micro_batch_size, system, device, iteration)
+        batch, rows, terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
+        system, device, iteration)
 
 
 vllm = None
@@ -258,15 +259,15 @@ value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as f
 # helpers of the loop
 
 
-def rollout(what, iteration, picked):
+def rollout(purpose, iteration, row_numbers):
     """A collective: the policy answers the prompts of these data rows, and answers get scores."""
-    run.enter(what)
-    batch = sample(what, iteration, picked)  # COLLECTIVE
+    run.enter(purpose)
+    batch = sample(purpose, iteration, row_numbers)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
-    if what == "rollout":
+    if purpose == "rollout":
         run.enter("score")
     with run.saved_if_it_fails():  # COLLECTIVE
-        batch = score(what, iteration, batch)  # COLLECTIVE
+        batch = score(purpose, iteration, batch)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
     return batch
 
@@ -364,9 +365,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             parallel.zero_gradients(gradients)
             if ptx:
                 first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
-                picked = batch_rows(seed, first + number, batch_size // num_minibatches, ptx.mix)
+                examples = batch_rows(seed, first + number, batch_size // num_minibatches, ptx.mix)
                 ptx.add_gradients(  # COLLECTIVE where the policy is sharded
-                    picked, run.loss_scale * ptx_coef, micro_batch_size, precision, sums)
+                    examples, run.loss_scale * ptx_coef, micro_batch_size, precision, sums)
 
             for mb in micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)

@@ -39,23 +39,23 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge=None, ma
         judge.check_rows(rows, path, max_new_tokens, too_long)
     say_special_tokens(rows, ["prompt"], tokenizer, path)
     context = min(model.max_positions for name, model in models.items() if name != "judge")
-    longest, whose = context - max_new_tokens, "the smallest context, less max_new_tokens,"
+    longest, limit_name = context - max_new_tokens, "the smallest context, less max_new_tokens,"
     if longest < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"smallest context of the models, {context}; type a smaller "
                        "--max_new_tokens")
     if 0 < max_prompt_tokens < longest:
-        longest, whose = max_prompt_tokens, "max_prompt_tokens"
-    return encode_prompts(rows, path, tokenizer, longest, whose, too_long)
+        longest, limit_name = max_prompt_tokens, "max_prompt_tokens"
+    return encode_prompts(rows, path, tokenizer, longest, limit_name, too_long)
 
 
-def encode_prompts(rows, path, tokenizer, longest, whose, too_long="error"):
+def encode_prompts(rows, path, tokenizer, longest, limit_name, too_long="error"):
     """
     The ids of each row's prompt, of which `longest` tokens fit: a list of arrays. The toy's
     "123+456=" becomes [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
 
-    whose, too_long: see rows_that_fit. Rows that are dropped are taken out of `rows`, too; a prompt
-    that is cut loses tokens at its beginning, behind BOS. Raises BadInput with the row.
+    limit_name, too_long: see rows_that_fit. Rows that are dropped are taken out of `rows`, too; a
+    prompt that is cut loses tokens at its beginning, behind BOS. Raises BadInput with the row.
     """
     at = at_row(rows, path)
     found = tokenizer.encode_prompts([row["prompt"] for row in rows], at)
@@ -63,7 +63,7 @@ def encode_prompts(rows, path, tokenizer, longest, whose, too_long="error"):
         if not ids:
             with at(number):
                 raise BadInput("the prompt encodes to no token at all")
-    kept = rows_that_fit(rows, path, list(map(len, found)), longest, whose, too_long)
+    kept = rows_that_fit(rows, path, list(map(len, found)), longest, limit_name, too_long)
     keep_rows(rows, kept)
     bos = tokenizer.bos_ids if longest > len(tokenizer.bos_ids) else []
     return [array("i", ids if len(ids) <= longest else bos + ids[len(ids) - longest + len(bos):])
@@ -83,11 +83,11 @@ def say_special_tokens(rows, fields, tokenizer, path):
              f"{found}; for a chat, write a list of {{\"role\", \"content\"}} messages instead")
 
 
-def rows_that_fit(rows, path, lengths, limit, whose, too_long):
+def rows_that_fit(rows, path, lengths, limit, limit_name, too_long):
     """
     The numbers of the rows of these lengths that have at most `limit` tokens, or that the caller
-    will cut. whose: whose limit that is, for messages. too_long: what becomes of longer ones, see
-    the scripts' key: "error" raises BadInput with the row, "drop" leaves them out, "cut" keeps
+    will cut. limit_name: the limit in words, for messages. too_long: what becomes of longer ones,
+    see the scripts' key: "error" raises BadInput with the row, "drop" leaves them out, "cut" keeps
     them. A line says how many are dropped or cut.
     """
     long = [number for number, length in enumerate(lengths) if length > limit]
@@ -95,11 +95,11 @@ def rows_that_fit(rows, path, lengths, limit, whose, too_long):
         return list(range(len(lengths)))
     if too_long == "error":
         with at_row(rows, path)(long[0]):
-            raise BadInput(f"it has {lengths[long[0]]} tokens, and {whose} is {limit}; shorten or "
-                           "drop it, or type --too_long=drop")
+            raise BadInput(f"it has {lengths[long[0]]} tokens, and {limit_name} is {limit}; "
+                           "shorten or drop it, or type --too_long=drop")
     what = "cut" if too_long == "cut" else "dropped"
     warn(f"{path}: {len(long)} of {len(rows)} rows are {what}, as they have more tokens than "
-         f"{whose} of {limit}")
+         f"{limit_name} of {limit}")
     return [number for number, length in enumerate(lengths)
             if length <= limit or too_long == "cut"]
 
@@ -195,14 +195,14 @@ def right_pad(sequences, pad_id):
     return tokens, torch.arange(width) < lengths[:, None]
 
 
-def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, whose=None):
+def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, as_rank=None):
     """
     This rank's micro-batches of some rows of a batch: a generator of dicts like the batch. All
     ranks have about as many tokens, and as many micro-batches, of which some may have no rows.
 
     batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers.
     micro_batch_size: rows of a micro-batch; or as many as have micro_batch_tokens, if that is
-    given. whose: those of rank (number, of how many) instead of this one's.
+    given. as_rank: those of rank (number, of how many) instead of this one's.
 
     Rows of about the same length come together, so that there is little padding. Example, rows
     [0, 1, 2] on one rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
@@ -216,7 +216,7 @@ def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, whose=
         the second:       1 2            row 1
     """
     lengths = batch["attention_mask"].sum(1)[rows].tolist()
-    parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens, whose)
+    parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens, as_rank)
     made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
             for part in parts)
     # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
@@ -229,9 +229,9 @@ def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, whose=
 def micro_batch(batch, rows):
     """
     b rows of the batch, as the models read them: tokens (b, T), each row from its first token on
-    and padded on the right, and chosen (b, T), True on the tokens that the policy sampled. What the
-    batch has of each response token, (B, R), is here (b, R); R and T are only as long as these rows
-    need.
+    and padded on the right, and target_mask (b, T), True on the tokens that the policy sampled.
+    What the batch has of each response token, (B, R), is here (b, R); R and T are only as long as
+    these rows need.
 
     Of no rows, tokens has one row all the same, with nothing chosen in it: where the parameters are
     sharded, all ranks must run the forward, because they gather each layer together.
@@ -244,13 +244,13 @@ def micro_batch(batch, rows):
     mb = {name: x[:, :longest] if x.dim() > 1 and x.shape[1] == R else x for name, x in mb.items()}
     if len(rows) == 0:
         tokens = batch["tokens"].new_zeros(1, 2)
-        return mb | dict(tokens=tokens, chosen=torch.zeros_like(tokens, dtype=torch.bool))
+        return mb | dict(tokens=tokens, target_mask=torch.zeros_like(tokens, dtype=torch.bool))
     tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
     column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
     t = column - mask[:, :-R].sum(1)[:, None]  # (b, T): which token of the response stands there
     inside = (t >= 0) & (t < longest)
-    chosen = inside & mb["response_mask"].gather(1, t.clamp(0, longest - 1))  # (b, T)
-    return mb | dict(tokens=tokens, chosen=chosen)
+    target_mask = inside & mb["response_mask"].gather(1, t.clamp(0, longest - 1))  # (b, T)
+    return mb | dict(tokens=tokens, target_mask=target_mask)
 
 
 def left_aligned(tokens, mask):

@@ -81,8 +81,8 @@ def flat_groups(scores, group_size):
 
 def deviation_of(scores):
     """The standard deviation of the scores (B,) that are there; 0 where there are fewer than 2."""
-    there = scores[~scores.isnan()]
-    return there.std() if len(there) > 1 else torch.zeros(())
+    known = scores[~scores.isnan()]
+    return known.std() if len(known) > 1 else torch.zeros(())
 
 
 # --------------------------------------------------------------------------------------------------

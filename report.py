@@ -56,10 +56,10 @@ def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
         for name in reward_names:
             figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
     if "turn_rewards" in batch:  # responses of several turns
-        there = batch["attention_mask"][:, -mask.shape[1]:]  # (B, R)
+        is_text = batch["attention_mask"][:, -mask.shape[1]:]  # (B, R)
         before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
         figures["turns"] = (mask & ~before).sum(1).double().mean()
-        figures["environment_share"] = ((there & ~mask).sum(1).double() / there.sum(1)).mean()
+        figures["environment_share"] = ((is_text & ~mask).sum(1).double() / is_text.sum(1)).mean()
         if "failed_calls" in batch:
             figures["failed_calls"] = batch["failed_calls"].double().mean()
     figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
@@ -75,13 +75,13 @@ def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
 
 def mean_of(scores):
     """The mean of the scores (B,) that are there: NaN is no score. 0 where none is there."""
-    there = scores[~scores.isnan()]
-    return there.mean() if len(there) else torch.zeros(())
+    known = scores[~scores.isnan()]
+    return known.mean() if len(known) else torch.zeros(())
 
 
-def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
+def samples_of(batch, rows, row_numbers, tokenizer, iteration, reward_names):
     """
-    The first of a batch's responses as dicts for samples.jsonl; picked: the numbers of their rows:
+    The first of a batch's responses as dicts for samples.jsonl; row_numbers: of their data rows:
 
         {"iteration": 20, "row": 0, "prompt": "123+456=", "text": "579", "finished": true,
          "length": 4, "scores": {"scores": 1.5, "accuracy": 1.0, "kl": 0.25, "reward/...": ...}}
@@ -92,7 +92,7 @@ def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
     tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone;
     of a batch that is trained on also "advantage", the mean over the tokens.
     """
-    n = len(picked)
+    n = len(row_numbers)
     columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         columns["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1)
@@ -103,7 +103,7 @@ def samples_of(batch, rows, picked, tokenizer, iteration, reward_names):
         columns["advantage"] = torch.where(mask, batch["advantages"], 0).sum(1) / mask.sum(1)
     columns = {name: x[:n].tolist() for name, x in columns.items()}
     samples = []
-    for i, number in enumerate(picked):
+    for i, number in enumerate(row_numbers):
         mask = batch["response_mask"][i]  # (R,)
         scores = {name: x[i] for name, x in columns.items()}
         texts = texts_of([], {name: batch[name][i:i + 1] for name in (
@@ -247,11 +247,11 @@ def print_models(models, optimizers):
     """A line for each of {name: model}: its size, and the peak learning rate if it is trained."""
     for name, model in models.items():
         count = sum(p.numel() for p in model.parameters())
-        told = "frozen"
+        state = "frozen"
         if name in optimizers:
             lr = optimizers[name].param_groups[0]["lr"] / optimizers[name].scale
-            told = f"trained, learning rate {lr:g}"
-        print(f"{name:<12} {count / 1e6:8.2f}M parameters  {told}")
+            state = f"trained, learning rate {lr:g}"
+        print(f"{name:<12} {count / 1e6:8.2f}M parameters  {state}")
 
 
 def print_samples(samples):
@@ -260,8 +260,8 @@ def print_samples(samples):
         prompt, score = sample["prompt"], sample["scores"].get("scores")
         if not isinstance(prompt, str):
             prompt = " | ".join(f"{message['role']}: {message['content']}" for message in prompt)
-        told = "no score" if score is None else f"score {score:.2f}"
-        print(f"    {one_line(prompt, 300)} -> {one_line(answer_of(sample), 300)}  {told}")
+        scored = "no score" if score is None else f"score {score:.2f}"
+        print(f"    {one_line(prompt, 300)} -> {one_line(answer_of(sample), 300)}  {scored}")
 
 
 def answer_of(sample):

@@ -238,8 +238,8 @@ def score_batch(batch, rows, terms, reward_model, judge, tokenizer, reward_token
     read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
     add_up(batch, terms)
-    there = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
-    audit.check_finite(dict(scores=there), iteration)
+    known = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
+    audit.check_finite(dict(scores=known), iteration)
     return batch
 
 

@@ -262,9 +262,9 @@ if teacher:
                        "trained?")
     known = known.tolist()
     if eval_pairs:
-        told = judge(eval_known)
-        say(f"teacher: {told['eval/accuracy']:.1%} of held-out pairs right, calibration error "
-              f"{told['eval/calibration_error']:.3f}")
+        figures = judge(eval_known)
+        say(f"teacher: {figures['eval/accuracy']:.1%} of held-out pairs right, calibration error "
+              f"{figures['eval/calibration_error']:.3f}")
 else:
     margins = [margin for margin, _ in known if margin != 0]
     confidences = [confidence for _, confidence in known if confidence != 1]
@@ -294,9 +294,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sums = {}
     for part in micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
-        told = torch.tensor([what for _, what in part], dtype=scores.dtype,
+        targets = torch.tensor([what for _, what in part], dtype=scores.dtype,
                             device=device)
-        losses = losses_of(scores, told.view(-1, len(known[0])))  # (b,) each
+        losses = losses_of(scores, targets.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()
         right = {"train/accuracy": scores[:, 0] > scores[:, 1]} if k == 2 else {}

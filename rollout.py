@@ -254,14 +254,14 @@ def warpers(top_k=0, top_p=1.0, min_p=0.0):
     from transformers.generation import (LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper,
                                          TopPLogitsWarper)
 
-    chosen = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if top_k > 0:
-        chosen.append(TopKLogitsWarper(top_k))
+        processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
-        chosen.append(TopPLogitsWarper(top_p))
+        processors.append(TopPLogitsWarper(top_p))
     if min_p > 0:
-        chosen.append(MinPLogitsWarper(min_p))
-    return chosen or None
+        processors.append(MinPLogitsWarper(min_p))
+    return processors or None
 
 
 def draw(logits, uniform, temperature, vocab_size=None):
@@ -295,14 +295,14 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-def sample_batch(policy, tokenizer, rows, picked, noise, max_new_tokens, temperature, system,
+def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, temperature, system,
                  device, samples=1, slots=None, vllm=None, environment=None, stop=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
     samples its share. Where the weights are sharded, or several ranks decode together
     (generate_tp), the sampling is a collective, too.
 
-    rows: all Rows of the data, with the ids of their prompts. picked: the numbers of those that get
+    rows: all Rows of the data, with the ids of their prompts. row_numbers: of those that get
     `samples` responses each. slots: their places in the batch; None: 0, 1, ...
     noise: (seed, purpose, iteration), which with a response's slot and sample decide its noise.
     vllm: the engine that samples in the place of the policy, where the key sampler says so.
@@ -311,11 +311,11 @@ def sample_batch(policy, tokenizer, rows, picked, noise, max_new_tokens, tempera
     Columns (B,) beside those of generate: index, the numbers of the rows; prompt, the number of the
     prompt of each, and slot, its place.
     """
-    slots = range(len(picked)) if slots is None else slots
+    slots = range(len(row_numbers)) if slots is None else slots
     # of each of the B responses: the number of its prompt, its slot, its sample
-    prompt, slot = ([x for x in given for _ in range(samples)] for given in (picked, slots))
-    sample = list(range(samples)) * len(picked)
-    width = max(len(rows.ids[number]) for number in picked)  # one P for all ranks
+    prompt, slot = ([x for x in given for _ in range(samples)] for given in (row_numbers, slots))
+    sample = list(range(samples)) * len(row_numbers)
+    width = max(len(rows.ids[number]) for number in row_numbers)  # one P for all ranks
     tp = system.generate_tp
     numbers = parallel.my_share(range(len(prompt)), tp)  # neighbours decode together
     ids = [rows.ids[prompt[i]] for i in numbers]
@@ -428,9 +428,9 @@ def texts_of(wanted, part, tokenizer):
                  completions=[tokenizer.decode_response(ids[m].tolist())
                               for ids, m in zip(tokens, mask, strict=True)])
     if tokenizer.messages_of:
-        there = part["attention_mask"][:, -R:].cpu()
+        is_text = part["attention_mask"][:, -R:].cpu()
         texts["dialogues"] = [tokenizer.messages_of(ids[t].tolist(), m[t].tolist())
-                              for ids, m, t in zip(tokens, mask, there, strict=True)]
+                              for ids, m, t in zip(tokens, mask, is_text, strict=True)]
         texts["completions"] = [messages[-1]["content"] for messages in texts["dialogues"]]
     return texts
 
@@ -451,9 +451,9 @@ def read_batch(batch, readers, forward, micro_batches, iteration, device):
     with no_grad_forwards(readers.values(), device):
         for mb in micro_batches:
             for name, model in readers.items():
-                said = forward(model, mb)
-                said = said if torch.is_tensor(said) else said[0]  # (b, R)
-                columns[name][mb["index"], :said.shape[1]] = said
+                output = forward(model, mb)
+                output = output if torch.is_tensor(output) else output[0]  # (b, R)
+                columns[name][mb["index"], :output.shape[1]] = output
     add_columns(batch, columns, iteration)  # COLLECTIVE
 
 

@@ -35,7 +35,7 @@ from run_folder import code_files, data_hash, fingerprint, open_run
 from together import agree, alone
 from errors import Lost, Stop
 from loss import gap, gap_limit
-from models import held
+from models import present
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 KL_LIMIT = 30  # nats a response; the toy's good runs stay below 2
@@ -50,7 +50,7 @@ def ranks_agree(config, files, models, tokenizers):
     contents = {f"the content of {file}": sha256(file) for file in code_files(config)}
     contents |= {f"the content of {file}": data_hash(file) for file in files if file}
     weights = {f"the weights of {name}": fingerprint(model)
-               for name, model in held(models).items() if model.path}  # not a new one
+               for name, model in present(models).items() if model.path}  # not a new one
     same = config | contents
     same |= {"the tokenizers": [t.fingerprint for t in tokenizers if t is not None]}
     if not parallel.roles:
@@ -78,7 +78,7 @@ class Run:
                  must_match, sources, token_ids=(), temperature=1.0, ema=None):
         self.out_dir, self.max_iters = out_dir, max_iters
         self.config, self.system = config, system
-        self.models, self.optimizers = held(models), optimizers
+        self.models, self.optimizers = present(models), optimizers
         self.tokenizer, self.device, self.ema = tokenizer, device, ema
         self.rank, self.world_size = parallel.rank_and_size()
         self.trained = {name: models[name] for name in optimizers}
@@ -283,15 +283,15 @@ class Run:
             self.state["warned"] = [*self.state["warned"], what]
             errors.warn(message)
 
-    def log_evaluation(self, batch, rows, picked, reward_names, score):
+    def log_evaluation(self, batch, rows, row_numbers, reward_names, score):
         """
         A collective: the figures of an evaluation, which are also printed, with two of its samples;
-        SAMPLES of them go to samples.jsonl. rows, picked: the held-out rows, and the numbers of
-        those that the batch answers. score: what the run maximises, its mean. With the key
+        SAMPLES of them go to samples.jsonl. rows, row_numbers: the held-out rows, and which of them
+        the batch answers. score: what the run maximises, its mean. With the key
         keep_best, the policy is saved as out_dir/best_policy if that is the best so far.
         """
         record = report.summarize(batch, "eval", reward_names)
-        accuracy, n = record.get("eval/accuracy", 0.0), len(picked)
+        accuracy, n = record.get("eval/accuracy", 0.0), len(row_numbers)
         first, before = self.state["first"] = self.state["first"] or [accuracy, score]
         chance = 2 * (first * (1 - first) / n + 1 / n**2) ** 0.5  # about two standard errors
         if score > before and accuracy < first - chance:
@@ -302,7 +302,7 @@ class Run:
         if self.system.keep_best and report.is_better(score, self.state["best_score"]):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
-        samples = report.samples_of(batch, rows, picked[:SAMPLES], self.tokenizer,
+        samples = report.samples_of(batch, rows, row_numbers[:SAMPLES], self.tokenizer,
                                     self.iteration, reward_names)
         if self.rank == 0:
             status.clear()

@@ -38,8 +38,8 @@ def same_answer(given, truth):
     if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
         return given == truth != ""
     given, truth = plain(given), plain(truth)
-    if len(truth.strip("()")) == 1 and (chosen := CHOICE.fullmatch(given)):
-        given = chosen[1]
+    if len(truth.strip("()")) == 1 and (choice := CHOICE.fullmatch(given)):
+        given = choice[1]
     if squeeze(given) == squeeze(truth) != "":
         return True
     read, wanted = read_answer(given, loose=True), read_answer(truth)

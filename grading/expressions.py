@@ -60,17 +60,17 @@ def math_answer(batch):
     """
     pairs = [(final_answer(text), final_answer(str(row["answer"])))
              for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
-    said = {pair: same_answer(*pair) for pair in pairs}
+    verdicts = {pair: same_answer(*pair) for pair in pairs}
     # wrong as texts and numbers, but perhaps right by algebra; thinking that never ends is not
-    asked = [pair for pair, same in said.items()
+    asked = [pair for pair, same in verdicts.items()
              if not same and pair[0] and "<think>" not in pair[0] and not unlike(*pair)]
     seconds = 0.8 * batch.get("seconds", math.inf)
-    said |= zip(asked, same_expressions(asked, cpus_of_a_rank(), seconds), strict=True)
-    late = sum(said[pair] is None for pair in pairs)
+    verdicts |= zip(asked, same_expressions(asked, cpus_of_a_rank(), seconds), strict=True)
+    late = sum(verdicts[pair] is None for pair in pairs)
     if late:
         print(f"reward 'math': {late} of {len(pairs)} answers were not compared in "
               f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
-    return [float(bool(said[pair])) for pair in pairs]
+    return [float(bool(verdicts[pair])) for pair in pairs]
 
 
 def unlike(given, truth):
@@ -108,8 +108,8 @@ def same_expressions(pairs, workers, seconds):
     parts = [short[i::workers] for i in range(workers)]
     # OpenMP may have pinned this thread to one CPU, and new threads and processes inherit that
     with ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS)) as pool:
-        said = pool.map(lambda part: ask([pairs[i] for i in part], end), parts)
-        for part, answers in zip(parts, said, strict=True):
+        verdicts = pool.map(lambda part: ask([pairs[i] for i in part], end), parts)
+        for part, answers in zip(parts, verdicts, strict=True):
             for i, same in zip(part, answers, strict=True):
                 found[i] = same
     return found
@@ -117,25 +117,25 @@ def same_expressions(pairs, workers, seconds):
 
 def ask(pairs, end):
     """The same by one process after the other. end: when it must be over, by time.monotonic()."""
-    said = []
-    while len(said) < len(pairs):
+    verdicts = []
+    while len(verdicts) < len(pairs):
         left = end - time.monotonic()
         if left <= 0:
-            return said + [None] * (len(pairs) - len(said))
-        lines = [str(SECONDS), *map(json.dumps, pairs[len(said):])]
+            return verdicts + [None] * (len(pairs) - len(verdicts))
+        lines = [str(SECONDS), *map(json.dumps, pairs[len(verdicts):])]
         try:
             written = subprocess.run(
                 [sys.executable, "-c", WORKER], input="\n".join(lines).encode(),
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
                 timeout=None if left == math.inf else left).stdout
         except subprocess.TimeoutExpired as e:
-            said += [line == b"1" for line in (e.stdout or b"").splitlines()[1:]]
+            verdicts += [line == b"1" for line in (e.stdout or b"").splitlines()[1:]]
             continue  # there is no time left
         answers = written.splitlines()
         if not answers:
             raise Stop("the reward 'math' could not start math-verify; does python -c 'import "
                        "math_verify' work?")
-        said += [line == b"1" for line in answers[1:]]
-        if len(said) < len(pairs):
-            said.append(False)  # the pair at which the process has ended
-    return said
+        verdicts += [line == b"1" for line in answers[1:]]
+        if len(verdicts) < len(pairs):
+            verdicts.append(False)  # the pair at which the process has ended
+    return verdicts

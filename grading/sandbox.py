@@ -183,15 +183,15 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
                 finally:
                     if cut:
                         kill(process, info)
-            said = os.pread(errors.fileno(), 1000, 0).decode("utf-8", "replace")
-            said = said.strip().splitlines()
+            lines = os.pread(errors.fileno(), 1000, 0).decode("utf-8", "replace")
+            lines = lines.strip().splitlines()
     except OSError as e:
         raise Stop(f"the sandbox did not start: {e}") from e
     code = process.returncode
     # the ready byte never came, or somebody killed bwrap
     if not written and cut != "out of time" or not cut and code < 0:
         happened = "died" if written else "did not start"
-        raise Stop(f"the sandbox {happened}: {said[-1] if said else cut or f'exit code {code}'}")
+        raise Stop(f"the sandbox {happened}: {lines[-1] if lines else cut or f'exit code {code}'}")
     endings = {0: None, OUT_OF_MEMORY: "memory", 128 + signal.SIGXCPU: "timeout",
                128 + signal.SIGKILL: "killed"}
     ending = cut or endings.get(code, "error" if code < 128 else "crash")
@@ -325,8 +325,8 @@ def isolation(bwrap, as_root):
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    said = subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
-    if "--size" in said:  # from bwrap 0.7 on
+    known = subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
+    if "--size" in known:  # from bwrap 0.7 on
         arguments += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     else:  # no size could be set, so /tmp is read-only
         arguments += ["--dir", "/tmp"]

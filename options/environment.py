@@ -91,7 +91,7 @@ class Environment:
         """
         B, tokenizer = len(prompts), self.tokenizer
         ids, own, logprobs, paid = ([[] for _ in prompts] for _ in range(4))  # a number a token
-        said = [opening(tokenizer, row["prompt"]) for row in rows]  # the messages so far
+        dialogues = [opening(tokenizer, row["prompt"]) for row in rows]  # the messages so far
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
             contexts = [[*prompts[i], *ids[i]] for i in live]
@@ -109,9 +109,9 @@ class Environment:
                 logprobs[i] += old[n][:count]
                 if batch["finished"][n]:  # else nobody knows what it would have said
                     text = tokenizer.decode_response(new)
-                    said[i] = joined(said[i], [dict(role="assistant", content=text)])
+                    dialogues[i] = joined(dialogues[i], [dict(role="assistant", content=text)])
                     asked.append(i)
-            replies = self.ask([said[i] for i in asked], [rows[i] for i in asked], [
+            replies = self.ask([dialogues[i] for i in asked], [rows[i] for i in asked], [
                 (*noise, names[0][i], names[1][i], turn) for i in asked], failed, asked)
             live = []
             for i, (message, reward) in zip(asked, replies, strict=True):
@@ -121,7 +121,7 @@ class Environment:
                     continue
                 extra = self.between(message, ids[i][-1] in tokenizer.eos_ids)
                 if turn + 1 < self.max_turns and len(ids[i]) + len(extra) < length:
-                    said[i] = [*said[i], message]
+                    dialogues[i] = [*dialogues[i], message]
                     ids[i] += extra
                     own[i] += [False] * len(extra)
                     paid[i] += [0.0] * len(extra)
@@ -136,10 +136,10 @@ class Environment:
                                 dtype=dtype).view(B, length)
 
         tokens, mask = left_pad(prompts, tokenizer.pad_id, width)  # (B, P) each
-        there = padded([[True] * len(x) for x in ids], False, torch.bool)  # (B, R)
+        is_text = padded([[True] * len(x) for x in ids], False, torch.bool)  # (B, R)
         sampled = dict(
             tokens=torch.cat([tokens, padded(ids, tokenizer.pad_id, torch.int64)], 1),
-            attention_mask=torch.cat([mask, there], 1),
+            attention_mask=torch.cat([mask, is_text], 1),
             response_mask=padded(own, False, torch.bool),
             sampler_logprobs=padded(logprobs, 0.0, dtype),
             turn_rewards=padded(paid, 0.0, dtype),

@@ -200,8 +200,8 @@ class Judge:
                 if length > limit:
                     length = len(self.encode_whole(row, empty))
             lengths.append(length)
-        whose = "the judge's context, less max_new_tokens for each response,"
-        keep_rows(rows, rows_that_fit(rows, path, lengths, limit, whose,
+        limit_name = "the judge's context, less max_new_tokens for each response,"
+        keep_rows(rows, rows_that_fit(rows, path, lengths, limit, limit_name,
                                       "drop" if too_long == "drop" else "error"))
 
 

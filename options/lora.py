@@ -182,16 +182,16 @@ def adaptable(base, targets):
              and f"{base.hf.base_model_prefix}.{name}.weight" not in base.unread]
     if has_experts(base.hf.config):
         say("lora: the experts' own weights are no linear maps to an adapter, and stay frozen")
-    chosen = set()
+    matching = set()
     for target in filter(None, targets.split(",")):
         # layers.0.self_attn.q_proj is q_proj, q, or self_attn.q_proj
         fits = {n for n in names if f".{n}".endswith((f".{target}", f".{target}_proj"))}
         if not fits:
-            there = sorted({name.rpartition(".")[2] for name in names})
+            known = sorted({name.rpartition(".")[2] for name in names})
             raise BadInput(f"LoRA target {target!r}: this model has no such linear map; it has "
-                           f"{', '.join(there)}")
-        chosen |= fits
-    return [name for name in names if not chosen or name in chosen]
+                           f"{', '.join(known)}")
+        matching |= fits
+    return [name for name in names if not matching or name in matching]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -293,9 +293,9 @@ def load_adapted(base, folder, head="lm", base_path=""):
     prefix = f"base_model.model.{base.hf.base_model_prefix}."
     names = [name.partition(".lora_A.")[0].removeprefix(prefix)
              for name in tensors if ".lora_A." in name]
-    there = {name for name, m in base.hf.base_model.named_modules() if is_linear(m)}
-    if set(names) - there:
-        raise BadInput(f"{folder}: the adapter is for {min(set(names) - there)!r}, which this "
+    known = {name for name, m in base.hf.base_model.named_modules() if is_linear(m)}
+    if set(names) - known:
+        raise BadInput(f"{folder}: the adapter is for {min(set(names) - known)!r}, which this "
                        "model does not have as a linear map; was it trained on it?")
     rank, alpha = int(settings["r"]), settings["lora_alpha"]
     if settings.get("use_rslora"):  # then peft scales by alpha / sqrt(rank)

@@ -109,7 +109,7 @@ def begin(ranks, rank, timeout):
 # messages
 
 
-def send(to, label, tensors=(), keep=1, **said):
+def send(to, label, tensors=(), keep=1, **fields):
     """
     Send {name: tensor}, and what is said with it, to another role. All ranks of this role call it,
     and the first one sends. tensors: a dict, or pairs that are made one by one; where that is a
@@ -128,39 +128,39 @@ def send(to, label, tensors=(), keep=1, **said):
         body = t.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8)
         header = dict(name=name, shape=list(t.shape), dtype=str(t.dtype).removeprefix("torch."))
         sent[to][-1] += post(to, header | dict(label=label), body)
-    sent[to][-1] += post(to, said | dict(label=label))
+    sent[to][-1] += post(to, fields | dict(label=label))
 
 
-def post(to, said, body=()):
+def post(to, fields, body=()):
     """On the first rank: send a text and bytes to another role. Returns [(work, buffer), ...]."""
-    text = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    text = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
     buffers = [torch.tensor([len(text), len(body)]), text] + [body] * (len(body) > 0)
     return [(with_role(to, dist.isend, t, parallel.roles[to][0], way), t) for t in buffers]
 
 
 def receive(source, label, use=None):
     """
-    A collective of this role: ({name: tensor}, what was said) of a message of another role. label:
-    what is due; None: anything. use: a function of (name, tensor), which takes each as it comes;
-    then none are returned. Raises Stop in the words of a role that has failed, and Ended where the
-    trainers have left.
+    A collective of this role: ({name: tensor}, the other fields) of a message of another role.
+    label: what is due; None: anything. use: a function of (name, tensor), which takes each as it
+    comes; then none are returned. Raises Stop in the words of a role that has failed, and Ended
+    where the trainers have left.
     """
     tensors = {}
     while True:
         text, size = take(source, 2, torch.int64).tolist()
-        said = json.loads(bytes(take(source, text).tolist()))
+        fields = json.loads(bytes(take(source, text).tolist()))
         body = take(source, size)
-        if "error" in said:
-            raise (BadConfig if said["bad_input"] else Stop)(said["error"])
-        if "ended" in said:
+        if "error" in fields:
+            raise (BadConfig if fields["bad_input"] else Stop)(fields["error"])
+        if "ended" in fields:
             raise Ended
-        if label is not None and said["label"] != list(label):
-            raise Stop(f"{parallel.phase}: the ranks that {source} have sent {said['label']} where "
-                       f"those that {parallel.role} wait for {list(label)}")
-        if "name" not in said:  # that was all
-            return tensors, said
-        t = body.view(getattr(torch, said["dtype"])).view(said["shape"])
-        (use or tensors.__setitem__)(said["name"], t)
+        if label is not None and fields["label"] != list(label):
+            raise Stop(f"{parallel.phase}: the ranks that {source} have sent {fields['label']} "
+                       f"where those that {parallel.role} wait for {list(label)}")
+        if "name" not in fields:  # that was all
+            return tensors, fields
+        t = body.view(getattr(torch, fields["dtype"])).view(fields["shape"])
+        (use or tensors.__setitem__)(fields["name"], t)
 
 
 def take(source, size, dtype=torch.uint8):
@@ -220,11 +220,11 @@ def wait_for_the_end():
             receive("train", None)
 
 
-def tell(others, **said):
+def tell(others, **fields):
     """Send these other roles, where there are any, words in the place of what they wait for."""
     for to in others:
         if leads and to in parallel.roles and to != parallel.role:
-            sent[to].append(post(to, said))
+            sent[to].append(post(to, fields))
 
 
 def fail(error):

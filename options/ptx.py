@@ -35,13 +35,13 @@ class Ptx:
                                         system.too_long)
         self.policy, self.tokenizer, self.system, self.device = policy, tokenizer, system, device
 
-    def add_gradients(self, picked, weight, micro_batch_size, precision, sums):
+    def add_gradients(self, row_numbers, weight, micro_batch_size, precision, sums):
         """
         A collective where the policy is sharded. The mean loss over the tokens of these examples,
         of all ranks, times `weight`, goes into the gradients; this rank's losses are added to
         sums["loss/ptx"], see report.add_up.
         """
-        examples = [self.examples[i] for i in picked]  # of all ranks
+        examples = [self.examples[i] for i in row_numbers]  # of all ranks
         for part in micro_batches_of(examples, tokens_of_example, micro_batch_size,
                                      self.system.micro_batch_tokens):
             with precision:

@@ -44,7 +44,7 @@ import parallel
 from audit import as_words, audit, first_word, watched, weighted_sum
 from checkpoint import read_tensors
 from errors import BadConfig, Lost, Stop
-from models import dtypes, held, matrices_of
+from models import dtypes, present, matrices_of
 from options import messages
 from parallel import all_gather, fill, gather, is_shard, my_part, wire
 from prompts import micro_batch
@@ -62,7 +62,7 @@ def check_ahead(system):
 class Ahead:
     """
     Batches that are sampled ahead of the update, here or by ranks of their own. A batch has a
-    label, (what, iteration): what is rollout, eval, "refill 0", "refill 1", ...
+    label, (purpose, iteration): what is rollout, eval, "refill 0", "refill 1", ...
 
     system: the shared keys. models: {name: model} of the run. max_iters, max_refills: keys of
     the script; eval_interval: too, 0 where nothing is held out. The others are functions of the
@@ -78,7 +78,7 @@ class Ahead:
             raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score "
                             "do not look for one; write one there, or leave score out of roles")
         self.system, self.device = system, device
-        self.models = watched.models = held(models)
+        self.models = watched.models = present(models)
         self.max_iters, self.max_refills = max_iters, max_refills
         self.eval_interval, self.rows_of = eval_interval, rows_of
         self.sample_now, self.score_here = sample, score
@@ -126,10 +126,10 @@ class Ahead:
         """How many updates ago the policy was that has sampled the batch of an iteration."""
         return iteration - self.version[iteration]
 
-    def sample(self, what, iteration, picked, *slots):
+    def sample(self, purpose, iteration, row_numbers, *slots):
         """A collective, in the place of the script's `sample`: a whole batch, not yet scored."""
-        if what != "rollout":
-            return self.sample_now(what, iteration, picked, *slots)  # COLLECTIVE
+        if purpose != "rollout":
+            return self.sample_now(purpose, iteration, row_numbers, *slots)  # COLLECTIVE
         # not earlier: a stop while a batch is scored, or groups of it are sampled again, saves it
         self.sampled.pop(iteration - 1, None)
         self.have(iteration + (0 if self.from_generators else self.system.staleness))  # COLLECTIVE
@@ -144,28 +144,28 @@ class Ahead:
             else:
                 self.sampled[k] = self.sample_now("rollout", k, self.rows_of(k))  # COLLECTIVE
 
-    def score(self, what, iteration, batch):
+    def score(self, purpose, iteration, batch):
         """
         A collective, in the place of the script's `score`: a batch with its scores. Scorers with a
         reference also add ref_logprobs (B, R).
         """
         if "score" not in parallel.roles:
-            return self.score_here(what, iteration, batch)  # COLLECTIVE
-        label = what, iteration
-        if what != "rollout" or iteration not in self.from_generators:
+            return self.score_here(purpose, iteration, batch)  # COLLECTIVE
+        label = purpose, iteration
+        if purpose != "rollout" or iteration not in self.from_generators:
             messages.send("score", label, batch, self.keep)
         columns, _ = self.receive("score", label)  # COLLECTIVE
         return batch | columns
 
-    def nothing_to_refill(self, what, iteration):
+    def nothing_to_refill(self, purpose, iteration):
         """Scorers wait for each refill: there is none this time."""
         if "score" in parallel.roles:
-            messages.send("score", (what, iteration))
+            messages.send("score", (purpose, iteration))
 
     def receive(self, source, label):
         """A collective: a message of another role; its tensors are on the device."""
-        tensors, said = messages.receive(source, label)  # COLLECTIVE
-        return {name: t.to(self.device) for name, t in tensors.items()}, said
+        tensors, fields = messages.receive(source, label)  # COLLECTIVE
+        return {name: t.to(self.device) for name, t in tensors.items()}, fields
 
     def share_weights(self, version):
         """
@@ -209,10 +209,10 @@ class Ahead:
         if parallel.role in ("", "train"):
             return
         try:
-            _, said = messages.receive("train", ("begin", 0))  # COLLECTIVE
+            _, fields = messages.receive("train", ("begin", 0))  # COLLECTIVE
             generates = parallel.role == "generate"
             work = self.sample_for_trainers if generates else self.score_for_trainers
-            work(said["start"], said["kept"])  # COLLECTIVE
+            work(fields["start"], fields["kept"])  # COLLECTIVE
             parallel.phase = "the end"
             messages.wait_for_the_end()  # COLLECTIVE
         except messages.Ended:
@@ -245,24 +245,25 @@ class Ahead:
     def score_for_trainers(self, start, kept):
         """A collective of the scorers: score each batch, and read it with the reference."""
         frozen, interval = {}, self.system.sync_check_interval
-        for what, k in to_score(start, self.max_iters, self.max_refills, self.eval_interval):
-            from_generators = what == "rollout" and "generate" in parallel.roles and k not in kept
-            parallel.phase = f"iteration {k}, waiting for {what}"
+        for purpose, k in to_score(start, self.max_iters, self.max_refills, self.eval_interval):
+            from_generators = (purpose == "rollout" and "generate" in parallel.roles
+                               and k not in kept)
+            parallel.phase = f"iteration {k}, waiting for {purpose}"
             sampled, _ = self.receive(  # COLLECTIVE
-                "generate" if from_generators else "train", (what, k))
+                "generate" if from_generators else "train", (purpose, k))
             if not sampled:  # no place to refill
                 continue
             parallel.phase = f"iteration {k}, score"
             with told_if_it_fails():  # COLLECTIVE
-                if what == "rollout" and (k % interval == 0 or k == start):
+                if purpose == "rollout" and (k % interval == 0 or k == start):
                     audit(self.models, frozen, k)  # COLLECTIVE
-                batch = self.score_here(what, k, sampled)  # COLLECTIVE
+                batch = self.score_here(purpose, k, sampled)  # COLLECTIVE
                 reader = dict(ref_logprobs=self.models.get("ref_policy"))
-                steps = self.minibatches(k) if what == "rollout" else [batch["index"]]
+                steps = self.minibatches(k) if purpose == "rollout" else [batch["index"]]
                 read_batch(batch, reader, self.forward,  # COLLECTIVE
                            self.micro_batches_of_trainers(batch, steps), k, self.device)
             columns = {name: t for name, t in batch.items() if name not in sampled}
-            messages.send("train", (what, k), columns, self.keep)
+            messages.send("train", (purpose, k), columns, self.keep)
 
     def micro_batches_of_trainers(self, batch, steps):
         """
@@ -273,10 +274,10 @@ class Ahead:
         rank, size = parallel.rank_and_size()
         trainers = len(parallel.roles["train"])
         for rows in steps:
-            for whose in range(rank, math.ceil(trainers / size) * size, size):
-                part = min(whose, trainers - 1), trainers
+            for number in range(rank, math.ceil(trainers / size) * size, size):
+                part = min(number, trainers - 1), trainers
                 for mb in self.micro_batches(batch, rows, part):
-                    yield mb if whose < trainers else micro_batch(batch, rows[:0])
+                    yield mb if number < trainers else micro_batch(batch, rows[:0])
 
 
 def versions(start, max_iters, staleness, kept=()):
@@ -322,9 +323,9 @@ def checksum_of(parts):
 def take_weights(policy, version):
     """A collective of the generators: the policy becomes this version. Returns its checksum."""
     own = dict(policy.named_parameters())
-    _, said = messages.receive(  # COLLECTIVE; of a sharded copy only this rank's part stays
+    _, fields = messages.receive(  # COLLECTIVE; of a sharded copy only this rank's part stays
         "train", ("weights", version), lambda name, t: fill(own[name], t))
-    return said["checksum"]
+    return fields["checksum"]
 
 
 def check_copy(policy, version, checksum, iteration):

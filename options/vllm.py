@@ -257,8 +257,8 @@ def serve(socket_number, memory_number, parent):
             else:
                 answer = sample(llm, **given)
         except Exception as e:  # vLLM's own, of any class
-            said = " ".join(str(e).split())[:300]  # of pydantic, the first line says nothing
-            answer = e if isinstance(e, Lost) else Lost(f"vLLM: {type(e).__name__}: {said}")
+            words = " ".join(str(e).split())[:300]  # of pydantic, the first line says nothing
+            answer = e if isinstance(e, Lost) else Lost(f"vLLM: {type(e).__name__}: {words}")
         connection.send(answer)
 
 

@@ -139,7 +139,7 @@ def test_nothing_reads_memory_that_was_never_written(kernels):
         out = generate(policy, prompts, 12, eos_ids=range(0, 97, 9), batch_size=2)
         tokens, mask = out["tokens"], out["attention_mask"]
         mb = micro_batch(dict(tokens=tokens, attention_mask=mask, response_mask=out["response_mask"]), torch.arange(3))
-        return out["tokens"], out["sampler_logprobs"], policy.logprobs(mb["tokens"], mb["chosen"])[0]
+        return out["tokens"], out["sampler_logprobs"], policy.logprobs(mb["tokens"], mb["target_mask"])[0]
 
     want = run()
     torch.use_deterministic_algorithms(True)

@@ -65,15 +65,15 @@ def test_micro_batches_by_enumeration():
             parts = list(my_micro_batches(batch, wanted, size, most, (rank, ranks)))
             counts.append(len(parts))
             for mb in parts:
-                assert mb["tokens"].shape == mb["chosen"].shape and not mb["chosen"][:, 0].any()
+                assert mb["tokens"].shape == mb["target_mask"].shape and not mb["target_mask"][:, 0].any()
                 assert mb["response_mask"].shape == mb["logprobs"].shape and "attention_mask" not in mb
                 if len(mb["index"]) == 0:
-                    assert mb["tokens"].shape == (1, 2) and not mb["chosen"].any() and mb["logprobs"].shape == (0, 1)
+                    assert mb["tokens"].shape == (1, 2) and not mb["target_mask"].any() and mb["logprobs"].shape == (0, 1)
                     continue
                 for i, row in enumerate(mb["index"].tolist()):
                     p, r = prompts[row].item(), responses[row].item()
                     assert mb["tokens"][i, :p + r].tolist() == tokens[row, mask[row]].tolist()
-                    assert mb["chosen"][i].nonzero().flatten().tolist() == list(range(p, p + r))
+                    assert mb["target_mask"][i].nonzero().flatten().tolist() == list(range(p, p + r))
                     assert mb["response_mask"][i].sum() == r and torch.equal(mb["logprobs"][i, :r], batch["logprobs"][row, :r])
                 lengths = mask[mb["index"]].sum(1)
                 assert mb["tokens"].shape[1] == lengths.max() and mb["logprobs"].shape[1] == responses[mb["index"]].max()

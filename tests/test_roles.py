@@ -192,11 +192,11 @@ STOPS_IN_A_REFILL = """
 import os, signal
 import rollout
 sample = rollout.sample_batch
-def asked(policy, tokenizer, rows, picked, noise, *rest, **more):
+def asked(policy, tokenizer, rows, row_numbers, noise, *rest, **more):
     _, purpose, iteration = noise
     if purpose.startswith("refill") and iteration >= 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    return sample(policy, tokenizer, rows, picked, noise, *rest, **more)
+    return sample(policy, tokenizer, rows, row_numbers, noise, *rest, **more)
 rollout.sample_batch = asked
 """
 
