@@ -10,7 +10,8 @@ from options.four_bits import check_four_bits, quantize
 from options.optimizers import check_optimizers
 from errors import BadConfig
 from model import freeze
-from scratch import from_scratch, probe
+from load import probe
+from scratch import from_scratch
 from tools import dry_run
 
 import tiny
