@@ -1,7 +1,7 @@
 """
 GRPO on the built-in addition task, with rules as the reward: a right answer scores 1, and
 thinking in the right form 0.1. There is no reward model and no value model. About a minute on two
-CPU cores; the README has the accuracies to expect.
+CPU cores; the README has the accuracies.
 
     python grpo.py config/arithmetic_grpo.py       # after config/arithmetic_sft.py
 """

@@ -1,10 +1,10 @@
 """
 GRPO on the built-in addition task with a judge as the reward: a language model that was trained to
-grade sums. The true answers are used for nothing but the curve of the accuracy.
+grade sums. The true answers are only used for the curve of the accuracy.
 
-Where all answers of a group are right, what is left of the judge's score is noise. Divided by the
-group's deviation the noise would be as loud as the difference between right and wrong: so there is
-no division here, and a larger KL penalty. On top of arithmetic_grpo.py, after
+Where all answers of a group are right, only noise is left in the judge's scores. A division by the
+group's deviation would make this noise as large as the difference between right and wrong. So there
+is no division here, and a larger KL penalty. Behind arithmetic_grpo.py, after
 arithmetic_judge_sft.py:
 
     python grpo.py config/arithmetic_grpo.py config/arithmetic_judge_grpo.py

@@ -1,6 +1,6 @@
 """
 SFT of a judge for the built-in addition task: it reads a problem and an answer, and says A (right)
-or B (wrong). It begins as the SFT model, which knows the sums already, and learns to see slips.
+or B (wrong). It starts as the SFT model, which already knows the sums, and learns to see mistakes.
 
     python data/arithmetic/judge.py                # after config/arithmetic_sft.py
     python sft.py config/arithmetic_judge_sft.py

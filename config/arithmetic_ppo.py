@@ -1,10 +1,9 @@
 """
-PPO on the built-in addition task with the *learned* reward model. The true answers are used for
-nothing but the curve of the accuracy. About a minute on two CPU cores; the README has the
-accuracies to expect.
+PPO on the built-in addition task with the *learned* reward model. The true answers are only used
+for the curve of the accuracy. About a minute on two CPU cores; the README has the accuracies.
 
-The KL penalty keeps the policy near the SFT model, where the reward model is right: see
-arithmetic_overoptimize.py for what happens without it.
+The KL penalty keeps the policy near the SFT model, where the reward model is right;
+arithmetic_overoptimize.py shows what happens without it.
 
     python ppo.py config/arithmetic_ppo.py         # after config/arithmetic_rm.py
 """

@@ -1,6 +1,6 @@
 """
-GRPO with several turns: the policy calls a calculator, hears what it says, and answers. The reward
-is whether the last answer is right. About a minute on two CPU cores.
+GRPO with several turns: the policy calls a calculator, reads the product, and answers. The reward
+is 1 if the last answer is right. About a minute on two CPU cores.
 
     python grpo.py config/calculator_grpo.py       # after config/calculator_sft.py
 """

@@ -1,6 +1,6 @@
 """
-The SFT model of the task calculator: products of three digits, with a calculator that it calls in
-3 of 10 answers. About a minute on two CPU cores.
+The SFT model of the task calculator: products of numbers of three digits. In 3 of 10 answers it
+calls a calculator. About a minute on two CPU cores.
 
     python data/calculator/prepare.py
     python sft.py config/calculator_sft.py

@@ -2,7 +2,7 @@
 SFT on the one-line programs of data/code: a GPT-2 of 0.5M parameters from scratch, on a laptop. A
 few minutes on two CPU cores.
 
-It learns to do as the demonstrations do: 1 program in 4 is right, and each other one has a
+It learns to do as the demonstrations do: 1 program in 4 is right, and each of the others has a
 mistake.
 
     python data/code/prepare.py

@@ -1,14 +1,14 @@
 r"""
 DAPO (arXiv 2503.14476): clip-higher (equation 10), dynamic sampling (equation 11), every token
 weighs the same (equation 12), and the soft punishment of overlong responses (equation 13: the
-reward `length`); no KL. On top of a task:
+reward `length`); no KL. Behind the config of a task:
 
     python grpo.py config/arithmetic_grpo.py config/dapo.py \
         "--reward_functions=2*accuracy,length" --refill_by=accuracy
 
 2*accuracy: the paper's reward is +1 for a right answer and -1 for a wrong one, a difference of 2.
-refill_by: the paper replaces groups in which all answers are right or all are wrong, until the
-batch is full. Here it is tried 3 times; groups that are still flat then are not trained on.
+refill_by: the paper replaces groups with only right or only wrong answers, until the batch is full.
+Here that is tried 3 times; groups that are still flat then are not trained on.
 """
 scale_by = "std"
 aggregation = "token-mean"

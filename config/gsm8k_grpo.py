@@ -1,14 +1,14 @@
 """
 GRPO of Qwen2.5-1.5B-Instruct on GSM8K, with rules as the reward: the right number scores 1, and
-the form <think>...</think> 0.1. 128 problems x 8 answers an iteration, one step on each. The
+the form <think>...</think> 0.1. 128 problems x 8 answers an iteration, one step on each batch. The
 algorithm is config/grpo.py's, with DAPO's token mean and a small KL. The numbers are our choice,
 within what published recipes use (learning rate 1e-6, groups of 8, 1,024 tokens).
 
     python data/gsm8k/prepare.py --chat
     torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py
 
-Meant for 8 GPUs of 80 GB, each of which holds everything: about 26 GiB of weights, gradients and
-Adam states, by arithmetic. We have not run it: no result is promised.
+Meant for 8 GPUs of 80 GB; each has the whole models: about 26 GiB of weights, gradients and Adam
+states, by arithmetic. We have not run it: no result is promised.
 """
 out_dir = "out/gsm8k_grpo"
 policy_path = "Qwen/Qwen2.5-1.5B-Instruct"

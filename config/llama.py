@@ -1,13 +1,13 @@
 """
-PPO on Llama 3.2 1B, the shape of a real run: an instruct model as the SFT policy, a reward model
-of 1B of the same family, bf16 autocast, TL;DR posts as chat prompts. Change the models and the
-prompts to yours.
+PPO on Llama 3.2 1B, with the sizes of a real run: an instruct model as the SFT policy, a reward
+model of 1B of the same family, bf16 autocast, TL;DR posts as chat prompts. Replace the models and
+the prompts by yours.
 
     python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.2-1B-Instruct
     torchrun --nproc_per_node=8 ppo.py config/llama.py
 
-Meant for 8 GPUs of 80 GB, each of which holds everything: about 42 GiB of weights, gradients and
-Adam states, by arithmetic.
+Meant for 8 GPUs of 80 GB; each has the whole models: about 42 GiB of weights, gradients and Adam
+states, by arithmetic.
 
 Both models are on the Hugging Face hub, where meta-llama's asks for your consent. We have not run
 it: no result is promised.

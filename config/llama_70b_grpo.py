@@ -1,19 +1,19 @@
 """
 GRPO on Llama 3.1 70B over four machines of 8 GPUs: policy and reference are sharded over all 32,
-and to sample, the 8 GPUs of a machine hold one copy of the policy together (generate_tp), in 16
-bits. On top of gsm8k_grpo.py:
+and the 8 GPUs of a machine sample with one copy of the policy (generate_tp), in 16 bits. Behind
+gsm8k_grpo.py:
 
     python data/gsm8k/prepare.py --chat
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_id=1 --rdzv_backend=c10d \\
         --rdzv_endpoint=HOST:29500 grpo.py config/gsm8k_grpo.py config/llama_70b_grpo.py
 
-Meant for 32 GPUs of 80 GB, with a fast network between the machines. Of weights, gradients and Adam
-states each holds, by arithmetic, about 37 GiB, and of the copy that samples 17 GiB.
+Meant for 32 GPUs of 80 GB, with a fast network between the machines. Each has, by arithmetic,
+about 37 GiB of weights, gradients and Adam states, and 17 GiB of the copy that samples.
 
-A checkpoint, weights (282 GB in fp32) and Adam's states (564 GB), takes 847 GB on the disk, twice
-that while the next one is written. The first machine puts the weights together in its CPU's memory.
-The model is on the Hugging Face hub, where it asks for your consent. We have not run it: no result
-is promised.
+A checkpoint, weights (282 GB in fp32) and Adam's states (564 GB), takes 847 GB on the disk, and
+twice as much while the next one is written. Then the first machine has all weights in its CPU's
+memory. The model is on the Hugging Face hub, where it asks for your consent. We have not run it: no
+result is promised.
 """
 out_dir = "out/llama_70b_grpo"
 policy_path = "meta-llama/Llama-3.1-70B-Instruct"

@@ -1,12 +1,12 @@
 """
-PPO on Llama 3.1 8B, four models of 8B: bf16 autocast over fp32 weights, and everything that can
-be is split over the GPUs.
+PPO on Llama 3.1 8B, four models of 8B: bf16 autocast over fp32 weights, and all models are split
+over the GPUs.
 
     python data/tldr/prepare.py --chat --tokenizer=meta-llama/Llama-3.1-8B-Instruct
     torchrun --nproc_per_node=8 ppo.py config/llama_8b.py
 
-Meant for 8 GPUs of 80 GB, each of which holds, by arithmetic, about 33 GiB of weights, gradients
-and Adam states, and in a rollout 17 GiB more: the policy, gathered.
+Meant for 8 GPUs of 80 GB. Each has, by arithmetic, about 33 GiB of weights, gradients and Adam
+states, and in a rollout 17 GiB more: the whole policy.
 
 Both models are on the Hugging Face hub, where meta-llama's asks for your consent. We have not run
 it: no result is promised.

@@ -9,7 +9,7 @@ are for a model of about 1B and one GPU of 80 GB, where we have not run it; --he
 out_dir = "out/mine_sft"  # leaves policy/: a folder for transformers, and for the next script
 init_from = "Qwen/Qwen2.5-0.5B-Instruct"  # a folder or a name on the hub; its template is used
 train_path = "demonstrations.jsonl"
-val_path = "demonstrations_val.jsonl"  # not learned: when eval/loss rises, it learns by heart
+val_path = "demonstrations_val.jsonl"  # not learned; eval/loss rises when it learns by heart
 batch_size = 64  # demonstrations a step, on all GPUs together
 learning_rate = 1e-5
 max_iters = 500  # steps; or --epochs=2

@@ -6,11 +6,10 @@ the reference, too, and AdamW has states of 8 bits.
     python data/gsm8k/prepare.py --chat
     python grpo.py config/one_card.py
 
-By tools/memory.py: the layers' 7.0B numbers in 4.13 bits are 3.4 GiB; embedding and head, which
-stay as they are, 2.9 GiB, for the embedding has 32 bits and the head 16; adapters of rank 16 with
-gradients and states 0.4 GiB. What is left is for keys and values of a rollout (192 KiB a token) and
-for the activations of one response; docs/memory.md has the peaks. Loading takes 32 GB of the CPU's
-memory.
+By tools/memory.py: the layers' 7.0B numbers in 4.13 bits are 3.4 GiB; the embedding (32 bits) and
+the head (16 bits) 2.9 GiB; adapters of rank 16 with gradients and states 0.4 GiB. The rest is for
+keys and values of a rollout (192 KiB a token) and for the activations of one response;
+docs/memory.md has the peaks. Loading takes 32 GB of the CPU's memory.
 
 Nobody has run it: no GPU was there. A tiny model in 4 bits has run on CPUs
 (tests/test_four_bits.py). The model is on the Hugging Face hub, where it asks for your consent.

@@ -1,13 +1,13 @@
 """
 GRPO on GSM8K with vLLM as the sampler, for one GPU of 80 GB: long responses of a model of 1.5B.
-vLLM shares the GPU with the training; it sleeps while the policy trains.
+vLLM is on the same GPU, and sleeps while the policy trains.
 
     pip install vllm==0.32.0        # or into an environment of its own, see docs/scale.md
     python data/gsm8k/prepare.py --chat
     python grpo.py config/vllm_grpo.py
 
 Nobody has run it: no GPU was there. The same sampler has run on CPUs, on the toy (runs/vllm.sh).
-What a run with vLLM does not promise: docs/scale.md.
+docs/scale.md says why a run with vLLM does not repeat bit for bit.
 """
 out_dir = "out/vllm_grpo"
 sampler = "vllm"

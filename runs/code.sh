@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The second toy: one-line programs, which are scored by running them in the sandbox.
+# The second toy: one-line programs. The sandbox runs each program, and scores it.
 # Data -> SFT -> GRPO -> a table and a picture.
 #   bash runs/code.sh [seed]
 # Every step is a command that you could type yourself; it is printed before it runs.

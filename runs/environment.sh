@@ -1,7 +1,8 @@
 # The other scripts source this file. It makes a virtual environment, once, in .venv or
 # $QUARTET_VENV, and installs requirements.txt there, in the versions of requirements.lock. If an
 # environment is active, it uses that one. It sets $PYTHON. $more_requirements: further files of
-# requirements to install. $QUARTET_PYTHON: an interpreter that has them all; nothing is installed.
+# requirements to install. $QUARTET_PYTHON: an interpreter that has them all; then it installs
+# nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # a step: a command that you could type yourself; it is printed before it runs

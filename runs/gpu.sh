@@ -2,8 +2,8 @@
 # All that needs a GPU, in about six minutes on one: the tests that are skipped elsewhere, and how
 # fast models of three sizes sample and train. No network, and nothing is installed.
 #   bash runs/gpu.sh
-# What it says also goes to out/gpu.txt. Exit code 1: a step has failed; the others were still run.
-# Exit code 2: torch sees no GPU. PYTHON=/my/python bash runs/gpu.sh: another Python than .venv's.
+# The output also goes to out/gpu.txt. Exit code 1: a step has failed; the others still ran. Exit
+# code 2: torch sees no GPU. PYTHON=/my/python bash runs/gpu.sh: another Python than .venv's.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -n "${PYTHON:-}" ] || { PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; }
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

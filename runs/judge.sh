@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Feedback from a language model, on the first toy: a judge is trained, and takes the place of the
-# checker. After `bash runs/quickstart.sh SEED`, whose SFT model is the policy here, too.
+# checker. Run it after `bash runs/quickstart.sh SEED`; the policy starts as its SFT model.
 #   bash runs/judge.sh [seed] [labels | reward]
 # labels: judge -> pairs -> reward model -> PPO, to compare with quickstart.sh's PPO.
 # reward: judge -> GRPO, with the judge as the reward.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Over-optimisation at home (Gao et al., arXiv 2210.10760): PPO without a KL penalty, against reward
-# models that have seen 40, 250 and 2,000 pairs, of which 3 in 10 are labelled the wrong way round,
-# as people err; then the true accuracy over the KL. About ten minutes on two CPU cores, after
-# `bash runs/quickstart.sh SEED`.
+# models that have seen 40, 250 and 2,000 pairs. In 3 of 10 pairs chosen and rejected are swapped,
+# because people err, too. Then the true accuracy over the KL. About ten minutes on two CPU cores,
+# after `bash runs/quickstart.sh SEED`.
 #   bash runs/overoptimize.sh [seed]
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

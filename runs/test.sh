@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment of its own: no network after the install, no GPU. The last
-# lines say how many tests were skipped, and why.
+# The whole test suite, in an environment of its own. After the install it needs no network, and no
+# GPU. The last lines say how many tests were skipped, and why.
 #   bash runs/test.sh [pytest options]
 more_requirements=requirements-dev.txt
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # GRPO of the toy with vLLM as the sampler and with our own, on a tiny Llama, on CPUs; then a table.
-#   bash runs/vllm.sh [seed ...]                 the seeds 1 2 3, if none is given
-# vLLM gets an environment of its own, out/vllm/venv: it wants another transformers than quartet.
-# VLLM_PYTHON: an interpreter that has it already. About half an hour on two quiet cores; a run that
-# is there already is not repeated.
+#   bash runs/vllm.sh [seed ...]                 default: the seeds 1 2 3
+# vLLM gets an environment of its own, out/vllm/venv: it needs another transformers than quartet.
+# VLLM_PYTHON: an interpreter that has it already. About half an hour on two quiet cores. A run that
+# has ended before is not repeated.
 set -euo pipefail
 seeds=("${@:-1}")
 [ $# -gt 0 ] || seeds=(1 2 3)
