@@ -8,7 +8,7 @@ keys.
 """
 out_dir = "out/mine_ppo"  # log, checkpoints and, at the end, policy/
 policy_path = "out/mine_sft/policy"  # also the reference, which the KL keeps it near
-reward_path = "out/mine_rm/reward_model"  # a folder or a name on the hub, of a model with one output
+reward_path = "out/mine_rm/reward_model"  # a folder or a hub name, of a model with one output
 prompts_path = "mine.jsonl"
 eval_path = "mine_val.jsonl"  # prompts that are not trained on
 max_new_tokens = 512  # longest response; one that does not end scores -1
