@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in about six minutes on one: the tests that are skipped elsewhere, and how
+# All that needs a GPU, in about eight minutes on one: the tests that are skipped elsewhere, and how
 # fast models of three sizes sample and train. No network, and nothing is installed.
 #   bash runs/gpu.sh
 # The output also goes to out/gpu.txt. Exit code 1: a step has failed; the others still ran. Exit

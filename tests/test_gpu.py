@@ -67,7 +67,8 @@ def test_sampling_agrees_with_the_cpu(variant, tmp_path, monkeypatch):
         assert torch.equal(batch["tokens"].cpu(), want["tokens"])
         assert (batch["sampler_logprobs"].cpu() - want["sampler_logprobs"]).abs().max() < limit
     print(variant, decoding_graph.off or "no reason against graphs")
-    assert not decoding_graph.off or variant == "mixtral"
+    # mixtures choose experts on the CPU; transformers before 5.23 asks there how far longrope's positions go
+    assert not decoding_graph.off or variant in ("mixtral", "phi3-longrope")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
