@@ -25,6 +25,7 @@ import math
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from safetensors import safe_open
@@ -103,7 +104,7 @@ def write_manifest(folder):
     """Write folder/manifest.json, by which `damage` knows whether every file is as it was."""
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
                    for d, _, names in os.walk(folder) for f in names)
-    manifest = {file: sha256(os.path.join(folder, file)) for file in files}
+    manifest = dict(zip(files, sha256_of_all(folder, files), strict=True))
     manifest["manifest.json"] = hash_of_manifest(manifest)
     write_json(os.path.join(folder, "manifest.json"), manifest)
 
@@ -185,8 +186,9 @@ def damage(folder):
         written = json.dumps(manifest, indent=2).encode()
         if text != written or manifest.pop("manifest.json") != hash_of_manifest(manifest):
             return "its manifest.json is damaged"
-        for name, digest in manifest.items():
-            if sha256(os.path.join(folder, name)) != digest:
+        found = sha256_of_all(folder, manifest)
+        for name, digest in zip(manifest, found, strict=True):
+            if manifest[name] != digest:
                 return f"{name} is damaged"
     except MISSING as e:
         return f"{os.path.relpath(e.filename, folder)} is missing"
@@ -360,6 +362,12 @@ def write_json(path, value):
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2)
     os.replace(path + ".tmp", path)
+
+
+def sha256_of_all(folder, names):
+    """sha256 of each of these files of a folder; several at a time, for they may have 100 GB."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda name: sha256(os.path.join(folder, name)), names))
 
 
 def sha256(path):

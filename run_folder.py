@@ -22,7 +22,8 @@ from array import array
 import torch
 
 from audit import checksums
-from checkpoint import find_checkpoint, list_checkpoints, put_back, sha256, write_json
+from checkpoint import (find_checkpoint, list_checkpoints, put_back, sha256, sha256_of_all,
+                        write_json)
 from report import LOG_FILES, cut_log
 from together import alone, name_ranks, ranks_where
 from errors import BadConfig, BadInput, one_line, warn
@@ -284,7 +285,8 @@ def content_hash(path):
     kinds = (".json", ".safetensors", ".txt", ".model", ".jinja")
     files = [os.path.join(folder, name) for folder in folders
              for name in sorted(os.listdir(folder)) if name.endswith(kinds)]
-    listed = "".join(f"{os.path.basename(file)} {sha256(file)}\n" for file in files)
+    listed = "".join(f"{os.path.basename(file)} {digest}\n"
+                     for file, digest in zip(files, sha256_of_all("", files), strict=True))
     return hashlib.sha256(os.fsencode(listed)).hexdigest()
 
 
