@@ -115,7 +115,7 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
-# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+# system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "keys.py", "rl_keys.py")
 correction = (importance_cap, system.importance_floor, system.importance_level,
               system.importance_outside)
@@ -138,7 +138,7 @@ train_rows, eval_rows = (read_prompts(path, terms, system.fields)
 # the policy: the SFT model, which is trained
 policy, tokenizer = load_policy(policy_path, system, device, seed)
 environment = None
-if system.environment or system.tools:  # something answers the policy: several turns a response
+if system.environment or system.tools:  # something answers the policy, in several turns
     from options.environment import Environment
     environment = Environment(system, tokenizer)
 
@@ -153,7 +153,7 @@ if "reward_model" in reward_names:
     reward_model, reward_tokenizer = load_reward_model(reward_path, policy, tokenizer, system,
                                                        device)
 
-# the judge: frozen. A language model that is asked how good a response is; mostly None
+# the judge: frozen. A language model that is asked how good a response is; most runs have none
 judge = None
 if "judge" in reward_names:
     from options.judging import load_judge
@@ -173,7 +173,7 @@ ranks_agree(config, [prompts_path, eval_path], models,  # COLLECTIVE
 
 
 def forward(model, mb):
-    """What a model says of each response token of a micro-batch: its log-prob, entropy, (b, R)."""
+    """A model's log-prob and entropy at each response token of a micro-batch, (b, R) each."""
     with precision:
         return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
                                  entropy=entropy_coef > 0)
@@ -220,11 +220,11 @@ def score(purpose, iteration, batch):
 if max_refills > 0:
     from options.refill import other_row, replace_rows
 vllm = None
-if system.sampler == "vllm":  # an engine samples in the place of the policy
+if system.sampler == "vllm":  # another engine samples, with the policy's weights
     from options.vllm import begin_vllm
     vllm = begin_vllm(policy, tokenizer, system, device)  # COLLECTIVE
 ahead = None
-if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
+if system.roles or system.staleness > 0:  # batches are sampled ahead, or by ranks of their own
     from options.roles import Ahead
     ahead = Ahead(system, device, models, max_iters, max_refills, eval_interval if eval_rows else 0,
                   rows_of, sample, score, minibatches, micro_batches, forward)
@@ -243,9 +243,9 @@ run = Run(  # COLLECTIVE
 gradients = parallel.flatten_gradients(run.trained)
 if ahead:
     ahead.begin(run)  # COLLECTIVE
-# who reads a batch before the update, and adds which column. With one minibatch, the forward of the
-# first step also gives the old log-probs, and the policy reads nothing before, unless the score
-# needs it
+# which model adds which column to a batch before the update. With one minibatch the forward of the
+# first step also gives the old log-probs; then the policy reads nothing before, unless the scores
+# need its log-probs
 reference = dict(ref_logprobs=ref_policy)
 readers = dict(old_logprobs=policy) | reference
 policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
@@ -255,7 +255,7 @@ policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
 
 
 def rollout(purpose, iteration, row_numbers, slots=None):
-    """A collective: the policy answers the prompts of these data rows, and answers get scores."""
+    """A collective: the policy answers the prompts of these data rows; the answers get scores."""
     run.enter(purpose)
     batch = sample(purpose, iteration, row_numbers, slots)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
@@ -269,8 +269,8 @@ def rollout(purpose, iteration, row_numbers, slots=None):
 
 def read(batch, readers, steps):
     """
-    A collective: add what models say of each response token, before any update. steps: the rows of
-    each step, in whose micro-batches they read.
+    A collective: add the log-probs of these models to a batch, before any update. steps: the rows
+    of each step. The models read them in the micro-batches in which the step will train.
     """
     parts = (mb for rows in steps for mb in micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, run.iteration, device)  # COLLECTIVE
@@ -278,7 +278,7 @@ def read(batch, readers, steps):
 
 def shape_scores(batch):
     """
-    What the settings make of the scores of a batch, (B,), in training and in evaluation: a response
+    The scores of a batch, (B,), as the settings want them, in training and evaluation: a response
     that never ended gets the penalty in the place of its score. NaN stays: no reward applies there.
     """
     scores = batch["scores"]
@@ -288,7 +288,7 @@ def shape_scores(batch):
 
 
 def compared(batch):
-    """What tells the responses of a group apart, (B,): the scores, or the reward refill_by."""
+    """The numbers by which the responses of a group differ, (B,): the scores, or one reward."""
     return batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)
 
 
@@ -327,7 +327,7 @@ def evaluate():
     return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
 
 
-# a reward model of others gets its zero: what it says of the first responses becomes 0 on average
+# the scores of a reward model of others are shifted, so that the first responses score 0 on average
 center_scores(  # COLLECTIVE
     run.state, reward_model, None,
     lambda: rollout("rollout", 0, rows_of(0)))  # COLLECTIVE
@@ -344,8 +344,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
-    # give each answer a score. Every rank does its share, and then holds the whole batch. age: how
-    # many updates ago the policy was that has sampled it, see the key staleness
+    # give each answer a score. Every rank does its part, and then has the whole batch. age: the
+    # number of updates since the policy that sampled the batch, see the key staleness
     batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
     age = ahead.age(iteration) if ahead else 0
     sampled = report.summarize(batch, "objective", reward_names)
@@ -358,7 +358,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 2) read: the log-probs of policy and reference before any update
     run.enter("score")
-    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
+    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that sampled
         batch["old_logprobs"] = batch["sampler_logprobs"]
     read(batch, readers if policy_reads else reference, minibatches(iteration))  # COLLECTIVE
 
@@ -384,7 +384,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 4) update
     run.enter("update")
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    # (sum, count) of what is measured on the way; it stays 0 where nothing can be learned
+    # {metric: (sum, count)}, measured during the update; 0 where nothing can be learned
     sums = dict.fromkeys(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
                          torch.zeros(2, dtype=torch.float64, device=device))
     sampler_gap, ratio_gap = None, 0.0

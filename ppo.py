@@ -22,11 +22,11 @@ One iteration: take batch_size prompts;
     judge          scores (B,)             no        judge_path, where reward_functions names it
     value_model    values (B, R)           yes       reward model or policy (value_init)
 
-B responses of an iteration, P prompt length, R response length, T = P + R. A batch is a dict of
+B responses in an iteration, P prompt length, R response length, T = P + R. A batch is a dict of
 tensors: tokens (B, T), response_mask (B, R), ... A micro-batch is a few of its rows, (b, ...), cut
-to the columns that they use. response_mask is True on the tokens that the policy sampled.
+to the columns that these rows use. response_mask is True on the tokens that the policy sampled.
 
-COLLECTIVE marks a line that all ranks must reach together: there they exchange data.
+COLLECTIVE marks a line that all ranks must reach together, because there they exchange data.
 N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031).
 """
 import before_torch  # noqa: F401, before torch: it notes which CPUs this process may use
@@ -111,7 +111,7 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 
-# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+# system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "keys.py", "rl_keys.py")
 correction = (importance_cap, system.importance_floor, system.importance_level,
               system.importance_outside)
@@ -132,7 +132,7 @@ train_rows, eval_rows = (read_prompts(path, terms, system.fields)
 # the policy: the SFT model, which is trained
 policy, tokenizer = load_policy(policy_path, system, device, seed)
 environment = None
-if system.environment or system.tools:  # something answers the policy: several turns a response
+if system.environment or system.tools:  # something answers the policy, in several turns
     from options.environment import Environment
     environment = Environment(system, tokenizer)
 
@@ -148,7 +148,7 @@ if "reward_model" in reward_names:
     reward_model, reward_tokenizer = load_reward_model(reward_path, policy, tokenizer, system,
                                                        device)
 
-# the judge: frozen. A language model that is asked how good a response is; mostly None
+# the judge: frozen. A language model that is asked how good a response is; most runs have none
 judge = None
 if "judge" in reward_names:
     from options.judging import load_judge
@@ -176,8 +176,8 @@ ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
 
 def forward(model, mb):
     """
-    What a model says of each response token of a micro-batch, (b, R) each: the value model the
-    value of the state before it; the others its log-prob and entropy.
+    A model's output at each response token of a micro-batch, (b, R) each: of the value model the
+    value of the state before the token; of the others the token's log-prob and the entropy.
     """
     with precision:
         if model is value_model:
@@ -205,7 +205,8 @@ def rows_of(iteration):
 def sample(purpose, iteration, row_numbers, stop=parallel.stop_asked):
     """
     A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
-    purpose: rollout, or eval: held out, and always with the same noise. stop: see rollout.generate.
+    purpose: rollout; or eval: held-out prompts, always with the same noise. stop: see
+    rollout.generate.
     """
     rows, noise = train_rows, (seed, purpose, iteration)
     if purpose == "eval":
@@ -224,11 +225,11 @@ def score(purpose, iteration, batch):
 
 
 vllm = None
-if system.sampler == "vllm":  # an engine samples in the place of the policy
+if system.sampler == "vllm":  # another engine samples, with the policy's weights
     from options.vllm import begin_vllm
     vllm = begin_vllm(policy, tokenizer, system, device)  # COLLECTIVE
 ahead = None
-if system.roles or system.staleness > 0:  # batches are sampled ahead; ranks have roles of their own
+if system.roles or system.staleness > 0:  # batches are sampled ahead, or by ranks of their own
     from options.roles import Ahead
     ahead = Ahead(system, device, models, max_iters, 0, eval_interval if eval_rows else 0,
                   rows_of, sample, score, minibatches, micro_batches, forward)
@@ -251,7 +252,7 @@ run = Run(  # COLLECTIVE
 gradients = parallel.flatten_gradients(run.trained)  # of the policy, and of the value model
 if ahead:
     ahead.begin(run)  # COLLECTIVE
-# who reads a batch before the update, and adds which column
+# which model adds which column to a batch before the update
 readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
@@ -260,7 +261,7 @@ value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as f
 
 
 def rollout(purpose, iteration, row_numbers):
-    """A collective: the policy answers the prompts of these data rows, and answers get scores."""
+    """A collective: the policy answers the prompts of these data rows; the answers get scores."""
     run.enter(purpose)
     batch = sample(purpose, iteration, row_numbers)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
@@ -275,7 +276,7 @@ def rollout(purpose, iteration, row_numbers):
 def read(batch, steps):
     """
     A collective: log-probs of policy and reference, and values, before any update. steps: the rows
-    of each step, in whose micro-batches the models read.
+    of each step. The models read them in the micro-batches in which the step will train.
     """
     parts = (mb for rows in steps for mb in micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, run.iteration, device)  # COLLECTIVE
@@ -283,9 +284,9 @@ def read(batch, steps):
 
 def shape_scores(batch):
     """
-    What the settings make of the scores of a batch, (B,), in training and in evaluation: a response
-    that never ended gets the penalty in the place of its score, for what a reward model says at
-    another token than EOS means little. A response to which no reward applies has the score 0.
+    The scores of a batch, (B,), as the settings want them, in training and evaluation. A response
+    that never ended gets the penalty in the place of its score, because the score of a reward model
+    means little at another token than EOS. A response to which no reward applies has the score 0.
     """
     scores = torch.where(batch["scores"].isnan(), 0, batch["scores"])
     if missing_eos_penalty > 0:  # N+ detail 23
@@ -301,8 +302,8 @@ def evaluate():
     return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
 
 
-# a reward model of others gets its zero: what it says of the first responses becomes 0 on average.
-# A value model that starts as it has the same zero
+# the scores of a reward model of others are shifted: the first responses score 0 on average. So are
+# the values of a value model that starts as this reward model
 center_scores(  # COLLECTIVE
     run.state, reward_model, value_model if value_init == "reward" else None,
     lambda: rollout("rollout", 0, rows_of(0)))  # COLLECTIVE
@@ -319,14 +320,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
-    # rank does its share of the prompts, and then holds the whole batch. age: how many updates ago
-    # the policy was that has sampled it, see the key staleness
+    # rank does its part of the prompts, and then has the whole batch. age: the number of updates
+    # since the policy that sampled the batch, see the key staleness
     batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
     age = ahead.age(iteration) if ahead else 0
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
-    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that has sampled
+    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that sampled
         batch["old_logprobs"] = batch["sampler_logprobs"]
     read(batch, minibatches(iteration))  # COLLECTIVE
     sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
@@ -339,7 +340,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     rewards = -kl_coef * kl  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
-    if environment:  # what it paid for a turn moves from there to the turn's last token
+    if environment:  # the reward of each turn moves to the turn's last token
         rewards += batch["turn_rewards"]
         rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
@@ -355,7 +356,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         policy=learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay),
         value_model=learning_rate_at(iteration, value_learning_rate or learning_rate,
                                      value_warmup_iters, max_iters, value_lr_decay))
-    sums = {}  # {metric: (sum, count)} of what is measured on the way
+    sums = {}  # {metric: (sum, count)}, measured during the update
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(ppo_epochs):
         for number, rows in enumerate(minibatches(iteration, epoch)):
