@@ -342,7 +342,7 @@ def step_through(config, models, made, n, distinct, b, P, R, tracker):
             decode(decoder, n, distinct, P, R, config["temperature"], tracker, peaks)
     tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
     chosen = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
-    mb = dict(tokens=tokens, chosen=chosen, response_mask=mask)
+    mb = dict(tokens=tokens, target_mask=chosen, response_mask=mask)
     tracker.chosen = b * R
 
     def read(name, model):
