@@ -311,17 +311,18 @@ def check_template(tokenizer, role):
         last = [n for n in ends if tail[n] in tokenizer.turn_ends] or ends  # or the end of a call
         own = tail[:max(last, default=-1) + 1]  # the answer as the policy would sample it
         ours = [*prompt, *own, *extra, *own]
-        if one[:len(prompt)] == prompt and not own:
+        continued = one[:len(prompt)] == prompt
+        if continued and not own:
             raise BadInput(f"{tokenizer.name} ends a call with {tokenizer.text_of(tail[-1:])!r}, "
                            "at which sampling does not stop; write its id into eos_token_id in "
                            "generation_config.json")
-        if early := tokenizer.eos_ids.intersection(own[:-1]):
+        if continued and (early := tokenizer.eos_ids.intersection(own[:-1])):
             raise BadInput(f"{tokenizer.name} writes {tokenizer.text_of([min(early)])!r} within an "
                            "answer, and sampling stops at it; take its id out of eos_token_id in "
                            "generation_config.json")
         if "why" in str(answer) and tokenizer.text_of(whole).count("why") < 2:
             does = "drops the thoughts of earlier turns"
-        elif one[:len(prompt)] != prompt or whole[:len(ours)] != ours:
+        elif not continued or whole[:len(ours)] != ours:
             does = "writes earlier turns otherwise than they were sampled"
         else:
             continue
