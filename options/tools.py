@@ -108,8 +108,9 @@ class Tools:
             good, text = (False, error) if error is not None else next(found)
             failed[numbers[n]] += not good
             results.setdefault(n, []).append(text if good else f"error: {text}")
-        names = {n: name if re.fullmatch(r"[\w.-]{1,64}", str(name)) else self.known[0]
-                 for n, name, *_ in calls}  # of the last call of a turn; gpt-oss reads it
+        # of the last call of a turn, for gpt-oss, which reads who says something
+        names = {n: name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name)
+                 else self.known[0] for n, name, *_ in calls}
         return [(dict(role="tool", name=names[n], content="\n".join(results[n]))
                  if n in results else None, 0.0) for n in range(len(texts))]
 

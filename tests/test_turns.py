@@ -657,6 +657,8 @@ def test_a_response_template_finds_calls_and_says_what_is_wrong(folders, tmp_pat
     assert contents[:3] == [None, "1702", '6\n{"a": [1, null]}'] and failed == [0, 0, 0, 1, 1, 1]
     assert contents[3] == "error: this turn cannot be read: ValueError: json parser could not parse region as JSON."
     assert contents[4].startswith("error: this turn cannot be read: ") and "no tool 'divide'" in contents[5]
+    answers = tools.answer([cut, call(5), call("divide")], [0] * 3, [0, 1, 2])  # who says it: a name that can be written
+    assert [message["name"] for message, _ in answers] == ["multiply", "multiply", "divide"]
     tools.process.kill()
 
 
