@@ -29,6 +29,7 @@ import contextlib
 import copy
 import inspect
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -62,7 +63,7 @@ class Environment:
             from options.tools import Tools
 
             self.tools = Tools(system, tokenizer)
-            self.roles, self.seeded = ["tool"], False
+            self.role, self.seeded = "tool", False
         else:
             where = f"environment = {system.environment!r}"
             if ":" not in system.environment:
@@ -70,9 +71,8 @@ class Environment:
             self.env = load_function(system.environment, ".", where)
             self.name = where
             self.seeded = "seed" in inspect.signature(self.env).parameters
-            self.roles = ["user"]
-        for role in self.roles:
-            check_template(tokenizer, role)
+            self.role = "user"
+        check_template(tokenizer, self.role)
         self.frames = frames(tokenizer)
         tokenizer.messages_of = self.messages_of
 
@@ -226,22 +226,27 @@ class Environment:
 
     def unframed(self, text):
         """The message that the template has written as this text."""
-        for role, front, behind in self.frames:
-            if text.startswith(front) and text.endswith(behind):
-                return dict(role=role, content=text[len(front):len(text) - len(behind)])
+        for role, pattern in self.frames:
+            if found := re.fullmatch(pattern, text, re.DOTALL):
+                return dict(role=role, **found.groupdict())
         return dict(role="user", content=text)
 
 
 def frames(tokenizer):
-    """What the template writes around a message between two turns: [(role, front, behind), ...]."""
+    """
+    What the template writes of a message between two turns: [(role, pattern), ...]. A pattern has
+    the group content, and the group name where the template writes which tool has answered. The
+    longest comes first: many templates write what a tool says within a turn of the user.
+    """
     found = []
-    for role in ("user", "tool"):
-        with contextlib.suppress(BadInput):  # it has no such role
+    for head in (dict(role="user"), dict(role="tool"), dict(role="tool", name="NAME")):
+        with contextlib.suppress(BadInput):  # it has no such role, or wants a name
             for ended in (True, False):
-                ids = between(tokenizer, dict(role=role, content="CONTENT"), ended)
-                front, _, behind = tokenizer.text_of(ids).partition("CONTENT")
-                found.append((role, front, behind))
-    return found
+                ids = between(tokenizer, dict(head, content="CONTENT"), ended)
+                pattern = re.escape(tokenizer.text_of(ids))
+                pattern = pattern.replace("NAME", r"(?P<name>\S+)", 1)
+                found.append((head["role"], pattern.replace("CONTENT", "(?P<content>.*)", 1)))
+    return sorted(found, key=lambda frame: -len(frame[1]))
 
 
 def opening(tokenizer, prompt):
@@ -272,39 +277,68 @@ def between(tokenizer, message, ended=True):
     ids = chat_ids(tokenizer, [*ASKED, message], add_generation_prompt=True)
     if ids[:ends[-1] + 1] != before[:ends[-1] + 1]:
         raise BadInput(f"{tokenizer.name} writes an assistant's message in another way when "
-                       f"another one follows; {ADVICE}")
+                       f"another one follows; {advice(tokenizer)}")
     return ids[ends[-1] + ended:]
 
 
-ADVICE = ("type --chat_template=options/chatml.jinja for a model of the Qwen family, or give a "
-          "FILE that keeps earlier turns as they were written")
+def advice(tokenizer):
+    """What to type where a template does not keep earlier turns."""
+    ours = {"<|channel|>": "harmony.jinja", "<function=": "qwen3.5.jinja",
+            "": "chatml.jinja for a model of the Qwen family"}
+    file = next(file for mark, file in ours.items() if mark in tokenizer.template)
+    return (f"type --chat_template=options/templates/{file}, or give a FILE that keeps earlier "
+            "turns as they were written")
 
 
 def check_template(tokenizer, role):
     """
     Raise BadInput unless the ids of a dialogue, put together turn by turn, are those of the whole:
-    also of turns with thoughts, which some templates drop when another turn follows.
+    also of turns with thoughts, which some templates drop when another turn follows, and of calls.
     """
     if not tokenizer.template:
         return
     asked, reply = dict(role="user", content="a"), dict(role=role, content="c")
+    if role == "tool":
+        reply["name"] = "f"
     prompt = chat_ids(tokenizer, [asked], add_generation_prompt=True)
-    texts = ["first", "<think>\nwhy\n</think>\n\nfirst"]
-    opened = tokenizer.text_of(prompt).rstrip()
-    if opened.endswith(("<think>", "</think>")):  # it begins to think, or has ended it
-        texts = texts[1:] if opened.endswith("<think>") else texts[:1]
-    for text in texts:
-        answer = dict(role="assistant", content=text)
+    extra = between(tokenizer, reply)
+    for answer in answers(tokenizer.text_of(prompt).rstrip(), role):
         one = chat_ids(tokenizer, [asked, answer])
-        end = max((n for n, i in enumerate(one) if i in tokenizer.turn_ends), default=0)
-        own = one[len(prompt):end + 1]  # the answer as the policy would sample it
-        ours = [*prompt, *own, *between(tokenizer, reply), *own]
-        whole = chat_ids(tokenizer, [asked, answer, reply, answer])
-        if "think" in text and tokenizer.text_of(whole).count("why") < 2:
+        if "reasoning_content" in answer and "why" not in tokenizer.text_of(one):
+            continue  # it does not know this field
+        tail, whole = one[len(prompt):], chat_ids(tokenizer, [asked, answer, reply, answer])
+        ends = [n for n, i in enumerate(tail) if i in tokenizer.eos_ids]
+        last = [n for n in ends if tail[n] in tokenizer.turn_ends] or ends  # or the end of a call
+        own = tail[:max(last, default=-1) + 1]  # the answer as the policy would sample it
+        ours = [*prompt, *own, *extra, *own]
+        continued = one[:len(prompt)] == prompt
+        if continued and not own:
+            raise BadInput(f"{tokenizer.name} ends a call with {tokenizer.text_of(tail[-1:])!r}, "
+                           "at which sampling does not stop; write its id into eos_token_id in "
+                           "generation_config.json")
+        if continued and (early := tokenizer.eos_ids.intersection(own[:-1])):
+            raise BadInput(f"{tokenizer.name} writes {tokenizer.text_of([min(early)])!r} within an "
+                           "answer, and sampling stops at it; take its id out of eos_token_id in "
+                           "generation_config.json")
+        if "why" in str(answer) and tokenizer.text_of(whole).count("why") < 2:
             does = "drops the thoughts of earlier turns"
-        elif one[:len(prompt)] != prompt or whole[:len(ours)] != ours:
+        elif not continued or whole[:len(ours)] != ours:
             does = "writes earlier turns otherwise than they were sampled"
         else:
             continue
         raise BadInput(f"{tokenizer.name} {does}, so the policy would learn from dialogues that it "
-                       f"never sees later; {ADVICE}")
+                       f"never sees later; {advice(tokenizer)}")
+
+
+def answers(prompt, role):
+    """Messages of the assistant to try a template with. prompt: the text of one, without blanks."""
+    texts = ["first", "<think>\nwhy\n</think>\n\nfirst"]
+    if prompt.endswith(("<think>", "</think>")):  # it begins to think, or has ended it
+        texts = texts[1:] if prompt.endswith("<think>") else texts[:1]
+    found = [dict(role="assistant", content=text) for text in texts]
+    if not prompt.endswith("</think>"):
+        found.append(dict(role="assistant", content="first", reasoning_content="why"))
+    if role == "tool":
+        call = dict(type="function", function=dict(name="f", arguments=dict(a=1)))
+        found.append(dict(found[0], tool_calls=[call]))
+    return found

@@ -12,17 +12,32 @@ Tools: the key tools, functions that the policy may call, as the environment of 
         return a * b
 
 Their names, types and docstrings go into the prompt by the chat template (its variable `tools`).
-The policy calls one as the template's family writes calls; most write JSON:
+The policy calls one as the template's family writes calls. Most write JSON, Qwen3.5 and Qwen3-Coder
+tags, and gpt-oss a message to the function:
 
     <tool_call>
     {"name": "multiply", "arguments": {"a": 37, "b": 46}}
     </tool_call>
 
-What it returns is said as a message of the role tool, its text or as JSON; an error too. A turn
-without a call ends the dialogue. Several calls in a turn have their results in one message.
+    <tool_call>
+    <function=multiply>
+    <parameter=a>
+    37
+    </parameter>
+    ...
+    </function>
+    </tool_call>
+
+    <|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 37}<|call|>
+
+For another way of writing, a tokenizer has a response_template, and transformers reads the turn.
+
+What it returns is said as a message of the role tool, its text or as JSON; an error too, such as
+that a call cannot be read. A turn without a call ends the dialogue. Several calls in a turn have
+their results in one message.
 
 The functions run in a process beside each rank, so one that hangs can be killed; and what the
-policy writes is read as JSON, never as Python. Each call is made once: a search may cost, a clock
+policy writes is read as data, never as Python. Each call is made once: a search may cost, a clock
 may move. What it returned stands in the dialogue, which is saved with the batch. So a tool need not
 be pure, but where it answers by chance a resumed run is not the same to the bit.
 """
@@ -37,12 +52,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import before_torch
+from chats import chat_ids, time_limit
 from errors import BadInput, first_line, shorten
 from user_code import load_function
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 AT_ONCE = 16  # calls of a rank that are under way at a time
 LONGEST = 10_000  # characters of a result
+# how others write the three values that JSON spells in its own way
+WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Tools:
@@ -67,8 +85,12 @@ class Tools:
         if not re.search(r"\btools\b", tokenizer.template or ""):
             raise BadInput(f"{where}: {tokenizer.name} has no variable tools, so the policy would "
                            "not hear of them; give a template that has, as "
-                           "--chat_template=options/chatml.jinja")
+                           "--chat_template=options/templates/chatml.jinja")
         tokenizer.kwargs["tools"] = schemas
+        self.schemas, self.opened = schemas, ""
+        if getattr(tokenizer.hf, "response_template", None):  # it wants to know what a turn follows
+            self.opened = tokenizer.text_of(chat_ids(
+                tokenizer, [dict(role="user", content="a")], add_generation_prompt=True))
         self.known = [schema["function"]["name"] for schema in schemas]
         self.tokenizer, self.process = tokenizer, None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
@@ -86,15 +108,24 @@ class Tools:
             good, text = (False, error) if error is not None else next(found)
             failed[numbers[n]] += not good
             results.setdefault(n, []).append(text if good else f"error: {text}")
-        return [(dict(role="tool", content="\n".join(results[n])) if n in results else None, 0.0)
-                for n in range(len(texts))]
+        # of the last call of a turn, for gpt-oss, which reads who says something
+        names = {n: name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name)
+                 else self.known[0] for n, name, *_ in calls}
+        return [(dict(role="tool", name=names[n], content="\n".join(results[n]))
+                 if n in results else None, 0.0) for n in range(len(texts))]
 
     def calls_in(self, text):
-        """The calls that a turn makes: (name, arguments, None), or (None, None, what is wrong)."""
+        """The calls that a turn makes: (name, arguments, None), or (name, None, what is wrong)."""
+        try:
+            with time_limit(self.seconds):
+                written = self.written_in(text)
+        except Exception as e:  # transformers' own, of any class, or no match of a pattern in time
+            return [(None, None, f"this turn cannot be read: {first_line(e)[:200]}")]
         calls = []
-        for call in self.written_in(text):
+        for call in written:
+            name = None
             try:
-                call = json.loads(call) if isinstance(call, str) else call
+                call = self.parsed(call) if isinstance(call, str) else call
                 call = call.get("function", call)
                 name, arguments = call["name"], call.get("arguments", {})
                 arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -105,17 +136,38 @@ class Tools:
                     raise ValueError("the arguments are no JSON object")
                 calls.append((name, arguments, None))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-                calls.append((None, None, f"this call cannot be read: {first_line(e)[:200]}"))
+                calls.append((name, None, f"this call cannot be read: {first_line(e)[:200]}"))
         return calls
 
     def written_in(self, text):
-        """What stands in a turn as calls: JSON texts, or dicts where the tokenizer can tell."""
-        if getattr(self.tokenizer.hf, "response_schema", None):
-            try:
-                return self.tokenizer.hf.parse_response(text).get("tool_calls") or []
-            except Exception:  # transformers' own, of any class: a turn that is no whole response
-                return []
-        return re.findall(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", text, re.DOTALL)
+        """The calls in a turn: dicts, or texts of JSON or tags."""
+        hf = self.tokenizer.hf
+        if getattr(hf, "response_template", None):
+            read = hf.parse_response(text, prefix=self.opened, tools=self.schemas)
+            return read.get("tool_calls") or []
+        if "<|channel|>" in self.tokenizer.template:  # a call is the last message of a turn
+            header, _, arguments = text.rpartition("<|start|>")[2].partition("<|message|>")
+            to = re.search(r"\bto=([^\s<]+)", header)
+            return [dict(name=to[1].removeprefix("functions."), arguments=arguments)] if to else []
+        return re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
+
+    def parsed(self, call):
+        """The dict that a call is, which stands as JSON or in tags. Raises ValueError."""
+        head, begun, rest = call.strip().partition("<function=")
+        if head or not begun:
+            return json.loads(call)
+        name, _, rest = rest.partition(">")
+        types = {schema["function"]["name"]: schema["function"]["parameters"]["properties"]
+                 for schema in self.schemas}.get(name, {})
+        arguments = {}
+        while "<parameter=" in rest:
+            key, _, rest = rest.partition("<parameter=")[2].partition(">")
+            value, ended, rest = rest.partition("</parameter>")
+            if not ended:
+                raise ValueError(f"the parameter {shorten(key)} has no </parameter>")
+            value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = typed(value, types.get(key, {}).get("type", ["string"]))
+        return dict(name=name, arguments=arguments)
 
     def run(self, calls):
         """Make calls [(name, arguments)]: [(whether it went well, text), ...]."""
@@ -159,6 +211,18 @@ class Tools:
         self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE)
         self.counted = 0
+
+
+def typed(text, types):
+    """A parameter in tags, by the types of its schema, one or a list. Raises ValueError."""
+    if types == "string":
+        return text
+    try:
+        return json.loads(WORDS.get(text, text))
+    except ValueError:
+        if "string" in types:
+            return text
+        raise ValueError(f"{shorten(text)} is no {types}") from None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -931,6 +931,8 @@ def grpo(c, data):
             record["trained/flat_groups"] = mean([float(is_flat(c, group)) for group in groups])
         seen["all end early"] += max(len(r.response) for r in batch) < c.max_new_tokens
         find_group_advantages(c, groups)
+        for group in groups:
+            credit_tokens(c, group, seen)
         record["objective/rlhf_reward"] = mean(there([r.judged for r in batch]))
         seen["other answers"] += sum(a.prompt + a.response == b.prompt + b.response and a.raw != b.raw
                                      for a, b in itertools.combinations(batch, 2))
@@ -941,9 +943,9 @@ def grpo(c, data):
             rows = [batch[i] for i in minibatch if batch[i].finished or c.truncated == "keep"]
             seen["masked response"] += len(minibatch) - len(rows)
             if c.max_refills:  # what is flat after all refills is as if it had not been sampled
-                seen["left out"] += len([r for r in rows if r.flat and r.advantage])
+                seen["left out"] += len([r for r in rows if r.flat and any(r.advantages)])
                 rows = [r for r in rows if not r.flat]
-            if all(r.advantage == 0 for r in rows):  # nothing to learn
+            if not any(flat(r.advantages for r in rows)):  # nothing to learn
                 seen["flat minibatch" if rows else "masked minibatch"] += 1
                 continue
             tokens = sum(len(r.own) for r in rows)
@@ -1044,6 +1046,35 @@ def find_group_advantages(c, groups):
             r.advantage /= unit
 
 
+def credit_tokens(c, group, seen):
+    """One number a token, in r.advantages: that of the response, or with a recipe of the token's turn."""
+    for r in group:
+        r.advantages = [r.advantage] * len(r.own)
+    if c.recipe != "turn_credit":
+        return
+    weight = sum(weight for weight, name in c.mix if name == "environment")
+    for r in group:  # a turn: the numbers of its tokens among the policy's own
+        r.turns = []
+        for n, t in enumerate(r.own):
+            if n == 0 or t > r.own[n - 1] + 1:
+                r.turns.append([])
+            r.turns[-1].append(n)
+        paid = [weight * sum(r.paid[n] for n in turn) for turn in r.turns]
+        rest = r.judged - sum(paid)
+        r.returns = [sum(paid[k:]) + rest for k in range(len(paid))]
+    for k in range(max(len(r.turns) for r in group)):
+        those = [r for r in group if len(r.turns) > k]
+        returns = [r.returns[k] for r in those]
+        alike = len(returns) < 2 or max(returns) - min(returns) < 1e-9
+        seen["turn alone"] += len(returns) == 1
+        seen["turn of some"] += 1 < len(returns) < len(group)
+        for r in those:
+            unit = 1.0 if alike else statistics.stdev(returns) + 1e-4
+            seen["turn credited"] += k > 0 and not alike
+            for n in r.turns[k]:
+                r.advantages[n] = 0.0 if alike else (r.returns[k] - mean(returns)) / unit
+
+
 def grpo_losses(c, models, r, weight, seen):
     """
     Add the gradient of a response's loss to the policy's; each of its tokens counts `weight`.
@@ -1061,7 +1092,7 @@ def grpo_losses(c, models, r, weight, seen):
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
         ratio = of_all if c.importance == "sequence" else torch.exp(log_ratios[t])
-        bounds = r.advantage, c.cliprange, c.cliprange_high
+        bounds = r.advantages[t], c.cliprange, c.cliprange_high
         surrogate, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss_type == "cispo" else
                             clipped_surrogate(ratio, *bounds, c.dual_clip))
         if c.shift_limit:

@@ -64,6 +64,10 @@ CASES = {
     "gdpo": ("gdpo", "grpo.py", GRPO | dict(
         recipe="gdpo", mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5)),
     "maxrl": ("maxrl", "grpo.py", GRPO | dict(recipe="maxrl", gone=["scale_by"], scale_by="none", num_minibatches=1)),
+    "turn_credit": ("turn_credit", "grpo.py", GRPO | dict(
+        recipe="turn_credit", turns=True, max_turns=4, mix=[(0.7, "environment"), (0.5, "letters")], missing_eos_penalty=0.3,
+        batch_size=12, group_size=4, max_new_tokens=14, max_iters=3)),
+    "turn_credit, one turn": ("turn_credit", "grpo.py", GRPO | dict(kl_in="reward", kl_estimator="k1")),  # it is GRPO
 }
 BRANCHES = {
     "scores": ["score clipped above", "score clipped below", "best not raw", "kl_coef down"],
@@ -75,6 +79,7 @@ BRANCHES = {
     "kl_penalty": ["penalty up", "penalty down"],
     "dppo": ["risen", "fallen"],
     "dppo, grpo": ["risen", "fallen"],
+    "turn_credit": ["turn alone", "turn of some", "turn credited"],
 }
 
 # In a process that has our modules already: those of the folder take their place, and the repository cannot be imported
@@ -98,7 +103,7 @@ def runs(tmp_path_factory, request):
     for name in asked & CASES.keys():
         recipe, script, keys = CASES[name]
         home = f"{folder}/home of {name}"
-        scripts, _ = fork.fork(recipe, home, ["foreign_rewards", "ptx"])
+        scripts, _ = fork.fork(recipe, home, ["foreign_rewards", "ptx", "environment"])
         new = next(new for new, old in scripts.items() if old == script)
         code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"
         arguments = [argument.replace("HOME", home) for argument in command(world, script, keys)]

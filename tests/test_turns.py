@@ -5,8 +5,10 @@ environment or a tool may do wrong, docs/turns.md, and runs as a user starts the
 import json
 import os
 import re
+import shutil
 import textwrap
 import time
+from unittest import mock
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +23,7 @@ import models_of_the_world as world
 import tiny
 from conftest import ROOT
 
-CHATML = os.path.join(ROOT, "options", "chatml.jinja")
+CHATML = os.path.join(ROOT, "options", "templates", "chatml.jinja")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ FORGETS = """{% for m in messages %}<|im_start|>{{ m.role }}
     ("llama3.2", "", "user", ""), ("llama3.2", "", "tool", ""), ("qwen2.5", "", "tool", ""), ("mistral", "", "user", ""),
     ("mistral", "", "tool", "refuses the messages"), ("qwen3", "", "user", "in another way when another one follows"),
     ("qwen3", CHATML, "user", ""), ("qwen3", CHATML, "tool", ""), ("qwen2.5", CHATML, "user", ""),
-    ("qwen3", FORGETS, "user", "drops the thoughts of earlier turns.*--chat_template=options/chatml.jinja")])
+    ("qwen3", FORGETS, "user", "drops the thoughts of earlier turns.*--chat_template=options/templates/chatml.jinja")])
 def test_a_template_must_keep_earlier_turns(folders, tmp_path, name, template, role, refused):
     if "\n" in template:
         (tmp_path / "mine.jinja").write_text(template)
@@ -97,6 +99,250 @@ def test_a_turn_that_a_stop_string_has_ended_gets_its_end(folders):
     assert extra[0] in tokenizer.turn_ends and extra[1:] == env.between(user("c"), ended=True)
     said = tokenizer.encode_texts(["</answer>"])[0]
     assert env.messages_of(said + extra, [True] * len(said) + [False] * len(extra)) == [assistant("</answer>"), user("c")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# templates of ours: options/templates/
+
+TEMPLATES = os.path.join(ROOT, "options", "templates")
+HARMONY_TOKENS = ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
+                  "<|message|>", "<|call|>"]
+OURS = {
+    "qwen3.5": dict(world.FAMILIES["qwen3"], added=[*world.TOOLS, "<think>", "</think>", "<tool_call>", "</tool_call>"]),
+    "harmony": dict(weights="llama", template=None, special=HARMONY_TOKENS, added=[],
+                    roles=dict(bos_token="<|startoftext|>", eos_token="<|return|>", pad_token="<|endoftext|>"),
+                    generation=dict(eos_token_id=["<|return|>", "<|endoftext|>", "<|call|>"]))}
+MULTIPLY = dict(type="function", function=dict(
+    name="multiply", description="Multiply two numbers.", parameters=dict(type="object", required=["a"], properties=dict(
+        a=dict(type="integer", description="the first"), b=dict(type="integer", description="the second")))))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ours")
+    with mock.patch.dict(world.FAMILIES, OURS):
+        return {name: world.make(root / name, name, context=2048) for name in OURS}
+
+
+def tokenizer_of(ours, name, **how):
+    return load_tokenizer(ours[name], chat_template=f"{TEMPLATES}/{name}.jinja", **how)
+
+
+def calling(name, arguments, content="", **more):
+    calls = [dict(type="function", function=dict(name=name, arguments=arguments))]
+    return dict(role="assistant", content=content, tool_calls=calls, **more)
+
+
+QWEN_DIALOGUE = """<|im_start|>user
+17*23?<|im_end|>
+<|im_start|>assistant
+<think>
+a tool
+</think>
+
+I ask.
+
+<tool_call>
+<function=multiply>
+<parameter=a>
+17
+</parameter>
+<parameter=b>
+23
+</parameter>
+</function>
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+391
+</tool_response><|im_end|>
+<|im_start|>assistant
+<think>
+nice
+</think>
+
+391<|im_end|>
+<|im_start|>user
+Sure?<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+Yes<|im_end|>
+"""
+HARMONY_DIALOGUE = (
+    "<|start|>user<|message|>17*23?<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>a tool<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>I ask.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 17, "b": 23}<|call|>'
+    "<|start|>functions.multiply to=assistant<|channel|>commentary<|message|>391<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>nice<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>391<|return|>"
+    "<|start|>user<|message|>Sure?<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Yes<|return|>")
+HARMONY_SYSTEM = """<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.
+Knowledge cutoff: 2024-06
+
+Reasoning: medium
+
+# Valid channels: analysis, commentary, final. Channel must be included for every message."""
+HARMONY_TOOLS = """
+Calls to these tools must go to the commentary channel: 'functions'.<|end|><|start|>developer<|message|># Instructions
+
+Be brief.
+
+# Tools
+
+## functions
+
+namespace functions {
+
+// Multiply two numbers.
+type multiply = (_: {
+// the first
+a: number,
+// the second
+b?: number,
+}) => any;
+
+} // namespace functions<|end|>"""
+DIALOGUE = [user("17*23?"), calling("multiply", dict(a=17, b=23), "I ask.", reasoning_content="a tool"), tool("391"),
+            dict(assistant("391"), reasoning_content="nice"), user("Sure?"), assistant("Yes")]
+
+
+def written(tokenizer, messages, **how):
+    return tokenizer.hf.apply_chat_template(messages, tokenize=False, **how)
+
+
+def test_qwen35_as_it_is_written(ours):
+    tokenizer = tokenizer_of(ours, "qwen3.5")
+    assert written(tokenizer, DIALOGUE) == QWEN_DIALOGUE
+    assert written(tokenizer, [dict(role="system", content="Be brief."), *DIALOGUE]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n" + QWEN_DIALOGUE)
+    text = written(tokenizer, [dict(role="system", content="Be brief."), *DIALOGUE], tools=[MULTIPLY])
+    assert re.fullmatch(
+        r"<\|im_start\|>system\n# Tools\n\n.*<tools>\n(\{.*\})\n</tools>\n.*<tool_call>\n<function=NAME>\n<parameter=\w+>\n.*\n"
+        r"</parameter>\n</function>\n</tool_call>\n.*\n\nBe brief.<\|im_end\|>\n", text.removesuffix(QWEN_DIALOGUE), re.DOTALL)
+    assert json.dumps(MULTIPLY) in text and text.endswith(QWEN_DIALOGUE)
+    # what the prompt opens; and thoughts that stand in the content stay where they were
+    ask = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert written(tokenizer, [user("hi")], add_generation_prompt=True) == ask
+    assert written(tokenizer, [user("hi")], add_generation_prompt=True, enable_thinking=False) == ask + "\n</think>\n\n"
+    for content in ("<think>\nwhy\n</think>\n\nhello", "why\n</think>\n\nhello"):
+        assert written(tokenizer, [user("hi"), assistant(content)]) == ask + "why\n</think>\n\nhello<|im_end|>\n"
+    values = written(tokenizer, [user("hi"), calling("f", dict(s="a\nb", t=True, n=None, l=[1, "x"], d={}))])
+    assert values.endswith(
+        "</think>\n\n<tool_call>\n<function=f>\n<parameter=s>\na\nb\n</parameter>\n<parameter=t>\nTrue\n</parameter>\n"
+        '<parameter=n>\nNone\n</parameter>\n<parameter=l>\n[1, "x"]\n</parameter>\n<parameter=d>\n{}\n</parameter>\n'
+        "</function>\n</tool_call><|im_end|>\n")
+
+
+def test_harmony_as_it_is_written(ours):
+    tokenizer = tokenizer_of(ours, "harmony")
+    assert written(tokenizer, DIALOGUE) == HARMONY_SYSTEM + "<|end|>" + HARMONY_DIALOGUE
+    system = [dict(role="system", content="Be brief.")]
+    assert written(tokenizer, system + DIALOGUE, tools=[MULTIPLY]) == HARMONY_SYSTEM + HARMONY_TOOLS + HARMONY_DIALOGUE
+    told = written(tokenizer, [user("hi")], add_generation_prompt=True, reasoning_effort="high", date_string="2025-06-28")
+    assert told == HARMONY_SYSTEM.replace("\n\nR", "\nCurrent date: 2025-06-28\n\nR").replace("medium", "high") + (
+        "<|end|><|start|>user<|message|>hi<|end|><|start|>assistant")
+    for bad in ([user("hi"), tool("1")], [user("hi"), {**DIALOGUE[1], "tool_calls": DIALOGUE[1]["tool_calls"] * 2}]):
+        with pytest.raises(Exception, match="needs the name|makes one call"):
+            written(tokenizer, bad)
+
+
+@pytest.mark.parametrize("schema, text", [
+    (dict(type="integer"), "number"), (dict(type="boolean", nullable=True), "boolean | null"), ({}, "any"),
+    (dict(type="array", items=dict(type="string")), "string[]"), (dict(type="object"), "object"),
+    (dict(type="array", items=dict(type=["string", "integer"])), "(string | number)[]"), (dict(type="array"), "any[]"),
+    (dict(type="string", enum=["a", "b"]), '"a" | "b"'),
+    (dict(anyOf=[dict(type="string"), dict(type="array")]), "string | any[]"),
+    (dict(type="object", properties=dict(x=dict(type="number"))), "{\nx?: number,\n}")])
+def test_types_in_harmony(ours, schema, text):
+    function = dict(name="f", description="A.\nB.", parameters=dict(type="object", properties=dict(x=schema), required=["x"]))
+    prompt = written(tokenizer_of(ours, "harmony"), [user("hi")], tools=[dict(type="function", function=function)])
+    assert f"// A.\n// B.\ntype f = (_: {{\nx: {text},\n}}) => any;\n\n" in prompt
+
+
+# what the policy samples, turn by turn, behind what the template has opened; and the same as messages
+SAMPLED = {
+    "qwen3.5": [QWEN_DIALOGUE.split("<think>\n")[1].split("\n<|im_start|>")[0],
+                QWEN_DIALOGUE.split("<think>\n")[2].split("\n<|im_start|>")[0]],
+    "harmony": [HARMONY_DIALOGUE.partition("<|start|>assistant")[2].partition("<|start|>functions")[0],
+                HARMONY_DIALOGUE.split("391<|end|><|start|>assistant")[1].split("<|start|>user")[0]]}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_call_is_read_and_answered_and_the_ids_are_those_of_the_whole(ours, tmp_path, name):
+    (tmp_path / "mine.py").write_text(TOOLS)
+    tokenizer = tokenizer_of(ours, name)
+    keys = dict(environment="", tools=f"{tmp_path}/mine.py:multiply,{tmp_path}/mine.py:table", max_turns=3, reward_timeout=30)
+    env, turns = Environment(SimpleNamespace(**keys), tokenizer), iter(SAMPLED[name])
+
+    def answer(contexts, which, turn, used):
+        ids = tokenizer.hf.encode(next(turns), add_special_tokens=False)
+        return dict(tokens=torch.tensor([contexts[0] + ids]), response_mask=torch.ones(1, len(ids), dtype=torch.bool),
+                    sampler_logprobs=torch.zeros(1, len(ids)), finished=torch.tensor([ids[-1] in tokenizer.eos_ids]))
+
+    prompt, = tokenizer.encode_prompts([DIALOGUE[:1]])
+    batch = env.converse([dict(prompt=DIALOGUE[:1])], [prompt], (1, "rollout", 0), ([0], [0]), 400, len(prompt), answer, None)
+    env.tools.process.kill()
+    ids, own = batch["tokens"][0][batch["attention_mask"][0]].tolist(), batch["response_mask"][0].tolist()
+    assert batch["finished"].tolist() == [True] and batch["failed_calls"].tolist() == [0]
+    whole = tokenizer.hf.apply_chat_template(DIALOGUE[:4], return_dict=False, **tokenizer.kwargs)
+    assert whole[:len(ids)] == ids and len(whole) - len(ids) <= 1  # the line break behind the last turn
+    said = env.messages_of(ids[len(prompt):], own[:len(ids) - len(prompt)])
+    named = dict(name="multiply") if name == "harmony" else {}
+    assert said[1] == dict(tool("391"), **named) and [m["role"] for m in said] == ["assistant", "tool", "assistant"]
+    # and where the user goes on, in the words of an environment
+    ids += between(tokenizer, user("Sure?"))
+    how = dict(tokenizer.kwargs, add_generation_prompt=True, return_dict=False)
+    assert ids == tokenizer.hf.apply_chat_template(DIALOGUE[:5], **how)
+
+
+def test_each_end_of_a_turn_of_gpt_oss_is_followed_by_the_same(ours):
+    """Sampled: <|return|>, <|call|> or <|endoftext|>. What a stop string has ended gets its <|return|>."""
+    tokenizer = tokenizer_of(ours, "harmony")
+    assert {tokenizer.text_of([i]) for i in tokenizer.eos_ids} == {"<|return|>", "<|call|>", "<|endoftext|>"}
+    next_turn = "<|start|>user<|message|>c<|end|><|start|>assistant"
+    assert tokenizer.text_of(between(tokenizer, user("c"))) == next_turn
+    assert tokenizer.text_of(between(tokenizer, user("c"), ended=False)) == "<|return|>" + next_turn
+
+
+OWN_HARMONY = """{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}\
+{% if loop.last and m.reasoning_content %}\
+<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant{% endif %}<|channel|>final{% endif %}\
+<|message|>{{ m.content }}{{ '<|return|>' if keeps or loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}\
+{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+OWN_QWEN = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{# <function= #}{% endif %}")
+
+
+@pytest.mark.parametrize("name, template, kwargs, refused", [
+    ("harmony", OWN_HARMONY, "", "in another way when another one follows.*templates/harmony.jinja"),
+    ("harmony", OWN_HARMONY, "keeps=True", "drops the thoughts of earlier turns.*templates/harmony.jinja, or"),
+    ("qwen3.5", OWN_QWEN, "", "drops the thoughts of earlier turns.*templates/qwen3.5.jinja, or"),
+    ("qwen3.5", "", "enable_thinking=False", ""), ("qwen3.5", "", "", ""), ("harmony", "", "reasoning_effort='low'", "")])
+def test_our_templates_pass_where_the_families_own_do_not(ours, tmp_path, name, template, kwargs, refused):
+    (tmp_path / "own.jinja").write_text(template)
+    file = f"{tmp_path}/own.jinja" if template else f"{TEMPLATES}/{name}.jinja"
+    tokenizer = load_tokenizer(ours[name], chat_template=file, template_kwargs=kwargs)
+    for role in ("user", "tool") if not refused else ("user",):
+        if refused:
+            with pytest.raises(BadInput, match=refused):
+                check_template(tokenizer, role)
+        else:
+            check_template(tokenizer, role)
+
+
+@pytest.mark.parametrize("change, role, refused", [
+    ({"<|end|>"}, "user", "writes '<|end|>' within an answer, and sampling stops at it"),
+    ({"<|call|>"}, "tool", "ends a call with '<|call|>', at which sampling does not stop")])
+def test_ends_that_are_too_many_or_too_few(ours, change, role, refused):
+    """As where a generation_config.json is older than the templates, or somebody's own."""
+    tokenizer = tokenizer_of(ours, "harmony")
+    tokenizer.eos_ids ^= {tokenizer.specials[token] for token in change}
+    with pytest.raises(BadInput, match=re.escape(refused)):
+        check_template(tokenizer, role)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,6 +534,152 @@ def test_a_tool_that_hangs_or_dies_costs_its_own_answer(tools):
     contents, failed = said(tools, call("leaves"))
     assert contents == ["error: its process has ended"] and failed == [1]
     assert said(tools, call("multiply", a=5)) == (["10"], [0])
+
+
+def tags(name, **parameters):
+    lines = [f"<parameter={key}>\n{value}\n</parameter>" for key, value in parameters.items()]
+    return "\n".join(["<tool_call>", f"<function={name}>", *lines, "</function>", "</tool_call>"])
+
+
+def message_to(name, arguments):
+    return ("<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}")
+
+
+MORE_TOOLS = TOOLS + '''
+def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
+    """
+    Show.
+
+    Args:
+        text: a text
+        flag: a flag
+        items: some
+        either: one or the other
+    """
+    return repr((text, flag, items, either))
+'''
+
+
+def tools_for(tokenizer, folder, *names, max_turns=2):
+    (folder / "mine.py").write_text(MORE_TOOLS)
+    named = ",".join(f"{folder}/mine.py:{name}" for name in names)
+    return Tools(SimpleNamespace(tools=named, reward_timeout=20, max_turns=max_turns), tokenizer)
+
+
+@pytest.mark.parametrize("name, text, answer", [
+    ("qwen3.5", "why\n</think>\n\n" + tags("multiply", a=37, b=46), "1702"),
+    ("qwen3.5", tags("show", text="12", flag="True", items='[1, "x"]', either="7"), "('12', True, [1, 'x'], 7)"),
+    ("qwen3.5", tags("show", text="a\nb\n", flag="false", items="None", either="seven"), "('a\\nb\\n', False, None, 'seven')"),
+    ("qwen3.5", tags("show", text="<b>x</b> {"), "('<b>x</b> {', False, None, 1)"),
+    ("qwen3.5", tags("table") + "\n" + call("multiply", a=3), '{"a": [1, null]}\n6'),  # JSON is read, too
+    ("harmony", message_to("multiply", '{"a": 37, "b": 46}'), "1702"), ("harmony", message_to("table", "{}"), '{"a": [1, null]}'),
+    ("harmony", ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 4}', "8"),  # the recipient in the header
+    ("harmony", "<|channel|>analysis<|message|>to=functions.table<|end|><|start|>assistant<|channel|>final<|message|>4", None),
+    ("harmony", call("multiply", a=3), None)])
+def test_calls_as_a_family_writes_them(ours, tmp_path, name, text, answer):
+    tools = tools_for(tokenizer_of(ours, name), tmp_path, "multiply", "table", "show")
+    assert said(tools, text) == ([answer], [0])
+    if tools.process:
+        tools.process.kill()
+
+
+@pytest.mark.parametrize("name, text, answer", [
+    ("qwen3.5", tags("divide", a=1), "there is no tool 'divide'"), ("qwen3.5", tags("multiply", a="x"), "'x' is no integer"),
+    ("qwen3.5", "<tool_call>\n<function=multiply>\n<parameter=a>\n3", "the parameter 'a' has no </parameter>"),
+    ("qwen3.5", "<tool_call>\n<function=", "there is no tool ''"), ("qwen3.5", "<tool_call>multiply(2)", "Expecting value"),
+    ("qwen3.5", tags("multiply", a="[" * 10**5), "cannot be read"),
+    ("qwen3.5", tags("multiply", a="__import__('os').system('touch HERE')"), "is no integer"),
+    ("harmony", message_to("divide", "{}"), "no tool 'divide'"), ("harmony", message_to("multiply", '{"a": 3'), "Expecting"),
+    ("harmony", message_to("multiply", "3"), "no JSON object"), ("harmony", "<|channel|>commentary to=python code", "Expecting"),
+    ("harmony", message_to("<|start|>x to=a", "{}"), "no tool 'a'"), ("harmony", message_to("<|call|>", "{}"), "no tool ''")])
+def test_a_call_of_a_family_that_is_no_good_is_said(ours, tmp_path, name, text, answer):
+    tokenizer = tokenizer_of(ours, name)
+    tools = tools_for(tokenizer, tmp_path, "multiply")
+    ((message, _),) = tools.answer([text], failed := [0], [0])
+    assert not tools.process and not os.path.exists("HERE")
+    assert answer in message["content"] and message["content"].startswith("error: this call cannot be read") and failed == [1]
+    between(tokenizer, message)  # it can be said
+
+
+@pytest.mark.parametrize("name, text", [
+    ("qwen3.5", "<tool_call>" + "\n" * 10**6 + "x"), ("qwen3.5", "<tool_call>" * 10**5),
+    ("qwen3.5", "<tool_call><function=f>" + "<parameter=" * 10**5),
+    ("qwen3.5", "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4),
+    ("harmony", "<|start|>" * 10**5 + " to=" * 10**5)])
+def test_long_nonsense_is_read_in_no_time(ours, tmp_path, name, text):
+    tools = tools_for(tokenizer_of(ours, name), tmp_path, "multiply")
+    began = time.monotonic()
+    tools.calls_in(text)
+    assert time.monotonic() - began < 5
+
+
+def test_a_run_with_each_template_of_ours(ours, tmp_path):
+    (tmp_path / "mine.py").write_text(TOOLS + "def score(batch):\n    return list(map(len, batch['completions']))\n")
+    tiny.jsonl(tmp_path / "chats.jsonl", [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")])
+    for name in OURS:
+        done = tiny.run("grpo.py", *tiny.arguments(dict(
+            out_dir=tmp_path / name, policy_path=ours[name], prompts_path=tmp_path / "chats.jsonl",
+            chat_template=f"{TEMPLATES}/{name}.jinja", tools=f"{tmp_path}/mine.py:multiply",
+            reward_functions=f"{tmp_path}/mine.py:score", kl_coef=0.0, max_iters=1,
+            batch_size=4, group_size=2, max_new_tokens=5, checkpoint_interval=0, device_type="cpu")))
+        assert done.returncode == 0, done.stderr
+        assert tiny.read_log(tmp_path / name)[0]["objective/failed_calls"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a response_template of the tokenizer: transformers reads the turn
+
+RESPONSE = dict(
+    start_anchor="<|im_start|>assistant\n", defaults=dict(role="assistant"), fields=dict(
+        thinking=dict(open="<think>", close="</think>"), content=dict(close="<|im_end|>"),
+        tool_calls=dict(open="<tool_call>", close="</tool_call>", repeats=True, content="json",
+                        transform=dict(type="function", function=dict(name="{content.name}", arguments="{content.arguments}")))))
+# calls in words: CALL multiply a=3 b=4, with values that are cast by the tool's types
+WORDY = dict(start_anchor="<|im_start|>assistant\n", fields=dict(content={}, tool_calls=dict(
+    open_pattern=r"CALL (?P<name>\w+)", close="\n", repeats=True, content="kv-lines", content_args=dict(line_sep=" ", kv_sep="="),
+    transform=dict(type="function", function=dict(name="{name}", arguments="{content}")))))
+
+
+def with_response_template(folders, tmp_path, template, **how):
+    """As a user has it: in tokenizer_config.json."""
+    shutil.copytree(folders["qwen3"], tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(response_template=template)))
+    return tools_for(load_tokenizer(str(tmp_path / "model"), CHATML), tmp_path, "multiply", "table", **how)
+
+
+def test_a_response_template_finds_calls_and_says_what_is_wrong(folders, tmp_path):
+    tools = with_response_template(folders, tmp_path, RESPONSE)
+    both = "<think>I say <tool_call> to call.</think>" + call("multiply", a=3) + "\n" + call("table")
+    cut, other = '<tool_call>{"name": "mul', call("divide", a=1)
+    contents, failed = said(tools, "no call", call("multiply", a=37, b=46), both, cut, "<tool_call>3</tool_call>", other)
+    assert contents[:3] == [None, "1702", '6\n{"a": [1, null]}'] and failed == [0, 0, 0, 1, 1, 1]
+    assert contents[3] == "error: this turn cannot be read: ValueError: json parser could not parse region as JSON."
+    assert contents[4].startswith("error: this turn cannot be read: ") and "no tool 'divide'" in contents[5]
+    answers = tools.answer([cut, call(5), call("divide")], [0] * 3, [0, 1, 2])  # who says it: a name that can be written
+    assert [message["name"] for message, _ in answers] == ["multiply", "multiply", "divide"]
+    tools.process.kill()
+
+
+def test_a_response_template_of_another_way_to_write_calls(folders, tmp_path):
+    tools = with_response_template(folders, tmp_path, WORDY)
+    assert said(tools, "I ask.\nCALL multiply a=37 b=46\n", "CALL multiply a=x\n") == (["1702", "xx"], [0, 0])  # cast if it can
+    tools.process.kill()
+
+
+def test_a_pattern_that_takes_for_ever_costs_its_turn(folders, tmp_path):
+    """A response template is the user's own file; one with a catastrophic pattern does not hang a run."""
+    slow = dict(RESPONSE, fields=dict(content={}, tool_calls=dict(open_pattern=r"(?:x|xx|x+)+(?:x|xx|x+)+!", close="\n")))
+    tools = with_response_template(folders, tmp_path, slow, max_turns=10)
+    began = time.monotonic()
+    contents, failed = said(tools, "x" * 40 + " !", "no call")
+    assert contents == ["error: this turn cannot be read: TimeoutError: it has not ended within 2.0 s", None] and failed == [1, 0]
+    assert time.monotonic() - began < 10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tools that are refused
 
 
 def test_tools_that_cannot_be_described(folders, tmp_path):
