@@ -73,7 +73,13 @@ def final_answer(completion):
 
 
 def after_thinking(completion):
-    """The text behind the last </think>, without blanks at its ends; all of it if there is none."""
+    """
+    The text behind the last </think>, without blanks at its ends; all of it if there is none. Of
+    gpt-oss the last message in the channel final; without one the thinking has not ended.
+    """
+    if "<|channel|>" in completion:
+        _, ended, text = completion.rpartition("<|channel|>final<|message|>")
+        return text.strip() if ended else f"<think>{completion}"
     return completion.rpartition("</think>")[2].strip()
 
 

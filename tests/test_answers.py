@@ -315,6 +315,8 @@ def test_long_texts_take_no_time(end="x"):
 # where the answer is
 
 FOUND = [
+    ("<|channel|>analysis<|message|>6 or 7?<|end|><|start|>assistant<|channel|>final<|message|>The answer is 7.", "7"),
+    ("<|channel|>analysis<|message|>the answer is 6", "<think><|channel|>analysis<|message|>the answer is 6"),  # cut off
     ("42", "42"), ("<think>1+1</think>2", "2"), ("<think>never ends 7", "<think>never ends 7"), ("12</think>", ""),
     (r"so \boxed{72}", "72"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1,2\}}", r"\{1,2\}"),
     (r"\boxed{5} and \boxed{6", "5"), (r"\boxed 5", "5"), (r"\boxed \frac{\sqrt{3}}{2}, so", r"\frac{\sqrt{3}}{2}"),
