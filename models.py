@@ -5,7 +5,6 @@ where `load` asks for it; without such keys a model is read from its folder, goe
 is trained or frozen.
 """
 import contextlib
-from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -66,13 +65,6 @@ def matrices_of(model):
 
 # --------------------------------------------------------------------------------------------------
 # one model
-
-
-def plain(dtype="float32", **keys):
-    """The shared keys of a tool, which calls `load` as a run does that sets none of them."""
-    return SimpleNamespace(**dict(
-        dtype=dtype, master_weights=True, zero_stage="", offload="", lora="", quantize="none",
-        compile=False, gradient_checkpointing=False, attn_implementation="sdpa") | keys)
 
 
 def load(path, name, system, device, head="lm", trained=False, seed=0):

@@ -109,7 +109,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     prompt_width: P; None: the longest prompt. It changes no result, either.
     stop: a function that is asked before each token. When it says True, the responses stay as they
         are at that moment: it is for a caller who is about to leave and will not use them.
-    truncation: leaves unlikely tokens out, see `warpers`; None: all may be sampled.
+    truncation: leaves unlikely tokens out, one of transformers' warpers; None: all may be
+        sampled.
     has_stop: a function of the ids of a response so far: whether it has just got a stop string, see
         Tokenizer.has_stop; None: there are none.
     graphs: on an NVIDIA GPU the steps are CUDA graphs, where the model allows it.
@@ -236,32 +237,6 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, roo
                 token[:, None], cache, *((mask, next_position) if padded else ()))
         next_position = next_position + 1
     return False
-
-
-def warpers(top_k=0, top_p=1.0, min_p=0.0):
-    """
-    transformers' own functions of logits, one after the other, for `generate`: each of them makes
-    unlikely tokens impossible, their logits -inf; None where all tokens may be sampled.
-
-    top_k: the k most likely tokens stay; 0 = all. top_p: of these, the most likely ones, up to the
-    first at which their probabilities add up to top_p (nucleus sampling, arXiv 1904.09751); 1 =
-    all. min_p: of these, those at least min_p times as likely as the most likely one (arXiv
-    2407.01082); 0 = all.
-
-    With the probabilities 0.5, 0.3, 0.15, 0.05: top_k = 3 keeps three of them; they become 0.526,
-    0.316, 0.158. Then top_p = 0.8 keeps two, for 0.526 is below it, and min_p = 0.7 only the first.
-    """
-    from transformers.generation import (LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper,
-                                         TopPLogitsWarper)
-
-    processors = LogitsProcessorList()
-    if top_k > 0:
-        processors.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        processors.append(TopPLogitsWarper(top_p))
-    if min_p > 0:
-        processors.append(MinPLogitsWarper(min_p))
-    return processors or None
 
 
 def draw(logits, uniform, temperature, vocab_size=None):

@@ -35,9 +35,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from answers import last_boxed  # noqa: E402
 from completions import PAIR, preference_row, sft_row  # noqa: E402
 from errors import BadInput, one_line, report_errors  # noqa: E402
-from folders import check_writable, written  # noqa: E402
 from options.assistant import FLAGS, is_learned  # noqa: E402
 from rows import files_of, parse_fields, prompt_row, raw_rows, rename  # noqa: E402
+from tools.output import check_writable, written  # noqa: E402
 
 SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row

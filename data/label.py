@@ -27,13 +27,15 @@ from configurator import configure  # noqa: E402
 from prompts import encode_for_all  # noqa: E402
 from options.judging import Judge, template_text  # noqa: E402
 from launch import choose_device  # noqa: E402
-from models import autocast, load, plain  # noqa: E402
+from models import autocast, load  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_tokenizer  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
-from folders import check_writable, model_folders, written  # noqa: E402
+from folders import model_folders  # noqa: E402
 from rewards import accuracy, score_sequences  # noqa: E402
 from rollout import generate, response_uniforms, texts_of  # noqa: E402
 from rows import files_of, prompt_row, read_rows  # noqa: E402
+from tools.output import check_writable, written  # noqa: E402
+from tools.policies import plain  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 # what is asked

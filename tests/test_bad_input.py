@@ -23,9 +23,9 @@ from options.foreign_rewards import as_ours
 from rewards import call_rewards
 from run_folder import open_run
 from errors import BadConfig, BadInput, Stop
-from folders import check_writable, written
 from load import load_model
 from rows import prompt_row, read_rows
+from tools.output import check_writable, written
 
 import tiny
 from tiny import forked, jsonl, one_run, write_byte_tokenizer

@@ -10,8 +10,8 @@ import statistics
 import pytest
 
 import tiny
-from estimates import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
 from tiny import arguments, forked, one_run
+from tools.figures import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
 
 # ---------------------------------------------------------------------------------------------------------------------
 # formulas

@@ -232,8 +232,9 @@ def test_a_run_is_that_of_the_cpu(runs, name):
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
 def test_what_is_offloaded_is_pinned(world):
-    from models import load, plain
+    from models import load
     from options.shards import here
+    from tools.policies import plain
 
     model = load(world.reward, "reward", plain(offload="params"), torch.device(DEVICE), "scalar")
     assert all(p.is_pinned() for p in model.parameters())

@@ -14,7 +14,8 @@ from errors import BadInput
 from loss import gap, gap_limit
 from model import freeze
 from load import load_model
-from rollout import decoding_copy, draw, generate, response_uniforms, warpers
+from rollout import decoding_copy, draw, generate, response_uniforms
+from tools.policies import warpers
 
 from families import make
 

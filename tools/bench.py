@@ -36,10 +36,11 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure  # noqa: E402
 from launch import choose_device  # noqa: E402
-from models import autocast, dtypes, load, plain  # noqa: E402
+from models import autocast, dtypes, load  # noqa: E402
 from errors import BadConfig, Stop, first_line  # noqa: E402
 from scratch import from_scratch  # noqa: E402
 from rollout import decoding_copy, generate  # noqa: E402
+from tools.policies import plain  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------

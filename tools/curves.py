@@ -9,7 +9,7 @@ import math
 import os
 
 from errors import BadConfig, BadInput, first_line
-from folders import check_writable, written
+from tools.output import check_writable, written
 
 
 def read_runs(folders, key="runs"):

@@ -32,20 +32,21 @@ import launch  # noqa: E402
 import parallel  # noqa: E402
 import together  # noqa: E402
 from tools.curves import short_names  # noqa: E402
-from estimates import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
-                       pass_at_k, wins)
+from tools.figures import (best_of_k, majority_at_k, mean_and_error,  # noqa: E402
+                           pass_at_k, wins)
+from tools.output import check_writable, written  # noqa: E402
+from tools.policies import plain, response_length, warpers  # noqa: E402
 from options.environment import Environment  # noqa: E402
 from options.judging import Judge  # noqa: E402
 from load import outline  # noqa: E402
-from models import autocast, dtypes, in_memory, load, plain  # noqa: E402
+from models import autocast, dtypes, in_memory, load  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig, say, shorten, warn  # noqa: E402
-from folders import check_writable, response_length, written  # noqa: E402
 from rows import files_of  # noqa: E402
 from answers import final_answer  # noqa: E402
 from rewards import (add_up, read_prompts, reward_terms, score_responses,  # noqa: E402
                      whole_responses)
-from rollout import respond, texts_of, turns, warpers  # noqa: E402
+from rollout import respond, texts_of, turns  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------

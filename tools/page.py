@@ -22,8 +22,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402
 from tools.curves import finite, metrics_in, points, read_records, read_runs  # noqa: E402
 from errors import BadConfig  # noqa: E402
-from folders import RUN_FILES, check_writable, read_json, written  # noqa: E402
+from folders import read_json  # noqa: E402
 from report import answer_of, clock  # noqa: E402
+from tools.output import RUN_FILES, check_writable, written  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------

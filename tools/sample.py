@@ -23,15 +23,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402
 from prompts import encode_for_all  # noqa: E402
 from launch import choose_device  # noqa: E402
-from models import autocast, load, plain  # noqa: E402
+from models import autocast, load  # noqa: E402
 from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer  # noqa: E402
 from errors import BadConfig  # noqa: E402
 from options.environment import Environment  # noqa: E402
-from folders import response_length  # noqa: E402
 from rows import check_text, prompt_row, read_rows  # noqa: E402
 from report import answer_of  # noqa: E402
 from rewards import as_read, score_sequences  # noqa: E402
-from rollout import respond, texts_of, turns, warpers  # noqa: E402
+from rollout import respond, texts_of, turns  # noqa: E402
+from tools.policies import plain, response_length, warpers  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
