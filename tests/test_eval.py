@@ -76,6 +76,7 @@ def test_a_mean_and_its_interval(values, mean, error):
 # from end to end
 
 OUT = ("eval.json", "eval.jsonl")
+SCORES = "accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"  # of "one"
 
 
 @pytest.fixture(scope="module")
@@ -166,20 +167,19 @@ def test_the_figures_are_those_of_the_samples(done):
         its = {k.removeprefix(f"{mode} "): v for k, v in figures["policies"][policy].items() if k.startswith(mode)}
         for key in ("length", "finished"):
             assert its[key]["mean"] == pytest.approx(statistics.mean(r[key] for r in part))
-        for key in ("accuracy", "letters", "reward_model", "scores", "length"):  # the rule length, beside the length
-            name = f"reward/{key}" if key in ("letters", "reward_model", "length") else key
-            assert its[name]["mean"] == pytest.approx(statistics.mean(r["scores"][key] for r in part))
-            prompts = [statistics.mean(r["scores"][key] for r in part if r["row"] == row) for row in range(12)]
+        for name in SCORES:
+            assert its[name]["mean"] == pytest.approx(statistics.mean(r["scores"][name] for r in part))
+            prompts = [statistics.mean(r["scores"][name] for r in part if r["row"] == row) for row in range(12)]
             assert its[name]["error"] == pytest.approx(1.96 * statistics.stdev(prompts) / 12**0.5)
     for r in mine:
         scores = r["scores"]
-        assert scores["letters"] == pytest.approx(sum(ch.isascii() for ch in r["text"]) / 8)
-        assert scores["scores"] == pytest.approx(2 * scores["letters"] + scores["length"] + scores["reward_model"])
-    best = {f"best@{x} {name}" for x in (1, 2, 3)
-            for name in ("accuracy", "letters", "length", "reward_model", "scores")}
+        letters, length, model = (scores[f"reward/{name}"] for name in ("letters", "length", "reward_model"))
+        assert letters == pytest.approx(sum(ch.isascii() for ch in r["text"]) / 8)
+        assert scores["scores"] == pytest.approx(2 * letters + length + model)
+    best = {f"best@{x} {name}" for x in (1, 2, 3) for name in SCORES}
     assert {f"{what}@{x}" for what in ("pass", "majority") for x in (1, 2, 3)} | best == {k for k in its if "@" in k}
     by_row = [[r["scores"] for r in part if r["row"] == row] for row in range(12)]
-    for name in ("scores", "letters"):  # of each pair of samples that of the higher sum
+    for name in ("scores", "reward/letters"):  # of each pair of samples that of the higher sum
         pairs = [[max(pair, key=lambda s: s["scores"])[name] for pair in itertools.combinations(row, 2)] for row in by_row]
         assert its[f"best@2 {name}"]["mean"] == pytest.approx(statistics.mean(map(statistics.mean, pairs)))
         assert its[f"best@1 {name}"]["mean"] == pytest.approx(statistics.mean(s[name] for row in by_row for s in row))
@@ -240,8 +240,8 @@ def test_a_policy_against_another_one(done):
     """Who wins is counted once more, over all pairs of samples; right is where the reward is 1."""
     figures, records = read(done[0], "other")
     duel, = figures["win_rates"]
-    assert (duel["policy"], duel["against"], duel["by"]) == ("policy", "qwen", "letters")
-    of = {name: [[r["scores"]["letters"] for r in records if (r["policy"], r["mode"], r["row"]) == (name, "sampled", row)]
+    assert (duel["policy"], duel["against"], duel["by"]) == ("policy", "qwen", "reward/letters")
+    of = {name: [[r["scores"]["reward/letters"] for r in records if (r["policy"], r["mode"], r["row"]) == (name, "sampled", row)]
                  for row in range(12)] for name in ("policy", "qwen")}
     won = [statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(ours, theirs))
            for ours, theirs in zip(*of.values(), strict=True)]

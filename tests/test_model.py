@@ -17,6 +17,7 @@ from scratch import from_scratch
 import models
 import tiny
 from families import NO_CLASSIFIER, VARIANTS, make, padded
+from tools.policies import plain
 
 FAMILIES = ["gpt2", "llama3-gqa-tied", "gemma2", "cohere", "mixtral", "phi3-longrope"]
 WIDE = ("gpt2",)  # of these transformers computes everything in float64, if it is asked to
@@ -350,9 +351,9 @@ def test_other_kernels_of_attention_give_the_same_numbers(folder_of):
     tokens = torch.tensor([[1, 5, 9, 3, 7, 2]])
     said = {}
     for kind in ("sdpa", "eager"):
-        model = models.load(path, "policy", models.plain(attn_implementation=kind), device, trained=True)
+        model = models.load(path, "policy", plain(attn_implementation=kind), device, trained=True)
         assert model.hf.config._attn_implementation == kind
         said[kind], _ = model.logprobs(tokens, tokens > 1)
     assert torch.allclose(said["sdpa"], said["eager"], atol=1e-6) and not torch.equal(said["sdpa"], torch.zeros(()))
     with pytest.raises(BadInput, match="flash_attention_2"):
-        models.load(path, "policy", models.plain(attn_implementation="flash_attention_2"), device)
+        models.load(path, "policy", plain(attn_implementation="flash_attention_2"), device)

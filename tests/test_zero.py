@@ -17,6 +17,7 @@ import parallel
 from errors import BadConfig, Stop
 from load import load_model
 from options import shards
+from tools.policies import plain
 from trunk import OnTrunk
 
 import tiny
@@ -104,7 +105,7 @@ def test_in_16_bits_the_reference_is_the_policy_at_first(short, name):
 
 def test_a_frozen_head_is_not_rounded(world):
     """Where frozen matrices are stored in 16 bits, the scalar head is not."""
-    model = models.load(world.reward, "reward", models.plain("bfloat16"), torch.device("cpu"), "scalar")
+    model = models.load(world.reward, "reward", plain("bfloat16"), torch.device("cpu"), "scalar")
     assert model.hf.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
     assert torch.equal(model.hf.score.weight, load_model(world.reward, "scalar").hf.score.weight)
 
@@ -281,7 +282,7 @@ def test_adafactors_learning_rate_is_not_relative_to_the_weights(size):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, size, generator=generator)
-    optimizer = optimizers.make_optimizer(model, "policy", models.plain(optim="adafactor", weight_decay=0.1), 0.01,
+    optimizer = optimizers.make_optimizer(model, "policy", plain(optim="adafactor", weight_decay=0.1), 0.01,
                                           (0.5, 0.9), 1e-5)
     want = {name: p.detach().clone() for name, p in model.named_parameters()}
     rows, columns, vector = (torch.zeros(n, dtype=torch.float64) for n in (3, 4, 3))
@@ -320,7 +321,7 @@ PLACES = [  # zero_stage, offload -> {model: (stage, what is on the CPU)} where 
 
 @pytest.mark.parametrize("keys, places", PLACES, ids=str)
 def test_places_by_hand(keys, places):
-    system = models.plain(zero_stage=keys[0], offload=keys[1])
+    system = plain(zero_stage=keys[0], offload=keys[1])
     for name in TRAINED + FROZEN:
         stage, offload = shards.stage_of(system, name), shards.offload_of(system, name, name in TRAINED)
         assert (stage, offload) == places.get(name, (0, "none")), name
@@ -328,7 +329,7 @@ def test_places_by_hand(keys, places):
 
 def test_a_head_on_the_policy_is_not_offloaded(world):
     """value_init="shared" with offload="optimizer": what is offloaded is the policy's alone."""
-    system = models.plain(offload="optimizer", optim="adamw", weight_decay=0.0)
+    system = plain(offload="optimizer", optim="adamw", weight_decay=0.0)
     policy = models.load(world.policy, "policy", system, torch.device("cpu"), trained=True)
     made = [optimizers.make_optimizer(model, name, system, 1e-3, (0.9, 0.999), 1e-8)
             for model, name in ((policy, "policy"), (OnTrunk(policy), "value"))]
@@ -341,14 +342,14 @@ def test_a_generator_trains_nothing_but_has_the_adapter(world, monkeypatch, lora
     monkeypatch.setattr(parallel, "role", "generate")
     monkeypatch.setattr(parallel, "roles", dict(train=range(1), generate=range(1, 2)))
     chats = dict.fromkeys(("chat_template", "template_kwargs", "system_prompt", "stop_strings"), "")
-    policy, _ = models.load_policy(world.policy, models.plain(lora=lora, **chats), torch.device("cpu"))
+    policy, _ = models.load_policy(world.policy, plain(lora=lora, **chats), torch.device("cpu"))
     assert any(p.requires_grad for p in policy.parameters()) == bool(policy.adapters) == trained
 
 
 def check(zero_stage="", offload="", lora="", optim="adamw", share_base=False, value_init="reward", ref_path=""):
     """What a start says of these keys."""
-    system = models.plain(zero_stage=zero_stage, offload=offload, lora=lora, optim=optim, share_base=share_base,
-                          ref_path=ref_path, report_to="")
+    system = plain(zero_stage=zero_stage, offload=offload, lora=lora, optim=optim, share_base=share_base,
+                   ref_path=ref_path, report_to="")
     checks.check_system(system, torch.device("cpu"), TRAINED, FROZEN, value_init)
 
 

@@ -5,10 +5,10 @@ pictures of them are made.
 import difflib
 import fnmatch
 import json
-import math
 import os
 
 from errors import BadConfig, BadInput, first_line
+from folders import read_text
 from tools.output import check_writable, written
 
 
@@ -20,9 +20,8 @@ def read_runs(folders, key="runs"):
     paths = [folder.strip() for folder in folders.split(",") if folder.strip()]
     if not paths:
         raise BadConfig(f"{key} is empty; type --{key}=out/arithmetic_ppo")
-    names = short_names(paths, key)
     return {name: (path, read_records(os.path.join(path, "log.jsonl")))
-            for name, path in zip(names, paths, strict=True)}
+            for name, path in zip(short_names(paths, key), paths, strict=True)}
 
 
 def short_names(paths, key):
@@ -30,8 +29,7 @@ def short_names(paths, key):
     The shortest end of each path that no other path has: ["a/x/ppo", "b/x/ppo", "b/sft"] ->
     ["a/x/ppo", "b/x/ppo", "sft"]. Raises BadConfig where two paths are one.
     """
-    split = [os.path.normpath(path).split(os.sep) for path in paths]
-    names = []
+    split, names = [os.path.normpath(path).split(os.sep) for path in paths], []
     for parts in split:
         if split.count(parts) > 1:
             raise BadConfig(f"{key}: {os.sep.join(parts)!r} is given twice; keep one")
@@ -45,56 +43,39 @@ def short_names(paths, key):
 
 def read_records(file, fields=()):
     """
-    The dicts of a log.jsonl or samples.jsonl, each with its iteration and these fields. A last line
+    The dicts of a log.jsonl or samples.jsonl, each with an iteration and these fields. A last line
     without an end is left out: the run may be writing it. Raises BadInput, also where there are no
     lines.
     """
-    try:
-        with open(file, encoding="utf-8") as f:
-            text = f.read()
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{file}: {getattr(e, 'strerror', None) or e}; "
-                       "give folders of finished or running runs") from e
-    complete, _, _ = text.rpartition("\n")
+    complete, _, _ = read_text(file).rpartition("\n")
     records = []
+    if not complete:
+        raise BadInput(f"{file}: nothing is logged yet")
     for number, line in enumerate(complete.split("\n"), 1):
         try:
-            record = finite(json.loads(line)) if line.strip() else None
-            if record is not None:
-                records.append({**record, "iteration": int(record["iteration"])})
-                for field in fields:
-                    record[field]
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-            raise BadInput(f"{file}, line {number}: no record of a run ({first_line(e)}); did "
-                           "these scripts write it?") from e
-    if not records:
-        raise BadInput(f"{file}: nothing is logged yet")
+            record = json.loads(line)
+            missing = {"iteration", *fields} - record.keys()
+        except (ValueError, AttributeError) as e:
+            raise BadInput(f"{file}, line {number}: no record of a run ({first_line(e)}); give the "
+                           "folder of a run") from e
+        if missing:
+            raise BadInput(f"{file}, line {number}: a record without {min(missing)!r}; give the "
+                           "folder of a run")
+        records.append(record)
     return records
-
-
-def finite(value):
-    """A value of JSON, where numbers that no curve or page can show have become None."""
-    def number(text):
-        x = float(text)
-        if not abs(x) < 1e100:  # or NaN
-            return None
-        return int(text) if text.lstrip("-").isdigit() else x
-
-    text = json.dumps(value)
-    return json.loads(text, parse_int=number, parse_float=number, parse_constant=number)
 
 
 def points(records, metric, past=0.0, x="iteration"):
     """
-    [(iteration, value)] of a metric, where it has a finite value; or with another metric in the
-    place of the iteration, where both have one. past: how much of the moving
-    average of the values so far each value is to keep, from 0 (nothing is smoothed) to below 1; the
-    average is divided by the sum of its weights, so that it begins with the first value.
+    [(iteration, value)] of a metric, where it has a value; or with another metric in the place of
+    the iteration, where both have one. past: how much of the moving average of the values so far
+    each value is to keep, from 0 (nothing is smoothed) to below 1; the average is divided by the
+    sum of its weights, so that it begins with the first value.
     """
     found, mean, weight = [], 0.0, 0.0
     for record in records:
-        value, place = record.get(metric), record.get(x)
-        if all(isinstance(a, (int, float)) and math.isfinite(a) for a in (value, place)):
+        value, place = record.get(metric), record.get(x)  # None: null in JSON, not finite
+        if isinstance(value, (int, float)) and isinstance(place, (int, float)):
             mean, weight = past * mean + (1 - past) * value, past * weight + 1 - past
             found.append((place, mean / weight))
     return found
@@ -112,15 +93,25 @@ def choose_metrics(wanted, known):
     The metrics that a key names, such as "eval/kl,policy/*", in its order; * stands for anything.
     Raises BadConfig where a part of it is no metric of `known`.
     """
-    chosen = []
+    chosen = {}
     for part in filter(None, map(str.strip, wanted.split(","))):
         found = fnmatch.filter(known, part)
         if not found:
-            near = difflib.get_close_matches(part, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise BadConfig(f"metrics: no run has logged {part!r}; {hint}")
-        chosen += [metric for metric in found if metric not in chosen]
-    return chosen
+            near = difflib.get_close_matches(part, known, n=1) or known
+            raise BadConfig(f"no run has logged {part!r}; there is {', '.join(near)}")
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+# --------------------------------------------------------------------------------------------------
+# pictures
+
+
+def check_picture(path):
+    """Raise BadInput unless a picture can be written to this file, or replaces one of ours."""
+    if not path.endswith(".png"):  # matplotlib would add it, or write another kind
+        raise BadConfig(f"out = {path!r} must end with .png")
+    check_writable(path, made=rb"\x89PNG\r\n\x1a\n(?s:.{0,200})quartet")
 
 
 def empty_picture(lines, columns, width, height, **kwargs):
@@ -132,13 +123,6 @@ def empty_picture(lines, columns, width, height, **kwargs):
 
     size = width * columns, height * lines
     return plt.subplots(lines, columns, figsize=size, squeeze=False, **kwargs)
-
-
-def check_picture(path):
-    """Raise BadInput unless a picture can be written to this file, or replaces one of ours."""
-    if not path.endswith(".png"):  # matplotlib would add it, or write another kind
-        raise BadConfig(f"out = {path!r} must end with .png")
-    check_writable(path, made=rb"\x89PNG\r\n\x1a\n(?s:.{0,200})quartet")
 
 
 def save_picture(figure, axes, path):

@@ -25,22 +25,21 @@ sys.path.insert(0, ROOT)
 
 import before_torch  # noqa: E402, F401, before torch: it notes which CPUs this process may use
 
-import prompts  # noqa: E402
-import rollout  # noqa: E402
-from configurator import configure  # noqa: E402
 import launch  # noqa: E402
+import prompts  # noqa: E402
 import report  # noqa: E402
+import rollout  # noqa: E402
 import run_folder  # noqa: E402
 from checkpoint import find_checkpoint  # noqa: E402
-from tools.curves import check_picture, empty_picture, save_picture  # noqa: E402
-from rewards import NEEDS  # noqa: E402
-from run import Run  # noqa: E402
-from run_folder import code_files  # noqa: E402
+from configurator import configure  # noqa: E402
 from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
 from gae import compute_gae  # noqa: E402
 from loss import kl_estimate  # noqa: E402
+from rewards import check_rows  # noqa: E402
 from rows import check_text  # noqa: E402
+from run import Run  # noqa: E402
+from tools.curves import check_picture, empty_picture, save_picture  # noqa: E402
 
 
 # --------------------------------------------------------------------------------------------------
@@ -70,13 +69,12 @@ if "cliprange" not in keys:
 # of the files that the run began with, of its machine; and nothing is reported to others
 others = "sha256", "gpu", "format"
 keys = {name: x for name, x in keys.items() if name not in others} | {"report_to": ""}
-for key, named in dict(reward_functions=reward_functions, environment=environment,
-                       tools=tools).items():
-    files = code_files({key: str(keys[key])})
-    if files and not named:  # the folder may be somebody else's
+for key in ("reward_functions", "environment", "tools"):
+    files = run_folder.code_files({key: keys[key]})
+    if files and not config[key]:  # the folder may be somebody else's
         raise BadInput(f"{file} names code, {', '.join(files)}, which runs only where you name it; "
-                       f"type --{key}={shlex.quote(str(keys[key]))}")
-    keys[key] = named or keys[key]
+                       f"type --{key}={shlex.quote(keys[key])}")
+    keys[key] = config[key] or keys[key]
 iteration = state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks
@@ -98,10 +96,6 @@ encode, noise, add_up = prompts.encode_for_all, rollout.response_uniforms, repor
 take_step = Run.step
 
 
-class Enough(Exception):
-    """Raised by the script's call of run.log: the iteration is over."""
-
-
 def encode_with_the_prompt(rows, path, *rest):
     """encode_for_all, where the prompt takes the place of the batch's first row."""
     ids = encode(rows, path, *rest)  # rows that are too long may be dropped here
@@ -115,11 +109,7 @@ def encode_with_the_prompt(rows, path, *rest):
             if prompts.prompt_text(known) == prompt:
                 row = known
         rows[first] = row | ({"answer": answer} if answer else {})
-        for _, name, _ in names["terms"]:
-            for field in NEEDS.get(name, ()):
-                if rows[first].get(field) is None:
-                    raise BadInput(f"prompt {prompt!r}: the reward {name!r} needs its {field!r}; "
-                                   "type --answer=..., or a prompt of the run's data")
+        check_rows(names["terms"], [rows[first]], f"prompt {prompt!r} with --answer={answer!r}")
         ids[first], = encode([rows[first]], f"prompt {prompt!r}", *rest[:-1], "error")
     return ids
 
@@ -139,14 +129,15 @@ def step(*args):
     return take_step(*args) if names["epoch"] < steps else {}
 
 
-def end_of_iteration(*_, **__):
-    raise Enough
+def end(*_, **__):
+    """Run.log, where the script ends: the iteration is over."""
+    sys.exit()
 
 
 prompts.encode_for_all, report.add_up, Run.step = encode_with_the_prompt, add_up_and_look, step
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
-Run.log = end_of_iteration
+Run.log = end
 launch.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
 run_folder.hash_of_ids = lambda _: None  # the prompts are the run's but for the one asked about
 
@@ -156,7 +147,7 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
     sys.argv = [f"{script}.py", *(f"--{key}={value}" for key, value in keys.items())]
     with open(names["__file__"], encoding="utf-8") as f:
         code = compile(f.read(), names["__file__"], "exec")
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Enough):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         exec(code, names)
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from errors import BadConfig  # noqa: E402
 from tools.curves import (  # noqa: E402
     check_picture, choose_metrics, empty_picture, metrics_in, points, read_runs, save_picture)
 
@@ -51,9 +50,7 @@ if out:
     check_picture(out)
 read = read_runs(runs)
 logged = metrics_in(read)
-
-if against and against not in logged:
-    raise BadConfig(f"against: no run has logged {against!r}; there are {', '.join(logged)}")
+x = choose_metrics(against, logged)[0] if against else "iteration"
 
 # the table: the first evaluation, and the last one if there is more than one
 wide = max(28, *map(len, read))
@@ -63,8 +60,8 @@ for name, (_, records) in read.items():
     for record in evaluated if against else evaluated[:1] + evaluated[1:][-1:]:
         # None: the run does not log it, or it was not finite
         figures = [(record.get(f"eval/{k}"), form) for k, form in COLUMNS.items()]
-        cells = ["-" if x is None else form.format(x) for x, form in figures]
-        print(f"{name:<{wide}} {record['iteration']:>9}  " + "  ".join(f"{x:>8}" for x in cells))
+        cells = ["-" if value is None else form.format(value) for value, form in figures]
+        print(f"{name:<{wide}} {record['iteration']:>9}  " + "  ".join(f"{c:>8}" for c in cells))
 
 # the picture: a panel for each group of metrics, a colour for each run
 shown = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
@@ -72,19 +69,18 @@ if metrics:
     shown = [(metric, (metric,)) for metric in choose_metrics(metrics, logged)]
 if out:
     columns = max(1, min(3, len(shown)))
-    lines = max(1, -(-len(shown) // columns))
-    figure, axes = empty_picture(lines, columns, 4.2, 2.9)
+    figure, axes = empty_picture(max(1, -(-len(shown) // columns)), columns, 4.2, 2.9)
     for axis, (title, keys) in zip(axes.flat, shown, strict=False):
         for number, (_, records) in enumerate(read.values()):
             for key in keys:
                 held_out = key.startswith("eval/")
-                curve = points(records, key, 0.0 if held_out else smooth, against or "iteration")
+                curve = points(records, key, 0.0 if held_out else smooth, x)
                 if curve:
                     axis.plot(*zip(*curve, strict=True), color=f"C{number}",
                               linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
                               marker="o" if held_out else None, markersize=3)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel(against or "iteration", fontsize=8)
+        axis.set_xlabel(x, fontsize=8)
         axis.tick_params(labelsize=8)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)

@@ -1,34 +1,82 @@
 """
-A policy that a tool asks: how it is loaded, and how it samples.
+A policy that a tool asks: the keys with which it is loaded, what its run says of it, its answers.
 """
+import ast
+import contextlib
 import os
 import re
 from types import SimpleNamespace
 
-from folders import read_file
+import configurator
+from errors import say
+from folders import read_file, read_json
+from options.environment import Environment
+from rollout import respond, texts_of, turns
+from tokenizer import load_tokenizer
 
 
-def plain(dtype="float32", **keys):
-    """The shared keys of a tool, which calls `load` as a run does that sets none of them."""
-    return SimpleNamespace(**dict(
-        dtype=dtype, master_weights=True, zero_stage="", offload="", lora="", quantize="none",
-        compile=False, gradient_checkpointing=False, attn_implementation="sdpa") | keys)
+def plain(dtype="float32", **given):
+    """The shared keys as attributes, as a run has them that sets none but these."""
+    folder = os.path.dirname(os.path.abspath(configurator.__file__))
+    keys = [configurator.read_lines(os.path.join(folder, file))[0]
+            for file in ("keys.py", "rl_keys.py")]
+    defaults = {name: key.default for name, key in (keys[0] | keys[1]).items()}
+    return SimpleNamespace(**defaults | dict(dtype=dtype) | given)
 
 
-def response_length(path):
-    """max_new_tokens of the run that left a model, by its config.json or the card; 0: unknown."""
-    folder = os.path.realpath(path)
-    for file in (os.path.join(folder, "..", "config.json"), os.path.join(folder, "README.md")):
-        text = read_file(file).decode(errors="replace") if os.path.isfile(file) else ""
-        found = re.search(r'\bmax_new_tokens"?(?: =|:) ?(\d{1,6})\b', text)
-        if found:
-            return int(found[1])
-    return 0
+def from_run(path, key, default):
+    """
+    A key of the run that left a policy, by the run's config.json beside it, or by its own card; the
+    default where neither says it.
+    """
+    folder, value = os.path.realpath(path), default
+    config, card = os.path.join(folder, "..", "config.json"), os.path.join(folder, "README.md")
+    if os.path.isfile(config):
+        value = read_json(config).get(key)
+    elif os.path.isfile(card):
+        text = read_file(card).decode(errors="replace")
+        found = re.search(rf"^    {key} = (.*)$", text, re.MULTILINE)
+        with contextlib.suppress(TypeError, ValueError, SyntaxError):
+            value = ast.literal_eval(found[1])
+    return value if type(value) is type(default) else default
+
+
+def longest_response(paths, given):
+    """max_new_tokens, as it is given; or the largest of the runs that left these policies."""
+    return given or max(from_run(path, "max_new_tokens", 0) for path in paths) or 48
+
+
+def load_asked(path, system):
+    """
+    (tokenizer, environment or None) of a policy that is asked as its run has trained it: its system
+    message, its stop strings and what its template is told are the run's, where none are given.
+    """
+    keys = {key: getattr(system, key) or from_run(path, key, "")
+            for key in ("template_kwargs", "system_prompt", "stop_strings")}
+    taken = [f"{key} = {value!r}" for key, value in keys.items() if value != getattr(system, key)]
+    if taken:
+        say(f"{path}: as in its run, {', '.join(taken)}")
+    tokenizer = load_tokenizer(path, system.chat_template, **keys)
+    answers = system.environment or system.tools
+    return tokenizer, Environment(system, tokenizer) if answers else None
+
+
+def ask(policy, tokenizer, environment, asked, names, seed, length, temperature, truncation=None):
+    """
+    A batch of responses with their texts: to each (data row, ids of its prompt) of `asked` one.
+    names: their slots and samples, which with the seed decide the noise. Of several turns (where
+    there is an environment) a collective.
+    """
+    noise = seed, "sample", 0
+    turn = turns(policy, tokenizer, noise, names, length, temperature, truncation=truncation)
+    rows, ids = ([one[part] for one in asked] for part in (0, 1))
+    batch = respond(turn, rows, ids, noise, names, length, environment)  # COLLECTIVE
+    return batch | texts_of(asked, batch, tokenizer)
 
 
 def warpers(top_k=0, top_p=1.0, min_p=0.0):
     """
-    transformers' own functions of logits, one after the other, for `generate`: each of them makes
+    transformers' own functions of logits, one after the other, for `ask`: each of them makes
     unlikely tokens impossible, their logits -inf; None where all tokens may be sampled.
 
     top_k: the k most likely tokens stay; 0 = all. top_p: of these, the most likely ones, up to the
