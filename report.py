@@ -254,6 +254,18 @@ def print_models(models, optimizers):
         print(f"{name:<12} {count / 1e6:8.2f}M parameters  {state}")
 
 
+def print_evaluation(iteration, record):
+    """The figures eval/... of a record, in as many lines as they take."""
+    line, between = f"eval {iteration}:", " "
+    for name in (name for name in record if name.startswith("eval/")):
+        figure = f"{name[5:]} {record[name]:.3f}"
+        if len(line + between + figure) > WIDTH:
+            print(line)
+            line, between = "   ", " "
+        line, between = line + between + figure, " | "
+    print(line)
+
+
 def print_samples(samples):
     """A line for each of some samples: the prompt, the response, the score."""
     for sample in samples:

@@ -306,8 +306,7 @@ class Run:
                                     self.iteration, reward_names)
         if self.rank == 0:
             status.clear()
-            figures = [f"{key[5:]} {x:.3f}" for key, x in record.items() if key.startswith("eval/")]
-            print(f"eval {self.iteration}: " + " | ".join(figures))
+            report.print_evaluation(self.iteration, record)
             report.print_samples(samples[:2])
         report.write_log(self.out_dir, samples, "samples.jsonl")  # COLLECTIVE
         return record

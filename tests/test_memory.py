@@ -1,7 +1,6 @@
 """tools/memory.py: rows by hand, peaks against what torch's MemTracker sees in runs of the scripts, and the command line."""
 import json
 import os
-import re
 
 import pytest
 
@@ -174,19 +173,12 @@ def test_the_command(folders, tmp_path):
 
 
 @pytest.mark.campaign
-def test_compare(folders, tmp_path):
-    argv = [*folders, "--max_prompt_tokens=8", "--max_new_tokens=8", "--batch_size=64", "--compare"]
-    run, = forked(str(tmp_path), {"it": [one_run("tools/memory.py", argv)]})["it"]
-    assert re.search(r"GiB +PPO +PPO \+ LoRA +one trunk +GRPO", run["stdout"][0]), run
-
-
-@pytest.mark.campaign
 def test_one_card(tmp_path, capsys):
     """The table of docs/memory.md: GRPO on Llama 3.1 8B in 4 bits."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, vocab_size=128256, max_position_embeddings=131072)))
-    memory.show(*memory.predict(*memory.read_run([os.path.join(ROOT, "config/one_card.py"), f"--policy_path={tmp_path}"]), 1))
+    memory.show(*memory.predict(*memory.read_run([os.path.join(ROOT, "config/one_card.py"), f"--policy_path={tmp_path}"]), 1)[:2])
     with open(os.path.join(ROOT, "docs", "memory.md"), encoding="utf-8") as f:
         page = f.read()
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

@@ -138,7 +138,7 @@ def check_command(words):
     if script == "tools/memory.py":  # the configurations of others, and options of its own
         from tools.memory import read_run
 
-        options = ("--world-size=", "--gpu-gb=", "--compare")
+        options = ("--world-size=", "--gpu-gb=")
         read_run([argument for argument in arguments if not argument.startswith(options)])
     elif "configure(globals()" in source:
         read_arguments(read_keys(script), arguments)
@@ -238,7 +238,7 @@ KEYS = set().union(*map(keys_of, files("*.py", "tools/*.py", "recipes/*.py", "da
 OTHERS = {"key", "help", "index_url", "max_restarts", "shutdown_timeout", "nproc_per_node", "nnodes", "rdzv_backend",
           "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_dir", "repo_type"}  # of pip, torchrun and hf
 OTHERS |= {"job_name", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "time", "signal", "requeue", "open_mode"}
-OTHERS |= {"world_size", "gpu_gb", "compare"}  # of tools/memory.py
+OTHERS |= {"world_size", "gpu_gb"}  # of tools/memory.py
 OTHERS |= {"build_arg", "rm", "gpus", "shm_size", "network", "privileged"}  # of SLURM, and of docker
 OTHERS |= {"refresh"}  # of tools/fork.py
 

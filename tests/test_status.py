@@ -97,6 +97,15 @@ def test_models_are_said_with_their_learning_rates(capsys):
         ("policy", "0.01M", "3e-06"), ("ref_policy", "0.01M", "frozen"), ("value_model", "0.01M", "0.0002")]
 
 
+def test_figures_of_an_evaluation_fit(capsys):
+    record = {f"eval/reward/number_{i}": -i / 8 for i in range(9)}
+    report.print_evaluation(20, record | {"policy/importance": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= 100 and lines[0].startswith("eval 20: reward/number_0 0.000 | ")
+    figures = " | ".join(line.removeprefix("eval 20:").strip() for line in lines).split(" | ")
+    assert figures == [f"reward/number_{i} {-i / 8:.3f}" for i in range(9)]
+
+
 def test_chats_are_printed_as_text(capsys):
     chat = [dict(role="system", content="Be brief."), dict(role="user", content="1+2=?\nThink.")]
     report.print_samples([dict(prompt=chat, text="3", scores=dict(scores=1.5)), dict(prompt="4=", text="\x1b[2J", scores={})])

@@ -26,19 +26,16 @@ def read_runs(folders, key="runs"):
 
 def short_names(paths, key):
     """
-    The shortest end of each path that no other path has: ["a/x/ppo", "b/x/ppo", "b/sft"] ->
-    ["a/x/ppo", "b/x/ppo", "sft"]. Raises BadConfig where two paths are one.
+    Paths from where they part: ["x/a/ppo", "x/b/ppo"] -> ["a/ppo", "b/ppo"]. Raises BadConfig where
+    two are one.
     """
-    split, names = [os.path.normpath(path).split(os.sep) for path in paths], []
-    for parts in split:
-        if split.count(parts) > 1:
-            raise BadConfig(f"{key}: {os.sep.join(parts)!r} is given twice; keep one")
-        count = 1
-        while count < len(parts) and sum(p[-count:] == parts[-count:] for p in split) > 1:
-            count += 1
-        name = "/".join(parts[-count:])
-        names.append(name.encode(errors="backslashreplace").decode())  # it may be no UTF-8
-    return names
+    paths = list(map(os.path.abspath, paths))
+    for path in paths:
+        if paths.count(path) > 1:
+            raise BadConfig(f"{key}: {path!r} is given twice; keep one")
+    above = os.path.commonpath(list(map(os.path.dirname, paths)))
+    names = [os.path.relpath(path, above) for path in paths]
+    return [name.encode(errors="backslashreplace").decode() for name in names]  # some are no UTF-8
 
 
 def read_records(file, fields=()):

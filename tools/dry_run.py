@@ -2,15 +2,12 @@
 The dry run of tools/memory.py: the models of a run, built of fake tensors, which have shapes and no
 memory, and one step through them.
 
-    hf_config, layers_of, cut       the config of a model, and of one with fewer layers
-    system_of, paths_of, build      the models of a run
+    system_of, build                the models of a run
     equip                           their gradients, optimizer states and average
     fake_tensors, step_through      the step, and what is alive at its peaks
     BITSANDBYTES                    matrices in 4 bits and states in 8, of fake tensors
 """
 import contextlib
-import copy
-import functools
 import gc
 import math
 import os
@@ -23,15 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import parallel
-from decoding_cache import SPARE, decoding_cache
-from optimizers import MovingAverage, inner, make_optimizer, step
 from checks import check_system
 from configurator import of_model
+from decoding_cache import SPARE, decoding_cache
 from errors import BadConfig
 from folders import model_folders, read_json
 from load import has_experts, read_config, shapes, unread_parameters
 from model import Model, freeze, no_grad_forwards, response_logprobs, response_values
 from models import autocast, dtypes, in_memory, settle
+from optimizers import MovingAverage, inner, make_optimizer, step
 from options import four_bits, optimizers as other_optimizers, shards
 from options.lora import Adapted, adapt
 from rollout import decoding_copy, draw
@@ -42,47 +39,6 @@ SHORT = dict(policy="policy", ref_policy="ref", reward_model="reward", value_mod
               judge="judge")  # the models, and their names in zero_stage and offload
 TRAINED = dict(ppo=("policy", "value"), grpo=("policy",), sft=("policy",), rm=("reward",))
 CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
-
-
-# --------------------------------------------------------------------------------------------------
-# the shapes of the models
-
-
-@functools.cache
-def hf_config(path):
-    """The config.json of a folder or hub name, as transformers reads it. Raises BadInput."""
-    return read_config(model_folders(path, weights=False)[-1], path)
-
-
-@functools.cache
-def layers_of(path, sharded=False):
-    """
-    (layers in the first dry run, in the second one, in the model of a path). The first two differ
-    by a period, after which layers have the same shapes and the same kind of attention; a model
-    without one has all its layers in both. sharded: FSDP has two layers gathered at a time, and so
-    takes one more to be like many.
-    """
-    config = hf_config(path)
-    with torch.device("meta"):
-        layers = Model(shapes(config, "lm", path)).layers()
-    kinds = getattr(config.get_text_config(), "layer_types", None) or [""] * len(layers)
-    kinds = [(kind, [p.shape for p in layer.parameters()])
-             for kind, layer in zip(kinds, layers, strict=True)]
-    whole = len(kinds)
-    period = next((n for n in range(1, whole // 2 + 1) if kinds[n:] == kinds[:-n]), whole)
-    few = period * math.ceil((3 if sharded else 2) / period)
-    return (few, few + period, whole) if few + period <= whole else (whole, whole, whole)
-
-
-def cut(config, layers):
-    """A config of fewer layers."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for name, value in vars(text).copy().items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = layers
-    return config
 
 
 # --------------------------------------------------------------------------------------------------
@@ -108,43 +64,19 @@ def no_package():
         yield
 
 
-def paths_of(script, config):
-    """{model's name: folder or hub name} of the models that a run holds. Raises BadConfig."""
-    if script in ("sft", "rm"):
-        if not config["init_from"]:
-            raise BadConfig("init_from is empty, so the script makes a small model of its own; "
-                            "this tool counts those with a config.json: type --init_from=FOLDER")
-        return {dict(sft="policy", rm="reward_model")[script]: config["init_from"]}
-    policy, rewards = config["policy_path"], config["reward_functions"]
-    paths, reward = dict(policy=policy), policy if config["share_base"] else config["reward_path"]
-    if config["kl_coef"] > 0 or config["lora"]:
-        paths["ref_policy"] = config["ref_path"] or policy
-    if "reward_model" in rewards:
-        paths["reward_model"] = reward
-    if script == "ppo":
-        paths["value_model"] = reward if config["value_init"] == "reward" else policy
-    if "judge" in rewards and config["judge_path"] not in ("", "ref_policy"):
-        paths["judge"] = config["judge_path"]
-    return paths
-
-
-def build(script, config, paths, dry_run, mesh):
+def build(script, config, mesh):
     """
     {name: Model}: the models as rank 0 has them, with fake weights, all on one device: what is
-    offloaded is subtracted later. dry_run: which of the numbers of layers_of they have.
+    offloaded is subtracted later. Raises BadInput.
     """
     system = SimpleNamespace(**config | dict(offload=""))
     dtype, matrices = dtypes(system)
-    trained = ("reward_model",) if script == "rm" else ("policy", "value_model")
 
-    def load(name, head):
-        learns = name in trained
+    def load(name, path, head, learns=False):
         lora = of_model(system.lora, SHORT[name]) if learns else ""
-        settings = cut(hf_config(paths[name]), layers_of(paths[name], bool(mesh))[dry_run])
-        if head == "scalar":
-            settings.num_labels = 1
+        settings = read_config(model_folders(path, weights=False)[-1], path, head)
         more = dict(experts_implementation="grouped_mm") if has_experts(settings) else {}
-        model = freeze(Model(shapes(settings, head, paths[name], dtype, **more), head))
+        model = freeze(Model(shapes(settings, head, path, dtype, **more), head, path))
         settle(model, learns and not lora, matrices, learns and system.gradient_checkpointing,
                unread_parameters(model) if learns else ())
         if system.zero_stage:
@@ -153,23 +85,32 @@ def build(script, config, paths, dry_run, mesh):
             four_bits.quantize(model, CPU, matrices or dtype)
         return adapt(model, lora, head) if lora else model
 
-    if script == "rm":
-        return dict(reward_model=load("reward_model", "scalar"))
-    models = dict(policy=load("policy", "lm"))
-    policy = models["policy"]
-    for name in paths:
-        if name == "ref_policy" and policy.adapters and not config["ref_path"]:
-            models[name] = policy.base
-        elif name == "value_model" and config["value_init"] == "shared":
-            models[name] = OnTrunk(policy)
-        elif name == "value_model" and config["share_base"]:
-            models[name] = adapt(policy.base, of_model(system.lora, "value"), "scalar")
-        elif name == "reward_model" and config["share_base"]:
-            file = os.path.join(config["reward_path"], "adapter_config.json")
-            rank = read_json(file).get("r") if os.path.isfile(file) else policy.lora["rank"]
-            models[name] = freeze(Adapted(policy.base, "scalar", rank))
-        elif name != "policy":
-            models[name] = load(name, "lm" if name in ("ref_policy", "judge") else "scalar")
+    if script in ("sft", "rm"):
+        if not system.init_from:
+            raise BadConfig("init_from is empty, so the script makes a small model of its own; "
+                            "this tool counts those with a config.json: type --init_from=FOLDER")
+        name, head = dict(sft=("policy", "lm"), rm=("reward_model", "scalar"))[script]
+        return {name: load(name, system.init_from, head, learns=True)}
+    policy = load("policy", system.policy_path, "lm", learns=True)
+    models, rewards = dict(policy=policy), system.reward_functions
+    if policy.adapters and not system.ref_path:
+        models["ref_policy"] = policy.base
+    elif system.kl_coef > 0:
+        models["ref_policy"] = load("ref_policy", system.ref_path or system.policy_path, "lm")
+    if "reward_model" in rewards and system.share_base:
+        file = os.path.join(system.reward_path, "adapter_config.json")
+        models["reward_model"] = freeze(Adapted(policy.base, "scalar", read_json(file).get("r")))
+    elif "reward_model" in rewards:
+        models["reward_model"] = load("reward_model", system.reward_path, "scalar")
+    if script == "ppo" and system.value_init == "shared":
+        models["value_model"] = OnTrunk(policy)
+    elif script == "ppo" and system.share_base:
+        models["value_model"] = adapt(policy.base, of_model(system.lora, "value"), "scalar")
+    elif script == "ppo":
+        path = system.reward_path if system.value_init == "reward" else system.policy_path
+        models["value_model"] = load("value_model", path, "scalar", learns=True)
+    if "judge" in rewards and system.judge_path not in ("", "ref_policy"):
+        models["judge"] = load("judge", system.judge_path, "lm")
     return models
 
 
@@ -341,8 +282,8 @@ def step_through(config, models, made, n, distinct, b, P, R, tracker):
         with torch.no_grad(), precision, copied as decoder:
             decode(decoder, n, distinct, P, R, config["temperature"], tracker, peaks)
     tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
-    chosen = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
-    mb = dict(tokens=tokens, target_mask=chosen, response_mask=mask)
+    target_mask = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
+    mb = dict(tokens=tokens, target_mask=target_mask, response_mask=mask)
     tracker.chosen = b * R
 
     def read(name, model):

@@ -33,7 +33,7 @@ import launch  # noqa: E402
 import parallel  # noqa: E402
 import together  # noqa: E402
 from answers import final_answer, whole_responses  # noqa: E402
-from errors import BadConfig, say, shorten, warn  # noqa: E402
+from errors import BadConfig, say, warn  # noqa: E402
 from load import outline  # noqa: E402
 from models import autocast, dtypes, in_memory, load, load_reward_model  # noqa: E402
 from options.judging import load_judge  # noqa: E402
@@ -71,7 +71,6 @@ tools = ""  # FILE.py:f,FILE.py:g: functions that the policy may call
 max_turns = 8  # turns of the policy in a response [1..1000]
 # judging
 right_by = "accuracy"  # a response is right where this reward is 1, such as code
-by = ""  # a field of the rows, such as task: the figures for each of its values, too
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # a reward model, whose score is added; empty = none
 judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
@@ -117,9 +116,6 @@ if right not in metrics:
 ranked = metrics[-1] if terms else right  # who wins, and which of k samples is the best
 
 rows = read_prompts(prompts_path, terms, fields)
-if by and not any(by in row for row in rows):
-    raise BadConfig(f"by = {by!r}: no row of {prompts_path} has this field; the first "
-                    f"one has {', '.join(rows[0])}")
 if right == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
 picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts are answered
@@ -243,18 +239,9 @@ def figures_of(prompts, mode):
     return {f"{mode} {name}": estimate(values) for name, values in numbers.items() if values}
 
 
-def table_of(numbers):
-    """{policy: {"mode name": its estimate}} for the prompts of these rows."""
-    table = {name: {} for name in names}
-    for name, mode in product(names, modes):
-        table[name] |= figures_of([responses[name, mode, i] for i in numbers], mode)
-    return table
-
-
-table, groups = table_of(picked), {}  # groups: value of by -> (how many prompts, their table)
-for value in sorted({str(rows[i].get(by)) for i in picked}) if by else ():
-    numbers = [i for i in picked if str(rows[i].get(by)) == value]
-    groups[value] = dict(prompts=len(numbers), policies=table_of(numbers))
+table = {name: {} for name in names}  # policy -> "mode figure" -> its estimate
+for name, mode in product(names, modes):
+    table[name] |= figures_of([responses[name, mode, i] for i in picked], mode)
 
 # the first policy against each other one, prompt by prompt
 duels, last = [], [*modes][-1]  # of the samples, where there are some
@@ -276,24 +263,17 @@ def shown(middle, error, form):
     return f"{middle:{form}}" + ("" if error is None else f" ±{error:{form}}")
 
 
-def print_table(title, table):
-    """A line for each figure, a column for each policy."""
+def finish():
+    """Print a line for each figure, with a column for each policy; write OUT.jsonl and OUT.json."""
     figures = list(dict.fromkeys(figure for its in table.values() for figure in its))
     left, wide = max(map(len, figures)), max(16, *(len(name) + 2 for name in names))
-    print(f"\n{title}\n{'':<{left}}" + "".join(f"{name:>{wide}}" for name in names))
+    print(f"\n{len(picked)} prompts, with 95 % confidence intervals of the means over prompts")
+    print(f"{'':<{left}}" + "".join(f"{name:>{wide}}" for name in names))
     for figure in figures:
         form = ".1f" if figure.endswith(" length") else ".3f"
         cells = [shown(*its[figure].values(), form) if figure in its else "nan"
                  for its in table.values()]
         print(f"{figure:<{left}}" + "".join(f"{cell:>{wide}}" for cell in cells))
-
-
-def finish():
-    """Print the tables; write OUT.jsonl and OUT.json."""
-    for value, group in groups.items():
-        print_table(f"{group['prompts']} prompts with {by} = {shorten(value)}", group["policies"])
-    print_table(f"{len(picked)} prompts, with 95 % confidence intervals of the means over prompts",
-                table)
     for duel in duels:
         won = shown(duel["win_rate"], duel["error"], ".1%")
         print(f"{duel['policy']} wins {won} against {duel['against']} (by {duel['by']}, ties count "
@@ -301,8 +281,8 @@ def finish():
     with written(f"{out}.jsonl") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
     with written(f"{out}.json") as f:
-        json.dump(dict(config=config, prompts=len(picked), policies=table, win_rates=duels,
-                       groups=groups), f, indent=2)
+        json.dump(dict(config=config, prompts=len(picked), policies=table, win_rates=duels), f,
+                  indent=2)
     print(f"saved {out}.json and {out}.jsonl")
 
 

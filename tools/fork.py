@@ -17,7 +17,6 @@ one of the hunk. The lines of a hunk must be found at exactly one place; their n
 import ast
 import os
 import re
-import shutil
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -121,24 +120,20 @@ def mended(hunk, source):
 def refresh():
     """Mend all recipes. Returns lines of which were changed or cannot be, and if there are such."""
     lines, broken = [], False
-    for file in sorted(os.listdir(RECIPES)):
-        name, extension = os.path.splitext(file)
-        if extension != ".diff":
-            continue
-        (head, changes), lost = read_recipe(name), []
-        for change, (old, _, hunks) in enumerate(changes):
-            if old == "/dev/null":
-                continue
-            source = read(f"{ROOT}/{old}")
-            better = [hunk if len(places(hunk, source)) == 1 else mended(hunk, source)
-                      for hunk in hunks]
-            lost += [f"recipes/{file} cannot be mended: {old} {trouble(hunk, source)}"
-                     for hunk, new in zip(hunks, better, strict=True) if new is None]
-            changes[change] = old, changes[change][1], better
-        if lost:
-            lines, broken = lines + lost, True
-        elif changes != read_recipe(name)[1]:
-            write_recipe(name, head, changes)
+    for file in sorted(file for file in os.listdir(RECIPES) if file.endswith(".diff")):
+        (head, changes), lost = read_recipe(file[:-5]), []
+        better = []
+        for old, new, hunks in changes:
+            source, fitting = "" if old == "/dev/null" else read(f"{ROOT}/{old}"), []
+            for hunk in hunks:
+                fits = not source or len(places(hunk, source)) == 1
+                fitting.append(hunk if fits else mended(hunk, source))
+                if fitting[-1] is None:
+                    lost.append(f"recipes/{file} cannot be mended: {old} {trouble(hunk, source)}")
+            better.append((old, new, fitting))
+        lines, broken = lines + lost, broken or bool(lost)
+        if not lost and better != changes:
+            write_recipe(file[:-5], head, better)
             lines.append(f"recipes/{file} is mended")
     return lines, broken
 
@@ -179,37 +174,31 @@ def fork(what, folder, options):
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise BadInput(f"{folder} is there and not empty; name another folder")
     changed, scripts = {}, {}  # {file: text}; {script: the script of ours that it was}
-    if what in SCRIPTS:
-        changed[what], scripts[what] = read(f"{ROOT}/{what}"), what
-    elif os.path.isfile(f"{RECIPES}/{what}.py"):
-        script = f"{what}.py"
-        changed[script], scripts[script] = read(f"{RECIPES}/{script}"), script
-    else:
-        for name in what.split(","):
-            for old, new, hunks in read_recipe(name)[1]:
-                if old == "/dev/null":
-                    changed[new] = "".join(f"{line[1:]}\n" for line in hunks[0])
-                    continue
-                source = changed.pop(old, None) or read(f"{ROOT}/{old}")
-                changed[new] = apply(hunks, source, f"recipes/{name}.diff: {old}")
-                if old in scripts or old in SCRIPTS:
-                    scripts[new] = scripts.pop(old, old)
-    if not scripts:
-        scripts["ppo.py"], changed["ppo.py"] = "ppo.py", read(f"{ROOT}/ppo.py")
-    left = [*changed, *map(option_file, options)]
+    if what in SCRIPTS or os.path.isfile(f"{RECIPES}/{what}.py"):
+        script = what if what in SCRIPTS else f"{what}.py"
+        scripts[script] = script
+        changed[script] = read(f"{ROOT if what in SCRIPTS else RECIPES}/{script}")
+    for name in what.split(",") if not scripts else ():
+        for old, new, hunks in read_recipe(name)[1]:
+            if old == "/dev/null":
+                changed[new] = "".join(f"{line[1:]}\n" for line in hunks[0])
+                continue
+            source = changed.pop(old, None) or read(f"{ROOT}/{old}")
+            changed[new] = apply(hunks, source, f"recipes/{name}.diff: {old}")
+            if old in scripts or old in SCRIPTS:
+                scripts[new] = scripts.pop(old, old)
+    if not scripts:  # the recipe changes another file
+        scripts["ppo.py"] = "ppo.py"
+    left = [*changed, *scripts, *map(option_file, options)]
     files = {"keys.py", "rl_keys.py", "LICENSE", "requirements.txt"}
     files |= {f"config/arithmetic_{old}" for old in scripts.values()}
     while left:
         file = left.pop()
         files.add(file)
-        source = changed.get(file) or read(f"{ROOT}/{file}")
-        left += [one for one in imported(source) - files if one not in left]
-    for file in sorted(files):
-        if file in changed:
-            write(f"{folder}/{file}", changed[file])
-        else:
-            os.makedirs(os.path.dirname(f"{folder}/{file}"), exist_ok=True)
-            shutil.copy(f"{ROOT}/{file}", f"{folder}/{file}")
+        changed[file] = changed.get(file) or read(f"{ROOT}/{file}")
+        left += imported(changed[file]) - files
+    for file in files:
+        write(f"{folder}/{file}", changed.get(file) or read(f"{ROOT}/{file}"))
     return scripts, len(files)
 
 

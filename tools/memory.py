@@ -3,14 +3,13 @@ How much memory a run will take on each GPU, before anything is loaded: each mod
 gradients and optimizer states, counted; and the peak of each phase, by a dry run.
 
 python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80    # a table, and what fits
-python tools/memory.py config/llama_8b.py --world-size=8 --compare      # PPO, LoRA, one trunk, GRPO
+python tools/memory.py config/llama_8b.py --world-size=8 --lora=16      # and with any other keys
 python tools/memory.py config/llama.py --policy_path=FOLDER --reward_path=FOLDER
 
 Config files and --key=value are those of ppo.py, grpo.py, sft.py or rm.py. The tool's own options:
 
     --world-size=1   ranks, one GPU each
     --gpu-gb=80      also say the largest micro_batch_size whose peak is below this many GB
-    --compare        PPO, PPO with LoRA, one trunk and GRPO side by side, for the same policy
 
 Of each model its config.json is enough, in a folder or on the hub. Texts are taken to be as long as
 they may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py and rm.py max_tokens
@@ -18,9 +17,8 @@ they may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py a
 
 How it counts: the models are built as the run builds them, but of fake tensors, which have shapes
 and no memory. One step goes through them, by the functions that the scripts call, while torch's
-MemTracker adds up what is alive. That is done with a few layers, and with a period of layers more;
-what a period adds is multiplied by the number of periods. What bitsandbytes would hold (matrices in
-4 bits, states in 8) is counted by its formats, and it need not be installed.
+MemTracker adds up what is alive: half a minute for 8B, more with --gpu-gb. What bitsandbytes would
+hold (matrices in 4 bits, states in 8) is counted by its formats, and it need not be installed.
 
 What is not in it: a GPU also needs room for its context, for the workspaces of its libraries and
 for gaps between tensors, 2 GB or more. CUDA graphs (the key cuda_graphs) take up to 256 tokens more
@@ -41,14 +39,14 @@ import math  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
+from errors import BadConfig, report_errors  # noqa: E402
+from models import in_memory  # noqa: E402
 from options.shards import mesh_of_ranks, offload_of  # noqa: E402
-from errors import BadConfig, first_line, report_errors, shorten  # noqa: E402
-from tools.dry_run import (COLUMNS, CPU, SHORT, build, equip, fake_tensors, layers_of,  # noqa: E402
-                           paths_of, step_through, system_of)
+from tools.dry_run import (COLUMNS, CPU, SHORT, build, equip, fake_tensors,  # noqa: E402
+                           step_through, system_of)
 
 SCRIPTS = "ppo", "grpo", "sft", "rm"
-OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []),
-               compare=Key(False, "", []))
+OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -75,37 +73,10 @@ def read_run(argv):
     keys = keys_of(script) | OPTIONS
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
-    for name, value in config.items():
-        if type(value) is int and abs(value) > 10**7 and name != "seed":
-            raise BadConfig(f"{name} = {shorten(value)}: this tool counts up to 10 million")
     if config.get("roles") or config.get("generate_tp", 1) > 1:
         raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
                         "and --generate_tp=1, and as --world-size the ranks of a role")
     return script, config
-
-
-def variants(config):
-    """{column: (script, configuration)} for --compare. Keys that a script has not are left out."""
-    given = {k: v for k, v in config.items()
-             if k not in ("lora", "quantize", "share_base", "value_init", "reward_functions")}
-    given["kl_coef"] = config["kl_coef"] or 0.05
-
-    def of(script, **more):
-        own = {k: key.default for k, key in keys_of(script).items()}
-        return script, own | {k: v for k, v in (given | more).items() if k in own}
-
-    ppo = dict(value_init="policy", reward_functions="reward_model")
-    if "reward_model" not in config["reward_functions"]:  # then it is as large as the policy
-        ppo["reward_path"] = config["policy_path"]
-    # what stands on the policy's trunk cannot be offloaded
-    lora = dict(lora=config["lora"].split(",")[0].rpartition("=")[2] or "16", offload="",
-                quantize=config["quantize"])
-    without_value = {key: ",".join(x for x in config[key].split(",") if "value" not in x)
-                     for key in ("zero_stage", "offload")}
-    return {"PPO": of("ppo", **ppo),
-            "PPO + LoRA": of("ppo", **ppo | lora),
-            "one trunk": of("ppo", **ppo | lora, share_base=True),
-            "GRPO": of("grpo", reward_functions="1.0*accuracy", **without_value)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,62 +105,50 @@ def sizes_of(script, config, ranks):
     return n, distinct, 2 * b if script == "rm" else b, P, R  # rm.py's are pairs
 
 
-def predict(script, config, ranks, rollout=True):
+def predict(script, config, ranks, limit=0):
     """
-    (rows, peaks) of rank 0: {model: {column: bytes}}, and {(phase, what is at work): bytes}.
-    rollout: whether that phase is wanted, too.
+    Of rank 0: {model: {column: bytes}}; {(phase, what is at work): peak in bytes}; and the largest
+    micro_batch_size whose peaks are at most `limit` bytes, if that is not 0.
     """
     mesh = mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers, which fake tensors lack
-    system, paths = system_of(script, config), paths_of(script, config)
-    n, *sizes = sizes_of(script, config, ranks)
-    found = []
-    for dry_run in range(2):
-        with fake_tensors() as tracker:
-            models = build(script, config, paths, dry_run, mesh)
-            optimizers, rows = equip(models, config)
-            peaks = step_through(config, models, optimizers, n * rollout, *sizes,
-                                 tracker)
-            found.append((rows, peaks))
-    (rows_0, peaks_0), (rows_1, peaks_1) = found
+    system = system_of(script, config)
+    n, distinct, b, P, R = sizes_of(script, config, ranks)
+    with fake_tensors() as tracker:
+        models = build(script, config, mesh)
+        optimizers, rows = equip(models, config)
+        moved = sum(offloaded(name, model, rows[name], system)
+                    for name, model in in_memory(**models).items() if name in SHORT)
 
-    def extended(first, second, name):
-        """What is `first` and `second` in the two dry runs, with all layers of a model."""
-        few, more, whole = layers_of(paths.get(name, next(iter(paths.values()))), bool(mesh))
-        return first + (second - first) * (whole - few) / max(more - few, 1)
+        def peaks_of(n, b):
+            peaks = step_through(config, models, optimizers, n, distinct, b, P, R, tracker)
+            return {key: peak - moved for key, peak in peaks.items()}
 
-    rows = {name: {c: round(extended(row[c], rows_1[name][c], name)) for c in COLUMNS}
-            for name, row in rows_0.items()}
-    peaks = {(phase, name): total(rows) + extended(
-        peak - total(rows_0), peaks_1[phase, name] - total(rows_1), name)
-        for (phase, name), peak in peaks_0.items()}
-    for name, row in rows.items():
-        trained = any(p.requires_grad for p in models[name].parameters())
-        offload = offload_of(system, SHORT[name], trained) if name in SHORT else "none"
-        away = dict(none=(), optimizer=["optimizer"], params=COLUMNS)[offload]
-        moved = sum(row[column] for column in away) if config["device_type"] != "cpu" else 0
-        row |= dict.fromkeys(away, 0) if moved else {}
-        peaks = {key: peak - moved for key, peak in peaks.items()}
-    return rows, peaks
+        peaks, fits = peaks_of(n, b), 0
+        if limit and not any(peak > limit for (phase, _), peak in peaks.items()
+                             if phase == "rollout"):
+            most = config | dict(micro_batch_size=10**6, micro_batch_tokens=0)
+            most, unit = sizes_of(script, most, ranks)[2], 2 if script == "rm" else 1
+            fits = largest(lambda b: max(peaks_of(0, b * unit).values()), most // unit, limit)
+    return rows, peaks, fits
 
 
-def total(rows):
-    """Bytes of all models and columns."""
-    return sum(sum(row.values()) for row in rows.values())
+def offloaded(name, model, row, system):
+    """How many bytes of a model are in the CPU's memory. Its row becomes what is left."""
+    trained = any(p.requires_grad for p in model.parameters())
+    offload = offload_of(system, SHORT[name], trained) if system.device_type != "cpu" else "none"
+    away = dict(none=(), optimizer=["optimizer"], params=COLUMNS)[offload]
+    moved = sum(row[column] for column in away)
+    row |= dict.fromkeys(away, 0)
+    return moved
 
 
-def largest(script, config, ranks, peaks, limit):
+def largest(peak_of, most, limit):
     """
-    The largest micro_batch_size whose peak is at most `limit` bytes, by a straight line between the
-    peaks of 1 and of the most rows that a step has; 0 if not even 1 fits. A peak is the highest of
-    several lines: so it is not above that one, and what is said does fit.
+    The largest micro-batch whose peak is at most `limit`, by a straight line between the peaks of 1
+    and of the most rows that a step has; 0 if not even 1 fits. A peak is the highest of several
+    lines: so it is not above that one, and the micro-batch does fit.
     """
-    if any(peak > limit for (phase, _), peak in peaks.items() if phase == "rollout"):
-        return 0
-    config = config | dict(micro_batch_tokens=0)
-    most = sizes_of(script, config | dict(micro_batch_size=10**6), ranks)[2]
-    most //= 2 if script == "rm" else 1
-    one, all_rows = (max(predict(script, config | dict(micro_batch_size=b), ranks,
-                                 rollout=False)[1].values()) for b in (1, most))
+    one, all_rows = peak_of(1), peak_of(most)
     if one > limit or all_rows <= limit:
         return most if all_rows <= limit else 0
     return 1 + int((limit - one) / (all_rows - one) * (most - 1))
@@ -199,35 +158,18 @@ def largest(script, config, ranks, peaks, limit):
 # printing
 
 
-def table(first, titles, lines):
-    """Print lines of numbers, or of words, under their titles."""
-    print(f"{first:<14}" + "".join(f"{title:>13}" for title in titles))
-    for name, *cells in lines:
-        cells = [f"{x:.2f}" if isinstance(x, float) else str(x) for x in cells]
-        print(f"{name:<14}" + "".join(f"{x:>13}" for x in cells))
-
-
 def show(rows, peaks):
     """Print a prediction."""
     size, unit = (2**30, "GiB") if max(peaks.values()) > 8 * 2**30 else (2**20, "MiB")
-    lines = [[name, *(row[c] / size for c in COLUMNS)] for name, row in rows.items()]
-    lines.append(["all", *(sum(line[i] for line in lines) for i in range(1, len(COLUMNS) + 1))])
-    table(unit, COLUMNS, lines)
+    print(f"{unit:<14}" + "".join(f"{column:>13}" for column in COLUMNS))
+    rows = rows | {"all": {c: sum(row[c] for row in rows.values()) for c in COLUMNS}}
+    for name, row in rows.items():
+        print(f"{name:<14}" + "".join(f"{row[c] / size:>13.2f}" for c in COLUMNS))
     print("\nat the peak of")
     for phase in dict.fromkeys(phase for phase, _ in peaks):
         parts = {name: peak / size for (of, name), peak in peaks.items() if of == phase}
         print(f"{phase:<14}{max(parts.values()):>13.2f}   "
               + ", ".join(f"{name} {peak:.2f}" for name, peak in parts.items()))
-
-
-def compare(found, fits):
-    """Print the columns of --compare, {column: (rows, peaks)}. fits: {column: micro-batch}."""
-    lines = [[c, *(sum(row[c] for row in rows.values()) / 2**30 for rows, _ in found.values())]
-             for c in COLUMNS]
-    for phase in ("rollout", "reading", "update"):
-        lines.append([phase, *(max(p for (of, _), p in peaks.items() if of == phase) / 2**30
-                               for _, peaks in found.values())])
-    table("GiB", found, lines + [["micro-batch", *fits.values()]] * bool(fits))
 
 
 def main(argv):
@@ -236,14 +178,9 @@ def main(argv):
     if not argv or {"--help", "-h"} & set(argv):
         print(__doc__.strip())
         return
-    argv = ["--compare=True" if arg == "--compare" else arg for arg in argv]
-    argv = [arg.replace("--world-size=", "--world_size=").replace("--gpu-gb=", "--gpu_gb=")
-            for arg in argv]
-    script, config = read_run(argv)
+    script, config = read_run([arg.replace("--world-size=", "--world_size=").replace(
+        "--gpu-gb=", "--gpu_gb=") for arg in argv])
     ranks, limit = config["world_size"], config["gpu_gb"] * 1e9
-    if config["compare"] and script not in ("ppo", "grpo"):
-        raise BadConfig(f"--compare is for configs of ppo.py and grpo.py, not of {script}.py")
-    runs = variants(config) if config["compare"] else {script: (script, config)}
     if ranks > 1:  # a group of ranks that are not there
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -251,19 +188,11 @@ def main(argv):
     n, _, b, P, R = sizes_of(script, config, ranks)
     print(f"{script}.py on each of {ranks} rank(s), {config['dtype']}: texts of {P} + {R} tokens, "
           f"{b} in a micro-batch{f', {n} decode at once' if n else ''}\n")
-    try:
-        found = {column: predict(*run, ranks) for column, run in runs.items()}
-        fits = {column: largest(*run, ranks, found[column][1], limit)
-                for column, run in runs.items() if limit}
-    except RuntimeError as e:  # of torch, even of fake tensors
-        raise BadConfig(f"sizes as these cannot be counted: {first_line(e)}") from e
-    if config["compare"]:
-        compare(found, fits)
-        return
-    show(*found[script])
+    rows, peaks, fits = predict(script, config, ranks, limit)
+    show(rows, peaks)
     if limit:
         print(f"\nof {config['gpu_gb']:g} GB the largest micro_batch_size that fits is "
-              f"{fits[script] or 'none'}")
+              f"{fits or 'none'}")
 
 
 if __name__ == "__main__":

@@ -90,11 +90,11 @@ def warpers(top_k=0, top_p=1.0, min_p=0.0):
     from transformers.generation import (LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper,
                                          TopPLogitsWarper)
 
-    chosen = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if top_k > 0:
-        chosen.append(TopKLogitsWarper(top_k))
+        processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
-        chosen.append(TopPLogitsWarper(top_p))
+        processors.append(TopPLogitsWarper(top_p))
     if min_p > 0:
-        chosen.append(MinPLogitsWarper(min_p))
-    return chosen or None
+        processors.append(MinPLogitsWarper(min_p))
+    return processors or None
