@@ -104,6 +104,10 @@ def done(tmp_path_factory):
             f.write(f"Settings:\n\n    max_new_tokens = {length}\n" if name == "moved" else
                     json.dumps(dict(out_dir="out", max_new_tokens=length), indent=name == "short" and 2 or None))
 
+    shutil.copytree(world.policy, f"{folder}/runs/stopped/policy")
+    with open(f"{folder}/runs/stopped/config.json", "w") as f:
+        json.dump(dict(max_new_tokens=8, stop_strings="['1', '2', '3']", system_prompt=None), f)
+
     def call(ranks=1, **more):
         return [one_run("tools/eval.py", *[arguments(keys | more)] * ranks)]
 
@@ -118,6 +122,7 @@ def done(tmp_path_factory):
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
     lengths = {name: call(policies=f"{folder}/runs/{name}/policy", max_new_tokens=given, limit=5)
                for name, given in (("short", 0), ("moved", 0), ("longer", 2))}
+    lengths["stopped"] = call(policies=f"{folder}/runs/stopped/policy", max_new_tokens=0)
     lengths["both"] = call(2, policies=",".join(f"{folder}/runs/{name}/policy" for name in ("short", "longer")), max_new_tokens=0)
     cases = lengths | {"one": call() * 2, "two": call(2), "plain": call(
         policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl", top_k=1)}
@@ -196,6 +201,14 @@ def test_responses_are_as_long_as_those_of_the_run(done, name, longest):
         with open(f"{done[0]}/world/rl_val.jsonl", encoding="utf-8") as f:
             prompts = [json.loads(line)["prompt"] for line in f]
         assert all(record["prompt"] == prompts[record["row"]] for record in records)
+
+
+def test_stop_strings_are_those_of_the_run(done):
+    result, = done[1]["stopped"]
+    assert result["codes"] == [0] and "as in its run, stop_strings = " in result["stdout"][0], result
+    _, records = read(done[0], "stopped")
+    assert not any(set(record["text"][:-1]) & set("123") for record in records)
+    assert any(record["text"][-1:] in "123" and record["finished"] and 1 < record["length"] < 8 for record in records)
 
 
 def test_the_majority_is_not_the_best(done):

@@ -36,7 +36,7 @@ sys.path.insert(0, ROOT)
 from configurator import configure  # noqa: E402
 from launch import choose_device  # noqa: E402
 from models import autocast, dtypes, load  # noqa: E402
-from errors import BadConfig, Stop, first_line  # noqa: E402
+from errors import BadConfig, Stop  # noqa: E402
 from scratch import from_scratch  # noqa: E402
 from rollout import decoding_copy, generate  # noqa: E402
 from tools.policies import plain  # noqa: E402
@@ -94,10 +94,7 @@ def make_models(folder, sizes, prompt_length, longest, end_share, prompts=512, r
                     max_position_embeddings=prompt_length + longest, eos_token_id=V - 2,
                     pad_token_id=V - 1, initializer_range=sizes["hidden_size"]**-0.5)
     for name, head in (("policy", "lm"), ("reward_model", "scalar"))[:1 + reward]:
-        try:
-            hf = from_scratch(settings, head).hf
-        except Exception as e:  # transformers and torch have many, for sizes that do not fit
-            raise BadConfig(f"no such Llama can be made: {first_line(e)}") from e
+        hf = from_scratch(settings, head).hf
         if head == "lm":
             end_sometimes(hf, end_share)
             weights = hf.num_parameters() - hf.get_input_embeddings().weight.numel()
