@@ -86,6 +86,8 @@ def done(tmp_path_factory):
     world = tiny.build(f"{folder}/world")
     tiny.add_qwen(world)
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
+    rows = [json.loads(line) for line in open(world.rl_val, encoding="utf-8")]
+    tiny.jsonl(f"{folder}/tasks.jsonl", [row | ({} if i == 2 else dict(task="ab"[i % 2])) for i, row in enumerate(rows)])
     tiny.jsonl(f"{folder}/read.jsonl", [dict(prompt="1+1=", answer="2")])
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
                 batch_size=5, micro_batch_size=2, reward_path=world.other_reward, timeout=60, reward_timeout=30, out="eval",
@@ -115,6 +117,7 @@ def done(tmp_path_factory):
         nothing=dict(policies=" "), head=dict(reward_path=world.policy), out=dict(out="/dev/null/x"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
         log=dict(out=f"{folder}/ran/log"),
+        column=dict(by="tusk"),
         state=dict(out=f"{folder}/run/checkpoint-000001/state"),
         vocabulary=dict(out=f"{world.judge}/tokenizer"), data=dict(out=f"{world.root}/sft_val"),
         task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
@@ -126,6 +129,7 @@ def done(tmp_path_factory):
     lengths["both"] = call(2, policies=",".join(f"{folder}/runs/{name}/policy" for name in ("short", "longer")), max_new_tokens=0)
     cases = lengths | {"one": call() * 2, "two": call(2), "plain": call(
         policies=world.policy, reward_functions="", reward_path="", prompts_path=f"{folder}/no_answers.jsonl", top_k=1)}
+    cases["tasks"] = call(2, prompts_path=f"{folder}/tasks.jsonl", by="task", reward_path="")
     cases["other"] = call(policies=f"{world.policy},{world.qwen}", reward_functions=world.rule("letters"), reward_path="",
                            right_by="letters")
     results = forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
@@ -203,6 +207,18 @@ def test_responses_are_as_long_as_those_of_the_run(done, name, longest):
         assert all(record["prompt"] == prompts[record["row"]] for record in records)
 
 
+def test_figures_of_each_task(done):
+    """They are means over its prompts; a row without the field is a task of its own."""
+    found, records = read(done[0], "tasks")
+    task = {row: "None" if row == 2 else "ab"[row % 2] for row in {r["row"] for r in records}}
+    assert {value: its["prompts"] for value, its in found["groups"].items()} == collections.Counter(task.values())
+    for value, its in found["groups"].items():
+        for name, figures in its["policies"].items():
+            lengths = [r["length"] for r in records if task[r["row"]] == value and (r["policy"], r["mode"]) == (name, "sampled")]
+            assert figures["sampled length"]["mean"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-12)
+    assert done[1]["tasks"][0]["stdout"][0].count("with task = 'a'") == 1
+
+
 def test_stop_strings_are_those_of_the_run(done):
     result, = done[1]["stopped"]
     assert result["codes"] == [0] and "as in its run, stop_strings = " in result["stdout"][0], result
@@ -264,7 +280,7 @@ def test_without_answers(done):
     read="../read.jsonl", nothing="policies", head="score", out="/dev/null/x", log="log.jsonl", state="state.json",
     vocabulary="tokenizer.json",
     data="sft_val.jsonl",
-    task="'tests'", long="row 1",
+    task="'tests'", long="row 1", column="tusk",
     gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import tiny
+from conftest import ROOT
 from prompts import batch_rows
 from tiny import arguments, forked, in_a_row, one_run
 
@@ -281,6 +282,19 @@ def page(done, tmp_path_factory):
     made = tiny.run("tools/page.py", f"--run={run},{folder}/grpo/out", f"--out={run}.html")
     assert made.returncode == 0 and made.stderr == "", made.stderr
     return f"{run}.html"
+
+
+def test_a_page_that_watches_is_written_until_the_run_is_over(done, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(f"{done[0]}/whole/out", run)
+    records = lines(run / "log.jsonl")
+    tiny.jsonl(run / "log.jsonl", records[:1])
+    command = [sys.executable, "tools/page.py", f"--run={run}", f"--out={run}.html", "--watch=True"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tool:
+        assert "saved" in tool.stdout.readline() and 'http-equiv="refresh"' in (tmp_path / "run.html").read_text()
+        tiny.jsonl(run / "log.jsonl", records)
+        assert tool.wait(60) == 0
+    assert 'http-equiv="refresh"' not in (tmp_path / "run.html").read_text()
 
 
 def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):

@@ -14,7 +14,8 @@ First sampling, in turns with transformers' own generate on the same weights and
 of ppo.py and grpo.py, with the seconds of each phase. Figures are medians. Pin the threads on a
 CPU: threads that move between cores make the figures worthless.
 
-TFLOP/s of the update counts 6 operations a weight and token that a pass trains on, and neither
+To compare with the limits of a GPU: GB/s of sampling counts, at each token, all weights and the KV
+cache once; TFLOP/s of the update counts 6 operations a weight and token of a pass, and neither
 attention nor what is computed twice.
 """
 import itertools
@@ -229,7 +230,14 @@ if __name__ == "__main__":
             for name, runs in took.items():
                 seconds = statistics.median(s for s, _ in runs)
                 rate = statistics.median(n / s for s, n in runs)
-                print(f"  {name}: {seconds:.3f} s, {rate:.0f} tokens/s", flush=True)
+                moved = ""
+                if lengths == "full":  # else rows leave, and fewer are read at later steps
+                    width = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+                    cached = 2 * n_layer * d_model // n_head * n_kv_head  # numbers a token
+                    tokens = batch_size * (prompt_length + max_new_tokens / 2)
+                    gb = width * (weights + cached * tokens) * max_new_tokens / 1e9
+                    moved = f", {gb / seconds:.0f} GB/s"
+                print(f"  {name}: {seconds:.3f} s, {rate:.0f} tokens/s{moved}", flush=True)
         for script in [script for script in ("ppo", "grpo") if script in wanted]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
                         max_new_tokens=max_new_tokens, max_iters=repeats + 1, dtype=dtype,

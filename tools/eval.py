@@ -33,7 +33,7 @@ import launch  # noqa: E402
 import parallel  # noqa: E402
 import together  # noqa: E402
 from answers import final_answer, whole_responses  # noqa: E402
-from errors import BadConfig, say, warn  # noqa: E402
+from errors import BadConfig, say, shorten, warn  # noqa: E402
 from load import outline  # noqa: E402
 from models import autocast, dtypes, in_memory, load, load_reward_model  # noqa: E402
 from options.judging import load_judge  # noqa: E402
@@ -71,6 +71,7 @@ tools = ""  # FILE.py:f,FILE.py:g: functions that the policy may call
 max_turns = 8  # turns of the policy in a response [1..1000]
 # judging
 right_by = "accuracy"  # a response is right where this reward is 1, such as code
+by = ""  # a field of the rows, such as task: the figures for each of its values, too
 reward_functions = ""  # more scores, as "0.1*format,mine.py:brevity"; empty = none; see rewards.py
 reward_path = ""  # a reward model, whose score is added; empty = none
 judge_path = ""  # folder or hub name of a judge, whose score is added; empty = none
@@ -118,6 +119,9 @@ ranked = metrics[-1] if terms else right  # who wins, and which of k samples is 
 rows = read_prompts(prompts_path, terms, fields)
 if right == "accuracy" and not any("answer" in row for row in rows):
     warn(f"{prompts_path} has no answers: there will be no accuracy, pass@k and majority@k")
+if by and not any(by in row for row in rows):
+    raise BadConfig(f"by = {by!r}: no row of {prompts_path} has this field; the first has "
+                    f"{', '.join(rows[0])}")
 picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts are answered
 config["max_new_tokens"] = max_new_tokens = longest_response(paths, max_new_tokens)
 say(f"a response ends after {max_new_tokens} tokens (--max_new_tokens)")
@@ -239,9 +243,20 @@ def figures_of(prompts, mode):
     return {f"{mode} {name}": estimate(values) for name, values in numbers.items() if values}
 
 
-table = {name: {} for name in names}  # policy -> "mode figure" -> its estimate
-for name, mode in product(names, modes):
-    table[name] |= figures_of([responses[name, mode, i] for i in picked], mode)
+def table_of(numbers):
+    """{policy: {"mode figure": its estimate}} of the prompts of these rows."""
+    table = {name: {} for name in names}
+    for name, mode in product(names, modes):
+        table[name] |= figures_of([responses[name, mode, i] for i in numbers], mode)
+    return table
+
+
+groups = {}  # value of `by`: the rows that have it
+for i in picked if by else ():
+    groups.setdefault(str(rows[i].get(by)), []).append(i)
+table, groups = table_of(picked), {value: dict(prompts=len(groups[value]),
+                                               policies=table_of(groups[value]))
+                                   for value in sorted(groups)}
 
 # the first policy against each other one, prompt by prompt
 duels, last = [], [*modes][-1]  # of the samples, where there are some
@@ -263,17 +278,23 @@ def shown(middle, error, form):
     return f"{middle:{form}}" + ("" if error is None else f" ±{error:{form}}")
 
 
-def finish():
-    """Print a line for each figure, with a column for each policy; write OUT.jsonl and OUT.json."""
+def show(title, table):
+    """Print a line for each figure, with a column for each policy."""
     figures = list(dict.fromkeys(figure for its in table.values() for figure in its))
     left, wide = max(map(len, figures)), max(16, *(len(name) + 2 for name in names))
-    print(f"\n{len(picked)} prompts, with 95 % confidence intervals of the means over prompts")
-    print(f"{'':<{left}}" + "".join(f"{name:>{wide}}" for name in names))
+    print(f"\n{title}\n{'':<{left}}" + "".join(f"{name:>{wide}}" for name in names))
     for figure in figures:
         form = ".1f" if figure.endswith(" length") else ".3f"
         cells = [shown(*its[figure].values(), form) if figure in its else "nan"
                  for its in table.values()]
         print(f"{figure:<{left}}" + "".join(f"{cell:>{wide}}" for cell in cells))
+
+
+def finish():
+    """Print the tables; write OUT.jsonl and OUT.json."""
+    for value, group in groups.items():
+        show(f"{group['prompts']} prompts with {by} = {shorten(value)}", group["policies"])
+    show(f"{len(picked)} prompts, with 95 % confidence intervals of the means over prompts", table)
     for duel in duels:
         won = shown(duel["win_rate"], duel["error"], ".1%")
         print(f"{duel['policy']} wins {won} against {duel['against']} (by {duel['by']}, ties count "
@@ -281,8 +302,8 @@ def finish():
     with written(f"{out}.jsonl") as f:
         f.writelines(json.dumps(record) + "\n" for record in records)
     with written(f"{out}.json") as f:
-        json.dump(dict(config=config, prompts=len(picked), policies=table, win_rates=duels), f,
-                  indent=2)
+        found = dict(config=config, prompts=len(picked), policies=table, win_rates=duels)
+        json.dump(found | (dict(groups=groups) if by else {}), f, indent=2)
     print(f"saved {out}.json and {out}.jsonl")
 
 
