@@ -44,7 +44,7 @@ def test_bench_prints_one_page(tmp_path):
     result, = forked(str(tmp_path), {"bench": [one_run("tools/bench.py", (arguments(keys), FORKS))]})["bench"]
     assert result["codes"] == [0], result
     page = result["stdout"][0]
-    for line in (r"^  quartet: [\d.]+ s, \d+ tokens/s$", r"^  transformers: [\d.]+ s, \d+ tokens/s$",
+    for line in (r"^  quartet: [\d.]+ s, \d+ tokens/s, \d+ GB/s$", r"^  transformers: [\d.]+ s, \d+ tokens/s, \d+ GB/s$",
                  r"^  ppo.py: .* iteration [\d.]+ s; 5 tokens ", r"^  grpo.py: .* iteration [\d.]+ s; 5 tokens "):
         assert re.search(line, page, re.MULTILINE), (line, page)
 
