@@ -21,7 +21,7 @@ MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 
 
 def open_ids(tokenizer, messages):
-    """The ids of a prompt of messages, to the place where the assistant goes on. Raises BadInput."""
+    """The ids of a prompt of messages, before the assistant's response. Raises BadInput."""
     messages, last = with_system_prompt(tokenizer, messages), messages[-1]
     if last["role"] != "assistant":
         return chat_ids(tokenizer, messages, add_generation_prompt=True)

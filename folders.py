@@ -1,6 +1,6 @@
 """
-The folders of models: one here, or the hub's copy of a name. And files that are read from them;
-what is broken raises BadInput.
+The folders of models: a local folder, or the hub's copy of a name. And files that are read from
+them; a broken file raises BadInput.
 """
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ from errors import BadConfig, BadInput, first_line
 def several_paths(spec, key):
     """
     The folders or hub names of a key that may have several, with commas: "A,B" -> ["A", "B"].
-    Raises BadInput where one is empty or there twice.
+    Raises BadInput where one is empty or comes twice.
     """
     if os.path.exists(spec):
         return [spec]  # one folder, even if there is a comma in its name
@@ -30,7 +30,7 @@ def several_paths(spec, key):
 
 
 def same_folder(path, other):
-    """Whether two paths or hub names are the same: x and ./x are, and a link and where it leads."""
+    """Whether two paths or hub names are the same: x and ./x are, and a link and its target."""
     if os.path.isdir(path) and os.path.isdir(other):
         return os.path.realpath(path) == os.path.realpath(other)
     return path == other
@@ -38,8 +38,8 @@ def same_folder(path, other):
 
 def find_folder(path, weights=False):
     """
-    A model's local folder: the path itself, or the hub's copy of that name, with its weights only
-    where they are wanted. Raises BadInput.
+    A model's local folder: the path itself, or the hub's copy of that name. weights: with the
+    weights. Raises BadInput.
     """
     if os.path.isdir(path):
         for product in ("policy", "reward_model"):
@@ -60,7 +60,7 @@ def find_folder(path, weights=False):
 
     wanted = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"] + ["*.safetensors"] * weights
     try:
-        # files in folders of their own are other formats of the same weights
+        # files in subfolders are other formats of the same weights
         return snapshot_download(path, allow_patterns=wanted, ignore_patterns=["*/*"])
     except (OSError, ValueError) as e:  # no network, no such repository, not a valid name
         raise BadInput(f"{path}: no such folder here, and the hub did not give it: "
@@ -74,8 +74,8 @@ RUN_FILES = ("config.json", "log.jsonl", "samples.jsonl", "rollouts.jsonl")
 
 def model_folders(path, weights=True):
     """
-    The folders that make a model, for a path or hub name: [folder] of a whole one; of an adapter
-    its folder, and then its base model's, which may be an adapter as well. Raises BadInput.
+    The folders of a model, for a path or hub name: [folder] of a whole model; of an adapter its
+    folder, and then its base model's, which may be an adapter, too. Raises BadInput.
     """
     folders = [find_folder(path, weights)]
     while not os.path.isfile(os.path.join(folders[-1], "config.json")):
@@ -104,7 +104,7 @@ def read_file(file):
 
 
 def read_text(file):
-    """The text of a file, without what Windows writes: CR at line ends, a mark. Raises BadInput."""
+    """The text of a file, without Windows' CR at line ends and its mark. Raises BadInput."""
     try:
         return read_file(file).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:
@@ -123,7 +123,7 @@ def read_json(file):
 
 
 def response_length(path):
-    """max_new_tokens of the run that left a model, by its config.json or the card; 0: unknown."""
+    """max_new_tokens of the run that made a model, by its config.json or the card; 0: unknown."""
     folder = os.path.realpath(path)
     for file in (os.path.join(folder, "..", "config.json"), os.path.join(folder, "README.md")):
         text = read_file(file).decode(errors="replace") if os.path.isfile(file) else ""
@@ -134,9 +134,9 @@ def response_length(path):
 
 
 # --------------------------------------------------------------------------------------------------
-# a model's folder is data: nothing in it is run, and nothing is fetched because it says so
+# a model's folder is data: nothing in it is run, and it cannot make anything be fetched
 
-# keys of a config.json by which transformers would fetch or run something, or read another file
+# keys of a config.json for which transformers would fetch or run something, or read another file
 FETCHING = ("attn_implementation", "experts_implementation", "auto_map", "attribute_map",
             "backbone", "configuration_files", "fusion_config", "kernel_config",
             "transformers_weights")
@@ -159,9 +159,9 @@ def plain(value):
 @contextlib.contextmanager
 def data_alone(folder, weights=False):
     """
-    A folder for transformers with a model's config.json, but for `plain`, with links to its weights
-    where they are wanted, and with nothing else: beside them it would also read an adapter, say.
-    Raises BadInput, also where the block fails.
+    A folder for transformers, with a model's config.json as `plain` leaves it and links to its
+    weights (weights=True), and no other file: transformers would also read an adapter there. Raises
+    BadInput, also where the block fails.
     """
     with tempfile.TemporaryDirectory(prefix="model-") as room:
         with open(os.path.join(room, "config.json"), "w", encoding="utf-8") as f:
@@ -170,7 +170,7 @@ def data_alone(folder, weights=False):
             os.symlink(os.path.abspath(os.path.join(folder, name)), os.path.join(room, name))
         try:
             yield room
-        except Exception as e:  # of words and numbers that make no sense transformers raises any
+        except Exception as e:  # for bad words and numbers transformers raises anything
             words = first_line(e).replace(room, folder)
             raise BadInput(f"{folder}: transformers cannot load it by its config.json: {words}"
                            ) from e
@@ -193,7 +193,7 @@ def weight_files(folder):
 
 
 def optional_package(name, key):
-    """A package that only some runs need. Raises BadConfig where it is missing. key: who asks."""
+    """A package for some runs only. Raises BadConfig where it is missing. key: that needs it."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -201,14 +201,14 @@ def optional_package(name, key):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a tool may write
+# files that a tool may write
 
 
 def check_writable(path, key="out", reads=(), made=b"(?!)"):
     """
-    Raise BadInput now, and not after hours, unless the file that the key names may be written: it
-    is new, or this tool has written it. This one function decides it for all tools; see fault_of.
-    The file's folder is made; nothing else is left.
+    Raise BadInput now, and not after hours, unless the file of this key may be written: it is new,
+    or this tool has written it. All tools use this function; see fault_of. The file's folder is
+    made; nothing else stays.
     """
     folder, name = os.path.split(path)
     if not name.removesuffix(".jsonl").removesuffix(".json"):
@@ -229,8 +229,8 @@ def check_writable(path, key="out", reads=(), made=b"(?!)"):
 
 def fault_of(path, reads, made):
     """
-    Why a tool must not write this file; "" where it may. reads: the files and model folders that
-    are read. made: a pattern, which the beginning of a file has if the tool has written it.
+    The reason why a tool must not write this file; "" where it may. reads: the files and model
+    folders that are read. made: a pattern for the beginning of files that the tool has written.
     """
     folder, name = os.path.split(path)
     near = os.listdir(folder or ".")
@@ -251,13 +251,13 @@ def fault_of(path, reads, made):
 
 
 def part_of(path):
-    """A name beside a file's, which no other file has."""
+    """A new name in the same folder as a file."""
     return f"{path}.{os.urandom(4).hex()}.part"
 
 
 @contextlib.contextmanager
 def written(path, mode="x"):
-    """A new file, which gets the name `path` where the block ends well, and else is removed."""
+    """A new file: if the block ends without an error, it gets the name `path`, else it is removed."""
     part = part_of(path)
     try:
         with open(part, mode, encoding=None if "b" in mode else "utf-8") as f:

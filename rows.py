@@ -242,7 +242,7 @@ def has(row):
 
 ROLES = "system", "user", "assistant"
 THEIRS = dict(prompt=("question", "problem", "instruction", "query", "task"),
-              completion=("response", "output", "answer"))  # what others call these fields
+              completion=("response", "output", "answer"))  # names of these fields in other data
 THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a message beside its content
 
 
