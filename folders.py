@@ -257,7 +257,7 @@ def part_of(path):
 
 @contextlib.contextmanager
 def written(path, mode="x"):
-    """A new file: if the block ends without an error, it gets the name `path`, else it is removed."""
+    """A new file: it gets the name `path` if the block ends well, else it is removed."""
     part = part_of(path)
     try:
         with open(part, mode, encoding=None if "b" in mode else "utf-8") as f:
