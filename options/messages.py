@@ -93,8 +93,7 @@ def begin(ranks, rank, timeout):
     parallel.roles, parallel.role = ranks, role
     wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
     groups = {name: dist.new_group(list(numbers), wait) for name, numbers in ranks.items()}
-    # gloo, also on GPUs: a message may wait long for its receiver, and with NCCL the GPU would wait,
-    # too
+    # gloo, also on GPUs: a message may wait long for its receiver, and with NCCL the GPU would, too
     way = dist.new_group(timeout=wait, backend="gloo")
     store = dist.PrefixStore("roles", dist.distributed_c10d._get_default_store())
     parallel.group, parallel.first = groups[role], ranks[role][0]

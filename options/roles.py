@@ -188,8 +188,8 @@ class Ahead:
     def to_save(self):
         """
         A collective: {"ITERATION.VERSION.NAME": tensor} of the batches of this iteration and later
-        ones whose weights a run that resumes will not have. It waits for batches that are still
-        being sampled.
+        ones from older weights, which a resumed run would not have. It waits for batches that are
+        still being sampled.
         """
         tensors, now = {}, self.run.iteration
         for k in [k for k, version in sorted(self.version.items()) if version < now <= k]:
