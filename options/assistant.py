@@ -78,8 +78,9 @@ def learned_ids(tokenizer, prompt, completion):
 
 def begun_ids(tokenizer, messages):
     """
-    The ids of messages whose last one is the assistant's, with thoughts, and not finished. The
-    thoughts are put there as they are written, if the template would change them. Raises BadInput.
+    The ids of messages, up to the place where the assistant goes on. The last message is the
+    assistant's and has thoughts; if the template would change it, it is put there as it is written.
+    Raises BadInput.
     """
     ids, last = chat_ids(tokenizer, messages, continue_final_message=True), messages[-1]
     before = chat_ids(tokenizer, messages[:-1], add_generation_prompt=True)

@@ -160,7 +160,7 @@ def parquet_rows(path):
 
 
 def shortest(value, kind):
-    """A parquet value; floats of 32 and 16 bits with as few digits as possible: 0.1, not 0.10000000149."""
+    """A parquet value; floats of 32 and 16 bits with few digits, 0.1 for 0.100000001."""
     import numpy  # pyarrow needs it, too
 
     if isinstance(value, dict):
