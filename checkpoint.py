@@ -192,7 +192,7 @@ def damage(folder):
                 return f"{name} is damaged"
     except MISSING as e:
         return f"{os.path.relpath(e.filename, folder)} is missing"
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # not what we write
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # another format
         return "its manifest.json is damaged"
     return None
 

@@ -1,7 +1,7 @@
 """
-What samples say of a policy: pass@k, majority@k, best of k, the win rate of two policies, means
-with errors. And how far to trust the probabilities that a reward model gives.
-Plain functions of lists of numbers and texts; tools/eval.py has made them.
+Measures of a policy from samples: pass@k, majority@k, best of k, the win rate of two policies,
+means with errors. And of reward models: calibration, agreement, correlation. Plain functions of
+numbers and texts.
 """
 import math
 
@@ -12,12 +12,12 @@ from same import same_answer
 
 def pass_at_k(n, right, k):
     """
-    The chance that at least one of k samples is right, estimated from n samples of which `right`
-    are right, 1 <= k <= n. It is the share of all sets of k of the n samples that have a right one:
+    The probability that at least one of k samples is right, 1 <= k <= n, estimated from n samples;
+    `right` of them are right. It is the share of all sets of k of the n samples with a right one:
 
         1 - C(n - right, k) / C(n, k)  =  1 - product of (1 - k / i) for i from n - right + 1 to n
 
-    (Chen et al., arXiv 2107.03374, equation 1; the product, for the binomials may be huge.) It is
+    (Chen et al., arXiv 2107.03374, equation 1; the product, because binomials may be huge.) It is
     unbiased; 1 - (1 - right / n)^k is not. With n = 4, right = 1, k = 2: 1 - (1 - 2/4) = 0.5.
     """
     if n - right < k:
@@ -27,19 +27,19 @@ def pass_at_k(n, right, k):
 
 def best_of_k(scores, values, k):
     """
-    What the best of k samples is worth: the mean of its value, estimated from n >= k samples.
-    The best one is that of the highest score; of equal ones it is any. scores, values: n numbers.
+    The mean value of the best of k samples, estimated from n >= k samples. The best one has the
+    highest score; of equal ones it is any. scores, values: n numbers.
 
     It is the mean over all sets of k of the n samples, and so unbiased: the best of a set is the
     sample of rank i from the top (i = 0, 1, ...) in C(n - 1 - i, k - 1) of C(n, k) sets. With the
-    scores 3, 1, 2, which are their own values, and k = 2: the sets' best are 3, 3, 2, mean 2.667.
+    scores and values 3, 1, 2 and k = 2: the sets' best are 3, 3, 2, mean 2.667.
     """
     ranked, n = sorted(zip(scores, values, strict=True), reverse=True), len(scores)
     total, above = 0.0, 0  # samples of higher scores
     while above < n:
         tied = [value for score, value in ranked if score == ranked[above][0]]
-        # the share of sets whose best is one of these: those without a higher one, less those
-        # without one of these, too
+        # the share of sets with one of these as the best: the sets without a higher one, minus
+        # those that also have none of these
         share = none_of(above, n, k) - none_of(above + len(tied), n, k)
         total += share * math.fsum(tied) / len(tied)
         above += len(tied)
@@ -53,12 +53,12 @@ def none_of(m, n, k):
 
 def majority(answers):
     """
-    The place in `answers` (texts, as answers.final_answer returns them) of the answer that most of
-    them give; None if there is none. An answer joins the first class whose first member is the same
-    (same_answer, either way round: 0.5, 1/2 and x + y = 1/2 are). Of classes of one size that wins
-    whose first member came first.
+    The place in `answers` (texts of answers.final_answer) of the most frequent answer; None if
+    there is none. An answer joins the first class with the same first member (same_answer in one of
+    the two orders: 0.5, 1/2 and x + y = 1/2 are the same). Of classes of equal size the one that
+    began first wins.
 
-    Empty answers, and those of a thinking that never ended, have no vote.
+    Empty answers, and those of thinking that never ended, do not count.
     """
     classes = []  # lists of places
     for place, answer in enumerate(answers):
@@ -75,9 +75,9 @@ def majority(answers):
 
 def majority_at_k(answers, right, k):
     """
-    How often the majority of k samples is right: the n samples are cut into n // k groups of k, and
-    the share of groups counts whose majority is right. answers: n texts; right: n numbers, 1.0 for
-    right ones. A group without any answer is wrong.
+    How often the majority of k samples is right: the n samples are cut into n // k groups of k; it
+    is the share of groups with a right majority. answers: n texts; right: n numbers, 1.0 for right
+    ones. A group without any answer is wrong.
     """
     groups = [range(i, i + k) for i in range(0, len(answers) - k + 1, k)]
     winners = [(group, majority([answers[i] for i in group])) for group in groups]
@@ -107,12 +107,12 @@ def mean_and_error(values):
 
 def calibration_error(probabilities, bins=10):
     """
-    The expected calibration error of the probabilities (n,) that a reward model gives to what is
-    true: that the chosen answer of a pair is the better one (Guo et al., arXiv 1706.04599, equation
-    3). A probability below 1/2 is a wrong guess, made with 1 - probability. The guesses fall into
-    bins of equal width from 1/2 to 1; the error of a bin is the difference of how sure its guesses
-    are on average and of how many are right, and the result the mean of that over all guesses.
-    With 0.9, 0.9 and 0.1: three guesses that are 90 % sure, of which 2/3 are right, so 0.233.
+    The expected calibration error of the probabilities (n,) that the chosen answer of a pair is the
+    better one, from a reward model (Guo et al., arXiv 1706.04599, equation 3). A probability below
+    1/2 is a wrong guess, with the confidence 1 - probability. The guesses are put into bins of
+    equal width from 1/2 to 1; the error of a bin is the distance of its mean confidence from its
+    share of right guesses, and the result is the mean of the errors over all guesses. With 0.9, 0.9
+    and 0.1: three guesses of confidence 0.9, 2/3 of them right, so 0.233.
     """
     sure = torch.maximum(probabilities, 1 - probabilities)  # (n,)
     right = (probabilities > 0.5).double() + 0.5 * (probabilities == 0.5)

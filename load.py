@@ -27,7 +27,7 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     if adapters:
         from options.lora import merge
 
-        for adapter in reversed(adapters):  # the model of an adapter may be an adapter as well
+        for adapter in reversed(adapters):  # the model of an adapter may be an adapter, too
             merge(model, adapter)
     model.path = path
     return model.to(device)
@@ -107,7 +107,7 @@ def shapes(config, head, path, dtype=torch.float32, **settings):
     """The model of transformers that a config describes, with new weights. Raises BadInput."""
     try:
         return auto_class(head).from_config(config, dtype=dtype, **settings)
-    except Exception as e:  # whatever transformers raises
+    except Exception as e:  # transformers may raise anything
         raise BadInput(f"{path}: transformers cannot make it: {first_line(e)}") from e
 
 

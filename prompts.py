@@ -199,7 +199,7 @@ def right_pad(sequences, pad_id):
 def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, as_rank=None):
     """
     This rank's micro-batches of some rows of a batch: a generator of dicts like the batch. All
-    ranks have about as many tokens, and as many micro-batches, of which some may have no rows.
+    ranks have equally many micro-batches, some without rows, and about equally many tokens.
 
     batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers.
     micro_batch_size: rows of a micro-batch; micro_batch_tokens: or its most tokens, if it is not 0.

@@ -193,7 +193,7 @@ def check_rows(terms, rows, path):
                 if row[field] is None:
                     raise BadInput(f"{path}, row {number}: the field {field!r} is null, and the "
                                    f"reward {name!r} needs it")
-        if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package
+        if hasattr(function, "check_rows"):  # for its other needs: a sandbox, a package
             function.check_rows(rows, path)
 
 
@@ -257,7 +257,7 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     """
     # a model reads a response in two steps: text -> ids, ids -> score
     to_read = {}  # name: (model, the ids of each response)
-    with together.in_step():  # COLLECTIVE: what fails on one rank ends all before they wait
+    with together.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
         given = mine | dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
         thread.submit(launch.begin_thread, device)
         pending = thread.submit(call_rewards, terms, given)

@@ -354,7 +354,7 @@ def respond(turn, rows, ids, noise, names, length, environment=None, width=None,
     """
     if environment is None:
         return turn(ids, range(len(ids)), 0, [0] * len(ids), width)
-    with together.in_step():  # COLLECTIVE: what fails on one rank ends all
+    with together.in_step():  # COLLECTIVE: a failure on one rank ends all
         return environment.converse(rows, ids, noise, names, length, width, turn, stop)
 
 

@@ -36,7 +36,7 @@ GRADES = ("perfect", "excellent", "very good", "good", "fair", "mediocre", "weak
           "very poor", "useless")  # from 10 down to 1
 TEMPLATES = dict(
     yes_no=SHOWN + "Is this a good answer to the question?\nA: yes\nB: no\n" + REPLY,
-    # the grades have letters, since "10" is two tokens to many tokenizers
+    # the grades have letters, because "10" is two tokens in many tokenizers
     rubric="answers: A B C D E F G H I J\n" + SHOWN + "Grade the answer from 10 down to 1.\n"
            + "".join(f"{letter}: {10 - i}, {GRADES[i]}\n" for i, letter in enumerate("ABCDEFGHIJ"))
            + REPLY,

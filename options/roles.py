@@ -21,10 +21,10 @@ and the texts of a run do not depend on the ranks' speed, or on the number of ra
 With staleness 1 the generators sample the batch of iteration k + 1 while the trainers train on that
 of k. The trainers sample held-out prompts and refills, because they have the newest policy.
 
-The age of a batch is the number of updates since the policy that sampled it. The old_logprobs of an
-older batch are those of that policy: the clipped ratio of PPO and GRPO is then between the policy
-of now and that policy. With importance_cap the policy that begins the update reads the batch first:
-the ratio is to this policy, and the older one gives a weight (loss.importance_weights).
+The age of a batch is the number of updates since the policy that sampled it. If it is above 0,
+old_logprobs are from that older policy: the clipped ratio of PPO and GRPO is then policy of now /
+older policy. With importance_cap the policy that begins the update reads the batch first: the ratio
+is to this policy, and the older one gives a weight (loss.importance_weights).
 
 In the scripts: an Ahead replaces their functions `sample` and `score`; ranks of other roles stay in
 `serve`; `begin` and `share_weights` are called before the loop and after each update.
