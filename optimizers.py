@@ -1,5 +1,5 @@
 """
-Optimizers, and more for their steps:
+Optimizers. In this file, downwards:
 
     make_optimizer, step              the optimizer of a model, and one step of it
     optimizer_tensors, fill_optimizer an optimizer's state, for checkpoints

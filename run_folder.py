@@ -201,8 +201,8 @@ def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
         if re.fullmatch(rf"\.(tmp|old|gone)-({saved})", name):  # of a save that was killed
             shutil.rmtree(os.path.join(out_dir, name), ignore_errors=True)
     if not folder:
-        # First the old log is deleted, then the new config.json is written: if a kill came between
-        # the two the other way round, the old log would look like a log of this run.
+        # First the old log is deleted, then the new config.json is written. In the other order a
+        # kill between the two would leave the old log, and it would look like a log of this run.
         cut_log(out_dir, 0)
     made_by = {"sha256": hashes, "format": FORMAT}
     if torch.cuda.is_initialized():
