@@ -1,19 +1,19 @@
 r"""
-What a response says as a whole, and where in it the answer is.
+The whole text of a response, and the answer in it.
 
     a response      <think>3 + 2 = 5</think>So the length is $x = \tfrac52$ cm. I hope this helps!
     final_answer    $x = \tfrac52$ cm
 
-Whether that is the right answer, same.py says. All of it reads text that a model wrote: nothing is
-evaluated as code, every size is bounded, and no text raises an exception. docs/rewards.md has the
-table of what is read.
+same.py says whether the answer is right. This file reads text that a model wrote: nothing is
+evaluated as code, every size is bounded, and no text raises an exception. docs/rewards.md has a
+table of the forms.
 """
 import re
 from fractions import Fraction
 
 from same import DENIED, DOUBT, EXPRESSION, GROUP, LONGEST, plain, read_answer
 
-LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answer is looked for
+LONGEST_TEXT = 20_000  # characters at the end of a completion in which final_answer looks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ LONGEST_TEXT = 20_000  # characters at the end of a completion in which its answ
 
 
 def whole_responses(batch):
-    """The texts that the rules judge: each completion behind its opening_of."""
+    """The texts that the rules judge: opening_of and completion of each response."""
     rows, completions = batch["rows"], batch["completions"]
     prompts = batch.get("prompts") or [None] * len(rows)
     return [opening_of(row.get("prompt"), text) + completion
@@ -30,10 +30,10 @@ def whole_responses(batch):
 
 def opening_of(prompt, text=None):
     """
-    The text that a response has been made to begin with, by its prompt (the data's, text or
-    messages); "" for most. text: what the policy read, if it is known. A last message that is the
-    assistant's own counts, from its <think> on if it has one. Where the text ends with <think>,
-    since the data or a chat template put it there, the response begins with "<think>".
+    The part of the prompt that belongs to the response; "" for most. prompt: the data's, text or
+    messages. text: the text that the policy read, if it is known. If the last message is the
+    assistant's, it is that message, from its <think> on if it has one. Where the text ends with
+    <think>, from the data or a chat template, it is "<think>".
     """
     last = prompt[-1] if isinstance(prompt, list) else dict(role="user", content=prompt or "")
     begun = last["content"] if last["role"] == "assistant" else ""
@@ -50,15 +50,15 @@ def opening_of(prompt, text=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# where the answer is
+# the place of the answer
 
 
 def final_answer(completion):
     r"""
-    The final answer of a completion: what is stated (see there) in the last \boxed{} behind the
+    The final answer of a completion, as `stated` finds it: in the last \boxed{} behind the
     thinking; without one in the last <answer>...</answer>, and there behind the last ####; without
-    them in all of it. "<think>3+6+0=09</think>so \boxed{579}" -> "579". A completion whose thinking
-    never ends is returned as it is: with its "<think>" it equals no answer.
+    them in the whole text. "<think>3+6+0=09</think>so \boxed{579}" -> "579". If the thinking never
+    ends, the completion is returned as it is: with its "<think>" it equals no answer.
     """
     text = after_thinking(completion)
     if "<think>" in text:
@@ -83,8 +83,8 @@ def after_thinking(completion):
     return completion.rpartition("</think>")[2].strip()
 
 
-# What last_boxed looks for: \boxed{; \boxed without braces before a number, a command or a single
-# letter with what follows it without a blank; \{, which is no brace to count; a brace.
+# For last_boxed: \boxed{; \boxed without braces before a number, a command or a single letter, and
+# all that follows without a blank; \{, which is no brace to count; a brace.
 BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
     (?:\{{ | (?P<bare> (?=[-+.(0-9A-Z\\] | [a-z](?![a-z]))
                        (?:[^\s${{}}\\] | \\(?!boxed|fbox|[)\]])\S | {GROUP})+ (?<![.,;:])))
@@ -93,8 +93,8 @@ BOX = re.compile(rf"""\\(?:boxed|fbox)(?![a-zA-Z])\s*
 
 def last_boxed(text):
     r"""
-    The contents of the \boxed{...} or \fbox{...} that begins last; without braces, as in \boxed 5,
-    up to a blank or a $. None if there is none. One pass, however deep the text is nested.
+    The contents of the last \boxed{...} or \fbox{...} (by its beginning); without braces, as in
+    \boxed 5, up to a blank or a $. None if there is none. One pass over the text.
     """
     opened = []  # for each open brace: where its contents begin, and whether they are boxed
     begin, end = -1, -1  # of the contents found so far
@@ -112,11 +112,11 @@ def last_boxed(text):
 
 # the contents of <answer>...</answer>, the innermost
 TAGGED = re.compile("<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-HASHED = re.compile(r"####(?!#)\s*((?:[^#\n]|#(?!###))*)")  # how GSM8K's solutions end
+HASHED = re.compile(r"####(?!#)\s*((?:[^#\n]|#(?!###))*)")  # the end of GSM8K's solutions
 
 
 def last_match(pattern, text, otherwise=None):
-    """What the last match of one of these patterns holds; `otherwise` if there is none."""
+    """The group of the pattern's last match; `otherwise` if there is none."""
     return [otherwise, *pattern.findall(text)][-1]
 
 
@@ -124,21 +124,21 @@ def last_match(pattern, text, otherwise=None):
 LABEL = re.compile(r"""[\W_]* (?:\d{1,2}[.)][\W_]*)? (?:(?:the|my|our|your)\ )?
     (?:final\ result | (?:(?:final|correct|numerical)\ )*(?:answer|ans\b))
     [ \t*_]* (?:->|=>|[:：=→]|(?<=ans)\.|$) (?:__)? (?P<answer>.*)""", re.IGNORECASE | re.VERBOSE)
-# what may follow an answer that stands below its label
+# a paragraph that may follow an answer below its label
 BEHIND = re.compile(r"[\W_]*(?:explanation|reason|check|verification|note|steps)", re.IGNORECASE)
 ANSWER_IS = re.compile(r"""(?P<before>.*)\b(?:answer|(?:correct|right|best)\ (?:option|choice))\b
     (?P<between>[^.:;=?!]{0,60}?) \b(?:is|was|equals|(?:must|should|would|will|has\ to)\ be)\b
     (?:\ (?:equal\ to|therefore|thus|then|hence|simply)\b)* [ ,:]* (?P<stated>.*)""",
                        re.IGNORECASE | re.VERBOSE)
 IS_THE_ANSWER = re.compile(r"(\S+) is (?:the|my|our) (?:final |correct )?answer")
-# how a sentence begins that concludes; what else it is about; where its verb is
+# the beginning of a sentence that concludes; its usual nouns; its verb
 SO = re.compile(r"""(?: (?:so|thus|therefore|hence|then|finally|consequently|altogether|and|that|it
     \ follows|in\ (?:conclusion|total|all)|we\ (?:get|have|find|obtain|conclude)) \b[ ,:]*
     | (?:∴|→|⇒|=>|\\therefore\b|\\implies\b|\\Rightarrow\b)\ * )+""", re.IGNORECASE | re.VERBOSE)
 NOUN = re.compile(r"\b(?:answer|result|solution|total|sum|value)\b", re.IGNORECASE)
 VERB = re.compile(r"\b(?:is equal to|is|are|equals?|has|have|gets?)\b|(?<![<>!:])=", re.IGNORECASE)
 SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"”)$]*\s+|\n+")
-# a sentence behind the answer that is none of it: I hope this helps!
+# a sentence behind the answer that does not belong to it: I hope this helps!
 REMARK = re.compile(r"""[\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$ | [^\d$\\=]*\b(?:hope|let\ me\ know|feel\ free|bye
     |hesitate|questions?|help(?:s|ful)?|thanks?|welcome|luck|cheers|glad|happy|enjoy|done|qed
     |have\ a\ (?:great|good|nice))\b[^\d$\\=]*$""", re.IGNORECASE | re.VERBOSE)
@@ -146,9 +146,9 @@ REMARK = re.compile(r"""[\s*_✅✓✔☑∎■□😊🙂👍🎉-]*$ | [^\d$\\
 
 def stated(text):
     r"""
-    The answer that a text states, or the text, less polite remarks at its end: what the last line
-    says the "answer is"; or else what stands behind or below the last label such as Answer:; or
-    what the last sentence concludes ("Thus x + y = 5." -> "x + y = 5"), or has in bold at its end.
+    The answer that a text states, or else the text, without polite remarks at its end. It is the
+    text behind "answer is" in the last line; or behind or below the last label such as Answer:; or
+    the conclusion of the last sentence ("Thus x + y = 5." -> "x + y = 5"), or its bold end.
     """
     text = re.sub(r"\\text[a-z]* *\{([^{}]*\b[aA]ns(?:wer)?\b[^{}]*)\}", r"\1 ", text).strip()
     ends, end = [match.end() for match in SENTENCE_END.finditer(text)], len(text)
@@ -163,7 +163,7 @@ def stated(text):
 
 
 def answer_is(line):
-    """What a line says last that the "answer is"; None if it does not, or doubts it."""
+    """The text behind a line's last "answer is"; None if there is none, or the line doubts it."""
     if not (match := ANSWER_IS.match(line)):
         return None
     clause = re.split(r"[.!?;:] |, (?:so|but|hence|thus|therefore|then|the|my|our)\b",
@@ -173,7 +173,7 @@ def answer_is(line):
 
 
 def labelled(lines):
-    """What stands behind the last label, or below it as a paragraph of its own; None if nothing."""
+    """The text behind the last label, or the paragraph below it; None if there is none."""
     for i in reversed(range(len(lines))):
         match = LABEL.match(lines[i])
         stated = match["answer"].strip(" \t*") if match else ""
@@ -189,8 +189,8 @@ def labelled(lines):
 
 def concluded(line, label=False):
     """
-    What the last sentence of a line concludes, or has in bold at its end; None if it does neither.
-    Of one with a verb (So the total is 5.) only a formula is read. label: a label is before it.
+    The conclusion of a line's last sentence, or its bold end; None if it has neither. In a sentence
+    with a verb (So the total is 5.) only a formula is read. label: a label is before it.
     """
     sentence = SENTENCE_END.split(line)[-1]
     if bold := re.search(r"(?<!\*\* and )(?<!\*\*, )\*\*([^*]+)\*\*[.!]?$", line):

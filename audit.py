@@ -1,6 +1,6 @@
 """
-What stops a run whose numbers are wrong. Every rank must hold the same weights, and they must be
-finite; and a frozen model must not move.
+Checks that stop a run with wrong numbers: every rank must have the same weights, all weights must
+be finite, and a frozen model must not change.
 """
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from optimizers import inner
 from parallel import all_gather, all_reduce_max, collective, is_shard, my_part, wire
 from together import name_ranks, ranks_where
 
-# {name: model} and {name: optimizer} of the run: they tell why a number is wrong, see find_cause
+# {name: model} and {name: optimizer} of the run, in which find_cause looks for a wrong number
 watched = SimpleNamespace(models={}, optimizers={})
 
 # --------------------------------------------------------------------------------------------------
@@ -21,19 +21,19 @@ watched = SimpleNamespace(models={}, optimizers={})
 
 
 def find_cause(iteration):
-    """A collective, where a number is wrong: raise Stop, as `audit`, if that is a model's fault."""
+    """A collective, where a number is wrong: raise Stop, as `audit`, if a model is the cause."""
     audit(watched.models, {}, iteration)
 
 
 def audit(models, frozen, iteration):
     """
-    A collective: raise Stop, on all ranks, unless all ranks hold the same finite parameters of
-    {name: model}, and the frozen ones still have the checksums they began with. frozen: {(model,
-    parameter): checksum}, filled here at the first audit. Of a sharded parameter each rank holds
-    another part: that part must be finite and, if it is frozen, unchanged. One all_reduce when all
+    A collective: raise Stop, on all ranks, unless all ranks have the same finite parameters of
+    {name: model}, and the frozen ones still have their first checksums. frozen: {(model,
+    parameter): checksum}, filled here at the first audit. Of a sharded parameter each rank has
+    another part: this part must be finite and, if it is frozen, unchanged. One all_reduce when all
     is well.
     """
-    if not models:  # a rank that scores by rules alone; so do all of its role
+    if not models:  # all ranks of a role that scores only by rules
         return
     mine = checksums(models)  # (parameters,)
     parameters = [(model_name, n, p) for model_name, model in models.items()
@@ -46,9 +46,9 @@ def audit(models, frozen, iteration):
         if not p.requires_grad:
             changed[i] = frozen.setdefault((model_name, n), int(mine[i])) != int(mine[i])
 
-    # One all_reduce answers all questions: each rank sends four rows and gets the largest of each
-    # entry. ~x turns the order of the integers around, so the largest ~x is ~(the smallest x); -x
-    # would not do, for the smallest int64 has no negative.
+    # One all_reduce is enough: each rank sends four rows and gets the largest of each entry. ~x
+    # reverses the order of integers, so the largest ~x is ~(the smallest x). -x would be wrong,
+    # because the smallest int64 has no negative.
     compared = torch.where(sharded, 0, mine)
     rows = torch.stack([compared, ~compared, infinite.long(), changed.long()])  # (4, parameters)
     if dist.is_initialized():
@@ -67,7 +67,7 @@ def audit(models, frozen, iteration):
         odd = outvoted(torch.stack(all_gather(mine[i])).tolist())
         raise Stop(f"iteration {iteration}: the ranks have drifted apart: {model}, parameter "
                    f"{name}, differs on {name_ranks(odd)} ({int(differs.sum())} parameters in all)")
-    if any_infinite.any():  # as after a step with a huge learning rate and finite gradients
+    if any_infinite.any():  # such as after a step with a huge learning rate and finite gradients
         i, model, name = first(any_infinite)
         odd = ranks_where(bool(infinite[i]))
         optimizer, what = watched.optimizers.get(model), f"{model}'s {name}"
@@ -100,8 +100,8 @@ def checksums(models):
 
 def as_words(t):
     """
-    The memory of a tensor as integers of 32 bits, or of 16 or 8 where its elements have. Integers,
-    because NaN != NaN and 0.0 == -0.0 as numbers, while only equal bits are the same weights.
+    The memory of a tensor as integers of 32 bits, or of 16 or 8 if its elements have so many.
+    Integers, because only equal bits are the same weights: as numbers NaN != NaN and 0.0 == -0.0.
     """
     smaller = {1: torch.uint8, 2: torch.int16}
     return t.flatten().view(smaller.get(t.element_size(), torch.int32))
@@ -110,8 +110,8 @@ def as_words(t):
 def weighted_sum(words, first):
     """
     The sum of (2 i + 1) * words[i - first], i = first, first + 1, ...: an int64 that wraps around,
-    as integers do alike on all devices. The weights differ, so that the order of the words counts.
-    They are odd, so that a change of one word always changes the sum: an odd factor has an inverse
+    in the same way on all devices. The factors differ, so that the order of the words counts. They
+    are odd, so that a change of one word always changes the sum: an odd factor has an inverse
     modulo 2**64.
     """
     total = torch.zeros((), dtype=torch.int64, device=words.device)
@@ -123,7 +123,7 @@ def weighted_sum(words, first):
 
 
 def first_word(p):
-    """The number, within the whole parameter, of the first word that this rank has of it."""
+    """The number of the first word of this rank's part, counted in the whole parameter."""
     if not is_shard(p):
         return 0
     from options import shards
@@ -132,28 +132,28 @@ def first_word(p):
 
 
 def outvoted(values):
-    """The ranks whose value is not that of the majority; all ranks where there is no majority."""
+    """The ranks with another value than the majority; all ranks where there is no majority."""
     common = max(values, key=values.count)
     odd = [rank for rank, value in enumerate(values) if value != common]
     return odd if 2 * len(odd) < len(values) else list(range(len(values)))
 
 
 # --------------------------------------------------------------------------------------------------
-# gradients, and what is computed from them
+# gradients, and tensors of a batch
 
 
 def check_gradients(norm, model, name, iteration):
     """
-    Raise Stop, naming the cause or the first bad tensor, if their norm is not finite. The
-    gradients have been summed over the ranks, so a NaN or inf of any rank is in the sum of all:
-    all ranks stop here together, before the optimizer can spread it into the weights.
+    Raise Stop, with the cause or the first bad tensor, if the gradients' norm is not finite. The
+    gradients are summed over the ranks, so a NaN or inf of any rank is in the sum on all ranks: all
+    stop here together, before the optimizer changes the weights.
     """
     if torch.isfinite(norm):
         return
     find_cause(iteration)
     names = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
     flags = torch.stack([(~my_part(p.grad).isfinite()).any() for _, p in names])  # (parameters,)
-    # of a sharded parameter, another rank may hold the part that is not finite
+    # of a sharded parameter, another rank may have the part that is not finite
     bad = all_reduce_max(flags.double().to(wire())).nonzero().flatten().tolist()
     bad = names[bad[0]][0] if bad else "the norm (overflow)"
     raise Stop(f"iteration {iteration}: the gradient of {name}'s {bad} is not finite; stopped "
@@ -163,7 +163,7 @@ def check_gradients(norm, model, name, iteration):
 
 def check_finite(tensors, iteration):
     """
-    Raise Stop, naming the cause, or else the tensor and the row, if one of {name: tensor (B, ...)}
+    Raise Stop, with the cause, or else the tensor and the row, if one of {name: tensor (B, ...)}
     has a NaN or inf. The tensors are equal on all ranks, so all ranks find it together.
     """
     for name, t in tensors.items():

@@ -1,9 +1,9 @@
 """
 Chats: messages {"role", "content"} -> token ids, by the chat template of a tokenizer. They are the
-very ids that transformers' apply_chat_template makes of the same messages.
+same ids as from transformers' apply_chat_template.
 
 A prompt of messages ends where the assistant goes on: in a new turn behind the others, or in the
-last message, if that is the assistant's.
+last message, if it is the assistant's.
 """
 import ast
 import contextlib
@@ -15,17 +15,17 @@ import threading
 from errors import BadConfig, BadInput, first_line, one_line, shorten, warn
 from rows import thoughts_of
 
-RENDERING = 20  # seconds that a chat template, which is a program, may take for one dialogue
-# how many families spell the tokens of their templates: <|im_end|>, and DeepSeek with other bars
+RENDERING = 20  # seconds for one dialogue: a chat template is a program
+# tokens of many families' templates: <|im_end|>, and DeepSeek's with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 
 
 def open_ids(tokenizer, messages):
-    """The ids of a prompt of messages, up to where the assistant goes on. Raises BadInput."""
+    """The ids of a prompt of messages, before the assistant's response. Raises BadInput."""
     messages, last = with_system_prompt(tokenizer, messages), messages[-1]
     if last["role"] != "assistant":
         return chat_ids(tokenizer, messages, add_generation_prompt=True)
-    if thoughts_of(last) or "<think>" in last["content"]:  # which a template may change
+    if thoughts_of(last) or "<think>" in last["content"]:  # a template may change thoughts
         from options.assistant import begun_ids
 
         return begun_ids(tokenizer, messages)
@@ -34,8 +34,8 @@ def open_ids(tokenizer, messages):
 
 def chat_ids(tokenizer, messages, **how):
     """
-    The ids of all that the chat template writes of the messages. how: arguments for transformers.
-    Raises BadInput with the template's own words where it refuses them.
+    The ids of the messages in the chat template. how: arguments for transformers. Raises BadInput
+    with the template's own words where it refuses the messages.
     """
     if not tokenizer.template:
         raise BadInput("here is a list of messages, but this tokenizer has no chat template; "
@@ -57,8 +57,8 @@ def chat_ids(tokenizer, messages, **how):
 @contextlib.contextmanager
 def time_limit(seconds):
     """
-    A block that raises TimeoutError where it takes longer. It does so in the main thread, in which
-    alone Python takes signals.
+    A block that raises TimeoutError where it takes longer. It does so only in the main thread,
+    because Python takes signals only there.
     """
     def late(*_):
         raise TimeoutError(f"it has not ended within {seconds} s")
@@ -67,7 +67,7 @@ def time_limit(seconds):
         yield
         return
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again: a __del__ would swallow one
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # repeated: an error in a __del__ is lost
     try:
         yield
     finally:
@@ -84,8 +84,8 @@ def with_system_prompt(tokenizer, messages):
 
 def joined(prompt, completion):
     """
-    One dialogue of prompt and completion, strings or messages. A completion behind an assistant's
-    message goes on with that message.
+    One dialogue of prompt and completion, strings or messages. If the prompt ends with the
+    assistant, the completion continues its last message.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -103,7 +103,7 @@ def joined(prompt, completion):
 
 
 def check_template(tokenizer):
-    """Raise BadInput where the run's settings do not fit the template; say what it does unasked."""
+    """Raise BadInput where the settings do not fit the template; warn if it writes the date."""
     name, text = tokenizer.name, tokenizer.template or ""
     if tokenizer.system_prompt and not text:
         raise BadInput("system_prompt is given, but the tokenizer has no chat template; give "
@@ -118,9 +118,9 @@ def check_template(tokenizer):
 
 def make_markup_special(hf, template):
     """
-    Tokens that a template writes, such as <|im_end|>, become special where their author has not
-    said so, too: or who types one into a message would end a turn. Others that it writes, such as
-    <think>, are tokens in a message as well. hf: transformers' tokenizer.
+    Make all tokens in a template such as <|im_end|> special, also where their author has not done
+    it: otherwise a message with one would end a turn. Other tokens in a template, such as <think>,
+    are tokens in a message, too. hf: transformers' tokenizer.
     """
     plain = [t.content for t in hf.added_tokens_decoder.values()
              if not t.special and t.content in template and re.fullmatch(MARKUP, t.content)]
@@ -131,12 +131,12 @@ def make_markup_special(hf, template):
 def turn_ends(tokenizer):
     """
     {the id of the first special token that the template writes behind an answer}; empty where there
-    is none. A base model's own files may name another end than its chat template has.
+    is none. A base model's files may have another end than its chat template.
     """
     try:
         ids = chat_ids(tokenizer, [dict(role="user", content="a"),
                                    dict(role="assistant", content="ANSWER")])
-    except BadInput:  # the template's own words come where messages are to be encoded
+    except BadInput:  # encoding the data's messages gives the error, if there are any
         return set()
     behind = tokenizer.text_of(ids).rpartition("ANSWER")[2]
     behind = tokenizer.hf.encode(behind, add_special_tokens=False)
@@ -145,8 +145,8 @@ def turn_ends(tokenizer):
 
 def parse_template_kwargs(text):
     """
-    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", the
-    arguments of a call in Python whose values are literals. Raises BadConfig.
+    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", written
+    like the arguments of a call in Python; the values are literals. Raises BadConfig.
     """
     try:
         call = ast.parse(f"f({text})", mode="eval").body

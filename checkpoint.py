@@ -1,22 +1,22 @@
 """
-What a run writes so that a kill at any moment harms nothing: checkpoints, to go on from. And how a
-model is written as a folder; finished.py does that at the end of a run.
+Checkpoints, from which a run resumes: a kill at any moment does no harm. And how a model is saved
+as a folder; finished.py does that at the end of a run.
 
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
         policy/                    each trained model, as a Hugging Face folder with its tokenizer;
-                                   where only an adapter is trained, the adapter and head alone
+                                   where only an adapter is trained, only the adapter and head
         policy_optimizer.safetensors       its optimizer's state, in several files if it is large
         ema.safetensors            the policy's moving average, if there is one; likewise
         batches.safetensors        the batches of the next iterations, if they are sampled already
-        state.json                 the numbers that the loop carries from one iteration to the next
+        state.json                 the numbers that go from one iteration to the next
         config.json                the configuration of the run
         manifest.json              the sha256 of every file, and of the manifest itself
 
-There is no random state to save: prompts and sampling noise are functions of seed and iteration.
-There is no pickle. A folder gets its name only when everything in it is complete and synced, and
-the older checkpoint is deleted only after that. Rank 0 writes whole tensors, in an order that does
-not depend on the ranks, so a run may resume with another ZeRO stage or number of ranks. A disk that
-is full or fails ends all ranks in one line, see together.alone.
+There is no random state to save: prompts and sampling noise depend only on seed and iteration.
+There is no pickle. A folder gets its name only when all its files are complete and synced, and the
+older checkpoint is deleted only after that. Rank 0 writes whole tensors, in an order that does not
+depend on the ranks, so a run may resume with another ZeRO stage or number of ranks. If the disk is
+full or fails, all ranks end with one line, see together.alone.
 """
 import glob
 import hashlib
@@ -40,8 +40,8 @@ from parallel import rank_and_size, whole
 from report import LOG_FILES, cut_log
 from together import alone, patience, together
 
-FILE_BYTES = 5 * 10**9  # the most that a file of tensors has, unless a single tensor has more
-MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # an answer, not a failing disk
+FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
+MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # the disk itself is well
 
 
 # --------------------------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones.
 
-    models, optimizers: {name: module}, {name: optimizer} of the trained models. state: a dict for
-    JSON, what the loop needs to go on. keep: how many checkpoints stay. average: the policy's
+    models, optimizers: {name: module}, {name: optimizer} of the trained models. state: the numbers
+    of the loop, a dict for JSON. keep: how many checkpoints stay. average: the policy's
     MovingAverage, or None. batches: {name: tensor} of batches that are sampled already. Raises
-    Stop, on all ranks, when the disk is full; the checkpoints that were there are then still there.
+    Stop, on all ranks, when the disk is full; the older checkpoints are then still there.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -82,11 +82,11 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         write_json(os.path.join(folder, "state.json"), state)
         for file in (os.path.join(out_dir, name) for name in LOG_FILES):
             if os.path.exists(file):
-                sync(file)  # the log of these iterations must last as well
+                sync(file)  # the log of these iterations must be on the disk, too
         write_manifest(folder)
 
     def delete_older():
-        # a checkpoint of a later iteration is damaged, or the run would have resumed from it
+        # a checkpoint of a later iteration is damaged: otherwise the run had resumed from it
         folders = list_checkpoints(out_dir)
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in folders:
@@ -94,14 +94,14 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
                 # renamed first, so that a half-deleted folder never has its name
                 shutil.rmtree(aside(old, ".gone-"))
 
-    # if it is there, the run has resumed from it; only an evaluation may have changed the state
+    # if it is there with this state, the run has resumed from it, and nothing has changed since
     if not alone(is_there):
         put_in_place(write, final)
     alone(delete_older)
 
 
 def write_manifest(folder):
-    """Write folder/manifest.json, by which `damage` knows whether every file is as it was."""
+    """Write folder/manifest.json, with which `damage` checks every file."""
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
                    for d, _, names in os.walk(folder) for f in names)
     manifest = dict(zip(files, sha256_of_all(folder, files), strict=True))
@@ -118,8 +118,8 @@ def write_tensors(folder, stem, tensors):
     """
     A collective: write {name: tensor} as folder/stem.safetensors, or in several files of up to
     FILE_BYTES: stem-00002-of-00031.safetensors and so on. The tensors may be whole, sharded, or
-    Parts; rank 0 puts those of one file together, writes it, and goes on to the next. What is in
-    the files does not depend on the number of ranks.
+    Parts; rank 0 gathers the tensors of one file, writes it, and goes on to the next. The files do
+    not depend on the number of ranks.
     """
     files, room = [[]], FILE_BYTES
     for name, t in tensors.items():
@@ -134,7 +134,7 @@ def write_tensors(folder, stem, tensors):
         file = os.path.join(folder, f"{stem}{cut}.safetensors")
         mine = {name: whole(tensors[name]) for name in names}  # COLLECTIVE
         alone(partial(save_file, mine, file))
-        del mine  # before the next ones are put together
+        del mine  # frees memory before the next tensors are gathered
 
 
 # --------------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ def write_tensors(folder, stem, tensors):
 
 def find_checkpoint(out_dir):
     """
-    On rank 0: (folder, state) of the newest checkpoint that is not damaged; prints which damaged
-    ones it skips. (None, None) if the run has no checkpoint. Raises BadConfig if all its
-    checkpoints are damaged: a run that began anew would delete them.
+    On rank 0: (folder, state) of the newest checkpoint that is not damaged; prints the damaged
+    checkpoints that it skips. (None, None) if the run has no checkpoint. Raises BadConfig if all
+    its checkpoints are damaged: a new run would delete them.
     """
     refused = []
     for folder in reversed(list_checkpoints(out_dir)):
@@ -176,8 +176,8 @@ def number_of(folder):
 
 def damage(folder):
     """
-    What is wrong with a checkpoint, or with best_policy, in a few words; None if every file is,
-    byte for byte, what was saved.
+    The damage of a checkpoint, or of best_policy, in a few words; None if every file is, byte for
+    byte, as it was saved.
     """
     try:
         with open(os.path.join(folder, "manifest.json"), "rb") as f:
@@ -192,7 +192,7 @@ def damage(folder):
                 return f"{name} is damaged"
     except MISSING as e:
         return f"{os.path.relpath(e.filename, folder)} is missing"
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # not what we write
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # another format
         return "its manifest.json is damaged"
     return None
 
@@ -216,7 +216,7 @@ def load_checkpoint(folder, models, optimizers, average=None):
         saved = read_tensors(folder, "ema") if average else {}
         if saved:
             average.fill(saved)
-        elif average:  # the run had no average so far: it begins with the weights of now
+        elif average:  # the run had no average so far: it begins with the present weights
             average.begin()
 
     with patience():
@@ -225,10 +225,10 @@ def load_checkpoint(folder, models, optimizers, average=None):
 
 
 def read_tensors(folder, stem):
-    """{name: tensor} of all that write_tensors has written; {} where there is no such file."""
+    """{name: tensor}, the inverse of write_tensors; {} where there is no such file."""
     tensors = {}
     for file in glob.glob(os.path.join(glob.escape(folder), f"{stem}[.-]*safetensors")):
-        with safe_open(file, framework="pt") as f:  # mapped: what is not used is not read
+        with safe_open(file, framework="pt") as f:  # mapped: only used tensors are read
             tensors |= {key: f.get_tensor(key) for key in f.keys()}
     return tensors
 
@@ -256,7 +256,7 @@ def save_model(folder, model, tokenizer, dtype=None):
             model.hf.config.score_shift = model.score_shift
             if tokenizer.skipped_id is not None:  # of a reward model in training
                 model.hf.config.pad_token_id = tokenizer.skipped_id
-        # transformers writes on rank 0 of all ranks alone, and here the first rank of a role does
+        # transformers would only write on rank 0 of all ranks; here the first rank of a role writes
         model.hf.should_save_on_this_rank = lambda is_main_process: True
         model.hf.save_pretrained(folder, state_dict=tensors)
         file = os.path.join(folder, "config.json")
@@ -275,11 +275,11 @@ def save_model(folder, model, tokenizer, dtype=None):
 
 
 def named_tensors(model):
-    """(name, tensor) of all that the file of a model's weights holds; what is tied, once."""
+    """(name, tensor) of all tensors in the file of a model's weights; tied ones only once."""
     hf = model.hf
     yield from ((name, in_full(p)) for name, p in hf.named_parameters())
     every = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
-    # of a matrix in 4 bits, WEIGHT.absmax and such stand here, too: in_full has used them
+    # a matrix in 4 bits also has WEIGHT.absmax and so on here: in_full has used them
     yield from ((name, t) for name, t in hf.state_dict().items()
                 if name not in every and name.rpartition(".")[0] not in every
                 and ".weight.quant_state." not in name)
@@ -294,8 +294,8 @@ def put_in_place(write, final):
     A collective: write the folder `final`: first under a temporary name; then every file is synced
     to disk; then the folder gets its final name, and an older folder of that name is deleted.
 
-    write(folder): a collective that writes what shall be in it. Raises Stop, on all ranks, when the
-    disk is full; the older folder is then still there, and no temporary one is.
+    write(folder): a collective that writes the files. Raises Stop, on all ranks, when the disk is
+    full; the older folder is then still there, and the temporary one is deleted.
     """
     parent, name = os.path.split(final)
     folder = os.path.join(parent, f".tmp-{name}")
@@ -309,7 +309,7 @@ def put_in_place(write, final):
             for f in files:
                 sync(os.path.join(d, f))
             sync(d)
-        # a folder cannot be renamed onto another one: the older one moves out of the way first
+        # a folder cannot be renamed onto another one: first the older one gets another name
         old = aside(final, ".old-") if os.path.exists(final) else None
         os.rename(folder, final)
         sync(parent or ".")
@@ -339,8 +339,7 @@ def aside(folder, prefix):
 
 def put_back(parent):
     """
-    Where put_in_place was killed when the older folder had moved aside and the newer one was not
-    there yet, the older one gets its name again.
+    If put_in_place was killed between its two renamings, the older folder gets its name again.
     """
     for old in os.listdir(parent):
         name = old.removeprefix(".old-")
@@ -358,14 +357,14 @@ def sync(path):
 
 
 def write_json(path, value):
-    """Replace a JSON file as a whole: another rank that reads it meanwhile gets the old one."""
+    """Replace a JSON file as a whole: another rank never reads a half-written file."""
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2)
     os.replace(path + ".tmp", path)
 
 
 def sha256_of_all(folder, names):
-    """sha256 of each of these files of a folder; several at a time, for they may have 100 GB."""
+    """sha256 of each of these files of a folder; several at a time, because they may be large."""
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda name: sha256(os.path.join(folder, name)), names))
 

@@ -1,7 +1,6 @@
 """
-Keys that contradict each other, refused before anything is loaded. What one key alone may be, the
-range behind its comment says, and configurator.py checks it; what an option cannot go with, its own
-check says.
+Checks of keys that contradict each other, before anything is loaded. configurator.py checks the
+range of each single key; each option has a check for its own keys.
 """
 import os
 import re
@@ -9,7 +8,7 @@ import shutil
 
 from errors import BadConfig, shorten
 
-FORMS = {  # key: (the value for a model as a pattern, and in words)
+FORMS = {  # key: (a pattern for a model's value, the same in words)
     "zero_stage": ("[0-3]", "0, 1, 2 or 3"),
     "offload": ("none|optimizer|params", "none, optimizer or params"),
     "lora": (r"[1-9][0-9]{0,5}(:[1-9][0-9]{0,5}(\.[0-9]+)?(:[\w.+]*)?)?",
@@ -19,9 +18,9 @@ FORMS = {  # key: (the value for a model as a pattern, and in words)
 
 def check_system(system, device, trained, frozen=(), value_init=""):
     """
-    The keys that all scripts share. trained, frozen: the names of the script's models, such as
-    ("policy", "value") and ("ref", "reward", "judge"). Options are imported here, before the ranks
-    compare their code. Raises BadConfig.
+    Check the keys that all scripts share. trained, frozen: the names of the script's models, such
+    as ("policy", "value") and ("ref", "reward", "judge"). Options are imported here, before the
+    ranks compare their code. Raises BadConfig.
     """
     if not system.master_weights and system.dtype != "bfloat16":
         raise BadConfig("master_weights = False trains 16-bit weights themselves, which only works "
@@ -60,8 +59,8 @@ def check_system(system, device, trained, frozen=(), value_init=""):
 
 def check_form(key, text, names):
     """
-    Raise BadConfig unless a key is one value, or one for each of some models, as "3" and
-    "policy=3,ref=0" are. names: the models that it may name.
+    Raise BadConfig unless a key is one value, or one for each of some models, such as "3" or
+    "policy=3,ref=0". names: the models that it may name.
     """
     pattern, wanted = FORMS[key]
     for part in text.split(",") if text.strip() else ():
@@ -74,7 +73,10 @@ def check_form(key, text, names):
 
 def check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_minibatches,
              importance_cap, eval_path):
-    """Raise BadConfig. system: the shared keys; terms: [(weight, name, function)]."""
+    """
+    Raise BadConfig where keys of ppo.py and grpo.py do not go together. system: the shared keys;
+    terms: [(weight, name, function)].
+    """
     names = [name for _, name, _ in terms]
     for key, path, name in (("reward_path", reward_path, "reward_model"),
                             ("judge_path", system.judge_path, "judge")):

@@ -1,13 +1,13 @@
 """
-Rows with completions, checked: what sft.py, rm.py and PPO-ptx learn from.
+Rows with completions, checked, from which sft.py, rm.py and PPO-ptx learn.
 
     supervised fine-tuning   {"prompt": ..., "completion": ...}                  sft_row
     preference pairs         {"prompt": ..., "chosen": ..., "rejected": ...}     preference_row
 
-A prompt and its completions are either all strings or all lists of messages. The list of a
-completion goes on where that of the prompt ends. It begins and ends with the assistant, and may
-have several turns. If the prompt ends with the assistant, too, the completion goes on with that
-very message. Fields that are not named here are ignored.
+A prompt and its completions are either all strings or all lists of messages. A completion's list
+continues the prompt's list. It begins and ends with the assistant, and may have several turns. If
+the prompt ends with the assistant, too, the completion continues that same message. Fields that are
+not named here are ignored.
 """
 import math
 
@@ -18,7 +18,7 @@ PAIR = "chosen", "rejected"  # the fields of a pair
 
 
 def sft_row(row):
-    """{"prompt", "completion"} of a row that demonstrates something. Raises BadInput."""
+    """{"prompt", "completion"} of a demonstration's row. Raises BadInput."""
     if isinstance(row.get("label"), bool):
         raise BadInput("field 'label': a completion with a thumb up or down (KTO) is not learned "
                        "here; wanted pairs of chosen and rejected, or demonstrations alone")
@@ -27,9 +27,9 @@ def sft_row(row):
 
 def preference_row(row):
     """
-    {"prompt", "chosen", "rejected"} of a row that compares. Raises BadInput. Two numbers beside
-    them are kept: `margin`, by how much the chosen one is better, from 0 on; and `confidence`, the
-    probability that it is the better one.
+    {"prompt", "chosen", "rejected"} of a pair's row. Raises BadInput. Two more numbers are kept:
+    `margin`, from 0 on, by which the chosen one is better; and `confidence`, the probability that
+    it is the better one.
     """
     made = dialogue(row, *PAIR)
     for name, largest in (("margin", 1e30), ("confidence", 1.0)):
@@ -52,7 +52,7 @@ def scored_row(row):
 
 def completions_of(rows, path):
     """
-    The fields of rows of scored_row with a completion: PAIR, or ("completion",). Raises BadInput
+    The fields with completions in rows of scored_row: PAIR, or ("completion",). Raises BadInput
     where some rows are pairs and some are not.
     """
     pairs = sum("chosen" in row for row in rows)

@@ -6,19 +6,19 @@ globals, one comment each, and then calls configure:
     config, _ = configure(globals())
 
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: first the config
-files, from left to right, and then each --key=value, wherever it stands among them; of two values
-for a key the last one counts. A config file is Python, run in a namespace of its own; each public
-name in it must be a key of the script (helpers start with an underscore). `--help` prints every key
-with its default and its comment; a comment that begins with * is that of a key which most runs set.
+files, from left to right, and then each --key=value, also one before a file; of two values for a
+key the last one counts. A config file is Python, run in a namespace of its own; each public name in
+it must be a key of the script (helpers start with an underscore). `--help` prints every key with
+its default and its comment; a * at the beginning of a comment: most runs set this key.
 
-The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. They
-are enforced, so a comment cannot promise another range than the one that is checked.
+The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It
+is checked, so the comment and the check cannot differ.
 
-Keys that several scripts share stand in files of their own, written alike:
+Keys that several scripts share are in files of their own, in the same form:
 
     config, system = configure(globals(), "keys.py", checkpoint_interval=500)
 
-gives them as attributes of `system`, which the script hands on as one value. The keywords are this
+gives them as attributes of `system`, which the script passes on as one value. The keywords are this
 script's own defaults of shared keys.
 """
 import ast
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from errors import BadConfig, first_line, one_line, report_errors, shorten
 
-RENAMED = dict(  # keys of others; the nearest name would often be another key
+RENAMED = dict(  # keys of other programs; the nearest name would often be another key
     device="device_type", loss="loss_type", lr="learning_rate", optimizer="optim",
     rewards="reward_functions", scale="scale_by", zero="zero_stage")
 RECIPES = dict(  # keys that a recipe adds to a script
@@ -42,7 +42,7 @@ RECIPES = dict(  # keys that a recipe adds to a script
 
 
 class Key(NamedTuple):
-    """One key, as its line says it: the default, the comment behind it, the headings above it."""
+    """One key, from its line: the default, the comment behind it, the headings above it."""
 
     default: bool | int | float | str
     comment: str
@@ -59,9 +59,9 @@ def configure(script_globals, *shared, argv=None, **defaults):
     argv: the arguments; default sys.argv[1:].
     defaults: the script's own defaults of shared keys.
 
-    Returns the final configuration as a dict, the script's keys, then the shared ones; and the
-    shared ones alone as attributes of a namespace. Raises BadConfig on an unknown, mistyped or
-    out-of-range key and on a missing or broken config file.
+    Returns the final configuration as a dict, the script's keys, then the shared ones; and only the
+    shared ones as attributes of a namespace. Raises BadConfig for an unknown key, a value of
+    another type or out of range, and a missing or broken config file.
     """
     report_errors()
     script = script_globals["__file__"]
@@ -89,7 +89,7 @@ def read_arguments(keys, argv):
     checked against keys, a {name: Key}. Raises BadConfig.
     """
     overrides = {}
-    # files first: what somebody types counts more than what a file says, wherever it stands
+    # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if not arg.startswith("--"):
             for name, value in run_config_file(arg).items():
@@ -107,11 +107,11 @@ def read_arguments(keys, argv):
 
 
 # -------------------------------------------------------------------------------------------------
-# which keys there are, from the source: nothing is run
+# the keys, from the source: nothing is run
 
 
 def read_keys(script):
-    """{name: Key} of a script, those included that its call of configure shares."""
+    """{name: Key} of a script, with the shared keys of its call of configure."""
     keys, call = read_lines(script)
     shared = [ast.literal_eval(x) for x in call.args[1:]] if call else []
     defaults = {x.arg: ast.literal_eval(x.value) for x in call.keywords} if call else {}
@@ -168,7 +168,7 @@ def read_lines(file):
 
 
 # -------------------------------------------------------------------------------------------------
-# what is given for them
+# the values given for them
 
 
 def run_config_file(path):
@@ -182,7 +182,7 @@ def run_config_file(path):
         raise BadConfig(f"cannot read config file {path!r}: {e.strerror}{hint}") from e
     except KeyboardInterrupt:
         raise
-    except BaseException as e:  # whatever the file raises is said with its line
+    except BaseException as e:  # any error of the file is reported with its line
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = frames[-1].lineno if frames else getattr(e, "lineno", "?")
         raise BadConfig(f"{path}, line {line}: {first_line(e)}") from e
@@ -194,12 +194,12 @@ def run_config_file(path):
 def check_key(key, keys, where, more=""):
     """
     Raise BadConfig, with the key's new name or the nearest one, unless key is one of keys. more:
-    what the message says, too, of a key that has no new name.
+    the end of the message for a key without a new name.
     """
     if key in keys:
         return
     near = difflib.get_close_matches(key, keys, n=1)
-    # base = 3 may be a helper, though the key baseline is near
+    # base = 3 may be a helper, though a key is called baseline
     hint = (f"did you mean {near[0]!r}?" if near else "--help lists the keys") + more
     if RENAMED.get(key) in keys:
         hint = f"it is called {RENAMED[key]!r} here"
@@ -228,22 +228,22 @@ def parse(key, text, default):
 
 
 def convert(key, value, default, where):
-    """value in the type of default: an int is taken for a float, nothing else. Raises BadConfig."""
+    """value in the type of default: only an int may become a float. Raises BadConfig."""
     wanted = type(default)
     if wanted is float and type(value) is int and abs(value) < 2**1000:
         value = float(value)
     if type(value) is not wanted:
         raise BadConfig(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
                         f"{type(value).__name__} {shorten(value)}")
-    if wanted is float and not abs(value) < 1e30:  # NaN, or a number that float32 soon overflows
+    if wanted is float and not abs(value) < 1e30:  # NaN, or a number that may overflow float32
         raise BadConfig(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     return value
 
 
 def of_model(text, name):
     """
-    What a key says of one model: "3" and "policy=3,value=2" say "3" of the policy; of two values
-    for it the last one counts. "" where the key says nothing of it.
+    A key's value for one model: "3" and "policy=3,value=2" have "3" for the policy; of two values
+    the last one counts. "" where there is none.
     """
     found = ""
     for part in text.split(",") if text.strip() else ():
@@ -273,7 +273,7 @@ def check_range(key, value, comment, where):
 
 
 def print_settings(keys, overrides):
-    """The settings that differ from the defaults, behind the config file that says so."""
+    """Print the settings that differ from the defaults, with the config file of each."""
     lines = {}  # {where: its lines}
     for name, (value, where) in overrides.items():
         if value != keys[name].default:
@@ -282,12 +282,12 @@ def print_settings(keys, overrides):
             if len(part[-1]) + 1 + len(setting) > 100:
                 part.append("   ")
             part[-1] += f" {setting}"
-    for where in sorted(lines, key="command line".__eq__):  # which wins, and is the last
+    for where in sorted(lines, key="command line".__eq__):  # the command line last: it wins
         print("\n".join(lines[where]))
 
 
 def print_help(script, doc, keys):
-    """Every key with its default and comment, after the script's own docstring."""
+    """Print the script's docstring, and every key with its default and comment."""
     print((doc or "").strip())
     print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...: they win]")
     print("keys (*: most runs set it):\n")

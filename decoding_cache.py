@@ -1,7 +1,7 @@
 """
-The keys and values of the tokens so far, while a policy decodes: transformers' cache, but for one
-thing. To append a token, transformers' DynamicLayer copies all that it holds. Here a layer has
-spare columns, and a token is written into the next one.
+The keys and values of the tokens so far, while a policy decodes: transformers' cache with one
+change. transformers' DynamicLayer copies all its columns to append a token. Here a layer has spare
+columns, and a token is written into the next one.
 """
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -12,8 +12,8 @@ SPARE = 64  # columns
 class RoomyLayer(DynamicLayer):
     """
     A layer with full attention. rooms: its keys and its values, (rows, heads, columns, width) each,
-    with spare columns behind those that are used; self.keys and self.values are views of them.
-    column: None; or, after `hold`, a tensor that says into which column a token is written.
+    with spare columns behind the used ones; self.keys and self.values are views of them. column:
+    None; or, after `hold`, a tensor: the column into which the next token is written.
     """
     column = None
 
@@ -36,7 +36,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def larger(self, old, new, columns):
-        """What is there so far, in so many columns: (rows, heads, columns, width)."""
+        """The keys or values so far in a tensor of more columns: (rows, heads, columns, width)."""
         room = new.new_empty(*new.shape[:2], columns, new.shape[-1])
         if old.numel():
             room[:, :, :old.shape[-2]] = old
@@ -44,19 +44,19 @@ class RoomyLayer(DynamicLayer):
 
     def hold(self, used, columns, column):
         """
-        Keep the first `used` columns, in rooms of so many columns that stay where they are. From
-        now on the one new token of each row goes to `column`, a tensor (1,); None: as before.
+        Keep the first `used` columns, in rooms of so many columns with fixed addresses. From now on
+        the one new token of each row is written to `column`, a tensor (1,); None: as before.
         """
         full, self.rooms = self.rooms, []
         for room in full:
-            # a hidden column counts 0 times what is there, so no NaN may be there
+            # a hidden column is multiplied by 0, so it must have no NaN
             self.rooms.append(room.new_zeros(*room.shape[:2], columns, room.shape[-1]))
             self.rooms[-1][:, :, :used] = room[:, :, :used]
         self.keys, self.values = (room[:, :, :used] for room in self.rooms)
         self.column = column
 
     def batch_select_indices(self, indices):
-        """Keep these rows alone, in this order; a row may be there several times."""
+        """Keep only these rows, in this order; a row may come several times."""
         used = self.get_seq_length()
         if used:
             self.rooms = [room[indices] for room in self.rooms]
@@ -64,7 +64,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def decoding_cache(model_config):
-    """An empty cache for a model of transformers. Layers of other kinds stay as they are there."""
+    """An empty cache for a model of transformers. Layers of other kinds are transformers' own."""
     cache = DynamicCache(config=model_config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer
                     for layer in cache.layers]

@@ -1,6 +1,6 @@
 """
-How a script says what is wrong: four exceptions, and the hook that turns each into one line on
-stderr and an exit code.
+Errors of a script: four exceptions, and the hook that makes each one line on stderr and an exit
+code.
 """
 import errno
 import io
@@ -13,31 +13,31 @@ import status
 
 
 class BadInput(ValueError):
-    """The user's input makes no sense. In one line: what is wrong, where, what to type instead."""
+    """The user's input is wrong. In one line: what is wrong, where, what to type instead."""
 
 
 class BadConfig(BadInput):
-    """A BadInput that every rank meets alike, so that it is enough when rank 0 says it."""
+    """A BadInput that is the same on every rank, so only rank 0 says it."""
 
 
 class Stop(RuntimeError):
-    """To go on would be wrong, as the run itself has noticed. Raised on all ranks together."""
+    """The run has noticed that it must not go on. Raised on all ranks together."""
 
 
 class Lost(Stop):
-    """Another rank has ended or does not answer. Each rank that is left says so: it may be the one
-    whose output is read."""
+    """Another rank has ended or does not answer. Each rank that is left says so, because the user
+    may read the output of any of them."""
 
 
-# Functions that a run of several ranks puts here, at its start:
-torn = None  # error -> the Lost that it means, or None if the error does not come from a lost rank
+# A run of several ranks sets these at its start:
+torn = None  # a function: error -> Lost, or None if the error does not come from a lost rank
 leads = False  # whether this rank is the first one of its role
-leaving = None  # tells ranks of other roles with which BadInput or Stop this one ends
+leaving = None  # a function: sends this rank's BadInput or Stop to the ranks of other roles
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk
 
 
 def report_errors():
-    """At a script's start: errors are lines, and names that are no UTF-8 can be printed."""
+    """At a script's start: errors become lines, and names that are not UTF-8 can be printed."""
     sys.excepthook = report_and_exit
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -46,7 +46,7 @@ def report_errors():
 def report_and_exit(kind, error, trace):
     """
     sys.excepthook of the scripts. BadInput is one line and exit code 2. Stop, a full disk and too
-    little memory are one line and exit code 1, and Ctrl-C one line and 130. A closed pipe ends a
+    little memory are one line and exit code 1, and Ctrl-C is one line and 130. A closed pipe ends a
     script without a message. Any other exception is a bug, and is shown with its traceback.
     """
     if torn and issubclass(kind, RuntimeError) and not issubclass(kind, Stop):
@@ -76,25 +76,25 @@ def report_and_exit(kind, error, trace):
     if speaks(kind, rank):
         status.clear()
         where = f" (rank {rank})" if rank else ""
-        # sys.__stderr__: while this hook runs, torch.distributed has a buffer of its own in
-        # sys.stderr, which os._exit below would not write out
+        # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed, and
+        # os._exit below would lose its contents
         print(f"{os.path.basename(sys.argv[0])}: error{where}: {one_line(message)}",
               file=sys.__stderr__, flush=True)
     else:
-        time.sleep(1)  # torchrun kills all ranks when one ends: first let the one that speaks end
+        time.sleep(1)  # torchrun kills all ranks when one ends: the one that prints must end first
     try:
         sys.stdout.flush()
     except OSError:
         pass  # a full disk or a closed pipe
-    # _exit: to leave the group of ranks in order would wait for a rank that may have ended
+    # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
     os._exit(130 if issubclass(kind, KeyboardInterrupt) else 2 if issubclass(kind, BadInput) else 1)
 
 
 def speaks(kind, rank):
-    """Whether this rank prints an error of this class, which others may have as well."""
+    """Whether this rank prints an error of this class; other ranks may have it, too."""
     if rank == 0 or issubclass(kind, Lost):
         return True
-    if issubclass(kind, BadInput):  # hosts may have other files, and roles read other models
+    if issubclass(kind, BadInput):  # files may differ between hosts, models between roles
         first = leads or os.environ.get("LOCAL_RANK", "0") == "0"
         return first and not issubclass(kind, BadConfig)
     return not issubclass(kind, (Stop, KeyboardInterrupt))  # a Stop is raised on all ranks
@@ -102,21 +102,21 @@ def speaks(kind, rank):
 
 def is_out_of_memory(kind, message):
     """Whether an exception of this class and message says that there is too little memory."""
-    # torch's allocators have their own words; CUDA and cuBLAS say it where torch has not asked them
+    # torch's allocators have one message; CUDA and cuBLAS have others for their own memory
     words = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return (kind.__name__ == "OutOfMemoryError" or issubclass(kind, MemoryError)
             or any(phrase in message for phrase in words))
 
 
 def say(message):
-    """Print something on rank 0, in one line."""
+    """Print a message on rank 0, in one line."""
     if os.environ.get("RANK", "0") == "0":
         status.clear()
         print(one_line(message), flush=True)
 
 
 def warn(message):
-    """Print on rank 0, in one line, something that is strange but may be meant."""
+    """Print a warning on rank 0, in one line: of something strange that may be right."""
     say(f"warning: {message}")
 
 
@@ -128,7 +128,7 @@ def first_line(error):
     """An exception's class and the first line of its message."""
     try:
         lines = str(error).splitlines()[:1]
-    except Exception:  # an exception class of the user's, whose own __str__ fails
+    except Exception:  # an exception class of the user's with a __str__ that fails
         lines = []
     return ": ".join([type(error).__name__, *lines])
 
@@ -145,11 +145,11 @@ def shorten(value, width=60):
 def one_line(text, longest=700):
     """
     A message that a terminal shows on one line: control characters and halves of surrogate pairs
-    are spelled out, as \\x1b or \\ud800, and of a message of more than `longest` characters the
-    middle is left out.
+    are written as \\x1b or \\ud800, and a message of more than `longest` characters loses its
+    middle.
     """
     text = text.strip()
-    if len(text) > 2 * longest:  # spelling out only makes it longer: the rest will not be seen
+    if len(text) > 2 * longest:  # escapes only make it longer: the middle is left out anyway
         text = text[:longest] + text[-longest:]
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     keep = longest // 2

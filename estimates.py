@@ -6,12 +6,12 @@ import torch
 
 def calibration_error(probabilities, bins=10):
     """
-    The expected calibration error of the probabilities (n,) that a reward model gives to what is
-    true: that the chosen answer of a pair is the better one (Guo et al., arXiv 1706.04599, equation
-    3). A probability below 1/2 is a wrong guess, made with 1 - probability. The guesses fall into
-    bins of equal width from 1/2 to 1; the error of a bin is the difference of how sure its guesses
-    are on average and of how many are right, and the result the mean of that over all guesses.
-    With 0.9, 0.9 and 0.1: three guesses that are 90 % sure, of which 2/3 are right, so 0.233.
+    The expected calibration error of the probabilities (n,) that the chosen answer of a pair is the
+    better one, from a reward model (Guo et al., arXiv 1706.04599, equation 3). A probability below
+    1/2 is a wrong guess, with the confidence 1 - probability. The guesses are put into bins of
+    equal width from 1/2 to 1; the error of a bin is the distance of its mean confidence from its
+    share of right guesses, and the result is the mean of the errors over all guesses. With 0.9, 0.9
+    and 0.1: three guesses of confidence 0.9, 2/3 of them right, so 0.233.
     """
     sure = torch.maximum(probabilities, 1 - probabilities)  # (n,)
     right = (probabilities > 0.5).double() + 0.5 * (probabilities == 0.5)

@@ -1,6 +1,6 @@
 """
-Examples: what sft.py, rm.py and PPO-ptx learn from, as token ids, micro-batches of them, and the
-losses of rm.py. The rows that they are made of are in completions.py.
+Examples, from which sft.py, rm.py and PPO-ptx learn, as token ids; micro-batches of them; and the
+losses of rm.py. completions.py checks the rows.
 """
 from array import array
 
@@ -21,13 +21,13 @@ COMPLETED = "prompt", "completion"  # the fields of a demonstration
 def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="error"):
     """
     For sft.py and PPO-ptx: (ids, trained) of each row's prompt and completion. ids is an array of
-    token ids; trained, of the same length, has 1 for the tokens that SFT trains, else 0. Of strings
-    these are the completion's, with EOS: the toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS]
-    and [0, 0, 0, 0, 1, 1]. Of messages they are the assistant's turns of the completion, with their
-    ends.
+    token ids; trained, of the same length, has 1 for the tokens that SFT trains, else 0. With
+    strings these are the completion and EOS: the toy's "1+2=" and "3" make [49, 43, 50, 61, 51,
+    EOS] and [0, 0, 0, 0, 1, 1]. With messages they are the assistant's turns of the completion,
+    with their ends.
 
     context: the model's; max_tokens: a smaller limit, 0 = none. An example that is cut loses its
-    end, and so its EOS. Raises BadInput with the row.
+    end and its EOS. Raises BadInput with the row.
     """
     say_special_tokens(rows, COMPLETED, tokenizer, path)
     chats = [row["completion"] for row in rows if not isinstance(row["prompt"], str)]
@@ -45,7 +45,7 @@ def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="erro
                 ids, trained = ids + more, [False] * len(ids) + [True] * len(more)
             else:
                 ids, trained = learned_ids(tokenizer, row["prompt"], row["completion"])
-            if row["prompt"] == "":  # before a text's first token is nothing to predict from
+            if row["prompt"] == "":  # nothing predicts a text's first token
                 trained[0] = False
             if trained[0] or not any(trained):
                 raise BadInput("there is nothing to learn in it, or nothing to predict it from: "
@@ -53,16 +53,16 @@ def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="erro
         found.append((array("i", ids), array("b", trained)))
     limit, limit_name = limit_of(context, max_tokens)
     kept = rows_that_fit(rows, path, [len(ids) for ids, _ in found], limit, limit_name, too_long)
-    kept = [number for number in kept if any(found[number][1][:limit])]  # else nothing is left
+    kept = [number for number in kept if any(found[number][1][:limit])]  # trained tokens are left
     keep_rows(rows, kept)
     return [tuple(x[:limit] for x in found[number]) for number in kept]
 
 
 def encode_scored(rows, path, tokenizer, fields, context, max_tokens=0, too_long="error"):
     """
-    For rm.py: the ids that a reward model reads of each row's prompt with each of the fields, such
-    as "chosen" and "rejected": [(ids, ids), ...]. The rest as in encode_examples; nothing is cut,
-    since a score is read at a text's end.
+    For rm.py: a reward model's ids of each row's prompt with each of the fields, such as "chosen"
+    and "rejected": [(ids, ids), ...]. The rest as in encode_examples; nothing is cut, because a
+    score is read at a text's end.
     """
     say_special_tokens(rows, ["prompt", *fields], tokenizer, path)
     prompts = [row["prompt"] for row in rows]
@@ -84,13 +84,13 @@ def limit_of(context, max_tokens):
 
 
 # --------------------------------------------------------------------------------------------------
-# micro-batches, and what a model says of them
+# micro-batches and their log-probs
 
 
 def micro_batches_of(items, tokens_of, micro_batch_size, micro_batch_tokens=0):
     """
-    This rank's micro-batches of some items, which all ranks hold: lists of items, one by one. All
-    ranks have as many, some of them empty. tokens_of: a function, the tokens of an item.
+    This rank's micro-batches of some items, which all ranks have: lists of items, one by one. All
+    ranks get equally many, some of them empty. tokens_of: a function, the tokens of an item.
     """
     lengths = [tokens_of(item) for item in items]
     parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens)
@@ -100,12 +100,12 @@ def micro_batches_of(items, tokens_of, micro_batch_size, micro_batch_tokens=0):
 
 
 def tokens_of_example(example):
-    """How many tokens a demonstration (ids, trained) has; trained is 1 on those it teaches."""
+    """How many tokens a demonstration (ids, trained) has, trained or not."""
     return len(example[0])
 
 
 def trained_tokens(examples):
-    """How many tokens some demonstrations [(ids, trained), ...] teach, all together."""
+    """How many trained tokens some demonstrations [(ids, trained), ...] have together."""
     return sum(trained.count(1) for _, trained in examples)
 
 
@@ -121,7 +121,7 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
     if not examples:  # sharded models: this rank runs the forward with the others
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         target_mask = torch.zeros_like(tokens, dtype=torch.bool)
-    target_mask[:, :1] = False  # nothing is read before the first token
+    target_mask[:, :1] = False  # nothing predicts the first token
     return model.logprobs(tokens.to(device), target_mask.to(device),
                           vocab_size=tokenizer.vocab_size, chunk=chunk)[0]
 
@@ -133,23 +133,23 @@ def example_logprobs(model, examples, tokenizer, chunk, device):
 def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
     """
     The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(x)
-    where x = score of the chosen answer - score of the rejected one, (B,) each. Equal scores cost
-    log 2 = 0.693.
+    where x = score of the chosen answer - score of the rejected one, (B,) each. For equal scores it
+    is log 2 = 0.693.
 
-    margin: (B,) or a number, taken off x: the chosen answer shall be better by more than that
-    (Llama 2, arXiv 2307.09288, equation 2). smoothing: (B,) or a number, the share of the pairs
-    that are taken to be labelled the wrong way round,
+    margin: (B,) or a number, subtracted from x: the chosen answer should be better by more than
+    that (Llama 2, arXiv 2307.09288, equation 2). smoothing: (B,) or a number, the assumed share of
+    pairs with a wrong label,
     (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
     (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
-    probability 1 - smoothing; soft_preference_loss has other probabilities.
+    probability 1 - smoothing; soft_preference_loss takes any probability.
     """
     return soft_preference_loss(chosen - rejected - margin, 1.0 - smoothing)
 
 
 def soft_preference_loss(difference, probability):
     """
-    Cross-entropy of sigmoid(difference) against the probability that the first of two answers is
-    the better one, (B,) each, or the latter a number. It is smallest where the two are equal.
+    Cross-entropy of sigmoid(difference), (B,), against the probability that the first of two
+    answers is the better one, (B,) or a number. It is smallest where the two are equal.
     """
     log_sigmoid = torch.nn.functional.logsigmoid
     return (-probability * log_sigmoid(difference)
@@ -159,12 +159,12 @@ def soft_preference_loss(difference, probability):
 def centring_loss(scores):
     """
     (sum of the scores of an example's completions)^2, scores (B, k) -> (B,): with a small weight it
-    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). Without it nothing says
-    what the mean score of a prompt's completions is, for the preference loss only sees differences.
+    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). The preference loss does not fix
+    the mean score of a prompt's completions, because it only sees differences.
     """
     return scores.sum(1) ** 2
 
 
 def centred(x):
-    """x less its mean: 0 on average."""
+    """x minus its mean: 0 on average."""
     return x - x.mean()

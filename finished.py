@@ -1,5 +1,5 @@
 """
-The models that a run leaves: folders that transformers, peft and the next script load, each with a
+The finished models of a run: folders that transformers, peft and the next script load, each with a
 model card.
 """
 import os
@@ -16,17 +16,17 @@ from together import alone
 def save_final(out_dir, name, model, tokenizer, config=None):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
-    merged into the model, and also saved alone, in out_dir/name_adapter. config: of the run, for
-    the model card. Raises Stop, on all ranks, when the disk is full.
+    merged into the model, and also saved by itself, in out_dir/name_adapter. config: of the run,
+    for the model card. Raises Stop, on all ranks, when the disk is full.
     """
     final, dtype = os.path.join(out_dir, name), model.hf.dtype
     if dtype == torch.float32 and model.file_dtype in (torch.bfloat16, torch.float16):
-        dtype = model.file_dtype  # that of the weights that it was made from
+        dtype = model.file_dtype  # the dtype of the model that the run began with
 
     def write(folder):
         save_model(folder, model, tokenizer, dtype)  # COLLECTIVE
         alone(lambda: write_card(folder))  # COLLECTIVE
-        if name == "best_policy":  # a run that resumes looks whether it is whole
+        if name == "best_policy":  # a run that resumes checks it
             alone(lambda: write_manifest(folder))  # COLLECTIVE
 
     def write_card(folder):
@@ -54,10 +54,10 @@ def in_words(dtype):
 
 def model_card(name, config, source, size):
     """
-    The text of a model card, README.md of a finished model: what it is, how to load it, from what
-    and with which settings it was made. Its head is YAML in the words of the Hugging Face hub.
+    The text of a model card, the README.md of a finished model: what it is, how to load it, the
+    model and the settings that it was made from. Its head is YAML for the Hugging Face hub.
 
-    name: what the run calls the model, such as policy. config: of the run. source: the path or hub
+    name: the model's name in the run, such as policy. config: of the run. source: the path or hub
     name of the model that it was made from, or "". size: of its weights, in words.
     """
     scalar = name in ("reward_model", "value_model")
@@ -79,8 +79,8 @@ def model_card(name, config, source, size):
 
 def public(value):
     """
-    A setting as others may see it. An absolute path names its user's folders: of each one in a
-    value, as in "0.3*/users/me/a.jsonl,b.jsonl", only the last part is left.
+    A setting that others may see. An absolute path shows its user's folders: only the last part of
+    each one in a value such as "0.3*/users/me/a.jsonl,b.jsonl" is kept.
     """
     if not isinstance(value, str):
         return value

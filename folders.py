@@ -1,6 +1,6 @@
 """
-The folders of models: one here, or the hub's copy of a name. And files that are read from them;
-what is broken raises BadInput.
+The folders of models: a local folder, or the hub's copy of a name. And files that are read from
+them; a broken file raises BadInput.
 """
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ from errors import BadConfig, BadInput, first_line
 def several_paths(spec, key):
     """
     The folders or hub names of a key that may have several, with commas: "A,B" -> ["A", "B"].
-    Raises BadInput where one is empty or there twice.
+    Raises BadInput where one is empty or comes twice.
     """
     if os.path.exists(spec):
         return [spec]  # one folder, even if there is a comma in its name
@@ -30,7 +30,7 @@ def several_paths(spec, key):
 
 
 def same_folder(path, other):
-    """Whether two paths or hub names are the same: x and ./x are, and a link and where it leads."""
+    """Whether two paths or hub names are the same: x and ./x are, and a link and its target."""
     if os.path.isdir(path) and os.path.isdir(other):
         return os.path.realpath(path) == os.path.realpath(other)
     return path == other
@@ -38,8 +38,8 @@ def same_folder(path, other):
 
 def find_folder(path, weights=False):
     """
-    A model's local folder: the path itself, or the hub's copy of that name, with its weights only
-    where they are wanted. Raises BadInput.
+    A model's local folder: the path itself, or the hub's copy of that name. weights: with the
+    weights. Raises BadInput.
     """
     if os.path.isdir(path):
         for product in ("policy", "reward_model"):
@@ -60,7 +60,7 @@ def find_folder(path, weights=False):
 
     wanted = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"] + ["*.safetensors"] * weights
     try:
-        # files in folders of their own are other formats of the same weights
+        # files in subfolders are other formats of the same weights
         return snapshot_download(path, allow_patterns=wanted, ignore_patterns=["*/*"])
     except (OSError, ValueError) as e:  # no network, no such repository, not a valid name
         raise BadInput(f"{path}: no such folder here, and the hub did not give it: "
@@ -72,8 +72,8 @@ CONFIGS = ("config.json", "adapter_config.json")  # of a whole model, of an adap
 
 def model_folders(path, weights=True):
     """
-    The folders that make a model, for a path or hub name: [folder] of a whole one; of an adapter
-    its folder, and then its base model's, which may be an adapter as well. Raises BadInput.
+    The folders of a model, for a path or hub name: [folder] of a whole model; of an adapter its
+    folder, and then its base model's, which may be an adapter, too. Raises BadInput.
     """
     folders = [find_folder(path, weights)]
     while not os.path.isfile(os.path.join(folders[-1], "config.json")):
@@ -102,7 +102,7 @@ def read_file(file):
 
 
 def read_text(file):
-    """The text of a file, without what Windows writes: CR at line ends, a mark. Raises BadInput."""
+    """The text of a file, without Windows' CR at line ends and its mark. Raises BadInput."""
     try:
         return read_file(file).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:
@@ -121,9 +121,9 @@ def read_json(file):
 
 
 # --------------------------------------------------------------------------------------------------
-# a model's folder is data: nothing in it is run, and nothing is fetched because it says so
+# a model's folder is data: nothing in it is run, and it cannot make anything be fetched
 
-# keys of a config.json by which transformers would fetch or run something, or read another file
+# keys of a config.json for which transformers would fetch or run something, or read another file
 FETCHING = ("attn_implementation", "experts_implementation", "auto_map", "attribute_map",
             "backbone", "configuration_files", "fusion_config", "kernel_config",
             "transformers_weights")
@@ -146,9 +146,9 @@ def plain(value):
 @contextlib.contextmanager
 def data_alone(folder, weights=False):
     """
-    A folder for transformers with a model's config.json, but for `plain`, with links to its weights
-    where they are wanted, and with nothing else: beside them it would also read an adapter, say.
-    Raises BadInput, also where the block fails.
+    A folder for transformers, with a model's config.json as `plain` leaves it and links to its
+    weights (weights=True), and no other file: transformers would also read an adapter there. Raises
+    BadInput, also where the block fails.
     """
     with tempfile.TemporaryDirectory(prefix="model-") as room:
         with open(os.path.join(room, "config.json"), "w", encoding="utf-8") as f:
@@ -157,7 +157,7 @@ def data_alone(folder, weights=False):
             os.symlink(os.path.abspath(os.path.join(folder, name)), os.path.join(room, name))
         try:
             yield room
-        except Exception as e:  # of words and numbers that make no sense transformers raises any
+        except Exception as e:  # for bad words and numbers transformers raises anything
             words = first_line(e).replace(room, folder)
             raise BadInput(f"{folder}: transformers cannot load it by its config.json: {words}"
                            ) from e
@@ -180,7 +180,7 @@ def weight_files(folder):
 
 
 def optional_package(name, key):
-    """A package that only some runs need. Raises BadConfig where it is missing. key: who asks."""
+    """A package for some runs only. Raises BadConfig where it is missing. key: that needs it."""
     try:
         return importlib.import_module(name)
     except ImportError as e:

@@ -1,59 +1,57 @@
 """
-The keys that ppo.py, grpo.py, sft.py and rm.py share. They say how data are read, when a run saves,
-where and in which precision it computes, and how much memory it takes. The algorithm's keys stand
-in the scripts.
+The keys that ppo.py, grpo.py, sft.py and rm.py share: for data, checkpoints, devices, precision and
+memory. The algorithm's keys are in the scripts.
 
 A script's call of configure reads this file, and no module imports it:
 
     config, system = configure(globals(), "keys.py", checkpoint_interval=500)
 
-The keys are then attributes of `system`, such as system.dtype, and the scripts hand `system` on as
+The keys are then attributes of `system`, such as system.dtype, and the scripts pass `system` on as
 one value. A keyword gives the script's own default of a key.
 """
 # data
-fields = ""  # the data's names for ours: "question>prompt,solution>answer"; a.b is b within a
+fields = ""  # THEIRS>OURS, names of fields: "question>prompt,solution>answer"; a.b is b inside a
 epochs = 0.0  # how often to go over the training rows; 0 = max_iters counts [0..100000]
 too_long = "error"  # a row that does not fit; prompts lose their beginning [error | drop | cut]
 
-# chats: prompts and completions that are lists of messages. They hold for the policy's tokenizer;
-# a reward model of another folder reads with its own template
-chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model carries it
-template_kwargs = ""  # what the template is told, such as enable_thinking=False,language='en'
+# chats: prompts and completions that are lists of messages. These keys are for the policy's
+# tokenizer; a reward model of another folder uses its own template
+chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model has it, too
+template_kwargs = ""  # the template's variables, such as enable_thinking=False,language='en'
 system_prompt = ""  # the system message of chats that have none
 
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
-keep_checkpoints = 1  # how many checkpoints to leave [>= 1]
-sync_check_interval = 10  # iterations between checks that all ranks hold the same models [>= 1]
-# where the log is shown as well: "tensorboard", "wandb", "trackio"; several with commas between
-report_to = ""  # empty = log.jsonl alone; each must be installed
+keep_checkpoints = 1  # how many checkpoints to keep [>= 1]
+sync_check_interval = 10  # iterations between checks that all ranks have the same models [>= 1]
+# other places for the log: "tensorboard", "wandb", "trackio"; several with commas between
+report_to = ""  # empty = only log.jsonl; each must be installed
 
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # * 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
-master_weights = True  # False: train bfloat16 weights; half the memory, and small steps get lost
+master_weights = True  # False: train bfloat16 weights; half the memory, but small steps are lost
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 # the kernels of attention; flash attention is a package for GPUs, and for 16 bits
 attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attention_3]
 # compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
-# nothing, and on AMD's they take nearly twice the time. What reads and what trains is compiled
-# apart and may round differently: then the ratio of an iteration's first step is 1 to rounding, and
-# no longer to the last bit
+# nothing, and on AMD's they take nearly twice the time. Reading and training are compiled
+# separately and may round differently: then the ratio of an iteration's first step is only about 1
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
-# seconds after which waiting for a lost rank is an error; with roles ranks wait for those of
-# another one: so longer than the longest phase of any role, evaluation and checkpoint included
+# seconds after which waiting for a lost rank is an error. With roles, ranks wait for ranks of
+# other roles: it must be longer than any role's longest phase, with evaluation and checkpoint
 timeout = 600  # [1..1000000]
 
 # memory; these three change no result
-micro_batch_tokens = 0  # rows at once: as many as have so many tokens; 0 = micro_batch_size [>= 0]
+micro_batch_tokens = 0  # rows at once, by their tokens; 0 = by micro_batch_size [>= 0]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass
 head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch [>= 0]
 
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
 # policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
 # reward in rm.py. options/README.md says what can be combined
-zero_stage = ""  # * 0, 1, 2 or 3: what is split over the ranks (ZeRO's stages)
-offload = ""  # none, optimizer or params: what is in the CPU's memory (params: frozen or sharded)
+zero_stage = ""  # * ZeRO's stages, what the ranks split: 0, 1, 2 or 3
+offload = ""  # what is in the CPU's memory: none, optimizer or params (params: frozen or sharded)
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
 # adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'
 optim = "adamw"  # adamw, adamw8bit or adafactor

@@ -1,6 +1,6 @@
 """
 How ranks start and leave: join the group, take signals as requests to stop, end together. init and
-join are what every script with torch.distributed does; below them is what can go wrong there.
+join are the usual start of torch.distributed; the functions at the end of the file are for trouble.
 """
 import atexit
 import contextlib
@@ -34,8 +34,8 @@ def init(device, timeout, deterministic=False, layout=""):
     A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs.
     device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
     is an error. deterministic: on GPUs, only kernels that give the same bits every time. layout:
-    how many ranks train, generate and score, the key roles. From here on SIGTERM and SIGINT
-    are requests, see parallel.stop_asked. Returns this rank's torch.device. Raises BadConfig or
+    the key roles, how many ranks train, generate and score. From here on SIGTERM and SIGINT are
+    requests, see parallel.stop_asked. Returns this rank's torch.device. Raises BadConfig or
     BadInput if there is no GPU for this rank or no such roles, Lost if the ranks cannot meet.
     """
     signal.signal(signal.SIGTERM, on_signal)
@@ -64,7 +64,7 @@ def init(device, timeout, deterministic=False, layout=""):
 
 
 def choose_device(device):
-    """auto | cpu | cuda -> "cpu", or "cuda:N", which is made this process's GPU."""
+    """auto | cpu | cuda -> "cpu", or "cuda:N", which becomes this process's GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise BadConfig("device_type = 'cuda', but torch sees no GPU here; type --device_type=cpu")
     if device == "auto":
@@ -82,32 +82,32 @@ def choose_device(device):
 
 def choose_kernels(deterministic):
     """
-    The one place where torch is told which kernels a GPU may use; options/gpu.py says what they
-    are. No key changes them, but `deterministic`: only those that repeat bit for bit.
+    All settings of the kernels that a GPU may use; options/gpu.py says what they are. Only the key
+    `deterministic` changes them: only kernels that repeat bit for bit.
     """
-    # float32 means float32. TF32, with 10 bits behind the point, would part the log-probs of
-    # sampler and training by more than loss.gap_limit; some containers turn it on by a variable.
+    # float32 means float32. TF32 has 10 bits behind the point: the log-probs of sampler and
+    # training would differ by more than loss.gap_limit. Some containers turn it on by a variable.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # products of 16 bits are added up in 32: their last bits then depend less on the shapes
+    # products of 16 bits are summed in 32 bits: their last bits then depend less on the shapes
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    # Attention by flash, memory-efficient and plain kernels. cuDNN's may be another kernel for a
+    # Attention by flash, memory-efficient and plain kernels. cuDNN may use another kernel for a
     # forward with gradients than for one without: the ratio of the first step would not be 1.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.benchmark = False
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Not warn_only: with it the backward of flash attention keeps adding up in any order. An
+        # Not warn_only: with it the backward of flash attention still sums in any order. An
         # operation without an exact kernel is an error; tests/test_device.py shows that none is
         # used.
         torch.use_deterministic_algorithms(True)
-        # torch would also fill each new tensor with NaN, to show who reads what was never written
+        # torch would also fill each new tensor with NaN, which takes time
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def begin_thread(device):
-    """For a thread that computes: a thread begins on GPU 0, and shall be on the rank's."""
+    """For a thread that computes: it begins on GPU 0, but must use this rank's GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -115,8 +115,8 @@ def begin_thread(device):
 def join(rank, world_size, device, timeout, bound=True):
     """
     A collective: make the group of all ranks. Raises Lost, or BadInput for a bad WORLD_SIZE. bound:
-    nccl is told its GPU now. torch then splits each later group from this one, for which all ranks
-    must wait for each other; with roles some groups are made by some ranks alone.
+    nccl gets its GPU now. torch then splits each later group from this one, and all ranks must take
+    part; with roles only some ranks make some of the groups.
     """
     wait = datetime.timedelta(seconds=timeout)
     try:
@@ -127,7 +127,7 @@ def join(rank, world_size, device, timeout, bound=True):
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store = meet(rank, world_size, wait)
                 where |= dict(store=store, rank=rank, world_size=world_size)
-            # by MASTER_ADDR where there is no store
+            # without a store it uses MASTER_ADDR
             dist.init_process_group(timeout=wait, **where)
             hello = torch.ones(1, device=wire())
             dist.all_reduce(hello)  # nccl makes its connections only now
@@ -144,8 +144,8 @@ def join(rank, world_size, device, timeout, bound=True):
 
 def on_signal(number, frame):
     """
-    SIGTERM or SIGINT: note that it came; a run stops where it can (parallel.stop_agreed). A second
-    one ends the process at once, unless it is of the same key press (within a second).
+    SIGTERM or SIGINT: remember it; a run stops where it can (parallel.stop_agreed). A second signal
+    ends the process at once, unless it comes from the same key press (within a second).
     """
     global signalled_at
     if signalled_at is not None:
@@ -163,7 +163,7 @@ def on_signal(number, frame):
 
 
 def finish():
-    """A collective: leave the group together. The run is over: nothing after this may fail it."""
+    """A collective: leave the group together. The run is over: no later error may fail it."""
     if parallel.role == "train":  # let the other roles leave, too
         from options.messages import tell_the_end
 
@@ -185,11 +185,11 @@ def end():
 
 
 # --------------------------------------------------------------------------------------------------
-# trouble: what torchrun and torch do not do by themselves
+# trouble in which torchrun and torch do not help
 
 
 def die_with_torchrun():
-    """If torchrun alone is killed, kill this process, too; else it would train on without it."""
+    """If only torchrun is killed, kill this process, too; else it would go on alone."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1  # of prctl: the signal that this process gets when its parent dies
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -197,13 +197,13 @@ def die_with_torchrun():
 
 def meet(rank, world_size, wait):
     """
-    A store that belongs to this attempt alone. torchrun restarts the ranks on the store of those
-    before, which still has the addresses of dead processes in it, and gloo would call those (torch
-    2.13). So rank 0 draws a new name, under which the store begins empty:
+    A store for this attempt only. torchrun restarts the ranks on the store of the attempt before.
+    It still has the addresses of dead processes, and gloo would call them (torch 2.13). So rank 0
+    draws a new name, under which the store is empty:
 
         rank 0: name = mine;  waits for the answers NAME/1, NAME/2, ... and marks each one as seen
-        others: read name; answer under it; wait until the answer has been seen. If it is not, the
-                name is one of an earlier attempt: read again
+        others: read name; answer under it; wait until the answer is seen. If it is not, the name
+                is of an earlier attempt: read again
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=wait)
@@ -229,8 +229,8 @@ def meet(rank, world_size, wait):
 def meeting(timeout):
     """
     A block in which groups of ranks are made. Raises Lost where that fails, and ends this process
-    where it takes longer than `timeout` seconds: gloo itself would try for five times as long
-    (torch 2.13), and nccl's first collective forever.
+    where it takes longer than `timeout` seconds: gloo would try five times as long (torch 2.13),
+    and nccl's first collective would wait for ever.
     """
     def cannot_meet(error):
         return Lost(f"start: the ranks cannot meet, MASTER_ADDR is {os.environ.get('MASTER_ADDR')} "
@@ -246,7 +246,7 @@ def meeting(timeout):
     alarm.start()
     try:
         yield
-    except Lost:  # a collective has said it already
+    except Lost:  # of a collective: it has its message already
         raise
     except RuntimeError as e:
         raise cannot_meet(e) from e
@@ -256,8 +256,8 @@ def meeting(timeout):
 
 def torn(error):
     """
-    The Lost behind an error that did not come through parallel.collective, None if a lost rank is
-    not the cause: sharded models have collectives of their own, within forward and backward.
+    The Lost for an error that did not come through parallel.collective; None if a lost rank is not
+    the cause. Sharded models have collectives of their own, inside forward and backward.
     """
     words = "gloo|nccl|connection (closed|reset)|timed out|broken pipe"
     if dist.is_initialized() and re.search(words, str(error), re.I):

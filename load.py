@@ -1,6 +1,6 @@
 """
 From a folder to a Model, and the checks on the way: config.json, the tensors, whether quartet can
-decode the family. Nothing in a folder is run.
+decode the family. No code in a folder is run.
 """
 import os
 
@@ -17,24 +17,24 @@ def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
     The Model in a Hugging Face folder, or of that name on the hub. Where it is an adapter: the
     model that it was trained on, with the adapter merged into its weights.
 
-    head: "lm", or "scalar": a reward or value model. Of a plain language model it is a new one,
-    drawn from seed (new_head is then True). dtype: of the weights, whatever it is in the file.
+    head: "lm", or "scalar": a reward or value model. A plain language model gets a new scalar head,
+    drawn from seed (new_head is then True). dtype: of the weights, also where the file has another.
     Raises BadInput where the folder is no such model, or a tensor is missing, unexpected, of
-    another shape or not finite. Weights are safetensors alone, and no code comes from the folder.
+    another shape or not finite. Weights must be safetensors, and no code comes from the folder.
     """
     *adapters, folder = model_folders(path)
     model = read_model(folder, folder if adapters else path, head, dtype, seed)
     if adapters:
         from options.lora import merge
 
-        for adapter in reversed(adapters):  # the model of an adapter may be an adapter as well
+        for adapter in reversed(adapters):  # the model of an adapter may be an adapter, too
             merge(model, adapter)
     model.path = path
     return model.to(device)
 
 
 def read_model(folder, path, head, dtype, seed):
-    """load_model of a folder that is no adapter. path: what errors call it."""
+    """load_model of a folder that is no adapter. path: its name in errors."""
     config = read_config(folder, path, head)
     file_dtype, settings = config.dtype, {}
     if dtype == torch.float64 and has_experts(config):
@@ -55,31 +55,31 @@ def read_model(folder, path, head, dtype, seed):
         if not p.isfinite().all():
             raise BadInput(f"{path}: tensor {name!r} holds NaN or numbers that are not finite in "
                            f"{str(dtype).removeprefix('torch.')}; save or download the model again")
-        if p.data_ptr() % 64:  # mapped from the file: products of such matrices differ in a bit
+        if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit
             p.data = p.data.clone()
     return model
 
 
 def auto_class(head):
-    """The class of transformers that finds a model's own; and keep transformers quiet."""
+    """The class of transformers that finds a model's class; and keep transformers quiet."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
     from transformers.integrations import moe
 
-    logging.set_verbosity_error()  # it warns of padding without a mask, see this file's header
+    logging.set_verbosity_error()  # it warns of padding without a mask, see model.py's header
     logging.disable_progress_bar()
-    product = moe._grouped_mm  # the only product of matrices that autocast does not round
+    product = moe._grouped_mm  # the only matrix product that autocast does not round
 
     def rounded(x, weight, offs):
         if torch.is_autocast_enabled(x.device.type):
             weight = weight.to(torch.get_autocast_dtype(x.device.type))
-        return product(x, weight, offs)  # has x in the dtype of weight
+        return product(x, weight, offs)  # this casts x to the dtype of weight
 
     if product.__module__ == moe.__name__:
         moe._grouped_mm = rounded
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-# what is read of a config beside what transformers itself checks
+# settings of a config that quartet reads and transformers does not check
 NUMBERS = dict.fromkeys(("sliding_window", "attention_chunk_size", "max_position_embeddings"), int)
 NUMBERS |= dict.fromkeys(("score_shift", "logit_scale", "logits_scaling",
                           "final_logit_softcapping"), float)
@@ -107,12 +107,12 @@ def shapes(config, head, path, dtype=torch.float32, **settings):
     """The model of transformers that a config describes, with new weights. Raises BadInput."""
     try:
         return auto_class(head).from_config(config, dtype=dtype, **settings)
-    except Exception as e:  # whatever transformers raises
+    except Exception as e:  # transformers may raise anything
         raise BadInput(f"{path}: transformers cannot make it: {first_line(e)}") from e
 
 
 def processor_files(folder):
-    """{name: content} of a folder's files for images and sound, which a saved model has again."""
+    """{name: content} of a folder's files for images and sound: a saved model gets them again."""
     names = [name for name in os.listdir(folder) if name.endswith("processor_config.json")]
     return {name: read_file(os.path.join(folder, name)) for name in names}
 
@@ -124,7 +124,7 @@ def has_experts(config):
 
 
 def want_one_score(config, path):
-    """Make a config one of a model with one score a token. Raises BadInput where there is none."""
+    """Make a config that of a model with one score a token. Raises BadInput if there is none."""
     config.num_labels = 1
     if type(config) not in auto_class("scalar")._model_mapping:
         raise BadInput(f"{path}: transformers has no sequence classifier of the family "
@@ -134,9 +134,9 @@ def want_one_score(config, path):
 
 def check_tensors(found, hf, head, path):
     """
-    Raise BadInput for tensors that are missing, of another shape, or not the model's. found: what
-    transformers says of them. A scalar model may lack its head, which load_model then draws, and
-    the file may have a language model's in its place.
+    Raise BadInput for tensors that are missing, of another shape, or not the model's. found: the
+    report of transformers. The file of a scalar model may lack the head, which load_model then
+    draws, and may have a language model's head.
     """
     missing, extra = found["missing_keys"], found["unexpected_keys"]
     if head == "scalar":
@@ -172,9 +172,10 @@ def draw_score_head(model, seed):
 
 def unread_parameters(model):
     """
-    The names of those parameters of model.hf that no text reaches, so that no loss has a gradient
-    for them: a vision part, a bias that only chooses experts. A forward pass, long enough for the
-    blocks of compressed attention, leads back to all others; experts are one tensor, chosen or not.
+    The names of the parameters of model.hf that no text reaches, so no loss has a gradient for
+    them: a vision part, a bias that only chooses experts. The graph of one forward pass has all
+    others: the text is long enough for the blocks of compressed attention, and all experts are one
+    tensor.
     """
     model.requires_grad_(True)
     text = torch.arange(min(256, model.max_positions)) % model.config.vocab_size
@@ -182,7 +183,7 @@ def unread_parameters(model):
         with torch.enable_grad():
             states = model.states(text[None].to(model.hf.device))[0]  # (256, d)
             out = model.logits(states) if model.head == "lm" else model.scalars(states)
-    except Exception as e:  # of models that read in other ways
+    except Exception as e:  # some families read in other ways
         raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
                        f"{model.config.model_type}: {first_line(e)}") from e
     steps, seen, reached = [out.grad_fn], set(), set()
@@ -190,7 +191,7 @@ def unread_parameters(model):
         step = steps.pop()
         if step is not None and step not in seen:
             seen.add(step)
-            reached.add(id(getattr(step, "variable", None)))  # where a parameter enters
+            reached.add(id(getattr(step, "variable", None)))  # the parameter, if the step has one
             steps += [before for before, _ in step.next_functions]
     return [name for name, p in model.hf.named_parameters() if id(p) not in reached]
 
@@ -198,10 +199,10 @@ def unread_parameters(model):
 @torch.no_grad()
 def probe(model):
     """
-    Raise BadInput unless a language model, of whatever family, does what quartet needs: decode two
-    texts of unequal length together, padded on the left, drop one of them from the cache, and give
-    the log-probs that reading the other alone gives. The one that is dropped stands at the end of
-    the context: the numbers of a text must not depend on the longest one beside it.
+    Raise BadInput unless a language model can do what quartet needs: decode two texts of unequal
+    length together, padded on the left, drop one of them from the cache, and give the other the
+    same log-probs as reading it alone. The dropped text has positions at the end of the context,
+    because a text's log-probs must not depend on the longest text beside it.
     """
     from decoding_cache import decoding_cache
 
@@ -224,7 +225,7 @@ def probe(model):
         decoded = decoded.gather(-1, text[0, 2:, None]).squeeze(-1)  # (3,)
         target_mask = torch.arange(5, device=device)[None] >= 2  # (1, 5): the text's last 3 tokens
         gap = (decoded - model.logprobs(text, target_mask)[0]).abs().max().item()
-    except Exception as e:  # of models that decode in other ways
+    except Exception as e:  # some families decode in other ways
         raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
                        f"{model.config.model_type}: {first_line(e)}") from e
     in_16_bits = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2
@@ -235,7 +236,7 @@ def probe(model):
 
 
 def outline(path, head, dtype):
-    """The model of a folder without its weights: shapes and settings, which take no memory."""
+    """The model of a folder without its weights: only shapes and settings, without memory."""
     *adapters, folder = model_folders(path)
     config = read_config(folder, path, head)
     kinds, file_dtype = config.architectures, config.dtype  # from_config sets its own
@@ -248,7 +249,7 @@ def outline(path, head, dtype):
 
 
 def load_like(model, folder):
-    """load_model, of the head and dtype of another model. Raises BadInput where they differ."""
+    """load_model, with `model`'s head and dtype. Raises BadInput where their shapes differ."""
     read = load_model(folder, model.head, model.hf.dtype)
     shapes = [[p.shape for p in m.hf.parameters()] for m in (read, model)]
     if shapes[0] != shapes[1]:

@@ -1,12 +1,12 @@
 """
 The formulas: KL estimators, importance weights, sums and whitening under a mask, the learning rate
-of an iteration. Tensors in, tensors out: no configuration, no globals. The losses of PPO and
-GRPO stand in the loops of ppo.py and grpo.py, those of GRPO's relatives in relatives.py, those of
-sft.py and rm.py in examples.py; here is what they are made of.
+of an iteration. Tensors in, tensors out: no configuration, no globals. This file has the parts of
+the losses. The losses of PPO and GRPO are in the loops of ppo.py and grpo.py, those of GRPO's
+relatives in relatives.py, those of sft.py and rm.py in examples.py.
 
 The scripts add up the losses of the tokens, and divide by one count: the trained tokens of the
 whole optimizer step, over all micro-batches and all ranks. They never take a mean of the
-micro-batches' means: in a micro-batch of few tokens each token would count more, by accident.
+micro-batches' means: there a token in a micro-batch of few tokens would count more.
 
 B responses, R the longest response.
 """
@@ -34,8 +34,8 @@ def masked_whiten(x, mask):
     x (B, R), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
     elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF).
 
-    Give it the batch of all ranks: if each rank whitened its own share, each would train on another
-    objective.
+    Give it the batch of all ranks: if each rank whitened its own share, each rank would have
+    another objective.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
@@ -48,9 +48,9 @@ def masked_whiten(x, mask):
 
 def gap(log_ratio, mask, dtype):
     """
-    How far log-probs that should be equal are apart, a scalar tensor in nats. log_ratio: (B, R),
-    the difference of the two, 0 on paper. The largest difference where mask is True; for 16 bits
-    the mean, since rounding alone makes single differences large.
+    The distance of log-probs that should be equal, a scalar tensor in nats. log_ratio: (B, R), the
+    difference of the two, in theory 0. The largest absolute difference where mask is True; for 16
+    bits the mean, because rounding alone makes single differences large.
     """
     log_ratio = torch.where(mask, log_ratio.detach().abs(), 0)
     if dtype in ("bfloat16", "float16"):
@@ -60,7 +60,7 @@ def gap(log_ratio, mask, dtype):
 
 def gap_limit(dtype, temperature):
     """
-    How large rounding may make that gap, in nats. Below temperature 1 the limit grows: log-probs
+    The largest gap that rounding may cause, in nats. Below temperature 1 the limit grows: log-probs
     are of logits / temperature, so the logits' rounding errors are divided by it, too.
     """
     return {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02) / min(temperature, 1.0)
@@ -68,17 +68,17 @@ def gap_limit(dtype, temperature):
 
 def importance_weights(mb, cap, floor=0.0, level="token", outside="clip"):
     """
-    What each token's policy loss is multiplied by, (b, R), where the sampler's probabilities q are
-    not quite those p of the training forward, as in 16 bits. It has no gradient. The ratio of PPO
-    is another one: of the policy as it is trained to p, both by the training forward (decoupled
-    PPO, arXiv 2505.24298). cap = 0 is no correction: 1.
+    The factor of each token's policy loss, (b, R), where the sampler's probabilities q differ a
+    little from the probabilities p of the training forward, as in 16 bits. It has no gradient. It
+    is not PPO's ratio: that is the policy's probability now / p, both by the training forward
+    (decoupled PPO, arXiv 2505.24298). cap = 0 is no correction: 1.
 
         level      weight
         token      p / q of the token
         sequence   the product of p / q over all tokens of the response; all of them get it
         outside    where the weight is outside [floor, cap]
         clip       it becomes the nearer of the two
-        drop       it becomes 0: what has it is left out
+        drop       it becomes 0: the token or response is left out
 
     token, clip: truncated importance sampling (Yao et al., "Your efficient RL framework secretly
     brings you off-policy RL training", 2025). token, drop: IcePop (arXiv 2510.18855). sequence,
@@ -110,9 +110,9 @@ def importance_weights(mb, cap, floor=0.0, level="token", outside="clip"):
 
 def kl_estimate(logprobs, ref_logprobs, kind):
     """
-    Estimates of KL(policy || reference) at each token, (B, R), from the one token that was sampled
-    (Schulman, joschu.net/blog/kl-approx.html). p and q are its probabilities under policy and
-    reference:
+    Estimates of KL(policy || reference) at each token, (B, R), from the one token that the policy
+    sampled (Schulman, joschu.net/blog/kl-approx.html). p and q are its probabilities under policy
+    and reference:
 
         kind   estimate             value                        as a loss, its gradient is
         k1     log(p/q)             unbiased, may be negative    0 on average: no penalty
@@ -142,7 +142,7 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
     """
     The learning rate of an iteration, counted from 0: a linear warm-up to peak over `warmup`
     iterations, then shape = "constant", or down to 0 at max_iters: "linear", in a straight line, or
-    "cosine", half a cosine. It is a function of the iteration: there is no scheduler to save.
+    "cosine", half a cosine. It depends only on the iteration: there is no scheduler to save.
     """
     if iteration < warmup:
         return peak * (iteration + 1) / warmup
@@ -155,7 +155,7 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
 
 def explained_variance(values, returns, mask):
     """
-    The share of the returns' variance that the values (B, R) have predicted:
+    The share of the returns' variance that the values (B, R) predicted:
     1 - var(returns - values) / var(returns). 1 is perfect; 0 is as good as a constant.
     """
     residual = (returns - values)[mask]

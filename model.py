@@ -1,5 +1,5 @@
 """
-The models are those of transformers. A Model holds one of them, and has what quartet asks of it:
+The models are those of transformers. A Model holds one of them, and gives what quartet needs:
 log-probs of the tokens of a text, one number for each token, and the next step of a decoding.
 
     policy = load_model("out/arithmetic_sft/policy")        # AutoModelForCausalLM
@@ -7,21 +7,21 @@ log-probs of the tokens of a text, one number for each token, and the next step 
                                                             # AutoModelForSequenceClassification
     logprobs, entropy = policy.logprobs(tokens, target_mask)
 
-How a log-prob comes about, for one text of T tokens:
+How a log-prob is computed, for one text of T tokens:
 
     states = trunk(tokens)                            # (T, d): state t has read tokens 0 to t
-    logits = head(states)                             # (T, V): what state t expects as token t + 1
+    logits = head(states)                             # (T, V): row t is the guess of token t + 1
     logprobs = logits.log_softmax(-1)                 # (T, V)
     logprob of token t = logprobs[t - 1, tokens[t]]   # the shift by one: see states_before
 
-Model.logprobs does that with many texts at a time. They are rows that are padded on the right: a
-token sees only the tokens before it, so padding behind a text changes nothing in it, and there is
-no mask. There is no dropout: a policy must give the same token the same probability twice, so every
-model stays in eval mode.
+Model.logprobs does that with many texts at a time, in rows that are padded on the right. A token
+sees only the tokens before it, so padding behind a text changes nothing in the text, and no mask is
+needed. There is no dropout: every model stays in eval mode, because a policy must give the same
+token the same probability twice.
 
-How a Model is loaded stands in load.py.
+load.py loads a Model.
 
-b rows, T tokens in the longest of them, R in the longest response, n tokens that are read, V
+b rows, T tokens in the longest row, R in the longest response, n tokens that are read, V
 vocabulary, d width of a state.
 """
 import contextlib
@@ -41,16 +41,16 @@ class Model(nn.Module):
     def __init__(self, hf, head="lm", path="", file_dtype=None):
         super().__init__()
         self.hf, self.head, self.path = hf.eval(), head, path
-        self.file_dtype = file_dtype  # of the weights in the file that it was read from
-        self.base, self.adapters = None, {}  # of a model on another one's trunk: see trunk.py
+        self.file_dtype = file_dtype  # dtype of the weights in the model's file
+        self.base, self.adapters = None, {}  # of a model on another model's trunk: see trunk.py
         self.processor = {}  # {name: content} of files for images and sound: see processor_files
         self.unread = ()  # names of parameters that no text reaches: see unread_parameters
         if head == "scalar":
             check_head(hf, path)
-        # is added to every scalar: rm.py finds it, and it is saved in config.json
+        # is added to every scalar; rm.py measures it and saves it in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
-        self.new_head = False  # True: the scalar head was not in the file, but is freshly drawn
-        self.__dict__["active"] = None  # whose adapters are in use now: see reading_with
+        self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
+        self.__dict__["active"] = None  # the model whose adapters are in use: see reading_with
         self.recomputed = []  # layers that the backward pass computes again: see recompute
         self.compiled = None  # the trunk, compiled: see compile_trunk
         self.elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
@@ -71,7 +71,7 @@ class Model(nn.Module):
         return states
 
     def logits(self, states):
-        """The LM head: states (n, d) -> logits (n, V). `probe` proves that it is the model's."""
+        """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
         logits = self.hf.get_output_embeddings()(states)
         c = self.config
         logits = logits * getattr(c, "logit_scale", 1.0)  # Cohere
@@ -82,14 +82,15 @@ class Model(nn.Module):
     def logprobs(self, tokens, target_mask, temperature=1.0, vocab_size=None, chunk=0,
                  entropy=False):
         """
-        Log-probs of n tokens, and the entropy of the distributions they are from, (n,) float32
-        both (float64 if the model is).
+        Log-probs of n tokens, and the entropies of their distributions, (n,) float32 both (float64
+        if the model is).
 
         tokens: (b, T), padded on the right. target_mask: (b, T) bool, True on the n tokens, never
         on the first of a row. temperature, vocab_size: see scaled_logits. entropy: False gives 0.
-        chunk: how many tokens have logits at a time, 0 = all. With a chunk the logits are computed
-        again in the backward pass, so those of all tokens, (n, V), never exist. They are often the
-        largest tensor of a run: 8 responses of 1,024 tokens at a vocabulary of 128,256 are 4.2 GB.
+        chunk: how many tokens have logits at a time, 0 = all. With a chunk the backward pass
+        computes the logits again, so the logits of all tokens, (n, V), never exist together. They
+        are often the largest tensor of a run: 4.2 GB for 8 responses of 1,024 tokens with a
+        vocabulary of 128,256.
         """
         def read(states, ids):
             logits = scaled_logits(self.logits(states), temperature, vocab_size)  # (., V)
@@ -106,15 +107,15 @@ class Model(nn.Module):
 
     def values(self, tokens, target_mask):
         """
-        The value of the state before each chosen token, (n,): what a value model expects when the
-        token is still to be chosen. tokens, target_mask: as in `logprobs`.
+        The value of the state before each target token, (n,): of the moment when the token is not
+        chosen yet. tokens, target_mask: as in `logprobs`.
         """
         return self.scalars(states_before(target_mask, self.states(tokens)))
 
     def scores(self, tokens, last):
         """
         The score of each text, (b,), read at its last token. tokens: (b, T), padded on the right.
-        last: (b,) int64, where the last token of each text is.
+        last: (b,) int64, the index of each text's last token.
         """
         return self.scalars(self.states(tokens)[torch.arange(len(tokens)), last])
 
@@ -128,16 +129,16 @@ class Model(nn.Module):
             return F.linear(states.to(weight.dtype), weight).squeeze(-1) + self.score_shift
 
     def last_logits(self, tokens, last):
-        """What follows each text: logits (b, V), read at its last token; as in `scores`."""
+        """The logits of the token that follows each text, (b, V); arguments as in `scores`."""
         return self.logits(self.states(tokens)[torch.arange(len(tokens)), last])
 
     def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
         """
-        A step of a decoding: tokens (n, k) behind those that the cache holds -> the logits of what
-        follows the last one, (n, V). attention_mask (n, all tokens so far), True on real ones, and
-        position_ids (n, k): None where no row is padded.
+        A step of a decoding: tokens (n, k) behind the tokens in the cache -> the logits of the next
+        token, (n, V). attention_mask (n, all tokens so far), True on real tokens, and position_ids
+        (n, k): None where no row is padded.
         """
-        # transformers 5.24 has another name for it, and warns of the old one
+        # transformers 5.24 has another name for the argument, and warns of the old one
         takes = inspect.signature(type(self.hf).forward).parameters
         name = "cache" if "cache" in takes else "past_key_values"
         out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
@@ -145,9 +146,9 @@ class Model(nn.Module):
         return out.logits[:, -1]
 
     def layers(self):
-        """The blocks of the trunk: what is sharded, or computed again, one at a time."""
+        """The blocks of the trunk, which are sharded, or computed again, one at a time."""
         kinds = set(self.hf._no_split_modules or ())
-        # the class of a sharded block is FSDP's, made from the block's own
+        # FSDP makes a subclass of the block's class
         return [m for m in self.hf.base_model.modules()
                 if kinds & {kind.__name__ for kind in type(m).__mro__}]
 
@@ -157,31 +158,31 @@ class Model(nn.Module):
         pass, which computes the layer again. A step takes a third longer, and far less memory.
         """
         settings = dict(use_reentrant=False)
-        if self.compiled is None:  # else torch plans it, and wants no context
-            # the second time with the adapters of the first
+        if self.compiled is None:  # torch.compile allows no context
+            # the second time with the same adapters as the first time
             settings["context_fn"] = lambda: (contextlib.nullcontext(),
                                               self.reading_with(self.active))
         # transformers before 5.23 has another name for it
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
         enable(settings)
-        # transformers does it in layers whose flag `training` is set. `states` sets that of these
-        # layers, and not of the modules in them, in which it would switch dropout on
+        # transformers does it where a layer's flag `training` is set. `states` sets the flag of
+        # the layers alone: in the modules inside them it would switch dropout on
         self.recomputed = self.layers()
 
     def owner(self):
-        """The Model on whose trunk this one stands in the end: itself; see trunk.py."""
+        """The Model that has the trunk: this one; see trunk.py for other cases."""
         return self
 
     def merged(self, name, W):
-        """A whole tensor that self.hf calls `name`, with its adapters, if it has some."""
+        """W, a whole tensor of self.hf with this name, plus its adapters, if it has some."""
         return W
 
     @contextlib.contextmanager
     def reading_with(self, adapted):
         """
-        In this block the trunk computes with the adapters of `adapted`, a model that stands on it
-        (options/lora.py); None: with none.
+        In this block the trunk computes with the adapters of `adapted`, a model on this trunk
+        (options/lora.py); None: without adapters.
         """
         before, self.__dict__["active"] = self.active, adapted
         try:
@@ -190,8 +191,8 @@ class Model(nn.Module):
             self.__dict__["active"] = before
 
     def compile_trunk(self):
-        """Reading and training run what torch.compile makes of the trunk; decoding does not."""
-        # not an attribute that nn.Module would register: its parameters are there already
+        """Reading and training use the trunk as torch.compile makes it; decoding does not."""
+        # nn.Module must not register it: its parameters are registered already
         self.__dict__["compiled"] = torch.compile(self.hf.base_model, dynamic=True)
         if self.recomputed:
             self.recompute()
@@ -199,8 +200,8 @@ class Model(nn.Module):
     @property
     def max_positions(self):
         """
-        How many tokens fit into the context. With longrope (Phi-3) fewer do: a longer row changes
-        the angles of the rows that are read beside it, and of its tokens that have been decoded.
+        How many tokens fit into the context. With longrope (Phi-3) fewer do: a longer row would
+        change the angles of the rows beside it, and of its own tokens in the cache.
         """
         rope = getattr(self.config, "rope_parameters", None) or {}
         kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of layers
@@ -211,11 +212,11 @@ class Model(nn.Module):
 
 def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True):
     """
-    Log-prob and entropy of each response token, (b, R) both, of the distribution that is sampled:
-    scaled by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
-    exp could overflow there, and a NaN would spread into the gradients.
+    Log-prob and entropy of each response token, (b, R) both, in the distribution that is sampled:
+    divided by the temperature, and without the ids from vocab_size on. 0 where the mask is False:
+    other numbers could overflow in exp there, and a NaN would spread into the gradients.
 
-    mb: a micro-batch, as prompts.micro_batch makes them. chunk and entropy: see Model.logprobs.
+    mb: a micro-batch of prompts.micro_batch. chunk and entropy: see Model.logprobs.
     """
     found = policy.logprobs(mb["tokens"], mb["target_mask"], temperature, vocab_size, chunk,
                             entropy)
@@ -223,24 +224,24 @@ def response_logprobs(policy, mb, temperature, vocab_size, chunk=0, entropy=True
 
 
 def response_values(value_model, mb):
-    """The value of the state before each response token, (b, R); 0 under the mask."""
+    """The value of the state before each response token, (b, R); 0 where the mask is False."""
     return in_rows(value_model.values(mb["tokens"], mb["target_mask"]), mb["response_mask"])
 
 
 def in_rows(x, mask):
-    """n numbers, x (n,), to the n places where mask (b, R) is True; 0 elsewhere."""
+    """x, n numbers, put in order where mask (b, R) is True (n times); 0 elsewhere."""
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 def states_before(target_mask, states):
     """
-    The states that choose tokens: states (b, T, d), target_mask (b, T) bool -> (n, d).
+    The states that choose the target tokens: states (b, T, d), target_mask (b, T) bool -> (n, d).
 
-    The state that chooses a token is that of the token before it. This is the one place where
-    states and tokens are shifted against each other.
+    The state of a token chooses the next token. Only here are states and tokens shifted against
+    each other.
     """
     before = F.pad(target_mask[:, 1:], (0, 1))  # (b, T): one place to the left
-    # flat, by row number: the backward pass of states[before] adds number by number
+    # flat, with row numbers: the backward pass of states[before] would add number by number
     return states.flatten(0, 1).index_select(0, before.flatten().nonzero().squeeze(1))
 
 
@@ -248,8 +249,8 @@ def scaled_logits(logits, temperature=1.0, vocab_size=None):
     """
     The logits of the distribution that is sampled, trained and compared: logits (..., V) /
     temperature, in at least float32. The sampler and all log-probs use this function, so they mean
-    the same distribution. vocab_size: the tokenizer's; ids from there on are padding of the model's
-    vocabulary, and become impossible: their logits are -inf. None: there is no padding.
+    the same distribution. vocab_size: the tokenizer's; ids from this one on are padding of the
+    model's vocabulary, and get the logit -inf, so they are impossible. None: there is no padding.
     """
     logits = at_least_float32(logits)
     if temperature != 1.0:
@@ -262,7 +263,7 @@ def scaled_logits(logits, temperature=1.0, vocab_size=None):
 
 def entropy_of(logprobs):
     """Entropy in nats of each distribution: log-probs of all tokens (..., V) -> (...)."""
-    # an impossible token (log-prob -inf) adds p log p = 0; computed, 0 * -inf would be NaN
+    # an impossible token (log-prob -inf) must add p log p = 0, but 0 * -inf is NaN
     return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(-1)
 
 
@@ -277,7 +278,7 @@ def is_linear(module):
 
 
 def in_full(p):
-    """A parameter as numbers; of one in 4 bits, those with which its map computes, (out, in)."""
+    """A parameter as numbers; of one in 4 bits the numbers that its map uses, (out, in)."""
     if not hasattr(p, "quant_state"):
         return p.detach()
     from options.four_bits import rounded
@@ -286,7 +287,7 @@ def in_full(p):
 
 
 def freeze(model):
-    """Make a model immovable: no gradients. Returns it."""
+    """Switch a model's gradients off. Returns it."""
     return model.requires_grad_(False)
 
 
@@ -302,11 +303,11 @@ def check_head(hf, path):
 def no_grad_forwards(models, device):
     """
     The block around every forward that has no backward pass: no gradients are recorded. `models`
-    are all the models that the block calls; None stands for one that the run does not have.
+    are all the models that the block calls; a model that the run does not have is None.
     """
     trunks = dict.fromkeys(model.owner() for model in models if model is not None)
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        for trunk in trunks:  # each once, however many models stand on it
+        for trunk in trunks:  # each once, even if several models stand on it
             if trunk.elsewhere:
                 from options.shards import here
 

@@ -1,8 +1,7 @@
 """
 The models of a run, and how each is loaded: load_policy, load_ref_policy, load_reward_model,
-load_value_model. What the keys of memory want of a model (LoRA, 4 bits, shards, offload) steps in
-where `load` asks for it; without such keys a model is read from its folder, goes to the device, and
-is trained or frozen.
+load_value_model. `load` reads a model from its folder, puts it on the device, and makes it trained
+or frozen. With the keys that save memory (LoRA, 4 bits, shards, offload) it calls their options.
 """
 import contextlib
 
@@ -25,12 +24,12 @@ SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
 
 def dtypes(system):
     """
-    (dtype of trained weights, dtype of frozen matrices, or None where that is the same).
+    (dtype of trained weights, dtype of frozen matrices, or None where it is the same).
 
     In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
-    used. Frozen matrices may therefore be stored rounded: the numbers are the same. Norms and
-    biases are vectors, which autocast does not round. master_weights=False: every weight is
-    bfloat16, and nothing needs a cast.
+    used. So frozen matrices can be stored rounded: the results are the same. Norms and biases are
+    vectors, which autocast does not round. master_weights=False: every weight is bfloat16, and
+    there is no autocast.
     """
     if system.dtype not in SHORT:
         return getattr(torch, system.dtype), None
@@ -51,8 +50,8 @@ def autocast(system, device):
 def matrices_of(model):
     """
     The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings, whose rows it takes as they are, not the biases of many experts, which are added,
-    not what the family keeps in 32 bits (some routers), and not a scalar head.
+    embeddings (rows are only looked up), not the biases of many experts (they are only added), not
+    the parameters that the family keeps in 32 bits (some routers), and not a scalar head.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     wide = {id(p) for m in tables for p in m.parameters()}
@@ -71,7 +70,7 @@ def load(path, name, system, device, head="lm", trained=False, seed=0):
     """
     The model of a folder or hub name, on the device, trained or frozen. A collective where
     zero_stage splits it over the ranks. With LoRA the model is frozen, and an adapter on it is
-    trained. Ranks whose role does not need it (the key roles) get its shapes, without memory.
+    trained. Ranks that do not need it (the key roles) get its shapes, without memory.
 
     name: of the model in the keys: policy, ref, reward, judge or value. head: see load_model. seed:
     of a new head or adapter. Raises BadInput.
@@ -101,7 +100,7 @@ def load(path, name, system, device, head="lm", trained=False, seed=0):
     attend_by(model, system.attn_implementation)
     if system.compile:
         model.compile_trunk()
-    if head == "lm":  # read as in the run: where matrices are in 16 bits already, all must be
+    if head == "lm":  # with autocast as in the run: some matrices are in 16 bits already
         with autocast(system, device), no_grad_forwards([model], device):
             probe(model)
     if not adapter:
@@ -128,7 +127,7 @@ def settle(model, trained, matrices=None, recompute=False, unread=()):
     """
     Make a model trained or frozen; the matrices of a frozen one get the dtype `matrices`, if there
     is one. recompute: the backward pass computes the layers again. unread: the names of parameters
-    that no text reaches (load.unread_parameters), which stay as they are, to the bit.
+    that no text reaches (load.unread_parameters); they never change.
     """
     model.requires_grad_(trained)
     model.unread = unread
@@ -142,14 +141,14 @@ def settle(model, trained, matrices=None, recompute=False, unread=()):
 
 def attend_by(model, kind):
     """
-    Let a model compute its attention by these kernels of transformers. sdpa: torch's own, or what a
-    family has in their place. The probe proves each. Raises BadInput.
+    Let a model compute its attention by this kind of transformers' kernels. sdpa: torch's own, or
+    the family's in their place. The probe tests each kind. Raises BadInput.
     """
     if kind == "sdpa":
         return
     try:
         model.hf.set_attn_implementation(kind)
-    except Exception as e:  # no such package, not of this family: transformers raises anything
+    except Exception as e:  # no such package, or not for this family: transformers raises anything
         raise BadInput(f"attn_implementation = {kind!r}: {model.path} cannot use it "
                        f"({first_line(e)}); leave the key out") from e
 
@@ -161,11 +160,11 @@ def attend_by(model, kind):
 def load_policy(path, system, device, seed=0):
     """
     The SFT model, trained, and its tokenizer. With LoRA an adapter on it is trained instead. On
-    ranks that generate it is a copy that gets its weights from those that train.
+    ranks that generate it is a copy, which gets its weights from the ranks that train.
     """
     tokenizer = load_tokenizer(path, system.chat_template, system.template_kwargs,
                                system.system_prompt, system.stop_strings)
-    # else a copy that samples
+    # False: a copy that only samples
     trained = parallel.role in ("", "train") or bool(of_model(system.lora, "policy"))
     policy = load(path, "policy", system, device, trained=trained, seed=seed)
     check_tokenizer_fits(tokenizer, policy, path)
@@ -174,9 +173,9 @@ def load_policy(path, system, device, seed=0):
 
 def load_ref_policy(policy_path, policy, tokenizer, system, device):
     """
-    The SFT model, frozen: that of the key ref_path, or the policy's. With LoRA the latter is the
-    policy without its adapter: no second copy. Raises BadInput where ref_path is another
-    architecture, or reads other tokens.
+    The frozen reference: the model of the key ref_path, or the policy's SFT model. With LoRA the
+    latter is the policy without its adapter: no second copy. Raises BadInput where ref_path has
+    another architecture or another vocabulary.
     """
     ref_path = system.ref_path
     if policy.adapters and not ref_path:
@@ -199,10 +198,9 @@ def load_ref_policy(policy_path, policy, tokenizer, system, device):
 
 def load_reward_model(path, policy, tokenizer, system, device):
     """
-    The reward model, frozen, and its tokenizer, which reads the run's chats, with its
-    system_prompt, in the reward model's own template. With share_base: an adapter and a head on the
-    policy's trunk. Raises BadInput where it is a plain language model, or its head gives 0 for all
-    texts.
+    The reward model, frozen, and its tokenizer, which puts the run's chats and system_prompt into
+    the reward model's own template. With share_base: an adapter and a head on the policy's trunk.
+    Raises BadInput where it is a plain language model, or its head gives 0 for all texts.
     """
     if system.share_base:
         from options.lora import load_adapted
@@ -223,8 +221,9 @@ def load_value_model(value_init, policy, tokenizer, reward_path, reward_tokenize
     """
     The value model, trained: it starts as the reward model or as the policy with a new head
     (value_init), or it is a head on the policy's own trunk (shared). reward_tokenizer: None where
-    there is no reward model. None on ranks that do not train (the key roles). Raises BadInput where
-    it would start as none, or as one that does not read the policy's tokens.
+    there is no reward model. Returns None on ranks that do not train (the key roles). Raises
+    BadConfig or BadInput where it should start as a reward model that is not there, or that has
+    another vocabulary than the policy.
     """
     if value_init == "reward" and reward_tokenizer is None:
         raise BadConfig("value_init = 'reward', but reward_functions does not use reward_model; "
@@ -253,9 +252,9 @@ def load_value_model(value_init, policy, tokenizer, reward_path, reward_tokenize
 
 def in_memory(**models):
     """
-    {name: model} of all models that own memory: those given, without the None among them, each
-    under its first name; and the trunk of one that stands on it under the name "NAME's trunk",
-    where that is not given itself.
+    {name: model} of all models with memory of their own: the given ones that are not None, each
+    under its first name; and, under the name "NAME's trunk", the trunks that are not given
+    themselves.
     """
     found = {}
     for name, model in models.items():
@@ -268,10 +267,10 @@ def in_memory(**models):
 
 
 def is_here(model):
-    """Whether a run has this model, and this rank has more of it than the shapes."""
+    """Whether the run has this model (not None), and this rank has its weights, not only shapes."""
     return model is not None and not next(model.parameters()).is_meta
 
 
 def present(models):
-    """{name: model} of those models of which this rank has more than the shapes."""
+    """{name: model} of the models that are here, see is_here."""
     return {name: model for name, model in models.items() if is_here(model)}

@@ -1,5 +1,5 @@
 """
-What surrounds an optimizer's step. In this file, downwards:
+Optimizers. In this file, downwards:
 
     make_optimizer, step              the optimizer of a model, and one step of it
     optimizer_tensors, fill_optimizer an optimizer's state, for checkpoints
@@ -22,13 +22,13 @@ from parallel import is_shard, my_part, split_like
 
 def make_optimizer(model, name, system, lr, betas, eps):
     """
-    The optimizer of a model's trained parameters: torch's fused AdamW, or what the keys want. name:
-    of the model in the keys, policy, value or reward.
+    The optimizer of a model's trained parameters: torch's fused AdamW, or another one by the keys.
+    name: of the model in the keys, policy, value or reward.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay, fused=True)
-    scale = 1.0  # what the learning rate is multiplied by
+    scale = 1.0  # a factor of the learning rate
     if of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
 
@@ -51,11 +51,11 @@ def step(optimizer, lr):
     if inner(optimizer) is optimizer:
         optimizer.step()
     else:
-        parallel.collective(optimizer.step)  # stage 1: each rank sends the weights it has stepped
+        parallel.collective(optimizer.step)  # stage 1: each rank sends its new weights
 
 
 def inner(optimizer):
-    """The optimizer that holds this rank's states: at ZeRO stage 1, the one in its wrapper."""
+    """The optimizer that has this rank's states: at ZeRO stage 1, the one in its wrapper."""
     return getattr(optimizer, "optim", optimizer)
 
 
@@ -66,16 +66,16 @@ def inner(optimizer):
 def optimizer_tensors(model, optimizer):
     """
     A collective where zero_stage splits the model or the states: {"NAME.KEY": tensor} of an
-    optimizer's state, such as "layers.0.q.weight.exp_avg". Names rather than numbers, and the
-    shapes of whole tensors: so another number of ranks can go on. A tensor of which this rank has a
-    part is put together by parallel.whole.
+    optimizer's state, such as "layers.0.q.weight.exp_avg". It has names, not numbers, and the
+    shapes of whole tensors: so another number of ranks can resume. parallel.whole gathers a tensor
+    of which this rank has a part.
     """
     state, tensors = inner(optimizer).state, {}
     for name, p in model.named_parameters():
         for key, t in state.get(p, {}).items():
             if isinstance(t, int):  # adamw8bit's step
                 t = torch.tensor(t)
-            if key.startswith("qmap"):  # adamw8bit's levels: one table for all, which no file takes
+            if key.startswith("qmap"):  # adamw8bit's levels, one shared table: a file needs copies
                 t = t.clone()
             if torch.is_tensor(t):
                 tensors[f"{name}.{key}"] = t
@@ -83,7 +83,7 @@ def optimizer_tensors(model, optimizer):
         from options.shards import parts_of_states
 
         tensors = parts_of_states(tensors, model, optimizer)  # COLLECTIVE
-    # one order, whoever has them, and whether they were made by steps or loaded
+    # the same order on all ranks, whether steps made the states or they were loaded
     order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     in_order = sorted(tensors, key=lambda full: (order[full.rpartition(".")[0]], full))
     return {full: tensors[full] for full in in_order}
@@ -99,13 +99,13 @@ def fill_optimizer(model, optimizer, tensors):
         if p not in own:
             continue
         if key != "step" and t.is_floating_point():
-            t = t.to(p.dtype)  # the run that wrote it may have had another dtype
+            t = t.to(p.dtype)  # the run that saved it may have had another dtype
         if t.shape == p.shape:
             t = split_like(p, t)
-        # clone: a tensor that is mapped from a file may lie unaligned in memory, and the kernels
-        # then add in another order, which changes the last bits of a sum
+        # clone: a tensor that is mapped from a file may be unaligned in memory. Then kernels add in
+        # another order, and the last bits of a sum change
         t = my_part(t).clone().cpu() if on_cpu else t.clone().to(p.device)
-        # a step that is whole is adamw8bit's, for torch's are floats
+        # an integer step is adamw8bit's; torch's are floats
         inner(optimizer).state[p][key] = t if t.is_floating_point() or t.dim() else int(t)
 
 
@@ -122,8 +122,8 @@ def overflowed(state, norms, iteration):
 
     The losses are multiplied by state["loss_scale"], because float16 rounds gradients below 6e-8 to
     0. It is halved after an overflow, and doubled after GROWTH steps without one (mixed precision,
-    arXiv 1710.03740, section 3.2). Raises Stop after 20 skipped steps in a row: the scale is not to
-    blame for them.
+    arXiv 1710.03740, section 3.2). Raises Stop after 20 skipped steps in a row: then the scale is
+    not the cause.
     """
     over = not all(bool(norm.isfinite()) for norm in norms)
     if over and state["skipped"] >= 20:
@@ -162,7 +162,7 @@ class MovingAverage:
         self.begin()
 
     def begin(self):
-        """The average is the weights as they are now."""
+        """Set the average to the present weights."""
         self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class MovingAverage:
                     my_part(p.detach()).copy_(t)
 
     def tensors(self):
-        """{name: average, or the part of it that this rank has}: see parallel.whole."""
+        """{name: average, or this rank's part of it}: see parallel.whole."""
         parts = zip(self.names, self.parameters, self.averages, strict=True)
         return {name: parallel.part_of(t, p) for name, p, t in parts}
 

@@ -1,8 +1,8 @@
 """
-Raw torch.distributed. A rank is a process that runs the whole script on its own share of the data;
-a collective is a call in which the ranks exchange tensors: all of them must make it, in the same
-order, for each waits there for the others. In a run of one process every function here returns at
-once, so the scripts need no `if distributed`.
+Raw torch.distributed. A rank is a process that runs the whole script on its own share of the data.
+A collective is a call in which the ranks exchange tensors. All ranks must make the same collectives
+in the same order, because each rank waits there for the others. In a run of one process every
+function here returns at once, so the scripts need no `if distributed`.
 
 The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
 
@@ -22,20 +22,20 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  13  log      write_log             all_gather    1            has rank 0 written its line?
 
 10 and 11 run once in each optimizer step, 9 only in the first one. 2 and 5 send rows as bytes.
-grpo.py has no value model: it goes without 11; 7 has 2 B R numbers and 12 has 8. With one minibatch
-7 has B R numbers, for the policy does not read, and a 7 of its old_logprobs comes before 8. grpo.py
-runs 2 to 6 once more for each refill.
+grpo.py has no value model: there is no 11; 7 has 2 B R numbers and 12 has 8. With one minibatch 7
+has B R numbers, because the policy does not read, and a 7 of its old_logprobs comes before 8.
+grpo.py runs 2 to 6 once more for each refill.
 
-Some iterations add calls: the first one (row 8 once more, against the reference) and those that
-audit, evaluate or save.
-zero_stage 1 sends the new weights around after each optimizer step. Models that are sharded
-(zero_stage 2 and 3) gather their weights and reduce their gradients within forward and backward, by
-themselves; then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the
-rollout decoding_copy gathers the policy.
+Some iterations add calls: the first one (row 8 once more, against the reference), and iterations
+that audit, evaluate or save.
+zero_stage 1 sends the new weights to all ranks after each optimizer step. Sharded models
+(zero_stage 2 and 3) gather their weights and reduce their gradients inside forward and backward;
+then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the rollout
+decoding_copy gathers the policy.
 
-In the code: the docstring of a function that is a collective begins with the words "A collective",
-and a line of a training script or of what these share (rollout.py, rewards.py, run.py,
-options/roles.py) that calls such a function is marked # COLLECTIVE.
+In the code: the docstring of a function that is a collective begins with the words "A collective".
+A line that calls such a function is marked # COLLECTIVE, in the training scripts and in their
+shared files (rollout.py, rewards.py, run.py, options/roles.py).
 """
 import contextlib
 import itertools
@@ -48,12 +48,12 @@ from errors import Lost
 
 phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank is reported with it
 
-# Where ranks have roles (the key roles), everything here happens among the ranks of one role:
-# `group` is theirs, and its number 0 is the rank `first` of all ranks. None: all do everything
+# Where ranks have roles (the key roles), all functions here are for the ranks of one role: `group`
+# is their group, and its number 0 is the rank `first` of all ranks. None: there are no roles
 group, first, others = None, 0, "the other ranks"
-roles, role = {}, ""  # {role: the range of its ranks}, and this rank's; empty: all do everything
+roles, role = {}, ""  # {role: the range of its ranks}, and this rank's role; empty: no roles
 
-stop = False  # whether this rank has been asked to stop, or one of another role has
+stop = False  # whether this rank, or a rank of another role, has been asked to stop
 trainers_left = False  # whether the ranks that train have left, where ranks have roles
 
 
@@ -77,7 +77,7 @@ def everyone():
 
 
 def wire():
-    """The device whose tensors the group can send: the GPU with nccl, the CPU with gloo."""
+    """The device of the tensors that the group can send: the GPU with nccl, the CPU with gloo."""
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
@@ -113,54 +113,53 @@ def reason(error):
 
 
 def stop_asked():
-    """Whether this rank has been asked to stop; cheap, for loops that can be left early."""
+    """Whether this rank has been asked to stop; fast, for loops that can end early."""
     return stop
 
 
 def stop_agreed():
     """
-    A collective: whether any rank has been asked to stop; the same answer on all, for ranks can
-    only leave together: one that stayed would wait for the others.
+    A collective: whether any rank has been asked to stop; the same answer on all ranks, because
+    they must leave together: a rank that stayed would wait for the others.
     """
     return bool(all_reduce_max(torch.tensor(float(stop_asked()), device=wire())))
 
 
 # --------------------------------------------------------------------------------------------------
-# who does what
+# the work of each rank
 
 
 def share(n, rank, size):
-    """The range of 0 .. n - 1 that is this rank's: contiguous; lengths differ by one at most."""
+    """A rank's range of 0 .. n - 1: contiguous; lengths differ by one at most."""
     return range(rank * n // size, (rank + 1) * n // size)
 
 
 def my_share(items, together=1):
     """
-    This rank's contiguous part of a sequence that all ranks hold. It may be empty. together: so
-    many neighbouring ranks have one part in common. It is the parts of each of them, one behind the
-    other, whatever does not divide: rank r's part begins at r n // ranks.
+    This rank's contiguous part of a sequence that all ranks have. It may be empty. together: so
+    many neighbouring ranks share one part: the parts that they would have alone, joined.
     """
     rank, size = rank_and_size()
     mine = share(len(items), rank // together, size // together)
     return items[mine.start:mine.stop]
 
 
-PADDING = 256  # a micro-batch costs about as much time as so many tokens, beside its own tokens
+PADDING = 256  # one more micro-batch takes about as much time as so many tokens
 
 
 def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
     """
-    This rank's micro-batches of the rows of all ranks: lists of row numbers. Every rank has as many
-    micro-batches, some of them empty, for a forward pass of a sharded model is a collective.
+    This rank's micro-batches of the rows of all ranks: lists of row numbers. All ranks have equally
+    many micro-batches, some of them empty, because a forward of a sharded model is a collective.
 
     lengths: the tokens of each row, of all ranks. A micro-batch has at most micro_batch_size rows;
-    or, with micro_batch_tokens, as many as have at most so many tokens, padding included (a row
-    that is longer is alone). as_rank: (rank, size) instead of this rank's own.
+    or, with micro_batch_tokens, at most so many tokens, padding included (a longer row is alone).
+    as_rank: (rank, size) instead of this rank's own.
 
-    The rows are sorted, the longest first, and dealt to the ranks like cards: so the ranks have
-    about as many tokens, and the rows of a micro-batch about the same length. With lengths of
-    5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row
-    begins another micro-batch, too, where this one would have more than PADDING tokens of padding.
+    The rows are sorted, the longest first, and dealt to the ranks like cards: so all ranks have
+    about equally many tokens, and the rows of a micro-batch about the same length. With lengths of
+    5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row also
+    begins a new micro-batch where the present one would have more than PADDING tokens of padding.
     """
     rank, size = as_rank or rank_and_size()
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -186,7 +185,7 @@ def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=No
 def broadcast_parameters(models):
     """
     A collective: overwrite every rank's parameters with rank 0's, so that all start from the same
-    bytes. A sharded parameter is left alone: each rank holds another part of it.
+    bytes. Sharded parameters stay as they are: each rank has another part.
     """
     if not dist.is_initialized():
         return
@@ -199,7 +198,7 @@ def broadcast_parameters(models):
 
 
 def broadcast(t, source=0):
-    """A collective: overwrite t on every rank with that of the rank `source`."""
+    """A collective: overwrite t on every rank with the t of rank `source`."""
     collective(dist.broadcast, t, src=first + source, group=group)
 
 
@@ -207,15 +206,15 @@ def gather_rows(mine, total):
     """
     A collective: the rows of all ranks, in the order of the ranks, on every rank. mine: {name:
     tensor (b, ...)}, where the b rows are this rank's my_share of `total` rows -> {name: tensor
-    (total, ...)}, bit for bit what was sent. b may be 0.
+    (total, ...)}, bit for bit the sent ones. b may be 0.
 
-    One all_gather for all columns: a row is sent as its bytes, those of one column after another.
+    One all_gather for all columns: a row is sent as its bytes, column after column.
     """
     if not dist.is_initialized():
         return mine
     columns = [as_bytes(t) for t in mine.values()]  # (b, bytes of the column) each
     packed = torch.cat(columns, 1)  # (b, bytes of a row)
-    # all_gather wants one shape from all ranks: a share that is shorter is padded with zeros
+    # all_gather needs the same shape on all ranks: a shorter share is padded with zeros
     size = rank_and_size()[1]
     counts = [len(share(total, rank, size)) for rank in range(size)]
     padded = packed.new_zeros(max(counts), packed.shape[1])
@@ -234,7 +233,7 @@ def as_bytes(t):
 
 
 def from_bytes(rows, like):
-    """The way back: bytes (B, bytes of a row) -> a tensor (B, ...), of the dtype of `like`."""
+    """The inverse: bytes (B, bytes of a row) -> a tensor (B, ...), of the dtype of `like`."""
     t = like.new_empty(len(rows), *like.shape[1:])
     t.view(len(t), math.prod(t.shape[1:])).view(torch.uint8).copy_(rows)
     return t
@@ -259,7 +258,7 @@ def all_reduce_sum(tensors):
 
 
 def all_reduce_max(t):
-    """A collective: the largest over all ranks, elementwise. NaN becomes inf, so it is not lost."""
+    """A collective: the elementwise maximum over all ranks. NaN becomes inf: max may drop a NaN."""
     if dist.is_initialized():
         t = torch.where(t.isnan(), torch.inf, t)
         collective(dist.all_reduce, t, op=dist.ReduceOp.MAX, group=group)
@@ -269,8 +268,8 @@ def all_reduce_max(t):
 def all_reduce_metrics(metrics):
     """
     A collective: {name: [sum, count]}, the same names on all ranks -> {name: sum of the sums / sum
-    of the counts}, in one call. A mean of the ranks' means would be another number where the ranks
-    have counted unequally many items.
+    of the counts}, in one call. A mean of the ranks' means would be another number where the counts
+    differ.
     """
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
                          for pair in metrics.values()])  # (metrics, 2)
@@ -287,9 +286,9 @@ def all_reduce_metrics(metrics):
 
 class Flat:
     """
-    The gradients of whole parameters of one dtype. Each p.grad is a view of one tensor, `flat`: the
-    all_reduce then needs no copy, and zeroing and clipping are one operation each. Never call
-    zero_grad, which would cut the views off; zero the flat tensor.
+    The gradients of whole parameters of one dtype. Each p.grad is a view of one tensor, `flat`: so
+    the all_reduce needs no copy, and zeroing and clipping are one operation each. Never call
+    zero_grad, because it deletes the views; zero the flat tensor.
     """
 
     def __init__(self, parameters):
@@ -322,8 +321,8 @@ def flatten_gradients(models):
 
 def buffers_of(parameters):
     """
-    The gradients of those parameters that are trained, as a list of buffers: a Flat for each dtype,
-    and one Shards for all sharded parameters, if there are any.
+    The gradients of the trained parameters, as a list of buffers: a Flat for each dtype, and one
+    Shards for all sharded parameters, if there are any.
     """
     trained = [p for p in parameters if p.requires_grad]
     whole = [p for p in trained if not is_shard(p)]
@@ -338,16 +337,16 @@ def buffers_of(parameters):
 
 
 def zero_gradients(gradients):
-    """Before the first micro-batch of a step. gradients: of flatten_gradients."""
+    """Called before the first micro-batch of a step. gradients: of flatten_gradients."""
     for flat in itertools.chain(*gradients.values()):
         flat.zero_()
 
 
 def all_reduce_gradients(gradients, scale=1.0):
     """
-    A collective: sum the gradients over the ranks, and divide by the scale of the loss. A sum,
-    where DDP takes the mean: each rank's loss is already divided by the number of tokens of *all*
-    ranks. gradients: of flatten_gradients.
+    A collective: sum the gradients over the ranks, and divide by the scale of the loss. DDP takes
+    the mean; here it is the sum, because each rank's loss is already divided by the number of
+    tokens of *all* ranks. gradients: of flatten_gradients.
     """
     for flat in itertools.chain(*gradients.values()):
         flat.all_reduce()
@@ -357,13 +356,13 @@ def all_reduce_gradients(gradients, scale=1.0):
 
 def clip_gradients(buffers, max_norm):
     """
-    Scale the gradients to a joint norm of at most max_norm (0 = leave them); returns the norm
-    before. Of sharded models a collective: a rank knows only the norm of its part.
+    Scale the gradients to a joint norm of at most max_norm (0 = no change); returns the norm
+    before. With sharded models a collective: a rank knows only the norm of its part.
     """
     norms = [flat.norm() for flat in buffers]
     norm = norms[0] if len(norms) == 1 else torch.stack([n.double() for n in norms]).norm()
     if max_norm > 0:
-        # a norm that is not finite scales nothing: check_gradients then still finds the bad tensor
+        # a norm that is not finite changes nothing: so check_gradients can find the bad tensor
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for flat in buffers:
             flat.mul_(scale)
@@ -371,7 +370,7 @@ def clip_gradients(buffers, max_norm):
 
 
 # --------------------------------------------------------------------------------------------------
-# sharded models (zero_stage 2 and 3): each rank holds some rows of each parameter, a DTensor
+# sharded models (zero_stage 2 and 3): each rank has some rows of each parameter, a DTensor
 
 
 def is_shard(p):
@@ -380,18 +379,19 @@ def is_shard(p):
 
 
 def is_sharded(model):
-    """Whether a rank holds only a part of a model's weights."""
+    """Whether a rank has only a part of a model's weights."""
     return any(map(is_shard, model.owner().parameters()))
 
 
 def my_part(p):
-    """The part of a parameter that this rank holds: its shard, or all of it."""
+    """This rank's part of a parameter: its shard, or all of it."""
     return p.to_local() if is_shard(p) else p
 
 
 def split_like(p, tensor):
     """
-    A tensor that every rank has whole -> itself, or, if the parameter p is sharded, split as p is.
+    A tensor that every rank has whole -> the same tensor, or, if the parameter p is sharded, the
+    tensor split in the same way.
     """
     if not is_shard(p):
         return tensor
@@ -417,7 +417,7 @@ def gather(t, p):
 
 
 def part_of(t, p):
-    """What belongs to a parameter, as its average does: t, or for a sharded p a Part of a whole."""
+    """t, a tensor of a parameter, such as its average; for a sharded p a Part of the whole."""
     if not is_shard(p):
         return t
     from options.shards import Part
@@ -427,8 +427,8 @@ def part_of(t, p):
 
 def whole(t):
     """
-    A whole tensor in the CPU's memory of rank 0, None on the others. A collective where t is split
-    over the ranks, or a Part.
+    The whole tensor in rank 0's CPU memory, None on the others. A collective where t is split over
+    the ranks, or a Part.
     """
     if not torch.is_tensor(t) or is_shard(t):
         from options import shards

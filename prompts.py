@@ -1,13 +1,13 @@
 """
 Rows -> prompts as token ids, the rows of an iteration, micro-batches.
 
-Which rows make up the batch of an iteration is a function of the seed and the iteration alone. So a
-resumed run sees the same rows as one that was never stopped, with nothing to save.
+The rows of an iteration depend only on the seed and the iteration. So a resumed run sees the same
+rows as a run that was never stopped, and nothing is saved.
 
 A batch is a dict of tensors, with a row for each response: (B,) such as scores, (B, T) such as
 tokens, or (B, R) such as logprobs. T = P + R: a prompt, padded on the left to P tokens, and a
 response, padded on the right to R. The toy's prompt "123+456=" and response "579" EOS with P = 8
-and R = 6 is a row of T = 14 tokens, the last two of them padding.
+and R = 6 are a row of T = 14 tokens; the last two are padding.
 """
 import collections
 import functools
@@ -24,16 +24,16 @@ from errors import BadInput, warn
 from rows import at_row, keep_rows
 
 # --------------------------------------------------------------------------------------------------
-# prompts as token ids. All are encoded once, at the start: else a row that is too long could end a
-# run on its third day
+# prompts as token ids. All are encoded once, at the start: otherwise a row that is too long could
+# end a run on its third day
 
 
 def encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge=None, max_prompt_tokens=0,
                    too_long="error"):
     """
     encode_prompts, where a prompt and max_new_tokens more must fit into the context of every model,
-    and the prompt into max_prompt_tokens, if that is not 0. The question to the judge must fit,
-    too, if there is one. models: {name: model}. Raises BadInput.
+    and the prompt into max_prompt_tokens, if that is not 0. If there is a judge, its question must
+    fit, too. models: {name: model}. Raises BadInput.
     """
     if judge:
         judge.check_rows(rows, path, max_new_tokens, too_long)
@@ -51,11 +51,11 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge=None, ma
 
 def encode_prompts(rows, path, tokenizer, longest, limit_name, too_long="error"):
     """
-    The ids of each row's prompt, of which `longest` tokens fit: a list of arrays. The toy's
-    "123+456=" becomes [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
+    The ids of each row's prompt, at most `longest` tokens: a list of arrays. The toy's "123+456="
+    becomes [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
 
-    limit_name, too_long: see rows_that_fit. Rows that are dropped are taken out of `rows`, too; a
-    prompt that is cut loses tokens at its beginning, behind BOS. Raises BadInput with the row.
+    limit_name, too_long: see rows_that_fit. Dropped rows are taken out of `rows`, too. A prompt
+    that is cut loses tokens at its beginning, behind BOS. Raises BadInput with the row.
     """
     at = at_row(rows, path)
     found = tokenizer.encode_prompts([row["prompt"] for row in rows], at)
@@ -73,7 +73,7 @@ def encode_prompts(rows, path, tokenizer, longest, limit_name, too_long="error")
 def say_special_tokens(rows, fields, tokenizer, path):
     """
     Print one line on rank 0 if strings in these fields contain special tokens, such as
-    "<|im_start|>": somebody may have written out a chat template by hand.
+    "<|im_start|>": somebody may have written a chat template by hand.
     """
     strings = (row[field] for row in rows for field in fields if isinstance(row[field], str))
     counts = collections.Counter(s for text in strings for s in tokenizer.specials if s in text)
@@ -85,8 +85,8 @@ def say_special_tokens(rows, fields, tokenizer, path):
 
 def rows_that_fit(rows, path, lengths, limit, limit_name, too_long):
     """
-    The numbers of the rows of these lengths that have at most `limit` tokens, or that the caller
-    will cut. limit_name: the limit in words, for messages. too_long: what becomes of longer ones,
+    The numbers of the rows that have at most `limit` tokens, or that the caller will cut. lengths:
+    of the rows, in tokens. limit_name: the limit in words, for messages. too_long, for longer rows,
     see the scripts' key: "error" raises BadInput with the row, "drop" leaves them out, "cut" keeps
     them. A line says how many are dropped or cut.
     """
@@ -117,9 +117,9 @@ def prompt_text(row):
 @functools.lru_cache(maxsize=32)
 def permutation(n, *key):
     """
-    The numbers from 0 to n - 1 in a random order, (n,) int64, which is a function of the key:
-    permutation(5, 1, "epoch", 0) is [1, 2, 0, 3, 4] whenever and wherever it is called. Do not
-    write into the tensor: the cache gives the same one to the next caller.
+    The numbers from 0 to n - 1 in a random order, (n,) int64. The order depends only on the key:
+    permutation(5, 1, "epoch", 0) is always [1, 2, 0, 3, 4]. Do not write into the tensor: the cache
+    gives the same tensor to the next caller.
     """
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
@@ -128,18 +128,18 @@ def permutation(n, *key):
 
 def batch_rows(seed, iteration, batch_size, n):
     """
-    Which of the n rows of a file make up the batch of an iteration: a list of batch_size numbers.
+    The row numbers of an iteration: a list of batch_size of the n rows of a file.
 
-    All epochs are walked through one after the other, each in an order of its own, batch_size rows
-    an iteration. A batch may end one epoch and begin the next. With n = 5 and seed = 1:
+    The epochs follow each other, each in an order of its own, with batch_size rows an iteration. A
+    batch may end one epoch and begin the next. With n = 5 and seed = 1:
 
         epoch 0 has the order 1 2 0 3 4, epoch 1 the order 2 3 4 0 1
         the batches of batch_size = 3 are [1, 2, 0], [3, 4, 2], [3, 4, 0], ...
 
-    n may also be [(rows, weight), ...] of several sources, whose rows are numbered one after the
-    other: each is walked through in its own epochs, see turn_of in options/sources.py.
+    n may also be [(rows, weight), ...] of several sources, with rows numbered one source after the
+    other: each source has its own epochs, see turn_of in options/sources.py.
     """
-    places = range(iteration * batch_size, (iteration + 1) * batch_size)  # on the walk
+    places = range(iteration * batch_size, (iteration + 1) * batch_size)  # counted over all epochs
     if isinstance(n, int):
         return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
     from options.sources import turn_of
@@ -153,7 +153,7 @@ def batch_rows(seed, iteration, batch_size, n):
 
 
 def iterations(max_iters, epochs, n, batch_size):
-    """max_iters; or, with epochs > 0, how many iterations of batch_size rows these take."""
+    """max_iters; or, with epochs > 0, the iterations of batch_size rows that the epochs take."""
     return math.ceil(epochs * n / batch_size) if epochs else max_iters
 
 
@@ -165,8 +165,9 @@ def hashed_row(n, *key):
 
 def spread(n, size, seed):
     """
-    Which of the n rows of a file an evaluation takes: `size` numbers in order, 0 = all. The seed
-    says which one of each of so many equal stretches: of a file sorted by task all tasks count.
+    The row numbers of an evaluation: `size` of the n rows of a file, in order, 0 = all. The file is
+    cut into `size` equal parts, and the seed chooses one row of each: so if the file is sorted by
+    task, all tasks are there.
     """
     if not 0 < size < n:
         return list(range(n))
@@ -198,11 +199,11 @@ def right_pad(sequences, pad_id):
 def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, as_rank=None):
     """
     This rank's micro-batches of some rows of a batch: a generator of dicts like the batch. All
-    ranks have about as many tokens, and as many micro-batches, of which some may have no rows.
+    ranks have equally many micro-batches, some without rows, and about equally many tokens.
 
     batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers.
-    micro_batch_size: rows of a micro-batch; or as many as have micro_batch_tokens, if that is
-    given. as_rank: those of rank (number, of how many) instead of this one's.
+    micro_batch_size: rows of a micro-batch; micro_batch_tokens: or its most tokens, if it is not 0.
+    as_rank: (rank, size) instead of this rank's own.
 
     Rows of about the same length come together, so that there is little padding. Example, rows
     [0, 1, 2] on one rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
@@ -219,8 +220,8 @@ def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, as_ran
     parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens, as_rank)
     made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
             for part in parts)
-    # To make one, the CPU waits for the GPU. So there all are made before the first one is trained
-    # on, and the GPU never waits for the CPU in between.
+    # To make a micro-batch, the CPU waits for the GPU. So on a GPU all are made before the training
+    # begins, and the GPU does not wait for the CPU between two of them.
     for number, mb in enumerate(list(made) if rows.is_cuda else made, 1):
         status.show(f"micro-batch {number} of {len(parts)}")
         yield mb
@@ -230,16 +231,15 @@ def micro_batch(batch, rows):
     """
     b rows of the batch, as the models read them: tokens (b, T), each row from its first token on
     and padded on the right, and target_mask (b, T), True on the tokens that the policy sampled.
-    What the batch has of each response token, (B, R), is here (b, R); R and T are only as long as
-    these rows need.
+    Columns (B, R) of the batch are here (b, R); R and T are only as long as these rows need.
 
-    Of no rows, tokens has one row all the same, with nothing chosen in it: where the parameters are
-    sharded, all ranks must run the forward, because they gather each layer together.
+    Without rows, tokens still has one row, without targets: where the parameters are sharded, all
+    ranks must run the forward, because they gather each layer together.
     """
     mb = {name: x[rows] for name, x in batch.items() if name not in ("tokens", "attention_mask")}
     R = batch["response_mask"].shape[1]
     mask = batch["attention_mask"][rows]  # (b, P + R)
-    # the longest response: with gaps in response_mask it has more tokens than the policy sampled
+    # tokens of the longest response, with its gaps in response_mask
     longest = max(mask[:, -R:].sum(1).tolist(), default=1)
     mb = {name: x[:, :longest] if x.dim() > 1 and x.shape[1] == R else x for name, x in mb.items()}
     if len(rows) == 0:
@@ -247,7 +247,7 @@ def micro_batch(batch, rows):
         return mb | dict(tokens=tokens, target_mask=torch.zeros_like(tokens, dtype=torch.bool))
     tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
     column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
-    t = column - mask[:, :-R].sum(1)[:, None]  # (b, T): which token of the response stands there
+    t = column - mask[:, :-R].sum(1)[:, None]  # (b, T): the place in the response, from 0 on
     inside = (t >= 0) & (t < longest)
     target_mask = inside & mb["response_mask"].gather(1, t.clamp(0, longest - 1))  # (b, T)
     return mb | dict(tokens=tokens, target_mask=target_mask)
@@ -255,9 +255,9 @@ def micro_batch(batch, rows):
 
 def left_aligned(tokens, mask):
     """
-    Rows with padding on their left, (b, width), and mask, True on their tokens, which stand
-    together -> (b, T), each from its first token on, T the tokens of the longest. What stands
-    behind a row's tokens is one of them again; no model sees it from there.
+    Moves rows to the left: tokens (b, width), and mask, True on a row's tokens, without gaps -> (b,
+    T), each row from its first token on; T is the longest row's length. Behind a row's tokens the
+    last one is repeated; no token sees it.
 
         . . 1 2 .   ->  1 2 2
         . 3 4 5 .       3 4 5

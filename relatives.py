@@ -1,12 +1,11 @@
 """
-GRPO and its relatives: what RLOO, Dr. GRPO, DAPO, GSPO and CISPO change in it. Tensors in, tensors
-out, as in loss.py.
+GRPO and its relatives RLOO, Dr. GRPO, DAPO, GSPO and CISPO. Tensors in, tensors out, as in loss.py.
 
 Plain GRPO (arXiv 2402.03300, equation 3): a response's advantage is its score minus the mean
 score of its group, divided by the group's standard deviation; all tokens of the response share it;
-and the loss of a token is PPO's clipped one. Each relative changes a little of that:
+and the loss of a token is PPO's clipped loss. Each relative changes a little of that:
 
-    relative   what it changes                                 where              arXiv paper
+    relative   change                                          where              arXiv paper
     RLOO       a score minus the mean of the *other* scores    group_advantages   2402.14740, eq. 7
     Dr. GRPO   no division by the group's deviation            group_advantages   2503.20783, 3.2
                no division by the response's length            token_weights      its listing 1
@@ -18,7 +17,7 @@ and the loss of a token is PPO's clipped one. Each relative changes a little of 
     CISPO      a clipped weight instead of a clipped loss      grpo.py's loop     2506.13585, eq. 4
 
 config/ has a file of keys for each of them (dr_grpo.py, ...), and their parts may be combined. Dual
-clip (1912.09729, eq. 5), which fits any but CISPO, is recipes/dual_clip.diff.
+clip (1912.09729, eq. 5) is recipes/dual_clip.diff; it fits all but CISPO.
 
 B responses, G of them (a group) to each prompt, side by side; R the longest response.
 """
@@ -46,8 +45,8 @@ def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
     scale_by: "std" as above; "batch": divide by the standard deviation of all B scores; "none": do
         not divide (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
-    The deviations are unbiased (divided by n - 1); the 1e-4 is TRL's. A response whose score is NaN
-    has none: means and deviations are those of the others, and its advantage is 0.
+    The variances are divided by n - 1; the 1e-4 is TRL's. A score of NaN is no score: means and
+    deviations are those of the other scores, and the response's advantage is 0.
     """
     groups = scores.double().view(-1, group_size)  # (B / G, G)
     advantages = groups - groups.nanmean(1, keepdim=True)
@@ -61,17 +60,17 @@ def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
         advantages = advantages / (variances.sqrt() + 1e-4)
     elif scale_by == "batch":
         advantages = advantages / (groups[scored].std() + 1e-4)
-    # Equal scores have advantages of exactly 0. Rounding may leave their mean beside the scores
-    # themselves, and the division by 1e-4 would make something of the difference.
+    # Equal scores have advantages of exactly 0. Their mean may differ from them by rounding, and
+    # the division by 1e-4 would make the difference large.
     nothing = flat_groups(scores, group_size)[:, None] | ~scored
     return advantages.masked_fill(nothing, 0).flatten().to(scores.dtype)
 
 
 def flat_groups(scores, group_size):
     """
-    Which groups have equal scores, and so nothing to learn from: scores (B,) -> (B / G,) bool.
-    DAPO replaces them by groups of other prompts (arXiv 2503.14476, equation 11). NaN is no score:
-    a group with one score, or none, is flat.
+    Which groups have equal scores, and so teach nothing: scores (B,) -> (B / G,) bool. DAPO
+    replaces them by groups of other prompts (arXiv 2503.14476, equation 11). NaN is no score: a
+    group with one score, or none, is flat.
     """
     groups = scores.view(-1, group_size)
     none = groups.isnan()
@@ -80,20 +79,20 @@ def flat_groups(scores, group_size):
 
 
 def deviation_of(scores):
-    """The standard deviation of the scores (B,) that are there; 0 where there are fewer than 2."""
+    """The standard deviation of the scores (B,) that are not NaN; 0 if there are fewer than 2."""
     known = scores[~scores.isnan()]
     return known.std() if len(known) > 1 else torch.zeros(())
 
 
 # --------------------------------------------------------------------------------------------------
-# what changes in the loss of each token
+# changes in the loss of each token
 
 
 def is_off_policy(advantages, logprobs, sampler_logprobs, mask, limit):
     """
-    Which responses are left out of an update, (b, 1) bool: those that were worse than their group,
-    and that the policy would hardly sample any more (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
-    To push such a response further away teaches little, and may do harm.
+    Which responses are left out of an update, (b, 1) bool: responses that are worse than their
+    group and that the policy would hardly sample any more (DeepSeek-V3.2, arXiv 2512.02556,
+    equation 9). To make them even less likely teaches little, and may do harm.
 
         A < 0  and  mean over its tokens of log(q / p) > limit
 
@@ -124,24 +123,24 @@ def gspo_log_ratio(log_ratio, response_mask):
 
 
 # --------------------------------------------------------------------------------------------------
-# what each token counts in the loss of a step
+# the weight of each token in the loss of a step
 
 
 def token_weights(mask, aggregation, max_length):
     """
-    What each token's loss counts, (B, R) float64: the loss of an optimizer step is the sum of
-    weight * loss over its tokens.
+    The weight of each token, (B, R) float64: the loss of an optimizer step is the sum of weight *
+    loss over its tokens.
 
     mask: (B, R) bool of the *whole* step, of all micro-batches and ranks: True on the tokens that
-    count. max_length: the longest response that there may be, in tokens.
-    n is the number of responses that have tokens at all.
+    count. max_length: the most tokens that a response may have.
+    n is the number of responses that have tokens that count.
 
     "token-mean": 1 / all tokens. Every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
     "seq-mean-token-mean": 1 / (tokens of its response * n). Every response counts the same (GRPO,
         arXiv 2402.03300, eq. 3).
     "seq-mean-token-sum-norm": 1 / (max_length * B), a constant. Otherwise a token of a long wrong
         answer would be punished less than one of a short wrong answer (Dr. GRPO, arXiv 2503.20783,
-        listing 1). A response without tokens is one of the B, and adds 0.
+        listing 1). A response without tokens counts in B, and adds 0.
 
     For two responses of 1 and 3 tokens and max_length = 4:
 

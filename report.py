@@ -1,6 +1,6 @@
 """
-What a run says of itself: the figures of a batch, a few samples, the files log.jsonl and
-samples.jsonl, the lines on the terminal. Nothing here decides anything.
+The reports of a run: the figures of a batch, a few samples, the files log.jsonl and samples.jsonl,
+the lines on the terminal. Nothing here decides anything.
 """
 import contextlib
 import hashlib
@@ -25,17 +25,17 @@ from together import together
 
 def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
     """
-    The figures of a batch, {"prefix/name": number}: means over its responses. age: how many updates
-    ago the policy was that has sampled it. correction: the arguments of loss.importance_weights
-    behind the first. With a cap each token of KL and entropy of an older batch counts with its
-    weight, up to the cap; and there are the mean of all weights, the share of those that were at
-    the cap, of those that were dropped, and how many tokens of equal weights would be worth as much
-    as all of them, as a share (the effective sample size, Kong, 1992).
+    The figures of a batch, {"prefix/name": number}: means over its responses. age: the number of
+    updates since the policy that sampled the batch. correction: the arguments of
+    loss.importance_weights behind the first. With a cap there are also the mean of the weights, the
+    shares of weights at the cap and of dropped ones, and the effective sample size as a share of
+    the tokens (Kong, 1992); and in KL and entropy of an older batch each token counts with its
+    weight, up to the cap.
 
-    KL and entropy are in nats a response, estimated from the sampled tokens (k1); they are there
-    once the models have read the batch. reward_names: where there are several, each one's mean.
-    Responses to which a reward does not apply are left out of its mean; how many of all have a
-    score at all is "scored", if not all have one.
+    KL and entropy are in nats a response, estimated from the sampled tokens (k1); they need the
+    models' columns in the batch. reward_names: if there are several, the mean of each. Responses to
+    which a reward does not apply are left out of its mean. "scored": the share of the responses
+    that have a score, if not all have one.
     """
     mask = batch["response_mask"]  # (B, R)
     figures = dict(scores=mean_of(batch["scores"]))
@@ -74,23 +74,23 @@ def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
 
 
 def mean_of(scores):
-    """The mean of the scores (B,) that are there: NaN is no score. 0 where none is there."""
+    """The mean of the scores (B,) that are not NaN; 0 where all are NaN."""
     known = scores[~scores.isnan()]
     return known.mean() if len(known) else torch.zeros(())
 
 
 def samples_of(batch, rows, row_numbers, tokenizer, iteration, reward_names):
     """
-    The first of a batch's responses as dicts for samples.jsonl; row_numbers: of their data rows:
+    The first responses of a batch as dicts for samples.jsonl; row_numbers: of their data rows:
 
         {"iteration": 20, "row": 0, "prompt": "123+456=", "text": "579", "finished": true,
          "length": 4, "scores": {"scores": 1.5, "accuracy": 1.0, "kl": 0.25, "reward/...": ...}}
 
-    Of several turns text is the last one's, and "messages" has all of them.
+    Of several turns text is the last turn, and "messages" has all of them.
 
     row counts the held-out prompts from 0; prompt is the data's, text or messages; length is in
-    tokens, the EOS included. scores has the names of docs/metrics.md, each for this response alone;
-    of a batch that is trained on also "advantage", the mean over the tokens.
+    tokens, the EOS included. scores has the names of docs/metrics.md, for this response only; in a
+    training batch also "advantage", the mean over the tokens.
     """
     n = len(row_numbers)
     columns = dict(scores=batch["scores"], accuracy=batch["accuracy"])  # (B,) each
@@ -120,9 +120,9 @@ def samples_of(batch, rows, row_numbers, tokenizer, iteration, reward_names):
 
 def add_up(sums, mask, tensors):
     """
-    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}, which may be empty at
-    first: their sum where the mask (b, R) is True, and how many those are. In the end
-    parallel.all_reduce_metrics makes the mean over all micro-batches and ranks of it.
+    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}: the sum where the mask
+    (b, R) is True, and the number of these places. sums may be empty at first. In the end
+    parallel.all_reduce_metrics computes the mean over all micro-batches and ranks.
     """
     for name, x in tensors.items():
         pair = torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
@@ -131,13 +131,13 @@ def add_up(sums, mask, tensors):
 
 def measure(sums, mb, mask, logprobs, dtype, age, steps, figures):
     """
-    What a micro-batch of an update shows. Added to sums: figures, {name: (b, R)}; how far the
-    update has moved the policy, policy/approx_kl; and in the first step on a batch that a policy
-    `age` updates older has sampled how far that one is away, policy/off_policy_kl.
+    Adds the figures of a micro-batch of an update to sums: figures, {name: (b, R)};
+    policy/approx_kl, the KL of this update; and, in the first step, if the batch was sampled by a
+    policy `age` > 0 updates older, policy/off_policy_kl, the KL to that policy.
 
     mb: the micro-batch. mask: (b, R), its tokens that count. logprobs: (b, R), of the policy now.
-    steps: how many the update has made. Returns how far the log ratios are from 0, see loss.gap:
-    in the first step that is rounding.
+    steps: made in this update so far. Returns the distance of the log ratios from 0, see loss.gap:
+    in the first step it is only rounding.
     """
     kls = {"policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")}
     if steps == 0 and age > 0:
@@ -157,10 +157,10 @@ def is_better(score, best):
 
 
 def peak_memory_mib(device):
-    """The most memory this process has held: allocated by torch on a GPU, resident on a CPU."""
+    """The most memory of this process so far: allocated by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    # On Linux not getrusage: it would count what the parent process held when it started this one.
+    # on Linux getrusage would also count the parent's memory at the start of this process
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status", encoding="utf-8") as f:
             return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
@@ -169,17 +169,17 @@ def peak_memory_mib(device):
 
 
 # --------------------------------------------------------------------------------------------------
-# log.jsonl, one JSON object a line, one line an iteration; and samples.jsonl, one line for each
-# response of an evaluation that is kept, so that it can be read later what earned which score;
-# rollouts.jsonl has the same of the responses that a run is trained on, with the key save_rollouts
+# log.jsonl has one JSON object a line, one line an iteration; samples.jsonl has one line for each
+# kept response of an evaluation, with its scores; rollouts.jsonl, with the key save_rollouts, has
+# the same for the responses of the training
 
 LOG_FILES = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 
 
 def write_log(out_dir, records, name="log.jsonl"):
     """
-    A collective. Rank 0 appends records, dicts that have an "iteration", to one of LOG_FILES: all
-    of their lines or none. A float that is NaN or infinite becomes null, as JSON has no such
+    A collective. Rank 0 appends records, dicts with an "iteration", to one of LOG_FILES: all of
+    their lines or none. A float that is NaN or infinite becomes null, because JSON has no such
     numbers. Raises Stop, on all ranks, when the disk is full.
     """
     lines = ""
@@ -206,9 +206,9 @@ def append(file, text):
 
 def cut_log(out_dir, iteration):
     """
-    A run goes on before this iteration, so it and later ones will be logged again: delete their
-    lines, and lines that cannot be read, from both files. log.jsonl is there afterwards, if only
-    empty. What is missing before them is said.
+    A run resumes before this iteration, so it and later ones will be logged again: delete their
+    lines, and lines that cannot be read, from the logs. log.jsonl then exists, though it may be
+    empty. A warning names missing iterations.
     """
     expected = set(range(iteration))
     for name in LOG_FILES:
@@ -222,12 +222,12 @@ def cut_log(out_dir, iteration):
             if missing:
                 warn(f"{file} was cut or damaged: of the iterations before {iteration} it lacks "
                      f"{len(missing)}, from {missing[0]} to {missing[-1]}, and the run goes on")
-        # what samples.jsonl must have; which iterations are in rollouts.jsonl a key says
+        # the iterations that samples.jsonl must have; of rollouts.jsonl it is not known
         expected = {i for i, line in kept if '"eval/' in line} if name == "log.jsonl" else set()
 
 
 def read_log(file):
-    """[(iteration, line)] of a log, without lines that cannot be read, as a kill may leave one."""
+    """[(iteration, line)] of a log, without lines that cannot be read: a kill may leave one."""
     if not os.path.exists(file):
         return []
     with open(file, encoding="utf-8", errors="replace") as f:
@@ -277,7 +277,7 @@ def print_samples(samples):
 
 
 def answer_of(sample):
-    """The response of a sample as one text; of several turns, with what was said in between."""
+    """The response of a sample as one text; of several turns, with the messages in between."""
     if "messages" not in sample:
         return sample["text"]
     return " ".join(m["content"].strip() if m["role"] == "assistant" else
@@ -286,17 +286,16 @@ def answer_of(sample):
 
 def say_nothing_learnt(iteration, flat, counted):
     """
-    Say why GRPO has taken no step. flat (groups,): which groups have equal scores; counted (B, R):
-    the tokens that are trained on.
+    Say why GRPO makes no step. flat (groups,): which groups have equal scores; counted (B, R): the
+    tokens that are trained on.
     """
     say(f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups have "
         f"equal scores, {int((~counted.any(1)).sum())} of {len(counted)} responses are masked; no "
         "step")
 
 
-# what the line of an iteration shows, as far as its record has it: name -> metric, format (z: no
-# -0.00). In this
-# order, as many as fit into WIDTH; the others stand in log.jsonl
+# the columns of an iteration's line: name -> metric, format (z: no -0.00). The line has those that
+# are in the record, in this order, as many as fit into WIDTH; log.jsonl has all
 COLUMNS = {
     "score": ("objective/scores", "z6.2f"),
     "kl": ("objective/kl", "z5.2f"),
@@ -319,9 +318,9 @@ WIDTH = 100  # of a line, in characters
 
 def progress(record, start, done, max_iters, began):
     """
-    The line of an iteration: those COLUMNS that its record has, and how long the run has taken and
-    will take. start: the iteration at which this process began; done: how many are done; began:
-    when, in seconds of time.time.
+    The line of an iteration: the COLUMNS that its record has, the run's time so far, and the time
+    left. start: the iteration at which this process began; done: how many are done; began: the time
+    of its start, by time.time.
     """
     spent = time.time() - began
     line = f"iter {done:>{len(str(max_iters))}}/{max_iters}"

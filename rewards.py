@@ -1,6 +1,6 @@
 """
-Responses -> scores, one number for each response: from rules, which read its text, and from models,
-a reward model or a judge, which read its tokens.
+Responses -> scores, one number for each response: from rules, which read its text, and from models
+(a reward model, a judge), which read its tokens.
 
 A rule is a function reward(batch) -> scores (B,): a tensor, an array or a list. The batch is a dict
 of lists with an entry for each response. For two responses of the toy:
@@ -13,17 +13,17 @@ of lists with an entry for each response. For two responses of the toy:
     accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
     format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
 
-rows are the rows of the data file. prompts are the texts that the policy read, which a chat
-template may have extended; a batch without them is fine. completions are the texts of the
-responses. In a run the batch also has the tensors of rollout.generate (tokens, attention_mask,
-response_mask, sampler_logprobs, finished), and `seconds`: how long the rules may take for it. Where
-a response has several turns, its completion is the last one, and `dialogues` has all messages.
+rows are the rows of the data file. prompts are the texts that the policy read, in its chat
+template; a batch needs no prompts. completions are the texts of the responses. In a run the batch
+also has the tensors of rollout.generate (tokens, attention_mask, response_mask, sampler_logprobs,
+finished), and `seconds`: the time that the rules may take for it. Where a response has several
+turns, its completion is the last one, and `dialogues` has all messages.
 
-In this file: the rules; which of them, with which weights, a run uses (the key reward_functions),
-and what they need; scoring a batch; what becomes of a model's scores. Where a response answers is
-in answers.py, and when two answers are the same in same.py. What a script does to a score
-afterwards is in its shape_scores: for example, missing_eos_penalty = 1 gives every response that
-did not end with EOS the score -1, in the place of its own score.
+In this file: the rules; the key reward_functions, which chooses rules and weights; scoring a batch;
+changes of a model's scores. answers.py finds the answer in a response, and same.py says when two
+answers are the same. Later a script changes the scores in its shape_scores: for example,
+missing_eos_penalty = 1 gives every response that did not end with EOS the score -1, in the place of
+its own score.
 """
 import math
 import re
@@ -70,9 +70,9 @@ def accuracy(batch):
 def format(batch):
     """
     (B,): 1.0 where the response is <think>...</think> and then an answer that is not blank, and
-    nothing else; else 0.0. The answer is bare or in <answer>...</answer>. Each tag is there once,
-    and in this order; blanks around the tags are allowed, and so is empty thinking. Where the
-    prompt ends with <think>, the response must not have another one.
+    nothing else; else 0.0. The answer is bare or in <answer>...</answer>. Each tag comes once, in
+    this order. Blanks around the tags and empty thinking are allowed. Where the prompt ends with
+    <think>, the response must not have another one.
 
     The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
     """
@@ -94,17 +94,17 @@ def is_formatted(text):
 
 
 def thinks(batch):
-    """(B,): 1.0 where the response thinks out loud, between <think> and </think>, else 0.0."""
+    """(B,): 1.0 where the response has <think> and, after it, </think>; else 0.0."""
     return torch.tensor([float(0 <= response.find("<think>") < response.find("</think>"))
                          for response in whole_responses(batch)])
 
 
 def length(batch):
     """
-    (B,), from 0 to -1: what a response's length costs, DAPO's soft overlong punishment (arXiv
-    2503.14476, equation 13): 0 for up to four fifths of the longest response R, then in a straight
-    line down to -1. The last fifth is as in section 4.1 there: 4096 of 20480 tokens. With R = 100:
-    up to 80 tokens cost nothing, 90 tokens -0.5, 100 tokens -1.
+    (B,), from 0 to -1: the penalty of long responses, DAPO's soft overlong punishment (arXiv
+    2503.14476, equation 13): 0 for up to four fifths of R, the most tokens of a response, then in a
+    straight line down to -1. The last fifth is as in section 4.1 there: 4096 of 20480 tokens. With
+    R = 100: up to 80 tokens give 0, 90 tokens -0.5, 100 tokens -1.
     """
     mask = batch["response_mask"]  # (B, R)
     R = mask.shape[1]
@@ -112,7 +112,7 @@ def length(batch):
 
 
 def environment(batch):
-    """(B,): what the run's environment has paid for all turns of a response together."""
+    """(B,): the sum of the environment's rewards for all turns of a response."""
     return batch["turn_rewards"].sum(1)
 
 
@@ -130,9 +130,9 @@ def reward_terms(spec, folder="."):
 
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
-    A reward of weight 0 changes no score and is only logged. The function of a model's reward is
-    None. FILE.py:FUNCTION is a function of the user's, see options/foreign_rewards.py; folder: the
-    one from which such files are named. Raises BadConfig or BadInput.
+    A reward of weight 0 changes no score and is only logged. A model's reward has the function
+    None. FILE.py:FUNCTION is a function of the user's, see options/foreign_rewards.py; the path of
+    FILE.py begins in `folder`. Raises BadConfig or BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -164,7 +164,7 @@ def reward_terms(spec, folder="."):
 
 
 def built_in(name):
-    """The function of a built-in reward; None of a model's. What few runs use is loaded here."""
+    """The function of a built-in reward; None of a model's. Rare ones are only imported here."""
     if name == "math":
         from grading.expressions import math_answer
         return math_answer
@@ -177,8 +177,9 @@ def built_in(name):
 
 def check_rows(terms, rows, path):
     """
-    Raise BadInput, with the file, the row and the field, unless the rows of a data file have what
-    the rewards [(weight, name, function)] need; and unless what they run in is there.
+    Raise BadInput, with the file, the row and the field, unless the rows of a data file have the
+    fields that the rewards [(weight, name, function)] need; also if a reward's sandbox or package
+    is missing.
     """
     for _, name, function in terms:
         for field in NEEDS.get(name, ()):
@@ -192,14 +193,14 @@ def check_rows(terms, rows, path):
                 if row[field] is None:
                     raise BadInput(f"{path}, row {number}: the field {field!r} is null, and the "
                                    f"reward {name!r} needs it")
-        if hasattr(function, "check_rows"):  # what else it needs: a sandbox, a package
+        if hasattr(function, "check_rows"):  # for its other needs: a sandbox, a package
             function.check_rows(rows, path)
 
 
 def read_prompts(path, terms, fields=""):
     """
-    The rows of a file of prompts, which have what the rewards need; none, if path is "". Raises
-    BadInput.
+    The rows of a file of prompts, checked for the fields that the rewards need; none, if path is
+    "". Raises BadInput.
     """
     rows, first = read_rows(path, prompt_row, fields) if path else Rows(), 0
     for file, _, count in rows.parts:
@@ -211,7 +212,7 @@ def read_prompts(path, terms, fields=""):
 # --------------------------------------------------------------------------------------------------
 # scoring a batch
 
-# the rules work in a thread, so that the run need not wait for ever for one that hangs
+# the rules work in a thread, so that the run does not wait for ever for a rule that hangs
 thread = ThreadPoolExecutor(1)
 
 
@@ -220,7 +221,7 @@ def score_batch(batch, rows, terms, reward_model, judge, tokenizer, reward_token
     """
     A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
 
-    batch: of rollout.sample_batch; all ranks hold it. rows: of the data. The others: see
+    batch: of rollout.sample_batch; all ranks have it. rows: of the data. The other arguments: see
     score_responses.
 
     Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
@@ -246,17 +247,17 @@ def score_batch(batch, rows, terms, reward_model, judge, tokenizer, reward_token
 def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, micro_batch_size,
                     system, device):
     """
-    A collective: the scores of this rank's b responses, (b,) each: by each reward, as
-    "reward/NAME"; "accuracy", whether they are right; "thinks", whether they think out loud.
+    A collective: the scores of this rank's b responses, (b,) each: "reward/NAME" of each reward;
+    "accuracy", whether they are right; "thinks", whether they have <think>...</think>.
 
-    mine: the texts and tensors of all of them; rows: how many responses all ranks have together.
-    terms: [(weight, name, function)] from reward_terms. reward_model, judge: None where there is
-    none; one that ranks of another role hold is left out. reward_tokenizer: the reward model's.
-    system: the shared keys.
+    mine: the texts and tensors of these responses; rows: how many responses all ranks have
+    together. terms: [(weight, name, function)] from reward_terms. reward_model, judge: None where
+    there is none; a model that only ranks of another role have is left out. reward_tokenizer: the
+    reward model's. system: the shared keys.
     """
     # a model reads a response in two steps: text -> ids, ids -> score
     to_read = {}  # name: (model, the ids of each response)
-    with together.in_step():  # COLLECTIVE: what fails on one rank ends all before they wait
+    with together.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
         given = mine | dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
         thread.submit(launch.begin_thread, device)
         pending = thread.submit(call_rewards, terms, given)
@@ -274,12 +275,12 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
             raise Stop(f"the rewards have not answered for {system.reward_timeout} s; does one of "
                        "them hang? Raise reward_timeout if not") from e
 
-    # at_once: rows of a forward. With micro_batch_tokens, so few that even rows of full width
-    # have no more tokens in all
+    # at_once: rows of a forward. With micro_batch_tokens, so few rows that even at full width they
+    # have no more tokens
     at_once = micro_batch_size
     if system.micro_batch_tokens:
         at_once = max(system.micro_batch_tokens // mine["tokens"].shape[1], 1)
-    # every rank runs as many forwards as the one with the most rows, for models may be sharded
+    # every rank runs as many forwards as the rank with the most rows: models may be sharded
     forwards = math.ceil(math.ceil(rows / parallel.rank_and_size()[1]) / at_once)
     for name, (model, sequences) in to_read.items():
         with autocast(system, device), no_grad_forwards([model], device):
@@ -291,14 +292,14 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
 
 
 def as_read(batch, template):
-    """Responses as a reward model reads them: of several turns messages, or their bare contents."""
+    """Responses as a reward model reads them. Of several turns: messages, or just their texts."""
     if "dialogues" not in batch or template:
         return batch.get("dialogues", batch["completions"])
     return ["".join(message["content"] for message in messages) for messages in batch["dialogues"]]
 
 
 def written(batch):
-    """Each response as one text: of several turns each is behind its role."""
+    """Each response as one text. Of several turns: each behind the name of its role."""
     if "dialogues" not in batch:
         return batch["completions"]
     return ["\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -307,9 +308,9 @@ def written(batch):
 
 def call_rewards(terms, batch):
     """
-    What the rules among the rewards [(weight, name, function)] give for a batch: {name: scores (B,)
-    float64}; NaN where one does not apply to a response. Their weights are not used here. A batch
-    without responses, as a rank may have, is given to none of them.
+    The scores of a batch from the rules among the rewards [(weight, name, function)]: {name: (B,)
+    float64}; NaN where a rule does not apply to a response. The weights are not used here. No rule
+    is called for a batch without responses, which a rank may have.
     """
     return {name: torch.as_tensor(function(batch) if batch["completions"] else [],
                                   dtype=torch.float64)
@@ -319,11 +320,11 @@ def call_rewards(terms, batch):
 @torch.no_grad()
 def score_sequences(model, sequences, micro_batch_size, device, count=0):
     """
-    A model's scores of texts, (n,) in at least float32: what it says at the last token of each.
+    A model's scores of texts, (n,) in at least float32, read at the last token of each.
 
     model: a reward model, or a judge. sequences: the ids of each text, lists. micro_batch_size:
-    texts of a forward pass. count: make at least this many forward passes. A model that is sharded
-    over the ranks needs all of them in each pass; so a rank with fewer texts adds passes without.
+    texts in a forward pass. count: make at least this many forward passes. A sharded model needs
+    all ranks in each pass; so a rank with fewer texts adds passes without texts.
     """
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
@@ -331,7 +332,7 @@ def score_sequences(model, sequences, micro_batch_size, device, count=0):
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     for number, part in enumerate(parts + [[]] * (count - len(parts)), 1):
         status.show(f"micro-batch {number} of {max(count, len(parts))}")
-        # padding is behind each text, so any id will do. Without texts: one token
+        # padding is behind each text, so any id is right. Without texts: one token
         tokens, mask = right_pad([sequences[i] for i in part] or [[0]], 0)  # (b, T) each
         found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
         if part:
@@ -341,9 +342,9 @@ def score_sequences(model, sequences, micro_batch_size, device, count=0):
 
 def add_up(batch, terms):
     """
-    Add the scores (B,) of a gathered batch: the weighted sum of its rewards. A reward that is NaN
-    does not apply to the response (its function gave None) and adds nothing. Where none applies, or
-    only such of weight 0, the score is NaN: the response has none.
+    Add the scores (B,) to a gathered batch: the weighted sums of its rewards. A reward that is NaN
+    does not apply to the response (its function gave None) and adds nothing. Where no reward
+    applies, or only rewards of weight 0 do, the score is NaN: the response has none.
     """
     for _, name, function in terms:
         scores = batch[f"reward/{name}"]  # (B,)
@@ -356,7 +357,7 @@ def add_up(batch, terms):
             say_once(f"the reward {name!r} gives None for {none} of {len(scores)} responses: it "
                      "does not apply to them", name)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
-    if "turn_rewards" in batch:  # (B, R): as the scores have it
+    if "turn_rewards" in batch:  # (B, R): with the weight that they have in the scores
         weights = [weight for weight, name, _ in terms if name == "environment"]
         batch["turn_rewards"] = sum(weights) * batch["turn_rewards"]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
@@ -364,7 +365,7 @@ def add_up(batch, terms):
     batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
 
 
-already_said = set()  # what need not be said again
+already_said = set()  # the keys of the lines that were printed
 
 
 def say_once(message, key):
@@ -375,13 +376,13 @@ def say_once(message, key):
 
 
 # --------------------------------------------------------------------------------------------------
-# what becomes of a model's scores
+# changes of a model's scores
 
 
 def last_real(mask):
     """
-    The index of the last True of each row of mask (B, T) -> (B,): for [F T T F] it is 2. It is
-    found in the mask, and not by looking for a pad id in the tokens: the pad id may be the EOS.
+    The index of the last True of each row of mask (B, T) -> (B,): for [F T T F] it is 2. The pad id
+    in the tokens would not tell: it may be the EOS.
     """
     return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
 
@@ -391,15 +392,15 @@ def alike_for_equal_texts(scores, batch):
     The scores (B,), made exactly equal where the tokens of two responses to one prompt are equal:
     all of them get the score of the first such row.
 
-    On paper equal texts have equal scores. But the last bits of a model's output depend on which
-    other rows are in the micro-batch: 0.1234567 here, 0.1234568 there. A group of nothing but equal
-    responses has nothing to learn from, and GRPO would take such differences for something.
+    In theory equal texts have equal scores. But the last bits of a model's output depend on the
+    other rows of the micro-batch: 0.1234567 or 0.1234568. A group of equal responses teaches
+    nothing, but GRPO would learn from such differences.
     """
     seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
-    if "slot" in batch:  # prompts may be alike, and their answers not
+    if "slot" in batch:  # equal prompts may have different answers in the data
         seen = torch.cat([seen, batch["slot"][:, None]], 1)
     _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
-    # for the text of each number, the first row that has it
+    # for each text, by its number, the first row that has it
     row = torch.arange(len(text), device=text.device)
     first = torch.full_like(text, len(text)).scatter_reduce(0, text, row, "amin")
     return scores[first[text]]
@@ -407,16 +408,16 @@ def alike_for_equal_texts(scores, batch):
 
 def center_scores(state, reward_model, value_model, first_batch):
     """
-    A collective: where the reward model's config.json has no score_shift, it gets the one after
-    which the responses of iteration 0 score 0 on average. Pairs only say by how much scores differ,
+    A collective: where the reward model's config.json has no score_shift, it gets one: with it the
+    responses of iteration 0 score 0 on average. Training on pairs only fixes differences of scores,
     so a reward model of others may score 15 on average. Then the score -1 of a response that never
-    ends would be by far the worst there is, and a new value model would begin 15 off. Only
-    responses that ended count, if there are any: at another token than EOS the score means little
-    (N+ detail 13).
+    ends would be the worst by far, and a new value model would begin 15 too low. Only responses
+    that ended count, if there are any: at another token than EOS the score means little (N+ detail
+    13).
 
-    state: of the run, which keeps the shift. value_model: one that starts as the reward model and
-    gets the same zero; or None. first_batch: a function that samples and scores the responses of
-    iteration 0, for that alone: so an evaluation before it has the same zero as all others.
+    state: of the run; it keeps the shift. value_model: gets the same shift, if it starts as the
+    reward model; else None. first_batch: a function that samples and scores the responses of
+    iteration 0, only for this purpose: so an evaluation before iteration 0 has the same shift, too.
     """
     if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
         return

@@ -1,7 +1,7 @@
 """
-The reward model: the second of the three steps. It is the SFT model with one scalar head, trained
-so that of two completions of a prompt the preferred one scores higher at its last token
-(Bradley-Terry). At the end its scores are shifted so that demonstrations have 0 on average.
+The reward model: the second of the three steps. It is the SFT model with a scalar head. It learns
+to give the preferred one of two completions the higher score, read at the last token
+(Bradley-Terry). At the end its scores are shifted: demonstrations then score 0 on average.
 
 python rm.py config/arithmetic_rm.py                      # the toy, on a laptop
 torchrun --nproc_per_node=8 rm.py config/tldr_rm.py       # a hub model on 8 GPUs
@@ -11,8 +11,8 @@ Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, a
 out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py, in the
 same order.
 
-b examples of a micro-batch; k completions of an example, 2 of a pair; T tokens of the longest of
-them. Masks are True where it counts.
+b examples in a micro-batch; k completions in an example, 2 in a pair; T tokens in the longest of
+them.
 """
 import torch
 
@@ -44,22 +44,22 @@ eval_size = 0  # how many held-out pairs to evaluate on, 0 = all [>= 0]
 # data: JSONL with "prompt", "chosen" and "rejected", or two whole dialogues; see docs/data.md
 train_path = "data/arithmetic/pairs_train.jsonl"  # * pairs to learn; A.jsonl,0.3*B.jsonl: a mix
 val_path = ""  # * held-out pairs; empty = no evaluation
-demonstrations_path = ""  # * SFT's: what shall score 0 on average; empty = the held-out chosen ones
+demonstrations_path = ""  # * SFT's; they will score 0 on average; empty = the held-out chosen ones
 max_tokens = 0  # * longest prompt and completion together, 0 = the model's context [>= 0]
 
 # model
 init_from = "out/arithmetic_sft/policy"  # * a folder or hub name; N+ detail 11: with a new head
 
-# a teacher: frozen reward models, whose scores are learned in the place of the labels. train_path
+# a teacher: frozen reward models; their scores are learned in the place of the labels. train_path
 # may then be pairs, or single responses: rows with "prompt" and "completion", as for sft.py
 teacher = ""  # a folder or hub name, or A,B,C: the mean of their scores; empty = none
 score_coef = 1.0  # teacher: weight of (score - the teacher's score)^2 [>= 0]
 preference_coef = 1.0  # teacher: weight of the cross-entropy against its preferences [>= 0]
 
 # without one, the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and
-margin_coef = 1.0  # the chosen one shall lead by this times the pair's "margin", if any [>= 0]
-use_confidence = False  # a pair is right with the probability in its field "confidence", if any
-label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way round [0..0.5]
+margin_coef = 1.0  # the chosen one should lead by this times the pair's "margin", if any [>= 0]
+use_confidence = False  # a pair's label is right with the probability in its "confidence", if any
+label_smoothing = 0.0  # the assumed share of pairs with a wrong label [0..0.5]
 centre_coef = 0.0  # weight of (score of the chosen + score of the rejected)^2, as 0.01 [>= 0]
 
 # optimizer: AdamW
@@ -77,7 +77,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # randomness
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 
-# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+# system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ tokenizer = load_tokenizer(init_from, system.chat_template, system.template_kwar
                            system.system_prompt)
 tokenizer.set_padding_apart()  # the score is read at the last token that is no padding
 
-# a model that exists, with a scalar head, and with an adapter where there is LoRA
+# the given model with a scalar head, and with an adapter where there is LoRA
 reward_model = load(init_from, "reward", system, device, head="scalar", trained=True, seed=seed)
 reward_model.score_shift = 0.0  # set at the end
 check_tokenizer_fits(tokenizer, reward_model, init_from)
@@ -126,10 +126,10 @@ val_pairs = encode(val_rows, val_path, *PAIR)
 held_out = spread(len(val_pairs), eval_size, seed)  # the numbers of the pairs to evaluate on
 eval_pairs = [val_pairs[i] for i in held_out]
 demonstrations = encode(demonstrations, demonstrations_path, "completion")
-# without demonstrations, what was preferred to something else shall score 0 on average
+# without demonstrations the chosen completions will score 0 on average
 demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[:1000]]
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
-models = in_memory(reward_model=reward_model)  # with LoRA: the adapter, and what it is on
+models = in_memory(reward_model=reward_model)  # with LoRA: the adapter and its trunk
 ranks_agree(config, [train_path, val_path, demonstrations_path], models, [tokenizer])  # COLLECTIVE
 
 optimizer = make_optimizer(reward_model, "reward", system, learning_rate, (beta1, beta2), adam_eps)
@@ -150,20 +150,19 @@ if alike:
 
 
 def tokens_of(example):
-    """How many tokens an example has: (its sequences, what is known of them)."""
+    """How many tokens an example (its sequences, its entry of `known`) has."""
     return sum(map(len, example[0]))
 
 
 def micro_batches(items):
-    """This rank's micro-batches of examples that all ranks hold."""
+    """This rank's micro-batches of examples that all ranks have."""
     return micro_batches_of(items, tokens_of, micro_batch_size, system.micro_batch_tokens)
 
 
 def scores_of(groups, k, model):
     """
     Scores of b groups of k sequences of ids each, (b, k): a pair is a group of 2. A score is the
-    scalar at the last token of a sequence. That token is the EOS, where the score of a response is
-    read, too.
+    scalar at the last token of a sequence, the EOS, as for a response.
     """
     sequences = [ids for group in groups for ids in group] or [[0]]  # sharded: all run the forward
     tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
@@ -186,13 +185,13 @@ def all_scores(groups, model):
 
 def losses_of(scores, known):
     """
-    The losses of b examples with these scores (b, k), {name: (b,)}. known: of each pair its margin,
-    and how likely its label is right, (b, 2); or, with a teacher, its scores (b, k).
+    The losses of b examples with these scores (b, k), {name: (b,)}. known: each pair's margin, and
+    the probability that its label is right, (b, 2); or the teacher's scores (b, k).
     """
     if not teacher:
         margin, confidence = known.unbind(1)  # (b,) each
-        # (b,), how likely a label is wrong: it was wrong and is not swapped by label_smoothing, or
-        # it was right and is swapped
+        # (b,), the probability of a wrong label: it was wrong and label_smoothing does not swap it,
+        # or it was right and is swapped
         wrong = (1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing
         return {"loss/preference": preference_loss(*scores.unbind(1), margin, wrong),
                 "loss/centring": centring_loss(scores)}
@@ -211,9 +210,9 @@ if teacher:
 def judge(scores):
     """
     Metrics of scores (n, 2) of the held-out pairs. loss: without margins, smoothing and centring.
-    accuracy: in which share of the pairs the chosen one scores higher; a tie counts half.
-    calibration_error: sigmoid(difference of the scores) is the probability that the chosen one is
-    better; how far that is from the truth.
+    accuracy: the share of the pairs in which the chosen one scores higher; a tie counts half.
+    calibration_error: the distance from the truth of sigmoid(difference of the scores), the
+    probability that the chosen one is better.
     """
     chosen, rejected = scores.unbind(1)  # (n,) each
     right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
@@ -223,7 +222,7 @@ def judge(scores):
 
 
 def evaluate():
-    """A collective: judge our scores of the held-out pairs, and compare them with the teacher's."""
+    """A collective: judge the scores of the held-out pairs, and compare them with the teacher's."""
     run.enter("eval")
     scores = all_scores(eval_pairs, reward_model)  # (n, 2)
     record, near = judge(scores), ""
@@ -240,7 +239,7 @@ def evaluate():
 
 # -------------------------------------------------------------------------------------------------
 # known: for each example its margin and confidence; or the scores of the teacher, which reads all
-# examples now, once, and then leaves the memory
+# examples once, now, and then leaves the memory
 
 known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
@@ -304,7 +303,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             before, count = sums.get(name, (0.0, 0))
             sums[name] = [before + x.sum().item(), count + len(part)]
 
-    # one step, alike on all ranks
+    # one step, the same on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     norms = run.step(gradients, dict(reward_model=lr), grad_clip)
@@ -313,8 +312,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     record |= {"reward_model/grad_norm": norms.get("reward_model", 0.0), "reward_model/lr": lr}
     run.log(record, tokens=sum(map(tokens_of, examples)), every=10)  # COLLECTIVE
 
-# Pairs only say by how much scores differ, so their zero point is ours to choose: the average
-# demonstration (N+ detail 15). A fixed penalty for a response that does not end then means the same
+# Training on pairs only fixes differences of scores, so the zero point can be chosen: the average
+# demonstration (N+ detail 15). Then a fixed penalty for a response that does not end means the same
 # for every reward model.
 mean = all_scores(demonstrations, reward_model).mean().item()
 reward_model.score_shift = -mean

@@ -14,13 +14,13 @@ How one response is sampled:
 For example, with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated ones are 0.2, 0.7,
 1.0. The uniforms below 0.2 give token 0, those from 0.2 to 0.7 token 1, the rest token 2.
 
-`decode` does this for many responses at once: a cache keeps what the policy has computed for the
-tokens so far, so each step reads one new token of each row; and rows that have ended leave it.
+`decode` does this for many responses at once. A cache keeps the states of the tokens so far, so
+each step reads one new token of each row. Rows that have ended leave the cache.
 
-The uniforms of a response come from a random generator of its own. The seed of that generator is
-made of what names the response: (seed, purpose, iteration, slot in the batch, sample number). So
-the same response is sampled whichever other responses are in the batch, on whichever rank it is
-decoded, and whichever row it gets. And a resumed run needs no saved random state.
+The uniforms of a response come from a random generator of its own, with a seed made of the
+response's name: (seed, purpose, iteration, slot in the batch, sample number). So the response does
+not depend on the other responses in the batch, on the rank that decodes it, or on its row. And a
+resumed run needs no saved random state.
 
 B responses, P prompt length, R the longest response, V vocabulary.
 """
@@ -44,9 +44,9 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     """
     The uniforms in [0, 1) of some responses: (len(slots), length) float64.
 
-    seed: the run's. purpose: what they are sampled for, "rollout", "eval" and so on. iteration: the
-    run's. slots: for each response, the place of its prompt in the iteration's batch. samples: for
-    each response, which of the responses to its prompt it is; None: 0 for all.
+    seed, iteration: of the run. purpose: "rollout", "eval" and so on. slots: for each response, the
+    place of its prompt in the iteration's batch. samples: for each response, its number among the
+    responses to its prompt; None: 0 for all.
 
     Example: GRPO with 2 responses to each of 2 prompts has the slots [0, 0, 1, 1] and the samples
     [0, 1, 0, 1].
@@ -63,7 +63,7 @@ def response_seeds(seed, purpose, iteration, slots, samples=None):
     seeds = []
     for slot, sample in zip(slots, samples or [0] * len(slots), strict=True):
         name = f"{seed} {purpose} {iteration} {slot} {sample}"
-        # 4 bytes, for torch's generator ignores all bits of a seed above the lowest 32
+        # 4 bytes, because torch's generator ignores all bits of a seed above the lowest 32
         digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
         seeds.append(int.from_bytes(digest, "little"))
     return seeds
@@ -98,20 +98,19 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     """
     Sample one response to each prompt.
 
-    prompts: lists of token ids; a prompt that is there twice gets two responses.
+    prompts: lists of token ids; a prompt that comes twice gets two responses.
     max_new_tokens: R, the longest response.
     temperature: logits are divided by it; 0 = always the most likely token.
-    eos_ids: a response ends with any of these ids, which belongs to it. None given: every response
-        has R tokens.
-    vocab_size: ids from here on are never sampled.
+    eos_ids: a response ends with any of these ids; this token belongs to the response. None given:
+        every response has R tokens.
+    vocab_size: ids from this one on are never sampled.
     uniforms: (B, R), see response_uniforms; None: they are made from `seed`.
-    batch_size: how many responses decode at once, 0 = all. It changes memory, and no result.
+    batch_size: how many responses decode at once, 0 = all. It changes memory, but no result.
     prompt_width: P; None: the longest prompt. It changes no result, either.
-    stop: a function that is asked before each token. When it says True, the responses stay as they
-        are at that moment: it is for a caller who is about to leave and will not use them.
-    truncation: leaves unlikely tokens out, one of transformers' warpers; None: all may be
-        sampled.
-    has_stop: a function of the ids of a response so far: whether it has just got a stop string, see
+    stop: a function that is called before each token. If it returns True, the responses stay
+        incomplete: the caller is about to leave and will not use them.
+    truncation: leaves unlikely tokens out, one of transformers' warpers; None: all may be sampled.
+    has_stop: a function of the ids of a response so far: whether a stop string has just ended, see
         Tokenizer.has_stop; None: there are none.
     graphs: on an NVIDIA GPU the steps are CUDA graphs, where the model allows it.
     rooms: how many tokens each response may have, up to R; None: R.
@@ -124,8 +123,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
             in the distribution that was sampled (temperature 0: in that of temperature 1);
         finished (B,) bool: whether the response ended with an EOS or a stop string.
 
-    Example: the prompt "123+456=" gets the response "579" and EOS, with R = 6. In the toy's
-    tokenizer (a token for each byte, EOS is 258, pad is 259) its row is
+    Example: the prompt "123+456=" gets the response "579" and EOS, with R = 6. With the toy's
+    tokenizer (a token for each byte, EOS is 258, pad is 259) the row is
 
         tokens           49 50 51 43 52 53 54 61    53 55 57 258 259 259
         attention_mask    T  T  T  T  T  T  T  T     T  T  T   T   F   F
@@ -170,23 +169,23 @@ def wide_dtype(policy):
     return torch.promote_types(policy.hf.dtype, torch.float32)
 
 
-# inference_mode is lighter than no_grad. Its own tensors could not be used in training; but what it
-# writes into tensors that were made outside of it can.
+# inference_mode is faster than no_grad. Training cannot use tensors that are made in it, but it can
+# use tensors that are made before it and filled in it.
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, rooms, stop=None,
            truncation=None, has_stop=None, graphs=False):
     """
     Sample a response to each of n prompts (lists of ids) together; see this file's header.
 
-    uniforms: (n, R). sampled: where the results are written: responses and logprobs (n, R), lengths
-    and finished (n,). rooms: (n,), the most tokens of each. Returns whether `stop` has ended it
-    before the responses were complete.
+    uniforms: (n, R). sampled: tensors for the results: responses and logprobs (n, R), lengths and
+    finished (n,). rooms: (n,), the most tokens of each. Returns whether `stop` has ended it before
+    the responses were complete.
     """
     from decoding_cache import decoding_cache  # transformers is slow to import
 
     responses, logprobs, lengths, finished = sampled
     device, (n, R) = uniforms.device, uniforms.shape
-    # read each prompt once, however many responses it gets: D different ones
+    # read each of the D different prompts once, even if it gets several responses
     numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
     tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
@@ -203,8 +202,8 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, roo
 
         steps = steps_of(policy, cache)
 
-    # Each row of the cache samples the response of number live[row]. A response that has ended
-    # stays in the cache until a quarter of the rows have; meanwhile what it samples is dropped
+    # Row r of the cache samples response number live[r]. A response that has ended stays in the
+    # cache until a quarter of the rows have ended; its further tokens are dropped
     live = going = torch.arange(n, device=device)  # going: the numbers of the rows that go on
     for t in range(R):
         if truncation:
@@ -252,17 +251,17 @@ def draw(logits, uniform, temperature, vocab_size=None):
 
 def choose(probs, uniform):
     """
-    Which of V outcomes each row's uniform stands for: probs (B, V), uniform (B,) float64 in [0, 1)
-    -> (B,) int64, the first one whose cumulated probability is above the uniform.
+    One of V outcomes for each row: probs (B, V), uniform (B,) float64 in [0, 1) -> (B,) int64, the
+    first outcome whose cumulated probability is above the uniform.
 
-    Probabilities are counted in whole parts of 2^-40. Whole numbers have the same sums in any
-    order. A GPU adds up in parallel, and sums of floats would not even rise from index to index:
-    an outcome of probability 0 could be chosen. Here it cannot, for its part is 0 to the last bit.
+    Probabilities are rounded down to multiples of 2^-40, because sums of integers are the same in
+    any order. A GPU adds in parallel: there the cumulated sums of floats may even fall from one
+    index to the next, and an outcome of probability 0 could be chosen.
     """
     cdf = (probs * 2.0**40).long().cumsum(1)  # (B, V)
     point = (uniform.double() * cdf[:, -1]).long()  # (B,), below the last entry
     i = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1)  # the first one above
-    # of NaN it is V, behind the last index; the checks will find the NaN, and stop the run
+    # with NaN it is V, behind the last index; the checks find the NaN later, and stop the run
     return i.clamp(max=probs.shape[1] - 1)
 
 
@@ -277,17 +276,17 @@ def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, te
     samples its share. Where the weights are sharded, or several ranks decode together
     (generate_tp), the sampling is a collective, too.
 
-    rows: all Rows of the data, with the ids of their prompts. row_numbers: of those that get
+    rows: all Rows of the data, with the ids of their prompts. row_numbers: of the rows that get
     `samples` responses each. slots: their places in the batch; None: 0, 1, ...
-    noise: (seed, purpose, iteration), which with a response's slot and sample decide its noise.
-    vllm: the engine that samples in the place of the policy, where the key sampler says so.
-    environment: what answers the policy, in responses of several turns. stop: see generate.
+    noise: (seed, purpose, iteration); with the slot and the sample they decide a response's noise.
+    vllm: the engine that samples in the place of the policy, with the key sampler; else None.
+    environment: it answers the policy, in responses of several turns; or None. stop: see generate.
 
-    Columns (B,) beside those of generate: index, the numbers of the rows; prompt, the number of the
-    prompt of each, and slot, its place.
+    Columns (B,) beside those of generate: index, 0 to B - 1; prompt, the row number of each
+    response's prompt; slot, the prompt's place.
     """
     slots = range(len(row_numbers)) if slots is None else slots
-    # of each of the B responses: the number of its prompt, its slot, its sample
+    # for each of the B responses: the number of its prompt, its slot, its sample
     prompt, slot = ([x for x in given for _ in range(samples)] for given in (row_numbers, slots))
     sample = list(range(samples)) * len(row_numbers)
     width = max(len(rows.ids[number]) for number in row_numbers)  # one P for all ranks
@@ -296,7 +295,7 @@ def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, te
     ids = [rows.ids[prompt[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     if tp > 1:
-        stop = None  # those who decode together must take the same steps
+        stop = None  # ranks that decode together must take the same steps
     given = tokenizer, noise, names, max_new_tokens, temperature, stop
     with autocast(system, device), contextlib.ExitStack() as block:
         if vllm:
@@ -310,7 +309,7 @@ def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, te
                                  and not policy.owner().elsewhere))
         sampled = respond(turn, [rows[prompt[i]] for i in numbers], ids, noise, names,
                           max_new_tokens, environment, width, stop)
-    if tp > 1:  # this rank sends its own
+    if tp > 1:  # this rank keeps only its own share
         mine = parallel.my_share(range(len(prompt)))
         kept = [row for row, i in enumerate(numbers) if i in mine]
         sampled = {name: t[kept] for name, t in sampled.items()}
@@ -322,13 +321,13 @@ def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, te
 
 def respond(turn, rows, ids, noise, names, length, environment=None, width=None, stop=None):
     """
-    What generate returns of prompts (lists of ids), one for each of these data rows: of one turn,
-    or, with an environment, of several; then it is a collective. turn: see turns; noise, names:
-    see sample_batch; width: P, None: the longest prompt.
+    A dict as of generate, for prompts (lists of ids), one of each of these data rows: of one turn,
+    or, with an environment, of several; then it is a collective. turn: see turns; noise: see
+    sample_batch; names: slots and samples; width: P, None: the longest prompt.
     """
     if environment is None:
         return turn(ids, range(len(ids)), 0, [0] * len(ids), width)
-    with together.in_step():  # COLLECTIVE: what fails on one rank ends all
+    with together.in_step():  # COLLECTIVE: a failure on one rank ends all
         return environment.converse(rows, ids, noise, names, length, width, turn, stop)
 
 
@@ -342,7 +341,7 @@ def turns(policy, tokenizer, noise, names, length, temperature, stop=None, **how
     def turn(contexts, which, number, used, width=None):
         """
         contexts: all ids before the turn; which: the numbers of these n responses; used: how many
-        tokens each has. In whatever turn token t of a response stands, its uniform is the same.
+        tokens each has. Token t of a response has the same uniform, whichever turn it is in.
         """
         rooms = [length - n for n in used]
         R = max(rooms, default=length)
@@ -358,9 +357,9 @@ def turns(policy, tokenizer, noise, names, length, temperature, stop=None, **how
 @contextlib.contextmanager
 def decoding_copy(policy, matrices, device, tp=1):
     """
-    The block in which the policy decodes, and the model that does it. All ranks come to it
-    together. It is the policy itself, unless autocast would round its matrices to the dtype
-    `matrices` at every token: then it is a copy that has them in that dtype, for this block only.
+    The block in which the policy decodes, and the model that decodes. All ranks come to it
+    together. The model is the policy itself, unless autocast would round its matrices to the dtype
+    `matrices` at every token: then it is a copy with rounded matrices, for this block only.
     A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
     have a copy together, see options/tensor_parallel.py.
     """
@@ -379,22 +378,23 @@ def decoding_copy(policy, matrices, device, tp=1):
         # an adapter's trunk is frozen, and has its matrices in that dtype already
         yield policy
         return
-    # deepcopy takes from `memo` what is there already, the buffers, too, and copies the modules
+    # deepcopy copies the modules, but takes buffers and parameters from `memo`
     memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
     for p in policy.parameters():
         t = p.detach().to(matrices if id(p) in rounded else p.dtype)
         memo[id(p)] = nn.Parameter(t, requires_grad=False)
     decoder = copy.deepcopy(policy, memo)
     head = decoder.hf.get_output_embeddings()
-    if head.weight is decoder.hf.get_input_embeddings().weight:  # tied: rounded as a head alone
+    if head.weight is decoder.hf.get_input_embeddings().weight:  # tied: only the head is rounded
         head.weight = nn.Parameter(head.weight.to(matrices), requires_grad=False)
     yield decoder
 
 
 def texts_of(wanted, part, tokenizer):
     """
-    The data rows, and the texts of prompts and completions, of a part of what is wanted. Of several
-    turns the completion is the last one's text, and `dialogues` has all messages of each response.
+    The data rows, and the texts of prompts and completions, of a part of a batch. wanted: (data
+    row, ids of the prompt) of each. Of several turns the completion is the text of the last turn,
+    and `dialogues` has all messages of each response.
     """
     R = part["response_mask"].shape[1]
     tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
@@ -412,16 +412,16 @@ def texts_of(wanted, part, tokenizer):
 
 def read_batch(batch, readers, forward, micro_batches, iteration, device):
     """
-    A collective: add what models say of each response token to a batch, before an update.
+    A collective: add the models' outputs at each response token to a batch, before an update.
 
-    readers: {name of the column: model}; None, and a column that is there, is left out. forward: a
-    function of (model, micro-batch): what the model says, (b, R), or a tuple that begins with that.
-    micro_batches: those of this rank, in which the update trains: so equal weights give equal bits,
-    and before the first step the ratio is 1 to the last bit.
+    readers: {name of the column: model}; a model that is None, and a column that is there already,
+    are left out. forward: a function of (model, micro-batch): the model's output, (b, R), or a
+    tuple that begins with it. micro_batches: this rank's, the same in which the update trains: so
+    equal weights give equal bits, and before the first step the ratio is exactly 1.
     """
     readers = {name: model for name, model in readers.items()
                if model is not None and name not in batch}
-    # (B, R) each; 0 in the rows of other ranks, and behind the columns that a micro-batch uses
+    # (B, R) each; 0 in other ranks' rows, and behind the columns that a micro-batch uses
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
     with no_grad_forwards(readers.values(), device):
         for mb in micro_batches:
@@ -433,6 +433,6 @@ def read_batch(batch, readers, forward, micro_batches, iteration, device):
 
 
 def add_columns(batch, columns, iteration):
-    """A collective: {name: (B, R)} of this rank's rows, 0 in others, become the batch's."""
+    """A collective: add columns to a batch: {name: (B, R)}, 0 in the rows of other ranks."""
     batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
     audit.check_finite({name: batch[name] for name in columns}, iteration)

@@ -1,13 +1,13 @@
 """
 Files -> rows. read_rows reads JSONL and gives each row to a function that checks it and brings it
-into one form: prompt_row for the prompts of PPO and GRPO, and the functions of examples.py for what
-sft.py and rm.py learn from. Other files, and several with weights, are read by options/sources.py.
+into one form: prompt_row for the prompts of PPO and GRPO, and the functions of completions.py for
+sft.py and rm.py. options/sources.py reads other files, and several files with weights.
 
     {"prompt": "1+2=", "answer": "3"}
     {"prompt": [{"role": "user", "content": "1+2=?"}], "answer": "3"}
 
-A prompt is a string, or a list of messages {"role", "content"}. Rows that look otherwise (ShareGPT,
-Alpaca, HH, verl, ...) are converted once, by data/convert.py.
+A prompt is a string, or a list of messages {"role", "content"}. data/convert.py converts rows of
+other layouts (ShareGPT, Alpaca, HH, verl, ...), once.
 """
 import contextlib
 import gzip
@@ -25,10 +25,10 @@ from folders import read_file
 
 class Rows(list):
     """
-    The rows of one or several sources, one after the other.
+    The rows of one or several sources, one source after the other.
 
-    parts: [(source, weight, number of rows)]. A weight is None where none is given. ids: the token
-    ids of each row's prompt, where a script has them.
+    parts: [(source, weight, number of rows)]; weight: None where none is given. ids: the token ids
+    of each row's prompt, in scripts that need them.
     """
 
     def __init__(self, rows=(), parts=()):
@@ -37,7 +37,7 @@ class Rows(list):
 
     @property
     def mix(self):
-        """What prompts.batch_rows wants to know: len(rows), or with weights [(n, weight), ...]."""
+        """n of prompts.batch_rows: len(rows), or with weights [(n, weight), ...]."""
         if all(weight is None for _, weight, _ in self.parts):
             return len(self)
         return [(count, 1.0 if weight is None else weight) for _, weight, count in self.parts]
@@ -45,9 +45,9 @@ class Rows(list):
 
 def at_row(rows, path):
     """
-    A function of a row's number, from 0, that makes a context: a BadInput that is raised in it, as
-    by a chat template, gets the row's source and its number there, from 1, in front. path: the
-    source of rows that have no parts.
+    A function of a row's number, from 0, that makes a context: a BadInput that is raised in it,
+    such as by a chat template, gets the row's source and its number there, from 1, in front. path:
+    the source of rows without parts.
     """
     @contextlib.contextmanager
     def naming(number):
@@ -67,8 +67,8 @@ def at_row(rows, path):
 
 def keep_rows(rows, numbers):
     """
-    Take all rows out of `rows` but those of these numbers, which are in order. Raises BadInput
-    where a source would have none left.
+    Keep only the rows of these numbers, which are in order. Raises BadInput where a source would
+    have no row left.
     """
     if len(numbers) == len(rows):
         return
@@ -85,7 +85,7 @@ def keep_rows(rows, numbers):
 # --------------------------------------------------------------------------------------------------
 # files -> dicts
 
-# the functions that check a row, and what data/convert.py calls the rows that they want
+# the functions that check a row, and the names of their rows in data/convert.py
 KINDS = dict(prompt_row="prompts", sft_row="sft", ptx_row="sft", preference_row="preferences",
              scored_row="preferences")
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
@@ -95,9 +95,9 @@ def read_rows(spec, shape, fields=""):
     """
     The rows of a key such as prompts_path, as Rows.
 
-    spec: a file, or what sources_of reads. shape: prompt_row, or another function that checks a row
-    and returns it in its form. fields: see rename. Raises BadInput with the file, the row and what
-    is wrong there.
+    spec: a file, or more, see sources_of. shape: prompt_row, or another function that checks a row
+    and returns it in its form. fields: see rename. Raises BadInput with the file, the row and the
+    fault.
     """
     rows, names = Rows(), parse_fields(fields)
     for source, weight, files in sources_of(spec):
@@ -162,14 +162,14 @@ def raw_rows(path):
 
 
 def prepare_hint(path):
-    """What to do where a file of one of our own data sets is not there; "" for a user's file."""
+    """Advice where a file of quartet's own data sets is not there; "" for a user's file."""
     found = re.fullmatch(r"(?:\./)?(data/\w+)/(pairs_)?[^/]+", path)
     script = found and f"{found[1]}/{'pairs' if found[2] else 'prepare'}.py"
     return f"; type python {script}" if script and os.path.isfile(script) else ""
 
 
 def json_rows(path):
-    """One list of objects, or an object in each line; whatever the file is called."""
+    """One list of objects, or an object in each line; the file's name does not matter."""
     text = read_text(path)
     if text.lstrip().startswith("["):
         for number, row in enumerate(parse_json(text, path), 1):
@@ -181,7 +181,7 @@ def json_rows(path):
 
 
 def parse_json(text, where):
-    """The value that a JSON text stands for. Raises BadInput."""
+    """The value of a JSON text. Raises BadInput."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -195,7 +195,7 @@ def read_text(path):
     try:
         if path.lower().endswith(".gz"):
             content = gzip.decompress(content)
-        return content.decode("utf-8-sig")  # sig: without the mark that Windows puts in front
+        return content.decode("utf-8-sig")  # sig: without the mark of Windows at the beginning
     except UnicodeDecodeError as e:
         line = content.count(b"\n", 0, e.start) + 1
         raise BadInput(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from e
@@ -219,8 +219,8 @@ def parse_fields(fields):
 
 def rename(row, names):
     """
-    A row whose fields have our names. names: [(theirs, ours)]. A dot leads into a nested field:
-    reward_model.ground_truth>answer. Raises BadInput where the row has no such field.
+    A row with quartet's names of the fields. names: [(theirs, ours)]. A dot leads into a nested
+    field: reward_model.ground_truth>answer. Raises BadInput where the row has no such field.
     """
     given, row = row, {key: row[key] for key in row if key not in [theirs for theirs, _ in names]}
     for theirs, ours in names:
@@ -242,13 +242,13 @@ def has(row):
 
 ROLES = "system", "user", "assistant"
 THEIRS = dict(prompt=("question", "problem", "instruction", "query", "task"),
-              completion=("response", "output", "answer"))  # what others call these fields
+              completion=("response", "output", "answer"))  # names of these fields in other data
 THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a message beside its content
 
 
 def prompt_row(row):
     """
-    A row to sample responses to: its prompt, its answer as text if there is one, and all other
+    A row with a prompt to answer: its prompt, its answer as text if there is one, and all other
     fields as they are, for rewards. Raises BadInput.
     """
     row = row | {"prompt": prompt_of(row)}
@@ -259,7 +259,7 @@ def prompt_row(row):
         row["answer"] = repr(answer).removesuffix(".0")
     elif answer is not None:
         check_text(answer, "field 'answer', where it is no number,", may_be_empty=True)
-        # plain words and numbers need no closer look, and there may be a million rows
+        # plain words and numbers are right: this is fast, and there may be a million rows
         if not re.fullmatch(r"[ ,./+-]*\w[\w ,./+-]*", answer) and not any(
                 map(str.isprintable, final_answer(answer))):
             raise BadInput(f"field 'answer' is {shorten(answer)}, which is no answer; where a row "
@@ -268,7 +268,7 @@ def prompt_row(row):
 
 
 def prompt_of(row):
-    """The prompt of a row, checked: a string, or messages, one of which asks. Raises BadInput."""
+    """The prompt of a row, checked: a string, or messages, one from the user. Raises BadInput."""
     for name in ("tools", "image", "images"):
         if row.get(name) and row[name] not in ("[]", "{}"):
             raise BadInput(f"field {name!r}: rows with tools or images are not read; only text is")
@@ -280,8 +280,8 @@ def prompt_of(row):
 
 def text_or_messages(row, field):
     """
-    A field of a row, checked: a string that is not empty, or a list of messages, from which the
-    None are taken that tables put where a message has no such field. Raises BadInput.
+    A field of a row, checked: a string that is not empty, or a list of messages. Message fields
+    that are None are dropped: tables have them where a message has no such field. Raises BadInput.
     """
     value = row.get(field)
     if value is None:
@@ -312,14 +312,14 @@ def text_or_messages(row, field):
                    may_be_empty=field == "completion" or role == "system")
         for name in THOUGHTS:
             check_text(message.get(name, ""), f"{where}: {name}", may_be_empty=True)
-        if not thoughts_of(message):  # blank, or the content's, which a template may write twice
+        if not thoughts_of(message):  # empty, or also in the content: a template may write it twice
             for name in THOUGHTS:
                 message.pop(name, None)
     return messages
 
 
 def thoughts_of(message):
-    """The thoughts that a message has in one of THOUGHTS, and its content has not; or ""."""
+    """The thoughts in one of the fields THOUGHTS that the content does not have, too; or ""."""
     thoughts = next((message[name].strip() for name in THOUGHTS if message.get(name)), "")
     begins = re.match(rf"\s*(<think>)?\s*{re.escape(thoughts)}\s*</think>", message["content"])
     return "" if begins else thoughts
@@ -327,9 +327,9 @@ def thoughts_of(message):
 
 def check_text(text, where, may_be_empty=False):
     """
-    Raise BadInput for what is no string, for an empty one, and for half a surrogate pair (the
-    escape "\\ud83d" without its other half), which UTF-8 cannot hold. An empty `completion` is
-    fine: EOS alone is learned.
+    Raise BadInput for a value that is no string, for an empty string, and for half a surrogate pair
+    (the escape "\\ud83d" without its other half), which UTF-8 does not have. An empty `completion`
+    is allowed: only EOS is learned.
     """
     if not isinstance(text, str):
         raise BadInput(f"{where} must be a string, found {type(text).__name__}")

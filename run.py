@@ -1,7 +1,7 @@
 """
-What a run keeps beside the algorithm, in all four scripts: its folder, the phase that it is in and
-for how long, requests to stop, the audit, checkpoints, the log, what it prints, and at the end its
-products.
+The parts of a run that are not the algorithm, in all four scripts: its folder, the time of each
+phase, requests to stop, the audit, checkpoints, the log, the printed lines, and at the end the
+trained models.
 
     device = launch.init(...)                           COLLECTIVE: the ranks meet
     ...                                                 the data, the models, the optimizers
@@ -10,7 +10,7 @@ products.
     for iteration in run.iterations():                  COLLECTIVE: audits, saves, stops between two
         ...
         run.log(record, ...)                            COLLECTIVE
-    run.finish("what to do next")                       COLLECTIVE: saves what the run was for
+    run.finish("what to do next")                       COLLECTIVE: saves the trained models
 
 It decides nothing about training, and it knows no key of a script: it gets values. The whole
 configuration is only stored, and compared when a run resumes.
@@ -44,7 +44,7 @@ KL_LIMIT = 30  # nats a response; the toy's good runs stay below 2
 def ranks_agree(config, files, models, tokenizers):
     """
     A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, files and
-    tokenizers, and those of one role the same weights. files: the data files of keys such as
+    tokenizers, and the ranks of one role the same weights. files: the data files of keys such as
     prompts_path; "" is none. models: {name: model}.
     """
     contents = {f"the content of {file}": sha256(file) for file in code_files(config)}
@@ -63,15 +63,15 @@ def ranks_agree(config, files, models, tokenizers):
 
 class Run:
     """
-    Opens the run's folder and, where it has a checkpoint, loads that.
+    Opens the run's folder and loads its checkpoint, if there is one.
 
-    models: {name: model}, also those that ranks of other roles hold. optimizers: {name: optimizer},
-    of those that are trained. config: all keys, to be stored. system: the shared ones.
-    must_match: the script's keys that must be the same when a run resumes; sources: those that name
-    a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
-    run trains on. temperature: of the sampling. ema: the policy's average or None.
-    self.state, a dict of plain numbers, is what a run carries from one
-    iteration to the next beside weights and optimizers; it is saved with every checkpoint.
+    models: {name: model}, also those of ranks with other roles. optimizers: {name: optimizer} of
+    the trained models. config: all keys, to be stored. system: the shared keys. must_match: the
+    script's keys that must be the same when a run resumes; sources: keys of files and models with
+    contents that must be the same, too. token_ids: all sequences of ids that the run trains on.
+    temperature: of the sampling. ema: the policy's average or None.
+    self.state, a dict of plain numbers, goes from one iteration to the next beside weights and
+    optimizers; it is saved with every checkpoint.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
@@ -101,19 +101,19 @@ class Run:
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
 
-        self.reward_model = models.get("reward_model")  # also where other ranks hold it
+        self.reward_model = models.get("reward_model")  # also where only other ranks have it
         self.frozen_checksums = {}  # filled by the first audit
-        # how far log-probs that are equal on paper may be apart, in nats
+        # the largest distance, in nats, of log-probs that are equal in theory
         self.gap_limit = gap_limit(system.dtype, temperature)
-        self.gap_said = False  # a large gap of the sampler's in 16 bits is said once
-        self.to_save = None  # options/roles.py sets it: a function, which batches to save
+        self.gap_said = False  # a large gap of the sampler in 16 bits is said once
+        self.to_save = None  # options/roles.py sets it: a function, the batches to save
         self.times, self.phase = {}, "start"
         self.clock, self.began = time.perf_counter(), time.time()
         parallel.broadcast_parameters(self.models.values())  # COLLECTIVE: all have rank 0's bytes
         self.announce()
 
     def announce(self):
-        """Print what runs where."""
+        """Print the models, the ranks and the folder."""
         if self.rank > 0:
             return
         report.print_models(self.models, self.optimizers)
@@ -132,8 +132,8 @@ class Run:
     def iterations(self):
         """
         A collective: the iterations from the first one, or that of the checkpoint, to max_iters. At
-        max_iters there is only a last evaluation to make. Before each of them comes what is due:
-        the audit; a checkpoint, which says that this iteration comes next; a stop.
+        max_iters there is only a last evaluation. Before an iteration come, if they are due: the
+        audit; a checkpoint, which says that this iteration is next; a stop.
         """
         for iteration in range(self.start, self.max_iters + 1):
             self.iteration = iteration
@@ -150,7 +150,7 @@ class Run:
 
     def enter(self, phase):
         """
-        Begin a phase of the iteration. Its seconds are counted until the next one begins, and
+        Begin a phase of the iteration. Its seconds are counted until the next phase begins, and
         errors name it.
         """
         if self.device.type == "cuda":
@@ -169,7 +169,7 @@ class Run:
     def save(self):
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
-        if not self.audit_is_due(self.iteration):  # else these weights have passed it already
+        if not self.audit_is_due(self.iteration):  # else these weights are checked already
             audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state, self.tokenizer,
@@ -177,8 +177,8 @@ class Run:
 
     def leave_if_stop_asked(self):
         """
-        A collective: after SIGTERM or Ctrl-C on any rank all ranks save and exit together. An
-        iteration that has begun is begun again by the run that resumes, and samples the same.
+        A collective: after SIGTERM or Ctrl-C on any rank all ranks save and exit together. The run
+        that resumes begins this iteration again, and samples the same texts.
         """
         if not parallel.stop_agreed():  # COLLECTIVE
             return
@@ -193,15 +193,15 @@ class Run:
     @contextlib.contextmanager
     def saved_if_it_fails(self):
         """
-        A collective, if in this block a reward fails: all ranks know it, and what was learned so
-        far is kept.
+        A collective, if in this block a reward fails (all ranks know it): the run is saved before
+        it stops.
         """
         try:
             yield
         except Stop as e:
             if isinstance(e, Lost) or self.iteration == self.start:
                 raise
-            find_cause(self.iteration)  # COLLECTIVE: models that are broken are not saved
+            find_cause(self.iteration)  # COLLECTIVE: broken models are not saved
             self.save()  # COLLECTIVE
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
@@ -210,8 +210,9 @@ class Run:
 
     def sampler_gap(self, batch):
         """
-        A collective: how far the sampler's log-probs are from old_logprobs, in nats. Before any
-        update of the run the reference's must be the policy's, too, where the two are one model.
+        A collective: the distance of the sampler's log-probs from old_logprobs, in nats. Before the
+        first update of a run the reference's log-probs must be the policy's, too, if the two are
+        one model.
         """
         mask, old = batch["response_mask"], batch["old_logprobs"]
         if self.iteration == 0 and "ref_logprobs" in batch and not self.system.ref_path:
@@ -221,8 +222,8 @@ class Run:
         in_16_bits = self.system.dtype in ("bfloat16", "float16")
         if not in_16_bits and self.system.sampler == "own":
             return self.must_agree(worst, "the sampler")  # COLLECTIVE
-        # Other kernels sample there, and how far their rounding goes depends on how deep the model
-        # is: no limit suits all models. So a large gap is said once, and does not stop the run
+        # Here other kernels sample, and their rounding depends on the depth of the model: no limit
+        # fits all models. So a large gap is said once, and does not stop the run
         worst = self.must_agree(worst, "the sampler", checked=False)  # COLLECTIVE
         if worst > self.gap_limit and not self.gap_said:
             errors.warn(f"in {self.system.dtype} the sampler's log-probs differ from those of the "
@@ -235,9 +236,9 @@ class Run:
 
     def must_agree(self, gap, what, checked=True):
         """
-        A collective: the largest gap of any rank between log-probs that are equal on paper, in nats
-        (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit): before
-        any update the log-probs of `what` must be the policy's. checked=False: it is only measured.
+        A collective: the largest gap of any rank, in nats, between log-probs that are equal in
+        theory (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit):
+        before any update the log-probs of `what` must be the policy's. checked=False: no Stop.
         """
         worst = parallel.all_reduce_max(gap).item()  # COLLECTIVE
         if checked and not worst <= self.gap_limit:  # also where worst is NaN
@@ -250,17 +251,17 @@ class Run:
 
     @property
     def loss_scale(self):
-        """What the losses are multiplied by before the backward pass: 1, but in float16."""
+        """The factor of the losses in the backward pass: 1, except in float16."""
         return self.state["loss_scale"] if self.system.dtype == "float16" else 1.0
 
     def step(self, gradients, lrs, grad_clip):
         """
-        A step of each trained model, alike on all ranks. Of sharded models a collective.
+        A step of each trained model, the same on all ranks. With sharded models a collective.
 
         gradients: {model: its buffers}, summed over the ranks. lrs: {model: learning rate}; a model
-        that is not there keeps still. grad_clip: the largest norm of a model's gradients, 0 = any.
-        Returns {model: the norm before it was clipped}; {} where no step was made, as a float16
-        gradient has overflowed. Raises Stop, on all ranks, where another one is not finite.
+        that is not in it makes no step. grad_clip: the largest norm of a model's gradients, 0 =
+        any. Returns {model: the norm before clipping}; {} where no step was made, because a float16
+        gradient overflowed. Raises Stop, on all ranks, if another gradient is not finite.
         """
         norms = {name: parallel.clip_gradients(buffers, grad_clip)
                  for name, buffers in gradients.items()}
@@ -275,7 +276,7 @@ class Run:
             self.ema.update()
         return {name: norm.item() for name, norm in norms.items()}
 
-    # what is said and written
+    # printed lines and logs
 
     def warn_once(self, what, message):
         """Warn, once in the whole run."""
@@ -285,10 +286,10 @@ class Run:
 
     def log_evaluation(self, batch, rows, row_numbers, reward_names, score):
         """
-        A collective: the figures of an evaluation, which are also printed, with two of its samples;
-        SAMPLES of them go to samples.jsonl. rows, row_numbers: the held-out rows, and which of them
-        the batch answers. score: what the run maximises, its mean. With the key
-        keep_best, the policy is saved as out_dir/best_policy if that is the best so far.
+        A collective: the figures of an evaluation. They are also printed, with two samples; SAMPLES
+        samples go to samples.jsonl. rows: the held-out rows; row_numbers: of the rows that the
+        batch answers. score: the mean of the number that the run maximises. With the key keep_best,
+        the policy is saved as out_dir/best_policy if this is the best score so far.
         """
         record = report.summarize(batch, "eval", reward_names)
         accuracy, n = record.get("eval/accuracy", 0.0), len(row_numbers)
@@ -314,11 +315,11 @@ class Run:
     def log(self, record, batch=None, passes=1.0, tokens=0, every=1, rows=()):
         """
         A collective: append an iteration's record to log.jsonl, with its seconds, speed and memory,
-        and print a line of it, of each iteration or of `every` so many. What is None is left out.
+        and print a line every `every` iterations. Entries that are None are left out.
 
-        batch: what the iteration sampled; passes: how often the update went over it. tokens: of a
-        script that samples nothing, how many it trained on. None of them: of the last iteration,
-        which only evaluates. rows: the data rows that the batch answers, for rollouts.jsonl.
+        batch: the sampled batch; passes: how often the update went over it. tokens: in a script
+        that samples nothing, the tokens that it trained on. The last iteration, which only
+        evaluates, has none of them. rows: the data rows that the batch answers, for rollouts.jsonl.
         """
         self.enter("log")
         record = {name: x for name, x in record.items() if x is not None}
@@ -352,10 +353,10 @@ class Run:
 
     def speed(self, batch, passes, tokens):
         """
-        How fast the iteration was, without the seconds of evaluation and checkpoint, and how much
-        memory this process has held. In the rollout the policy samples; then the other models read
-        what it sampled; in the update the trained ones read it again, and learn, in each pass. The
-        texts of PPO-ptx are not counted.
+        The speed of the iteration, without the seconds of evaluation and checkpoint, and the most
+        memory of this process. In the rollout the policy samples; then the other models read the
+        texts; in the update the trained models read them again, and learn, in each pass. The texts
+        of PPO-ptx are not counted.
         """
         seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
         read, learned = 0, tokens
@@ -372,14 +373,14 @@ class Run:
         return figures
 
     def save_as(self, folder, name):
-        """A collective: save a model as it is now as out_dir/folder."""
+        """A collective: save a model, with its present weights, as out_dir/folder."""
         save_final(self.out_dir, folder, self.models[name], self.tokenizer,
                    self.config)  # COLLECTIVE
 
     def finish(self, next_step):
         """
         A collective: save the trained models, and leave together with the other ranks. next_step:
-        what a user may do next, for the last line.
+        advice to the user, for the last line.
         """
         for name in self.trained:
             self.save_as(name, name)  # COLLECTIVE

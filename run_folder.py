@@ -1,12 +1,11 @@
 """
-The folder of a run, out_dir: that only one run writes there, and that a run which resumes is the
-run that was there before.
+The folder of a run, out_dir. Only one run may write there, and only the same run may resume there.
 
 A run must not begin in a folder
     - that another process is writing to: .lock is locked as long as a run's process lives;
-    - that not all ranks see, as on hosts whose disks are not shared;
-    - that holds files of another kind, which the run would overwrite;
-    - that holds another run: other keys, or other models or data under the same paths.
+    - that not all ranks see, as on hosts without a shared disk;
+    - that has files of another kind, which the run would overwrite;
+    - that has another run: other keys, or other models or data under the same paths.
 Each of these ends the program with one line, and no file in the folder is changed.
 """
 import fcntl
@@ -31,38 +30,38 @@ from folders import model_folders, read_json, several_paths
 from parallel import is_sharded
 from rows import files_of
 
-FORMAT = 2  # of checkpoints; another number: they hold other things, or under other names
-LOCK_WAIT = 30  # seconds: as long as a run that was told to stop may take to save
-# keys of all scripts: a run that goes on must have these, and these files and models, as they were;
-# a change of SAID is only said
+FORMAT = 2  # of checkpoints: it changes with their contents or the names in them
+LOCK_WAIT = 30  # seconds: the time in which a run that was asked to stop can save
+# keys of all scripts: of a run that resumes these keys, and the contents of these files and models,
+# must not change; a change of SAID is only said
 MUST_MATCH = ("lora", "share_base", "optim", "ref_path", "staleness")
 SOURCES = ("ref_path", "judge_path", "judge_template")
 SAID = ("eval_path", "val_path", "demonstrations_path", "chat_template")
 PRODUCTS = tuple(f"{name}{kind}" for name in ("policy", "value_model", "reward_model")
-                 for kind in ("", "_adapter")) + ("best_policy", "ema_policy")  # what runs leave
+                 for kind in ("", "_adapter")) + ("best_policy", "ema_policy")  # the saved models
 WRITTEN = (".lock", "config.json", "report_id.txt", *LOG_FILES)  # files in out_dir itself
-lock_file = None  # open, and so locked, as long as this process lives
+lock_file = None  # it is open, and so locked, as long as this process lives
 
 
 def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=math.inf):
     """
-    A collective: create out_dir, or check that it holds this very run, and lock it.
+    A collective: create out_dir, or check that it has the same run, and lock it.
 
-    must_match: the script's keys that must be the same when a run resumes; sources: those that name
-    a file or a model whose content must be the same, too. token_ids: all sequences of ids that the
-    run trains on, which must be the same as well: a chat template or a library may have changed.
+    must_match: the script's keys that must be the same when a run resumes; sources: keys of files
+    and models with contents that must be the same, too. token_ids: all sequences of ids that the
+    run trains on; they must be the same, too: a chat template or a library may have changed.
     max_iters: a run with more iterations done is refused. A change in the user's code is said.
-    Returns (folder, state) of the checkpoint to resume from, or (None, None) to
-    begin, the same on all ranks. Raises BadInput.
+    Returns (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on
+    all ranks. Raises BadInput.
     """
-    # a judge_template is a file, or the name of one of ours
+    # judge_template is a file, or the name of a template of quartet
     sources = [*sources, *(key for key in SOURCES if config.get(key, "") not in ("", "ref_policy")
                            and (key != "judge_template" or os.path.exists(config[key])))]
     must_match = [*must_match, *(key for key in MUST_MATCH if key in config), *sources]
     hashed = [*sources, *(key for key in SAID if config.get(key)), *code_files(config)]
     hashes, holder = alone(lambda: take(out_dir, config, hashed, token_ids))  # COLLECTIVE
-    # On another host the same path may be another disk. Such a rank could train; but after a
-    # resume it would not find the checkpoint.
+    # On another host the same path may be another disk. A rank there could train, but it would not
+    # find the checkpoint when the run resumes.
     blind = ranks_where(read_holder(out_dir) != holder)  # COLLECTIVE
     if blind:
         raise BadConfig(f"{name_ranks(blind)} does not see what rank 0 has made in out_dir "
@@ -79,7 +78,7 @@ def open_run(out_dir, config, must_match, sources=(), token_ids=(), max_iters=ma
 def take(out_dir, config, hashed, token_ids):
     """
     On rank 0: make out_dir and lock it. hashed: keys of files and models, or files. Returns {key:
-    hash of the content}, and what stands in the lock. Raises BadInput.
+    hash of the content}, and the text in the lock. Raises BadInput.
     """
     hashes = {key: (data_hash if key in DATA_KEYS else content_hash)(config.get(key, key))
               for key in hashed}
@@ -98,8 +97,8 @@ def take(out_dir, config, hashed, token_ids):
 
 def check_ours(out_dir):
     """
-    Raise BadInput if out_dir holds files that no run has left there, such as models; or links in
-    the place of a run's files, which it would write through.
+    Raise BadInput if out_dir has files that are not of a run, such as models; or links in the place
+    of a run's files: the run would overwrite the files behind them.
     """
     if out_dir.encode(errors="replace").decode() != out_dir:
         raise BadInput(f"out_dir = {out_dir!r} is not UTF-8, and libraries cannot save there; "
@@ -114,7 +113,7 @@ def check_ours(out_dir):
     except BadInput:
         ours = False
     for path in (os.path.join(out_dir, name) for name in ("config.json", *PRODUCTS, *LOG_FILES)):
-        # an empty log is of a start that was killed just before it wrote config.json
+        # an empty log: a start was killed just before it wrote config.json
         if not ours and os.path.exists(path) and os.path.getsize(path) > 0:
             raise BadInput(f"{path} is there, but no config.json of a run that has left it, and it "
                            "would be overwritten; choose another --out_dir")
@@ -122,9 +121,9 @@ def check_ours(out_dir):
 
 def lock(out_dir):
     """
-    Lock out_dir/.lock for this process, and write there who holds it; returns that. The lock ends
-    with the process, however it ends. Another process that holds it may be about to end: wait up to
-    LOCK_WAIT seconds. Raises BadInput, which names the holder.
+    Lock out_dir/.lock for this process, and write the holder's name into it; returns the name. The
+    lock always ends with the process. If another process has it, wait up to LOCK_WAIT seconds for
+    its end. Raises BadInput, with the holder's name.
     """
     global lock_file
     lock_file = open(os.path.join(out_dir, ".lock"), "a+", encoding="utf-8")
@@ -148,7 +147,7 @@ def lock(out_dir):
 
 
 def locked(file):
-    """Lock a file, if no other process has; returns whether it is locked."""
+    """Try to lock a file; returns False if another process has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,7 +159,7 @@ def locked(file):
 
 
 def read_holder(out_dir):
-    """What stands in out_dir/.lock; "" where there is none."""
+    """The text in out_dir/.lock; "" where there is none."""
     try:
         with open(os.path.join(out_dir, ".lock"), encoding="utf-8") as f:
             return f.read()
@@ -178,8 +177,8 @@ def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
     if folder and state["iteration"] > max_iters:
         raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
                         "iterations done; type a larger --max_iters, or another --out_dir")
-    # the newest checkpoint has the config.json of the run before; where there is none, and no log
-    # either, there is nothing to lose
+    # the newest checkpoint has the config.json of the run before. Without a checkpoint and a log
+    # there is nothing to lose
     log = os.path.join(out_dir, "log.jsonl")
     if folder or os.path.exists(log) and os.path.getsize(log) > 0:
         file = os.path.join(folder or out_dir, "config.json")
@@ -202,8 +201,8 @@ def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
         if re.fullmatch(rf"\.(tmp|old|gone)-({saved})", name):  # of a save that was killed
             shutil.rmtree(os.path.join(out_dir, name), ignore_errors=True)
     if not folder:
-        # The old log goes before the new config.json comes: after a kill between the two, the old
-        # log beside the new configuration would look like a log of this run.
+        # First the old log is deleted, then the new config.json is written. In the other order a
+        # kill between the two would leave the old log, and it would look like a log of this run.
         cut_log(out_dir, 0)
     made_by = {"sha256": hashes, "format": FORMAT}
     if torch.cuda.is_initialized():
@@ -216,8 +215,7 @@ def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
 
 def check_same_run(out_dir, before, config, must_match, hashes):
     """
-    Raise BadInput if out_dir holds another run. before: what stands in the config.json of the run
-    that is there.
+    Raise BadInput if out_dir has another run. before: the content of its config.json.
     """
     for key in must_match:
         if (before.get(key) or "") != (config[key] or ""):  # a key may be newer than the run
@@ -243,7 +241,7 @@ def check_same_run(out_dir, before, config, must_match, hashes):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a run starts from
+# the files and models that a run starts from
 
 
 # each may name several files, or data sets of the hub
@@ -253,7 +251,7 @@ DATA_KEYS = ("train_path", "prompts_path", "ptx_path", "eval_path", "val_path",
 
 def code_files(config):
     """
-    The files of the user's functions in the keys of a run, as they are written there:
+    The files of the user's functions in the keys of a run, with the names in the keys:
     reward_functions = "accuracy,mine.py:brevity" -> ["mine.py"].
     """
     parts = [part.rpartition("*")[2].strip() for key in ("reward_functions", "environment", "tools")
@@ -262,19 +260,19 @@ def code_files(config):
 
 
 def data_hash(spec):
-    """sha256 of the file of a key such as train_path, or of the hashes of its several files."""
+    """sha256 of the file of a key such as train_path; of several files, of their hashes."""
     hashes = [sha256(path) for path in files_of(spec)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def content_hash(path):
     """
-    sha256 of a file; or of a model or tokenizer folder (or hub name): of the names and hashes of
-    its files. Of several, with commas: of their hashes. Raises BadInput if there is no such folder.
+    sha256 of a file; for a model or tokenizer folder (or hub name) of the names and hashes of its
+    files; for several, with commas, of their hashes. Raises BadInput if there is no such folder.
     """
     if os.path.isfile(path):
         return sha256(path)
-    if path.startswith("tiktoken:"):  # the ids of the data tell whether it is another one
+    if path.startswith("tiktoken:"):  # the hash of the token ids shows a change
         return path
     several = several_paths(path, "the model folders")
     if len(several) > 1:
@@ -291,7 +289,7 @@ def content_hash(path):
 
 
 def hash_of_ids(sequences):
-    """sha256 of sequences of token ids, and of where each of them ends."""
+    """sha256 of sequences of token ids and their lengths."""
     digest = hashlib.sha256()
     for ids in sequences:
         digest.update(len(ids).to_bytes(8, "little"))
@@ -301,8 +299,9 @@ def hash_of_ids(sequences):
 
 def fingerprint(model):
     """
-    A value that differs where a model's weights differ, for ranks to compare before they start:
-    the checksums of its tensors; of a sharded model, of which no rank has all, its files' hash.
+    A value that differs where a model's weights differ, so that ranks can compare it at the start:
+    the checksums of its tensors; of a sharded model the hash of its files, because no rank has all
+    weights.
     """
     if is_sharded(model):
         return content_hash(model.path)

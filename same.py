@@ -1,38 +1,38 @@
 r"""
-When two answers are the same: both are brought to one form, and compared.
+Are two answers the same? Both are brought to one form, and compared.
 
     plain           $x = \tfrac52$ cm.      ->  x = \frac{5}{2} cm         without typesetting
     read_answer     x = \frac{5}{2} cm      ->  "x", Fraction(5, 2), "cm"  its name, value and unit
 
-What is typesetting, a unit, a name or a number stands in tables. All of it reads text that a model
-wrote: nothing is evaluated as code, every size is bounded, and no text raises an exception.
-docs/rewards.md has a table of what is the same. There is no algebra: x + 1 and 1 + x are two
-answers, and so are a/b and \frac{a}{b}; see `math` there.
+Tables define typesetting, units, names and numbers. This file reads text that a model wrote:
+nothing is evaluated as code, every size is bounded, and no text raises an exception.
+docs/rewards.md has a table of equal answers. There is no algebra: x + 1 and 1 + x are two answers,
+and so are a/b and \frac{a}{b}; see `math` there.
 """
 import re
 from fractions import Fraction
 from unicodedata import normalize
 
-LONGEST = 200  # characters of an answer; a longer one must be the same letter for letter
-MOST_DIGITS, MOST_ELEMENTS = 100, 20  # an answer beyond these is no number or list, but text
+LONGEST = 200  # characters of an answer; a longer one must be the same text
+MOST_DIGITS, MOST_ELEMENTS = 100, 20  # an answer with more is text, not a number or a list
 GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # braces, balanced, up to three deep
-# words that say that something is not the answer, or may say so, or name two
+# words that deny an answer; and words that may deny it, or give two answers
 DENIED = re.compile(r"n['’]t\b(?! hesitate)|\b(?:not\b(?! hesitate)|no(?!,)|never|cannot|neither"
                     r"|nor|wrong|incorrect|false|untrue|unlikely|impossible)\b", re.IGNORECASE)
 DOUBT = re.compile(DENIED.pattern + r"|\b(?:or|either|if|unless|let|whether|suppose|assum\w+"
                    r"|imagine|doubt)\b", re.IGNORECASE)
-# one of several choices that have letters, perhaps with what it says: B), option B, (B) Paris
+# the letter of a choice, perhaps with its text: B), option B, (B) Paris
 CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-Z])(?:[).:](?!.*(?:\b[A-Z][).:]|, [A-Z]$|"
                     rf"{DOUBT.pattern})).*)?", re.DOTALL)
 
 
 def same_answer(given, truth):
     r"""
-    Whether two answers, as final_answer returns them, are the same: given is the model's, truth the
-    data's. An empty answer is the same as none. What is only typesetting is undone; numbers are the
-    same if their exact values are, lists, tuples, intervals and sets if their parts are, all else
-    as text. As to names and units see clash. Only the model's answer may have more beside a number
-    that the data has alone: any unit (72 clips), an expression in the place of a name (x + y = 5).
+    Whether two answers of final_answer are the same: given is the model's, truth the data's. An
+    empty answer equals no answer. Typesetting does not count. Numbers are the same if their exact
+    values are; lists, tuples, intervals and sets if their parts are; all else if the texts are.
+    Names and units: see clash. Only the model's answer may add to a number any unit (72 clips) or
+    an expression in the place of a name (x + y = 5).
     """
     given, truth = given.strip(), truth.strip()
     if given == truth or not given or not truth or max(len(given), len(truth)) > LONGEST:
@@ -50,7 +50,7 @@ def same_answer(given, truth):
 
 
 def clash(read, wanted):
-    """Whether two answers, as read_answer returns them, differ in name or unit: 5 cm and 5 m."""
+    """Whether two answers of read_answer have different names or units: 5 cm and 5 m."""
     (name, _, unit), (true_name, _, true_unit) = read, wanted
     return "" != name != true_name != "" or "" != unit != true_unit != ""
 
@@ -58,8 +58,8 @@ def clash(read, wanted):
 # --------------------------------------------------------------------------------------------------
 # typesetting
 
-# The units that may be left out on one side, a line for each quantity. A comma stands between the
-# names of one unit, of which the first one is its own; each has a plural, too
+# The units, which one side may leave out, a line for each quantity. Commas separate the names of
+# one unit; the first one is used here. Each name has a plural, too
 UNITS = {name + s: names.split(",")[0] for names in """
     percent degree degreesc degreesf radian unit point people way
     dollar,¤ cent,¢ euro,€ sterling,£ yen,¥ rupee,₹
@@ -76,14 +76,14 @@ GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu
 varsigma sigma tau upsilon phi chi psi omega varepsilon varphi""".split()
 LATEX = dict(zip("αβγδεζηθικλμνξοπρςστυφχψω", GREEK, strict=False)) | dict(zip(
     "×·∞√∪∩±≤≥≠∈∅", "times cdot infty sqrt cup cap pm le ge ne in emptyset".split(), strict=True))
-# What is only typesetting: patterns and what replaces them, applied in this order. ¤ stands for a
-# dollar sign that does not delimit LaTeX, ¶ for the end of a matrix's row, ⦃ and ⦄ for a set's
-# braces, \{ and \}: the braces { and } only group.
+# Typesetting: patterns and their replacements, applied in this order. ¤ is a dollar sign that does
+# not delimit LaTeX, ¶ the end of a matrix's row, ⦃ and ⦄ are a set's braces, \{ and \}: the braces
+# { and } only group.
 TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
-    (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, as "\\ " is no "\ "
+    (r"\\\\(?:\[[0-9.]+ ?[a-z]+\])?", "¶"),  # first, because "\\ " is no "\ "
     (r"\bUS ?(?=\\?\$)", ""), (r"\\\$|\bUSD\b", "¤"), (r"\bEUR\b", "€"),
     (r"\\?%|\bper cent\b", " percent "),
-    # ½, x², x₁: for NFKC they are 1⁄2, x2, x1, and ⁻² is −2; then the minus, and what looks so
+    # ½, x², x₁: NFKC makes them 1⁄2, x2, x1, and ⁻² becomes −2; then the minus and similar signs
     ("[¼-¾⅐-⅞]", lambda m: r"\frac{" + normalize("NFKC", m[0]).replace("⁄", "}{") + "}"),
     ("[⁺⁻]?[⁰¹²³⁴-⁹]+|ⁿ", lambda m: "^{" + normalize("NFKC", m[0]) + "}"),
     ("[₀-₉]+", lambda m: "_{" + normalize("NFKC", m[0]) + "}"),
@@ -118,7 +118,7 @@ TYPESETTING = [(re.compile(pattern), replacement) for pattern, replacement in [
 
 
 def plain(text):
-    """An answer without what is only typesetting: "$\\tfrac12$." -> "\\frac{1}{2}"."""
+    """An answer without typesetting: "$\\tfrac12$." -> "\\frac{1}{2}"."""
     text = normalize("NFC", text)  # é may be two characters
     for pattern, replacement in TYPESETTING:
         text = pattern.sub(replacement, text)
@@ -130,24 +130,24 @@ def plain(text):
 # --------------------------------------------------------------------------------------------------
 # name, value and unit
 
-# The names that may stand before "=" and are left out: a variable (x, AB, m_1, f(x), \theta), or
-# one of the words below. Other words could say that two sides are not equal.
+# The names before "=" that are left out: a variable (x, AB, m_1, f(x), \theta), or one of the words
+# below. Other words could say that two sides are not equal.
 NAME = re.compile(rf"""(?:(?:(?!no\b)[A-Za-z]{{1,2}}|\\(?i:{'|'.join(GREEK)})
     |(?i:answer|area|volume|total|sum))(?:_[0-9A-Za-z]+)?'*(?:\^-1)?
     (?:\([A-Za-z]\)|(?<=[fgh])\([^()]*\))?)?""", re.VERBOSE)
 UNIT = re.compile(rf"(?!a )(.*?[^ /])( ?)(?<![A-Za-z\\])(?<![a-z]{{3}} )"
                   rf"(/?(?:{WORDS})(?:/(?:{WORDS}))?(?: ?\^[23])?)")
-# what a response may have behind a number: 5 apples left, $5 each
+# words behind a number in a response: 5 apples left, $5 each
 TAIL = re.compile(r"^(?=.*\d)(.*?) (?:left|each|remaining|altogether|(?:in )?total|in all|old)$")
-# any plural is a unit of a response where the data has the number alone: 72 clips, 5 red apples,
-# 3 cups of flour; but not with a word that makes another number of it: 5 dozen eggs
+# any plural is a unit of a response where the data only has the number: 72 clips, 5 red apples,
+# 3 cups of flour; but not with a word that changes the number: 5 dozen eggs
 PLURAL = re.compile(r"""(.*?[^ ])\ ((?:[a-z]{3,}[ -])?(?:[a-z]{3,}(?<!s)s|(?:wo)?men)
     (?:/[a-z]+)?)(?:\ of\ [a-z]+)?""", re.VERBOSE)
 NO_UNIT = re.compile(r"""\b(?:(?:one|two|three|four|five|fif|six|seven|eight?|nine?|ten|eleven
     |twel[vf]e?|[a-z]+t(?:y|ie|een)|hundred|thousand|[a-z]*illion|dozen|score|gross|lakh|crore|third
     |quarter|hal(?:f|ve))(?:th)?s?|more|fewer|extra|additional|other|plus|minus|versus|and|not|than
     |over|point|this|perhaps)\b""", re.VERBOSE)
-# what may stand before "=" in a response: no words but functions, and no other relation
+# text before "=" in a response: no words except functions, and no other relation
 EXPRESSION = re.compile(r"""(?:\\(?!(?:le|ge|ne|lt|gt|approx|sim|equiv|in|to)(?![a-z]))[a-z]+
     |(?:sin|cos|tan|log|ln|exp|gcd|lcm)\b|[a-z](?![a-z])|,(?=[^()]*\))|[-+*/^_{}()|'.!\d\s])+""",
                         re.IGNORECASE | re.VERBOSE)
@@ -157,9 +157,9 @@ VARIABLE = re.compile(rf"(?:\\(?:{'|'.join(GREEK)})\b|(?<![\\A-Za-z])(?![fgh]\()
 
 def read_answer(text, loose=False):
     """
-    The text of an answer, as plain returns it -> its name, or "", its value, and its unit, or "":
-    "x = 5 cm" -> ("x", Fraction(5), "cm"). "5 m" has a unit, but "5m" none: m may be a variable.
-    loose: also an expression as the name (x + y = 5), and any unit of a number (72 clips).
+    An answer's text from `plain` -> its name, or "", its value, and its unit, or "": "x = 5 cm" ->
+    ("x", Fraction(5), "cm"). "5 m" has a unit, but "5m" none: m may be a variable. loose: also an
+    expression as the name (x + y = 5), and any unit of a number (72 clips).
     """
     name, unit = "", ""
     *sides, last = map(str.strip, re.split(r"=|\\in(?![a-zA-Z])", text))
@@ -182,8 +182,8 @@ def read_answer(text, loose=False):
 
 def is_side(text, last):
     """
-    Whether a text may stand before "= last" in an equation that says something of `last`: not 6 in
-    6 = 5, no words, and not 2x in 2x = 5, which is still to be solved.
+    Whether a text may be before "= last" where `last` is the value: not 6 in 6 = 5, no words, and
+    not 2x in 2x = 5, which is not solved yet.
     """
     solved = len(set(VARIABLE.findall(text))) != 1
     return solved and EXPRESSION.fullmatch(text) and read_number(text) in (None, read_number(last))
@@ -191,9 +191,9 @@ def is_side(text, last):
 
 def value_of(text, deep=3):
     """
-    The value of plain text without name and unit: a Fraction; of a list or a set its brackets and
+    The value of plain text without name and unit: a Fraction; for a list or a set its brackets and
     its values, "(1, 2]" -> ("(]", 1, 2); or the text itself. Brackets around one value only group
-    it. deep: how many lists may be inside each other.
+    it. deep: the most levels of nested lists.
     """
     text = text.strip()
     if (number := read_number(text)) is not None:
@@ -211,7 +211,7 @@ def value_of(text, deep=3):
 
 
 def split_at_commas(text):
-    """The text cut at commas, but not inside of brackets; [] where the brackets do not match."""
+    """The text cut at commas, but not inside brackets; [] where the brackets do not match."""
     depth, parts = 0, [""]
     for ch in text:
         depth += (ch in "([{⦃") - (ch in ")]}⦄")
@@ -226,14 +226,14 @@ def split_at_commas(text):
 
 def squeeze(text):
     """
-    Plain text as it is compared: without blanks, but for those that count (4 2 is not 42, 1, 234 is
-    not 1,234), without the + of +x; {1} and \\{1\\} become one.
+    Plain text for a comparison: without blanks, except between digits (4 2 is not 42; 1, 234 is not
+    1,234), and without the + of +x; {1} and \\{1\\} become the same.
     """
     text = re.sub(r"(?<![0-9,]) | (?![0-9])|(?<=,) (?![0-9]{3}(?![0-9]))", "", text)
     return re.sub(r"^\+(?![+-])", "", text.replace("⦃", "{").replace("⦄", "}"))
 
 
-# the numbers that are read, in groups of digits or not: 1234; 0.5; 1/2, 1/-2; 1 1/2; 5e-1
+# numbers, in groups of digits or not: 1234; 0.5; 1/2, 1/-2; 1 1/2; 5e-1
 GROUPED = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+(?!/))(?![0-9,])")
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?"
 NUMBER = re.compile(rf"(?:([0-9]+) (?=[0-9]+/[0-9]+$))?({DECIMAL})"
@@ -242,8 +242,8 @@ NUMBER = re.compile(rf"(?:([0-9]+) (?=[0-9]+/[0-9]+$))?({DECIMAL})"
 
 def read_number(text):
     """
-    The value of a number in plain text as a Fraction; None if it is no number, or one with more
-    than MOST_DIGITS digits or with an exponent of more than two.
+    The value of a number in plain text as a Fraction; None if it is no number, or if it has more
+    than MOST_DIGITS digits, or more than two in its exponent.
     """
     if sum(map(str.isdigit, text)) > MOST_DIGITS:
         return None

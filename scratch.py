@@ -1,5 +1,5 @@
 """
-New models, of random weights: what sft.py trains with init_from = "scratch".
+New models with random weights, for sft.py with init_from = "scratch".
 """
 import torch
 
@@ -9,7 +9,7 @@ from models import attend_by, dtypes
 
 
 def from_scratch(settings, head="lm", seed=0, dtype=torch.float32, device="cpu"):
-    """A new Model with random weights. settings: a dict as config.json has it, with model_type."""
+    """A new Model with random weights. settings: a dict as in config.json, with model_type."""
     from transformers import AutoConfig
 
     settings = dict(settings)
@@ -28,7 +28,7 @@ def from_scratch(settings, head="lm", seed=0, dtype=torch.float32, device="cpu")
 
 
 def begin(architecture, name, system, device, seed=0):
-    """A new model, which is trained. architecture: what transformers' config class takes."""
+    """A new model, which is trained. architecture: arguments for transformers' config class."""
     dtype, _ = dtypes(system)
     model = from_scratch(architecture, seed=seed, dtype=dtype, device=device)
     if system.gradient_checkpointing:

@@ -1,6 +1,6 @@
 """
-Supervised fine-tuning: the first of the three steps. A language model learns to continue prompts as
-demonstrations do. The loss counts the tokens of the completions alone, their EOS included.
+Supervised fine-tuning: the first of the three steps. A language model learns to continue prompts
+like the demonstrations. The loss counts only the tokens of the completions, their EOS included.
 
 python sft.py config/arithmetic_sft.py                    # the toy, from scratch, on a laptop
 torchrun --nproc_per_node=8 sft.py config/tldr_sft.py     # a hub model on 8 GPUs
@@ -8,8 +8,8 @@ torchrun --nproc_per_node=8 sft.py config/tldr_sft.py     # a hub model on 8 GPU
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
 resumes.
 
-b demonstrations of a micro-batch, T tokens of the longest of them, n trained tokens of all of them,
-d width of the model.
+b demonstrations in a micro-batch, T tokens in the longest, n trained tokens in all of them, d width
+of the model.
 """
 
 import launch
@@ -37,7 +37,7 @@ eval_interval = 100  # iterations between evaluations; also at iteration 0 and a
 eval_size = 256  # how many held-out demonstrations to evaluate on, 0 = all [>= 0]
 
 # data: JSONL with "prompt" and "completion"; other layouts: docs/data.md
-train_path = "data/arithmetic/sft_train.jsonl"  # * to learn; A.jsonl,0.3*B.jsonl: a mix of files
+train_path = "data/arithmetic/sft_train.jsonl"  # * training data; A.jsonl,0.3*B.jsonl: a mix
 val_path = ""  # * held-out demonstrations; empty = no evaluation
 max_tokens = 0  # * longest prompt and completion together, 0 = the model's context [>= 0]
 
@@ -67,7 +67,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # randomness
 seed = 1  # decides the weights of a scratch model and the order of the data [>= 0]
 
-# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+# system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ val_rows = read_rows(val_path, sft_row, system.fields) if val_path else Rows()
 tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from,
                            system.chat_template, system.template_kwargs, system.system_prompt)
 
-# a new model of the sizes above, or one that exists, with an adapter where there is LoRA
+# a new model of the sizes above, or a given model, with an adapter where there is LoRA
 if init_from == "scratch":
     sizes = dict(n_embd=d_model, n_layer=n_layer, n_head=n_head, n_inner=d_ff, n_positions=context)
     if family == "llama":
@@ -111,7 +111,7 @@ train_examples, val_examples = (
     for rows, path in ((train_rows, train_path), (val_rows, val_path)))
 eval_examples = [val_examples[i] for i in spread(len(val_examples), eval_size, seed)]
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
-models = in_memory(policy=policy)  # with LoRA: the adapter, and what it is on
+models = in_memory(policy=policy)  # with LoRA: the adapter and its trunk
 ranks_agree(config, [train_path, val_path], models, [tokenizer])  # COLLECTIVE
 
 optimizer = make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps)
@@ -126,7 +126,7 @@ say(f"{len(train_rows)} demonstrations, {len(val_rows)} held out; {max_iters} st
 
 
 def micro_batches(examples):
-    """This rank's micro-batches of examples that all ranks hold: lists of (ids, trained)."""
+    """This rank's micro-batches of examples that all ranks have: lists of (ids, trained)."""
     return micro_batches_of(examples, tokens_of_example, micro_batch_size,
                             system.micro_batch_tokens)
 
@@ -177,7 +177,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         loss_sum += loss.item()
         loss_count += trained_tokens(part)
 
-    # one step, alike on all ranks
+    # one step, the same on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     norms = run.step(gradients, dict(policy=lr), grad_clip)

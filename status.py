@@ -1,19 +1,19 @@
 """
-The line that shows that a run is alive, while an iteration takes long: on a terminal it is written
-over itself, elsewhere, as in a file, there is one a minute. Rank 0 alone writes it.
+A line that shows the progress inside a long iteration. On a terminal each line replaces the one
+before; elsewhere, such as in a file, there is one line a minute. Only rank 0 writes it.
 """
 import os
 import shutil
 import sys
 import time
 
-phase = ""  # what the run does now, such as "iteration 7, rollout"; empty: this is no run
-shown = False  # whether the line stands on the terminal
-last = time.monotonic()  # when a line was written
+phase = ""  # of the run, such as "iteration 7, rollout"; empty: this is no run
+shown = False  # whether the line is on the terminal
+last = time.monotonic()  # the time of the last line
 
 
 def show(text):
-    """Say how far the phase has come, such as "token 41 of 512"; cheap, for inner loops."""
+    """Show the progress of the phase, such as "token 41 of 512"; fast, for inner loops."""
     global shown, last
     now = time.monotonic()
     if not phase or now - last < 0.2 or os.environ.get("RANK", "0") != "0":
@@ -29,7 +29,7 @@ def show(text):
 
 
 def clear():
-    """Take the line away, before another one is printed."""
+    """Delete the line, before another one is printed."""
     global shown, last
     if shown:
         print("\r\x1b[K", end="", flush=True)

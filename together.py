@@ -1,13 +1,13 @@
 """
-What the ranks do in step beside the algorithm. Three ways to call a function, for work that can
-fail on one rank while the others wait; and, at the end of the set-up, agree: have all ranks the
-same code, settings and files?
+Work of the ranks beside the algorithm. Three ways to call a function that can fail on one rank
+while the others wait; and `agree`, at the end of the set-up: do all ranks have the same code,
+settings and files?
 
-    from_rank(f)    rank 0 alone calls f, all ranks get the result
+    from_rank(f)    only rank 0 calls f, all ranks get the result
     alone(f)        the same for work at the disk, which may take hours
     together(f)     every rank calls f and keeps its own result; with in_step(): f()
 
-An error of one rank is raised on all of them, so that no rank waits for one that has left.
+An error of one rank is raised on all of them, so that no rank waits for a rank that has left.
 """
 import contextlib
 import datetime
@@ -24,8 +24,8 @@ import parallel
 from errors import BadConfig, BadInput, Stop
 from parallel import all_gather, broadcast, rank_and_size, wire
 
-PATIENCE = 6 * 3600  # seconds that the ranks wait for each other while some work at the disk
-usual_wait = None  # how long a collective waits otherwise; set by launch.init
+PATIENCE = 6 * 3600  # seconds that the ranks wait for each other during work at the disk
+usual_wait = None  # the time that a collective waits otherwise; set by launch.init
 
 
 # --------------------------------------------------------------------------------------------------
@@ -34,9 +34,8 @@ usual_wait = None  # how long a collective waits otherwise; set by launch.init
 
 def from_rank(function, source=0):
     """
-    A collective: the rank `source` alone calls function, and every rank returns its result, which
-    is sent as JSON (no pickle here either). A BadInput or Stop that function raises is raised on
-    every rank.
+    A collective: only the rank `source` calls function, and every rank returns the result, which is
+    sent as JSON (no pickle). A BadInput or Stop of function is raised on every rank.
     """
     if not dist.is_initialized():
         return function()
@@ -47,7 +46,7 @@ def from_rank(function, source=0):
         except (BadInput, Stop) as e:
             outcome = ["BadInput" if isinstance(e, BadInput) else "Stop", str(e)]
         text = json.dumps(outcome).encode()
-    # first the length, so that the other ranks can make room for the text
+    # first the length, so that the other ranks can make a tensor for the text
     length = torch.tensor([len(text)], device=wire())
     broadcast(length, source)
     sent = torch.empty(int(length), dtype=torch.uint8, device=wire())
@@ -63,7 +62,7 @@ def from_rank(function, source=0):
 def alone(function):
     """
     A collective: from_rank(function) for long work at the disk. A disk that is full or fails is a
-    Stop. If rank 0 dies meanwhile, the others notice it at once: its connections break.
+    Stop. If rank 0 dies meanwhile, the others notice it at once: its connections close.
     """
     def at_disk():
         try:
@@ -84,7 +83,7 @@ def alone(function):
 def patience():
     """
     A block of long work at the disk: a run of four 8B models hashes, writes, syncs and reads 190 GB
-    at a time. The ranks wait for each other for up to PATIENCE seconds in it, not `timeout`.
+    at a time. In it the ranks wait for each other for up to PATIENCE seconds, not `timeout`.
     """
     if not dist.is_initialized():
         yield
@@ -105,8 +104,8 @@ def patience():
 def in_step():
     """
     A collective: a block in which every rank does its own share of some work. If it raises BadInput
-    or Stop on any rank, all ranks raise Stop at its end, with the words of the first rank that
-    failed. Without this the ranks that succeeded would go on and wait for the others.
+    or Stop on any rank, all ranks raise Stop at its end, with the message of the first rank that
+    failed. Otherwise the other ranks would go on and wait for the failed ones.
     """
     error = None
     try:
@@ -145,10 +144,10 @@ def name_ranks(numbers):
 
 def agree(settings):
     """
-    A collective, at the end of every rank's set-up: do all ranks start from the same? settings:
-    {what: its value or hash}, from the configuration to the models' checksums; the code itself is
-    added here. Raises BadConfig, on all ranks, if one of them has other settings than rank 0. Where
-    ranks have roles, it is called within parallel.everyone().
+    A collective, at the end of the set-up: do all ranks have the same settings? settings: {what:
+    its value or hash}, from the configuration to the models' checksums; the code itself is added
+    here. Raises BadConfig, on all ranks, if one of them has other settings than rank 0. Where ranks
+    have roles, it is called within parallel.everyone().
     """
     mine = {what: hash_of(json.dumps(value)) for what, value in (own_code() | settings).items()}
     wanted = from_rank(lambda: mine)
@@ -167,9 +166,9 @@ def hash_of(text):
 
 def own_code():
     """
-    {what: its hash or version} of the code that runs here: every file of this project that has been
-    imported, the script among them, and torch. A rank with another version of the loss must be
-    found here: the gradients are summed over the ranks, so no audit could see it later.
+    {what: its hash or version} of the code that runs here: every imported file of this project, the
+    script included, and torch. A rank with another version of the loss must be found here: the
+    gradients are summed over the ranks, so no audit could see it later.
     """
     folder = os.path.dirname(os.path.abspath(__file__)) + os.sep
     loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}

@@ -1,12 +1,12 @@
 """
-Text -> token ids and back, on transformers' AutoTokenizer. Texts come in three ways:
+Text -> token ids and back, with transformers' AutoTokenizer. Three ways:
 
     encode_texts      strings, without BOS and EOS
-    encode_prompts    what the policy answers: a string, or messages in the chat template
+    encode_prompts    prompts for the policy: a string, or messages in the chat template
     encode_scored     a prompt with its response, as a reward model reads them
 
-Text that looks like a special token is plain text in all of them: nobody who writes a prompt can
-end a turn or a response. What becomes of messages is in chats.py.
+Text that looks like a special token is plain text in all of them: a prompt cannot end a turn or a
+response. chats.py encodes messages.
 """
 import ast
 import contextlib
@@ -20,7 +20,7 @@ from chats import (chat_ids, check_template, joined, make_markup_special, open_i
 from errors import BadConfig, BadInput, first_line, shorten
 from folders import CONFIGS, data_alone, model_folders, read_json, read_text
 
-# the files that hold a tokenizer's vocabulary, one of which must be there
+# files with a tokenizer's vocabulary; one of them must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -31,12 +31,12 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json
 def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="", stop_strings=""):
     """
     The Tokenizer of a model folder or hub name; of an adapter its own, or its base model's. Its
-    eos_ids are all ends that its files, its chat template, config.json and generation_config.json
-    name. Raises BadInput where a file is broken, or does not belong to the others.
+    eos_ids are all ends in its files, its chat template, config.json and generation_config.json.
+    Raises BadInput where a file is broken, or does not fit to the others.
 
-    chat_template: a Jinja file in the place of the tokenizer's own; template_kwargs: what the
-    template is told, "enable_thinking=False"; system_prompt: the system message of chats that have
-    none; stop_strings: texts that end a response, see parse_stop_strings.
+    chat_template: a Jinja file in the place of the tokenizer's own; template_kwargs: the template's
+    variables, "enable_thinking=False"; system_prompt: the system message of chats that have none;
+    stop_strings: texts that end a response, see parse_stop_strings.
     """
     hf, folder, model_folder = read_files(path)
     if hf.eos_token_id is None:
@@ -66,8 +66,8 @@ def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="",
 
 def read_files(path):
     """
-    (transformers' tokenizer, its folder, the folder of its model's settings) of a path; of a name
-    such as tiktoken:gpt2 there are no folders. Raises BadInput.
+    (transformers' tokenizer, its folder, the folder of its model's settings) of a path; a name such
+    as tiktoken:gpt2 has no folders, and is returned in their place. Raises BadInput.
     """
     if path.startswith("tiktoken:"):
         from options.tiktoken_files import by_name
@@ -86,7 +86,7 @@ def read_files(path):
         raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}, "
                        "*.tiktoken); copy its files there, or make it with the prepare.py of its "
                        "data")
-    import transformers  # it takes seconds, which --help does not need
+    import transformers  # it takes seconds: not at the top, so that --help is fast
 
     # it warns that Llama 3's tokenizer.model is not sentencepiece's
     transformers.logging.set_verbosity_error()
@@ -118,15 +118,15 @@ def read_files(path):
 
 
 def files_in(folder, names):
-    """The paths of those of these files that are in a folder."""
+    """The paths of these files in a folder, of those that exist."""
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
 
 def check_tokenizer_fits(tokenizer, model, path):
     """
-    Raise BadInput if the tokenizer has ids for which the model has no embedding, unless these are
+    Raise BadInput if the tokenizer has ids without an embedding in the model, unless these are
     special tokens that no text needs: Gemma 3 1B reads no images, but has a token for them. Fewer
-    ids are fine: the model's other tokens are never sampled.
+    ids are allowed: the model's other tokens are never sampled.
     """
     tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
     if tokens <= embeddings:
@@ -141,9 +141,9 @@ def check_tokenizer_fits(tokenizer, model, path):
 
 def load_reader(path, reward_model, tokenizer):
     """
-    The tokenizer of a reward model, as encode_scored needs it: it knows at which token the score is
-    read, and the run's settings for chats, which are those of the policy's tokenizer. Raises
-    BadInput where the model is a plain language model.
+    The tokenizer of a reward model, for encode_scored: with the token at which the score is read,
+    and with the run's settings for chats, from the policy's tokenizer. Raises BadInput where the
+    model is a plain language model.
     """
     if reward_model.new_head:
         raise BadInput(f"{path!r} has no score head, it is a plain language model; train one with "
@@ -163,17 +163,17 @@ def load_reader(path, reward_model, tokenizer):
 
 class Tokenizer:
     """
-    A tokenizer of transformers, `hf`, and what a run knows of it:
+    A tokenizer of transformers, `hf`, and its settings in a run:
 
         eos_ids             a response ends with any of them; eos_id is the tokenizer's own
-        turn_ends           that of them with which a turn of the chat template ends, or none
+        turn_ends           the one of them that ends a turn of the chat template, or none
         pad_id              fills rows; no mask is ever made from it
-        bos_ids             what stands before a string: what the tokenizer itself puts there
-        vocab_size          ids from here on are never sampled
+        bos_ids             the ids that the tokenizer itself puts before a string
+        vocab_size          ids from this one on are never sampled
         specials            {text: id} of the special tokens
         stop_strings        texts that end a response, too
         skipped_id          a reward model's score is read at the last token that is not this one
-        generation_config   of the model beside it: how its makers sample from it
+        generation_config   of the model beside it: its makers' settings of sampling
         messages_of         a function of a response's ids, see Environment.messages_of; or None
     """
 
@@ -198,13 +198,13 @@ class Tokenizer:
 
     @property
     def fingerprint(self):
-        """Differs where any text becomes other ids."""
+        """A hash that differs where any text becomes other ids."""
         settings = [self.vocabulary, self.template, self.kwargs, self.system_prompt,
                     self.skipped_id, self.pad_id, self.bos_ids]
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode()).hexdigest()
 
-    # text -> ids. at: a context for each number, such as one that names the row in errors
+    # text -> ids. at: a context for each number, such as rows.at_row for errors
 
     def encode_texts(self, texts):
         """The ids of each of these strings, without BOS and EOS."""
@@ -215,8 +215,8 @@ class Tokenizer:
 
     def encode_prompts(self, prompts, at=contextlib.nullcontext):
         """
-        The ids of each prompt: BOS (where there is one) and a string; or messages, up to where the
-        response begins: in a new turn, or in the last message, if that is the assistant's.
+        The ids of each prompt: BOS (where there is one) and a string; or messages, up to the place
+        where the response begins: a new turn, or the last message, if it is the assistant's.
         """
         strings = iter(self.encode_texts([p for p in prompts if isinstance(p, str)]))
         found = []
@@ -230,12 +230,12 @@ class Tokenizer:
                       at=contextlib.nullcontext):
         """
         The ids of each prompt and response up to the token at which a reward model's score is read,
-        the last one that is not skipped_id. With a chat template they are a chat, strings too, read
-        to the end of what the template writes. Without one they are strings, read as one text, with
-        EOS behind it where the response has finished (None: all have). longest: more tokens are cut
-        off, as if the response had never ended.
+        the last one that is not skipped_id. With a chat template they are a chat (strings, too),
+        with all the text of the template. Without one they are strings, joined to one text, with
+        EOS behind it where the response has finished (None: all have). longest: further tokens are
+        cut off, as if the response had never ended.
 
-        This is what transformers and TRL read of the same texts; rm.py trains on the same.
+        transformers and TRL read the same ids; rm.py trains on the same.
         """
         pairs = list(zip(prompts, completions, strict=True))
         plain = [not self.template and isinstance(p, str) and isinstance(c, str) for p, c in pairs]
@@ -259,17 +259,17 @@ class Tokenizer:
 
     def text_of(self, ids):
         """The text of ids with all of their special tokens."""
-        # some versions would take the blanks out of ' ' and 3 . 5 where the tokenizer's files ask
-        # for it, as Llama 3's do
+        # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it,
+        # such as Llama 3's
         return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
     def decode(self, ids):
-        """The text of ids without padding and ends. An end that is text, as a line break, stays."""
+        """The text of ids without padding and ends. An end that is text (a line break) stays."""
         unseen = {self.eos_id, self.pad_id, *self.eos_ids.intersection(self.specials.values())}
         return self.text_of([i for i in ids if i not in unseen])
 
     def decode_response(self, ids):
-        """The text of a response; one with a stop string ends right behind that."""
+        """The text of a response, cut right behind its first stop string, if it has one."""
         text = self.decode(ids)
         ends = [text.index(s) + len(s) for s in self.stop_strings if s in text]
         return text[:min(ends, default=len(text))]
@@ -277,25 +277,25 @@ class Tokenizer:
     @property
     def has_stop(self):
         """
-        A function of the ids of a response so far: whether its last tokens have a stop string in
-        their text. None where there are no stop strings.
+        A function of the ids of a response so far: whether the text of its last tokens has a stop
+        string. None where there are no stop strings.
         """
         if not self.stop_strings:
             return None
-        # each token is a byte at least, and one more, since decoding may drop a text's first blank
+        # each token has at least one byte; one more: decoding may drop a text's first blank
         longest = max(len(s.encode()) for s in self.stop_strings) + 1
         return lambda ids: any(s in self.decode(ids[-longest:]) for s in self.stop_strings)
 
     # files
 
     def save(self, folder):
-        """Write its files, which transformers reads again: the same ids, the same template."""
+        """Write its files; from them transformers makes the same ids with the same template."""
         self.hf.save_pretrained(folder)
 
     def set_padding_apart(self):
         """
         For a reward model in training: its score is read at the last token that is not the padding,
-        by us as by transformers. So that this can be the EOS, the padding becomes a special token
+        here and in transformers. This should be the EOS, so the padding becomes a special token
         that ends nothing, if there is one; else the score is read in front of the EOS.
         """
         ends = {self.eos_id, *self.turn_ends}
@@ -309,12 +309,12 @@ class Tokenizer:
 
 def parse_stop_strings(text):
     """
-    The key stop_strings -> a list of texts: one that is written as it is, or several as a list of
-    Python's, "['Q:', '\\n\\n']"; "" are none. Raises BadConfig.
+    The key stop_strings -> a list of texts. The key is one text as it is, or several as a list in
+    Python, "['Q:', '\\n\\n']"; "" is no text. Raises BadConfig.
     """
     if not text.startswith("["):
         return [text] if text else []
-    try:  # in a config file, the line breaks of "['\n']" are there already
+    try:  # from a config file, "['\n']" has real line breaks
         strings = ast.literal_eval(text.replace("\n", "\\n"))
     except (ValueError, SyntaxError):
         strings = [None]

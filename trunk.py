@@ -1,7 +1,7 @@
 """
 Models on another model's trunk. With value_init="shared" the value model is a scalar head on the
-policy: both losses train what the policy trains. With adapters (options/lora.py) several models
-stand on one frozen trunk.
+policy: both losses train the policy's weights. With adapters (options/lora.py) several models stand
+on one frozen trunk.
 """
 import copy
 import os
@@ -16,15 +16,15 @@ from model import Model, check_head
 
 class OnTrunk(Model):
     """
-    A model on the trunk of `base`, to which the trunk's parameters belong: for all but its own ones
-    it calls base. Its own are those of a scalar head (`score`). It is called like any Model.
+    A model on the trunk of `base`. The trunk's parameters belong to base; its own parameters are
+    those of a scalar head (`score`). It is called like any Model.
     """
 
     def __init__(self, base, head="scalar", seed=0):
-        """head: "lm" is the base's; "scalar" a new one, or a copy of the base's, if it has one."""
+        """head: "lm" is the base's; "scalar" a copy of the base's, if it has one, or a new one."""
         nn.Module.__init__(self)
         hf = base.hf if head == "lm" else scalar_shell(base)
-        # not attributes that nn.Module would register: they are the base's own
+        # nn.Module must not register them: they belong to the base
         self.__dict__.update(hf=hf, base=base)
         self.adapters = {}
         self.head, self.path, self.file_dtype = head, base.path, base.file_dtype
@@ -51,7 +51,7 @@ class OnTrunk(Model):
         return self.base.merged(name, W)
 
     def save_own(self, folder):
-        """Write what is its own, and not the base's."""
+        """Write its own parameters, without the base's."""
         from safetensors.torch import save_file
 
         os.makedirs(folder, exist_ok=True)
@@ -76,7 +76,7 @@ def scalar_shell(base):
     """A sequence classifier of transformers with a new head, on base's trunk, not its own."""
     config = copy.deepcopy(base.hf.config)
     want_one_score(config, base.path)
-    with torch.device("meta"):  # the trunk that is made here gives way to base's
+    with torch.device("meta"):  # the trunk that is made here is replaced by base's
         hf = auto_class("scalar").from_config(config)
     check_head(hf, base.path)
     setattr(hf, hf.base_model_prefix, base.hf.base_model)

@@ -1,5 +1,5 @@
 """
-Functions of the user's own, given as FILE.py:FUNCTION: rewards, environments, tools.
+The user's functions, given as FILE.py:FUNCTION: rewards, environments, tools.
 """
 import asyncio
 import functools
@@ -15,10 +15,10 @@ from errors import BadInput, first_line
 def load_function(named, folder, where):
     """
     The function of FILE.py:FUNCTION. The file, relative to folder, is imported: it is trusted like
-    the rest of the code. where: the beginning of messages.
+    the rest of the code. where: the beginning of error messages.
 
-    Raises BadInput and never BadConfig, which only rank 0 prints: the file may be missing on
-    another rank's machine, or be different there.
+    Raises BadInput and never BadConfig, which only rank 0 prints: on another rank's machine the
+    file may be missing or different.
     """
     file, _, name = named.rpartition(":")
     path = os.path.abspath(os.path.join(folder, file))
@@ -33,18 +33,18 @@ def load_function(named, folder, where):
 
 @functools.cache
 def load_file(path, where):
-    """A Python file as a module, which all functions of a key share. Raises BadInput."""
+    """A Python file as a module; all functions of a key share it. Raises BadInput."""
     if not os.path.isfile(path):
         raise BadInput(f"{where}: there is no file {path!r}")
     module_name = "code_in_" + re.sub(r"\W", "_", path)
     loading = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(loading)
-    sys.modules[module_name] = module  # dataclasses look there for the module they are in
+    sys.modules[module_name] = module  # dataclasses look for their module there
     try:
         loading.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as e:  # whatever the file raises is reported with its line
+    except BaseException as e:  # any error of the file is reported with its line
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = lines[-1] if lines else getattr(e, "lineno", "?")
         raise BadInput(f"{where}: {path}, line {line}: {first_line(e)}") from e
@@ -53,8 +53,8 @@ def load_file(path, where):
 
 def place_of(error, caller):
     """
-    Where in the user's file, and not in a library that it calls, an error was raised. caller: the
-    file that has called it.
+    The place of an error in the user's file, and not in a library that it calls. caller: the file
+    that called the function.
     """
     calling = caller, os.path.dirname(asyncio.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)

@@ -1,11 +1,11 @@
 r"""
 The reward `math`: whether two answers are the same expression, by algebra: x + 1 and 1 + x are, and
 so are \sqrt{8} and 2\sqrt{2}. The package math-verify (github.com/huggingface/Math-Verify) reads
-and compares them. It is not among our requirements: pip install math-verify.
+and compares them. It is not in requirements.txt: pip install math-verify.
 
-A model's text may be an expression that takes hours to compute, or all memory. So math-verify works
-in a process of its own, with a limit of memory, which ends itself where a pair takes SECONDS. The
-pair counts as wrong, and a new process goes on behind it.
+A model's text may be an expression that takes hours, or all memory. So math-verify works in a
+process of its own, with a limit of memory. If a pair takes SECONDS, the process ends itself, the
+pair counts as wrong, and a new process goes on with the next pair.
 """
 import importlib.util
 import json
@@ -23,12 +23,12 @@ from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
 from same import DENIED, clash, plain, read_answer, same_answer
 
-SECONDS = 10  # for one pair; math-verify itself gives up after 5 for each of reading and comparing
+SECONDS = 10  # for one pair; math-verify itself stops reading after 5, and comparing after 5
 LONGEST = 2000  # characters of an answer; a longer one is wrong
 
-# In: SECONDS, and behind it a line [given, truth] for each pair. Out: "ready", and a line 1 or 0
-# for each pair. An answer without dollars is one expression. faulthandler's timer is a thread
-# that ends the process even where Python hangs in one long multiplication.
+# In: SECONDS, and then a line [given, truth] for each pair. Out: "ready", and a line 1 or 0 for
+# each pair. An answer without dollars is one expression. faulthandler's timer is a thread: it ends
+# the process even during one long multiplication.
 WORKER = r"""
 import faulthandler, json, logging, os, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
@@ -56,12 +56,12 @@ def math_answer(batch):
     """
     The reward `math`, a list of B scores: 1.0 where the final answer of the response is the row's
     `answer`, as for accuracy, or the same expression by algebra; else 0.0. Algebra has 4/5 of
-    batch["seconds"]; what is not graded by then scores 0, and a printed line says so.
+    batch["seconds"]; answers that are not compared then score 0, and a printed line says so.
     """
     pairs = [(final_answer(text), final_answer(str(row["answer"])))
              for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
     verdicts = {pair: same_answer(*pair) for pair in pairs}
-    # wrong as texts and numbers, but perhaps right by algebra; thinking that never ends is not
+    # wrong as texts and numbers, but perhaps right by algebra; thinking that never ends is wrong
     asked = [pair for pair, same in verdicts.items()
              if not same and pair[0] and "<think>" not in pair[0] and not unlike(*pair)]
     seconds = 0.8 * batch.get("seconds", math.inf)
@@ -75,7 +75,7 @@ def math_answer(batch):
 
 def unlike(given, truth):
     """
-    Whether two answers are two for a reason that math-verify does not see: a denial (cannot be 5),
+    Whether two answers differ for a reason that math-verify does not see: a denial (cannot be 5),
     units (5 cm, 5 m), names, the order of letters (act, cat), 4 am and 4 pm.
     """
     if max(len(given), len(truth)) > LONGEST or DENIED.search(given) and not DENIED.search(truth):
@@ -98,15 +98,15 @@ math_answer.check_rows = check_installed  # rewards.py calls it
 
 def same_expressions(pairs, workers, seconds):
     """
-    Whether the answers of each of the pairs [(given, truth), ...] are the same expression, a list
-    of bools; None where there was no time left. workers: processes at once. seconds: for all pairs.
+    Whether the two answers of each pair [(given, truth), ...] are the same expression, a list of
+    bools; None where there was no time left. workers: processes at once. seconds: for all pairs.
     """
     end = time.monotonic() + seconds
     found = [False] * len(pairs)
     short = [i for i, pair in enumerate(pairs) if max(map(len, pair)) <= LONGEST]
     workers = min(workers, 1 + len(short) // 16)  # a start takes as long as a hundred pairs
     parts = [short[i::workers] for i in range(workers)]
-    # OpenMP may have pinned this thread to one CPU, and new threads and processes inherit that
+    # OpenMP may have bound this thread to one CPU, and new threads and processes inherit that
     with ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS)) as pool:
         verdicts = pool.map(lambda part: ask([pairs[i] for i in part], end), parts)
         for part, answers in zip(parts, verdicts, strict=True):
@@ -116,7 +116,7 @@ def same_expressions(pairs, workers, seconds):
 
 
 def ask(pairs, end):
-    """The same by one process after the other. end: when it must be over, by time.monotonic()."""
+    """The same with one process after the other. end: the last moment, by time.monotonic()."""
     verdicts = []
     while len(verdicts) < len(pairs):
         left = end - time.monotonic()

@@ -1,6 +1,6 @@
 """
-The reward `code`: where in a completion the program is, what a row of the data may have as tests,
-and when a program has passed them. The programs run in grading/sandbox.py.
+The reward `code`: the program in a completion, the tests in a row of the data, and the verdict on a
+program. The programs run in grading/sandbox.py.
 """
 import ast
 import json
@@ -20,13 +20,13 @@ from grading import sandbox
 def code(batch):
     """
     A list of B scores: 1.0 where the program in the response passes all of the row's `tests`, else
-    0.0. Passing some of them scores 0: some can be passed without solving anything. extract_code
-    says where in a response its program is; a response whose thinking never ends has none.
+    0.0, also if it passes some of them: wrong programs may pass some. extract_code finds the
+    program in a response; if the thinking never ends, there is none.
 
-    The programs run in the sandbox, several at a time. They have 4/5 of batch["seconds"], if it is
-    there, all together; the rest is for the other rules. batch["limits"]: the key code_seconds, if
-    it is there. A program that has not ended by then scores 0, and a printed line says so: no
-    program may end the run.
+    The programs run in the sandbox, several at a time. Together they have 4/5 of batch["seconds"],
+    if it is there; the rest is for the other rules. batch["limits"]: the key code_seconds, if it is
+    there. A program that has not ended then scores 0, and a printed line says so: no program may
+    end the run.
     """
     programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
     runnable = [(program, row["tests"])
@@ -59,13 +59,13 @@ code.check_rows = check_code  # rewards.py calls it
 
 
 # --------------------------------------------------------------------------------------------------
-# where a completion has its program
+# the program in a completion
 
 FENCE = re.compile(r"`{3,}|~{3,}")
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
 MARKERS = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")  # of lists
-QUOTED = re.compile(r"(?:[-*+\d.) \t]*>)*")  # what begins a line of a block quote
+QUOTED = re.compile(r"(?:[-*+\d.) \t]*>)*")  # the beginning of a block quote's line
 
 
 def extract_code(completion):
@@ -73,9 +73,9 @@ def extract_code(completion):
     The program in a completion, as text; None if the completion's thinking never ends.
 
     The search begins behind the last </think>. If there is an <answer> there, only the last one is
-    searched. The program is the first of these that is there: the last fenced block with a tag of
-    Python's (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a
-    tag; all of the text. The indentation of its first line is taken away from all its lines.
+    searched. The program is the first of these that exists: the last fenced block with a Python tag
+    (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a tag; the
+    whole text. All its lines lose the indentation of the first line.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if "<think>" in text:
@@ -94,12 +94,12 @@ def fenced_blocks(text):
     """
     The fenced blocks of a text in order: [(tag, its lines)], with the tags "python", "" and others.
 
-    A block begins with three or more backticks or tildes, which may be indented and stand behind
-    the markers of lists; backticks of Python or without a tag behind any text. It ends with a line
-    of at least as many, indented by less than 4 columns more. Models forget that line: so a fence
-    with a tag begins a new block, and a block that is not closed ends with the first line that ends
-    with its fence ("return x```"), else with the text. Of a block in a block quote each line loses
-    as many ">" as stand before the fence.
+    A block begins with a fence: three or more backticks or tildes. Before it there may be spaces
+    and markers of lists; before backticks with a Python tag or without a tag any text. The block
+    ends with a fence of at least as many, indented by less than 4 columns more. Models forget this
+    fence: so a fence with a tag begins a new block, and a block that is not closed ends with the
+    first line that ends with its fence ("return x```"), else with the text. In a block quote each
+    line loses as many ">" as are before the fence.
     """
     blocks, opened, margin, closed, quotes = [], "", 0, set(), 0
     for line in text.split("\n"):
@@ -131,7 +131,7 @@ def fenced_blocks(text):
 
 def read_fence(line):
     """
-    What stands before the first fence of a line, the fence, its tag: "a: ```py3" -> ("a: ", "```",
+    The text before the first fence of a line, the fence, its tag: "a: ```py3" -> ("a: ", "```",
     "python"). The line, "", "" if there is no fence.
     """
     found = FENCE.search(line)
@@ -149,10 +149,10 @@ def check_tests(tests, where):
     """
     The tests of a row -> calls, outputs and scripts.
 
-    tests: one or a list of objects of two kinds. Of functions:
+    tests: an object or a list of objects, of two kinds. Of functions:
         {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
         gives calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7]. It may also be an
-        assertion (see read_assertion), and fn a method: Solution.add of a new Solution().
+        assertion (see read_assertion), and fn may be a method: Solution.add of a new Solution().
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
         It gives scripts [(b"1 2", b"3")].
@@ -183,7 +183,7 @@ def check_tests(tests, where):
                            f"length, found {shorten(test)}")
         for one, want in zip(given, wanted, strict=True):
             try:
-                # what does not equal itself is NaN, which no answer equals, or not JSON
+                # a value that does not equal itself is NaN, or not JSON
                 good = same(one, one) and same(want, want)
             except RecursionError:
                 raise BadInput(f"{where}: a test case is nested too deep") from None
@@ -205,13 +205,13 @@ def check_tests(tests, where):
 
 def read_assertion(text, where):
     """
-    An assertion, as MBPP has them, as a test with one call: "assert add(1, 2) == 3" becomes
-    {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}. So the program is sent the arguments alone.
+    An assertion, as in MBPP, -> a test with one call: "assert add(1, 2) == 3" becomes {"fn": "add",
+    "inputs": [[1, 2]], "outputs": [3]}. So the program only gets the arguments.
 
-    The call stands on one side of == or is, and a value on the other; `assert f(1)` wants True, and
-    `assert not f(1)` False. Function, or class and method: f(1), Solution().f(1). Arguments and the
-    value are literals of what JSON has, and tuples, which are lists here. Raises BadInput for any
-    other, such as assert f(1) in (2, 3).
+    The call is on one side of == or is, and a value on the other; `assert f(1)` wants True, and
+    `assert not f(1)` False. A call is f(1) or Solution().f(1). Arguments and value are literals of
+    JSON's types, or tuples, which become lists. Raises BadInput for any other assertion, such as
+    assert f(1) in (2, 3).
     """
     wanted = BadInput(f"{where}: cannot read the assertion {shorten(text)}; wanted one such as "
                       "\"assert add(1, 2) == 3\", a call with literals and the value that it has")
@@ -247,12 +247,12 @@ def read_assertion(text, where):
 
 
 class Verdict(NamedTuple):
-    """What became of a program in its tests."""
+    """The result of a program in its tests."""
 
     passed: int  # test cases answered right
     total: int  # test cases
-    # "pass"; "out of time" if some were not run for lack of time; else what the first case that did
-    # not pass ended with: fail, error, crash, killed, timeout, memory, output limit
+    # "pass"; "out of time" if there was no time left for some cases; else the ending of the first
+    # case that did not pass: fail, error, crash, killed, timeout, memory, output limit
     reason: str
 
 
@@ -260,12 +260,12 @@ def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf):
     """
     The Verdict of each of the programs [(code, tests)], in order, `workers` of them at a time.
 
-    seconds: the wall-clock time of all together. A program that has not ended by then is "out of
-    time". Raises what run_tests raises.
+    seconds: the wall-clock time of all together. A program that has not ended then is "out of
+    time". Raises the exceptions of run_tests.
     """
     end = time.monotonic() + seconds
-    # Threads are enough, for they only wait. OpenMP may have pinned this thread to one CPU, and new
-    # threads and processes inherit that: so give them all of our CPUs back.
+    # Threads are enough, because they only wait. OpenMP may have bound this thread to one CPU, and
+    # new threads and processes inherit that: so give them all CPUs again.
     pool = ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS))
     try:
         return list(pool.map(lambda program: run_tests(*program, timeout, memory_mib, end),
@@ -278,18 +278,18 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
     """
     Run a program against the tests of a row -> Verdict.
 
-    code: Python source, whatever text the model wrote.
+    code: the text that the model wrote as Python source.
     tests: see check_tests. All calls of functions share one process; each test with a stdin has a
         process of its own. After a process that was stopped at a limit, the others are not run.
     timeout: the CPU seconds of each process, rounded up. All of them together have WALL_FACTOR
-        times as many seconds on the wall clock, in which their starts do not count.
+        times as many seconds on the wall clock, without their starts.
     memory_mib, end: see sandbox.run_program.
 
     Raises BadInput for tests of another form and where bwrap is missing, Stop where the sandbox
     itself fails.
     """
     calls, outputs, scripts = check_tests(tests, "tests")
-    # half a surrogate pair goes in as it is, and is a SyntaxError in there
+    # half a surrogate pair goes in as it is, and is a SyntaxError in the sandbox
     source = code.encode("utf-8", "surrogatepass")
     reasons, wall = [], sandbox.WALL_FACTOR * timeout
     if calls:
@@ -317,7 +317,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
 
 def judge(answer, want):
     """
-    What became of a function call: "pass", "fail", "error" or "memory". answer: the line (bytes)
+    The ending of a function call: "pass", "fail", "error" or "memory". answer: the line (bytes)
     that the process wrote for it: its result as JSON, or ! for an exception, or M for a
     MemoryError. want: the result that the test wants.
     """
@@ -326,13 +326,13 @@ def judge(answer, want):
     try:
         got = json.loads(answer.decode(), object_pairs_hook=without_collisions)
         return "pass" if same(got, want) else "fail"
-    except (ValueError, RecursionError):  # keys that collide, or the program wrote the line itself
+    except (ValueError, RecursionError):  # a key comes twice, or the program wrote the line itself
         return "fail"
 
 
 def without_collisions(pairs):
     """
-    An object of JSON as a dict. Raises ValueError for a key that is there twice, as in the JSON of
+    An object of JSON as a dict. Raises ValueError for a key that comes twice, as in the JSON of
     {1: "a", "1": "b"}: the keys of JSON are strings.
     """
     if len(dict(pairs)) < len(pairs):
@@ -344,11 +344,11 @@ def same(got, want):
     """
     Whether two JSON values are equal; want is the one that a test expects.
 
-    Numbers are compared by value: 1 and 1.0 are equal. An int in want must be met exactly. A float
-    in want must be met within 1e-6 relative, since data sets cut digits off, or within 1e-12
+    Numbers are compared by value: 1 and 1.0 are equal. For an int in want, got must be equal. For a
+    float in want, got may differ by 1e-6 relative, because data sets cut digits off, or by 1e-12
     absolute: so 0.1 + 0.2 - 0.3, which is 5.6e-17, passes for 0.0, and 5e-10 does not. A bool
     equals only a bool: True is not 1. NaN equals nothing. A tuple arrives as a list, and the keys
-    of a dict as strings: json.dumps makes them so.
+    of a dict as strings, because of JSON.
     """
     if type(got) in (int, float) and type(want) in (int, float):
         try:
@@ -366,15 +366,15 @@ def same(got, want):
 
 
 # a number of JSON in a line of output: between blanks, brackets and commas, or behind "="; larger
-# ones are compared as text
+# numbers are compared as text
 NUMBER = re.compile(rb"(?<![^\s()\[\]{},;=])(-?(?:0|[1-9][0-9]{0,99999})|-?(?:0|[1-9][0-9]{0,99})"
                     rb"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?![^\s()\[\]{},;])")
 
 
 def same_output(written, wanted):
     """
-    Whether what a program wrote (bytes) is what a test wants: its numbers as in same, all else byte
-    for byte, but for blanks at the ends of lines, and blank lines at the end.
+    Whether a program wrote (bytes) the output that a test wants: numbers as in `same`, all else
+    byte for byte, except blanks at the ends of lines, and blank lines at the end.
     """
     # text, number, text, ..., number, text
     got, want = (NUMBER.split(b"\n".join(line.rstrip() for line in text.rstrip().split(b"\n")))

@@ -1,23 +1,24 @@
 """
-Runs Python that a model wrote under bubblewrap (bwrap), where it can do no harm. Where there is no
-bwrap, nothing is run.
+Runs Python that a model wrote under bubblewrap (bwrap), where it can do no harm. Without bwrap,
+nothing is run.
 
-What the program can do:
-- It is one process, without privileges, in namespaces of its own (the kernel's: what a process
-  does not have in its namespaces does not exist for it).
+The limits of the program:
+- It is one process, without privileges, in namespaces of its own (for a process, only the things in
+  its namespaces exist).
 - It sees the Python interpreter and the system's shared libraries, read-only, and an empty /tmp. It
-  sees no network, no other process, no /proc, no /dev, and none of our environment variables.
+  sees no network, no other process, no /proc, no /dev, and none of this process's environment
+  variables.
 - The kernel limits its CPU time, memory, threads, files and output.
-- A seccomp filter, which judges each system call, denies it further processes and the rarer
-  services of the kernel.
-- It is given the inputs of the tests and never the outputs. Its answers are compared out here, in
-  grading/programs.py. So an exit code, a printed "passed" or a patched builtin gains it nothing.
+- A seccomp filter, which judges each system call, denies it more processes and the rarer services
+  of the kernel.
+- It gets the inputs of the tests and never the outputs. grading/programs.py compares its answers
+  outside. So an exit code, a printed "passed" or a patched builtin does not help it.
 
-What is not protected: bugs of the kernel that an unprivileged process can reach, and spying through
-timing and CPU caches. The program can read the interpreter's lib folder, with its site-packages,
-and learn the kernel's version and the machine's size.
+There is no protection against bugs of the kernel that an unprivileged process can reach, and
+against spying through timing and CPU caches. The program can read the interpreter's lib folder,
+with its site-packages, and learn the kernel's version and the machine's size.
 
-Beside the memory that the limit counts, the kernel holds memory for the program. Measured, at most:
+The kernel needs more memory for the program than the limit counts. Measured, at most:
 
     files in /tmp                  16 MiB
     its stdin                      16 MiB
@@ -28,11 +29,11 @@ Beside the memory that the limit counts, the kernel holds memory for the program
                                               vm.max_map_count of 65530)
 
 Where huge pages are always on, 2 MiB may stay for each page that is left of a mapping, until the
-kernel needs the memory. If all memory runs out, the kernel is told to end these programs first.
+kernel needs the memory. If all memory is used, the kernel ends these programs first.
 
-If you take the model itself for an enemy, put a virtual machine around all of this.
+If you think that the model itself may attack, run all of this in a virtual machine.
 
-How to read this file: run_program starts one sandbox and reads what comes out; isolation,
+How to read this file: run_program starts one sandbox and reads its output; isolation,
 seccomp_filter and BOOTSTRAP are its walls; PROBE tries them.
 """
 import errno
@@ -57,27 +58,27 @@ import time
 from before_torch import CPUS
 from errors import BadInput, Stop, shorten
 
-OUTPUT_LIMIT = 2**16  # bytes that we read back, besides what tests expect
+OUTPUT_LIMIT = 2**16  # bytes that are read from a program, beside those that the tests expect
 # wall-clock seconds that a program has for all its tests, for each CPU second of a process
 WALL_FACTOR = 4
 START_SECONDS = 30  # a sandbox that takes longer than this to start is broken
 THREADS, OPEN_FILES, TMP_BYTES, TMP_FILES = 64, 64, 2**24, 10_000
-LOOK_EVERY = 0.1  # seconds between our counts of the files: the kernel does not limit their number
+LOOK_EVERY = 0.1  # seconds between counts of the files: the kernel does not limit their number
 OUT_OF_MEMORY = 97  # the bootstrap's exit code after a MemoryError
-FIRST_UID = 2**31  # no system hands out user ids from here on
+FIRST_UID = 2**31  # no system gives user ids from here on to its users
 runs = itertools.count()  # numbers the sandboxes of this process
 starting = threading.Lock()  # held while a process is started; see start
 
 
 def cpus_of_a_rank():
-    """How many processes a rank may keep busy at once: the machine's ranks share its CPUs."""
+    """How many processes a rank may run at once: the machine's ranks share its CPUs."""
     return max(1, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def count_cpus(quota_file="/sys/fs/cgroup/cpu.max"):
     """
-    How many CPUs we have: those that we were started on (taskset), or fewer where a container has a
-    quota. The kernel shows it in this file (cgroups v2): CPU time, and the period that it is for.
+    The number of this process's CPUs: those that it was started on (taskset), or fewer where a
+    container has a quota. The file (of cgroups v2) has the quota: CPU time, and its period.
     """
     try:
         with open(quota_file, encoding="utf-8") as f:
@@ -89,12 +90,12 @@ def count_cpus(quota_file="/sys/fs/cgroup/cpu.max"):
 
 def check_sandbox():
     """
-    Try the sandbox from inside, once, before training. Raises BadInput with what is wrong and what
-    to do about it.
+    Try the sandbox from inside, once, before training. Raises BadInput with the fault and with
+    advice.
 
-    Call it from the main thread. The shell that started us may ignore SIGCHLD (trap '' CHLD). Then
-    the kernel tells no parent of the end of its children, neither us nor bwrap. This function
-    changes that, and only the main thread can.
+    Call it from the main thread. The shell that started this process may ignore SIGCHLD (trap ''
+    CHLD). Then the kernel does not tell this process, or bwrap, when children end. This function
+    changes that, and only the main thread can do it.
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -119,17 +120,17 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
     Run one program in one process.
 
     source: its text, in bytes.
-    calls: the function calls [(name, arguments)] whose results it shall report, a line each; None:
+    calls: the function calls [(name, arguments)]; it reports a line with the result of each; None:
         it is a script, which reads stdin (bytes) and prints.
     limit: how many bytes to read from it.
     timeout: its CPU seconds, rounded up.
-    memory_mib: its address space, of which Python itself takes 20 MiB.
+    memory_mib: its address space; Python itself takes 20 MiB of it.
     wall: its seconds on the wall clock, from its start on; None: WALL_FACTOR * timeout.
-    end: when it must be over, by time.monotonic().
+    end: the last moment, by time.monotonic().
 
-    Returns what it wrote (at most limit bytes); why it ended (None: by itself, without an error);
-    and the seconds that it took. Raises BadInput where bwrap is missing. Raises Stop unless it is
-    certain that the program has started, or that there was no time left to start it.
+    Returns its output (at most limit bytes); the reason of its end (None: by itself, without an
+    error); and the seconds that it took. Raises BadInput where bwrap is missing. Raises Stop unless
+    it is certain that the program has started, or that there was no time left to start it.
     """
     wall = WALL_FACTOR * timeout if wall is None else wall
     if time.monotonic() >= end:
@@ -144,11 +145,11 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
         raise BadInput("bwrap is missing, and model-written code runs nowhere else: apt install "
                        "bubblewrap")
     # Processes and threads are limited for each user, but not for root; and real root stays root
-    # even in a user namespace. So if we are real root, each sandbox becomes a new user, one that
-    # nobody else is. Otherwise it gets a user namespace.
+    # even in a user namespace. So for real root each sandbox becomes a new user, which nobody else
+    # is. Otherwise it gets a user namespace.
     uid = FIRST_UID + os.getpid() % 2**22 * 256 + next(runs) % 256 if is_root() else 0
-    # (limit, soft, hard). At the soft limit of CPU time comes SIGXCPU, which a program may ignore;
-    # at the hard one SIGKILL.
+    # (limit, soft, hard). At the soft limit of CPU time a program gets SIGXCPU, which it may
+    # ignore; at the hard one SIGKILL.
     limits = [(resource.RLIMIT_CPU, math.ceil(timeout), math.ceil(timeout) + 1)]
     limits += [(name, value, value) for name, value in (
         (resource.RLIMIT_AS, memory_mib * 2**20),
@@ -158,23 +159,23 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
         (resource.RLIMIT_FSIZE, TMP_BYTES),
         (resource.RLIMIT_SIGPENDING, THREADS))]
     try:
-        # Everything that goes in lies ready in anonymous files. Through a pipe, a program that does
-        # not read would block us.
+        # All inputs are in anonymous files: with a pipe, a program that does not read would block
+        # this process.
         with memory_file(marshal.dumps((source, calls, limits, uid))) as job, \
                 memory_file(stdin) as text, memory_file(seccomp_filter()) as seccomp, \
                 memory_file() as info, memory_file() as errors, open(os.devnull, "wb") as null:
-            # If all memory runs out, the kernel shall end this process rather than the trainer.
+            # if all memory is used, the kernel should end this process, and not the trainer
             shell = '{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null; exec "$@"'
             command = ["/bin/sh", "-c", shell, "sh",
                        bwrap, *isolation(bwrap, uid != 0), "--info-fd", str(info.fileno()),
                        "--seccomp", str(seccomp.fileno()), "--",
-                       # not -I, which would ignore PYTHONHASHSEED
+                       # not -I, because it ignores PYTHONHASHSEED
                        base_python(), "-P", "-s", "-S", "-B", "-X", "utf8", "-X",
                        "int_max_str_digits=0", "-c", BOOTSTRAP, str(job.fileno()),
                        str(null.fileno())]
             with start(command, stdin=text, stdout=subprocess.PIPE, stderr=errors, env={},
                        bufsize=0,
-                       start_new_session=True,  # Ctrl-C is for us, and not for the program
+                       start_new_session=True,  # Ctrl-C is not for the program
                        pass_fds=[f.fileno() for f in (job, null, info, seccomp)]) as process:
                 cut = "interrupted"
                 try:
@@ -200,11 +201,11 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
 
 def start(command, **how):
     """
-    subprocess.Popen, of a process whose core files may have 1 byte: so it leaves none. With a limit
-    of 0, a crash would still start the host's handler of core files, where there is one. The limit
-    is there from the start of the process, for the filter denies any change of it.
+    subprocess.Popen, of a process with core files of at most 1 byte: so it leaves none. With a
+    limit of 0, a crash would still start the host's handler of core files, if there is one. The
+    limit must be set before the process starts, because the filter denies any change of it.
     """
-    # A child inherits our limit, and a limit is that of all our threads: so one start at a time.
+    # A child inherits the limit of this process, which all threads share: so one start at a time.
     with starting:
         ours = resource.getrlimit(resource.RLIMIT_CORE)
         try:
@@ -226,9 +227,9 @@ def start(command, **how):
 def read_output(fd, limit, wall, end, info):
     """
     Read from the pipe fd: the bootstrap's ready byte, and then about limit bytes at most, until all
-    who may write to it are gone or a limit is hit.
+    writers are gone or a limit is hit.
 
-    Returns what came; the limit that was hit (None: none); the seconds since the ready byte. limit,
+    Returns the bytes; the limit that was hit (None: none); the seconds since the ready byte. limit,
     wall, end: see run_program. info: see first_process.
     """
     written, began = bytearray(), time.monotonic()
@@ -237,7 +238,7 @@ def read_output(fd, limit, wall, end, info):
     poll.register(fd, select.POLLIN)
     while True:
         late = time.monotonic() >= stop
-        # 0 if it is too late: what is there already is still read
+        # 0 if it is too late: bytes that are there already are still read
         patience = max(0, 1000 * min(stop - time.monotonic(), LOOK_EVERY))  # milliseconds
         if poll.poll(patience):
             chunk = os.read(fd, 2**16)
@@ -254,7 +255,7 @@ def read_output(fd, limit, wall, end, info):
 
 
 def count_files(info):
-    """How many files a sandbox has made: the kernel keeps 1 KB for each, which no limit counts."""
+    """How many files a sandbox has made: each takes 1 KB of the kernel, which no limit counts."""
     try:
         size = os.statvfs(os.path.join(f"/proc/{first_process(info)}/root", "tmp"))
         return size.f_files - size.f_ffree
@@ -264,17 +265,17 @@ def count_files(info):
 
 def first_process(info):
     """
-    The id of the first process in a sandbox, as we see it; bwrap writes it to the file info. Raises
-    ValueError where it has not done so yet.
+    The id, outside, of the first process in a sandbox; bwrap writes it to the file info. Raises
+    ValueError where it is not written yet.
     """
     return json.loads(os.pread(info.fileno(), 4096, 0))["child-pid"]
 
 
 def kill(process, info):
     """
-    End a sandbox and wait for it. We kill the first process of its PID namespace: then the kernel
-    kills all others in there, and bwrap, which waits for the first one, ends as well. If we killed
-    bwrap itself, the processes in there would be left as zombies.
+    End a sandbox and wait for it. This kills the first process of its PID namespace: then the
+    kernel kills all others in there, and bwrap, which waits for the first one, ends, too. If bwrap
+    itself were killed, the processes in there would stay as zombies.
     """
     try:
         os.kill(first_process(info), signal.SIGKILL)
@@ -293,25 +294,25 @@ def memory_file(content=b""):
 
 
 def is_root():
-    """Whether we are real root, with power over all users, and not root of a user namespace."""
+    """Whether this process is real root, with power over all users, not a user namespace's root."""
     with open("/proc/self/uid_map") as f:
         return os.geteuid() == 0 and f.read().split() == ["0", "0", str(2**32 - 1)]
 
 
 def base_python():
-    """The interpreter that is running, or the one that its virtual environment is made from."""
+    """The running interpreter, or the one from which its virtual environment was made."""
     return os.path.realpath(sys._base_executable)
 
 
 # --------------------------------------------------------------------------------------------------
-# the walls: what the program sees
+# the walls: the files that the program sees
 
 
 @functools.cache
 def isolation(bwrap, as_root):
     """
-    The arguments of bwrap that make the program's world: what they do not name does not exist in
-    there. as_root: the program starts as root, so that the bootstrap can become another user.
+    The arguments of bwrap that make the program's world: nothing else exists in there. as_root: the
+    program starts as root, so that the bootstrap can become another user.
     """
     home = os.path.realpath(sys.base_prefix)
     arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
@@ -333,30 +334,30 @@ def isolation(bwrap, as_root):
     visible = {base_python()}
     visible |= {os.path.join(top, lib) for top in (home, "/usr", "/") for lib in ("lib", "lib64")}
     parents = {str(parent) for path in visible for parent in pathlib.PurePath(path).parents} - {"/"}
-    for path in sorted(parents | visible):  # sorted: a folder comes before what is in it
+    for path in sorted(parents | visible):  # sorted: a folder comes before its contents
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
         elif path in visible and os.path.exists(path):
             arguments += ["--ro-bind", path, path]
         elif path in parents:
-            # bwrap would make it by itself, but some versions so that only root can read it
+            # bwrap would make it by itself, but with some versions only root could read it
             arguments += ["--dir", path]
     return [*arguments, "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 # --------------------------------------------------------------------------------------------------
-# the walls: what the program may ask of the kernel
+# the walls: the system calls that the program may make
 
 
 # The system calls that the filter denies: their numbers on (x86_64, aarch64), None where there is
-# no such call. execve is not among them: bwrap itself needs it, and all limits outlast it.
+# no such call. execve is allowed: bwrap itself needs it, and all limits stay after it.
 DENIED = {
     # A second process: memory and CPU time are limited for each process, so there must be only one.
     "fork": (57, None), "vfork": (58, None),
     # access to bwrap's first process in there, which has no limits
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
-    # namespaces: within its own ones it would have capabilities, and more of the kernel to attack
+    # namespaces: in its own ones it would have capabilities, and could attack more of the kernel
     "unshare": (272, 97), "setns": (308, 268),
     # memory that no limit counts
     "memfd_create": (319, 279), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
@@ -368,26 +369,26 @@ DENIED = {
     # larger buffers of sockets
     "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "sendmsg": (46, 211),
     "sendmmsg": (307, 269), "setsockopt": (54, 208),
-    # services in which the kernel has had its holes, or whose use the host would feel
+    # services with past security holes, or services that slow down the host
     "socket": (41, 198), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "syslog": (103, 116), "modify_ldt": (154, None),
     "personality": (135, 92), "sync": (162, 81), "syncfs": (306, 267)}
 
 
-# The system calls that are judged by one of their arguments: (numbers as above, which argument, the
-# bits of it that count, {their value: answer}, the answer for all other values). An answer is
-# ALLOW, or the number of an error, or 0, which says "done" without doing it.
+# The system calls that are judged by one of their arguments: (numbers as above, the argument's
+# index, the bits of it that count, {their value: answer}, the answer for all other values). An
+# answer is ALLOW, or the number of an error, or 0, which says "done" without doing it.
 ALLOW, EPERM = None, errno.EPERM
 BY_ARGUMENT = {
-    # CLONE_THREAD | CLONE_FILES: threads only, and only such as share the table of open files, for
-    # each table of its own would hold OPEN_FILES more
+    # CLONE_THREAD | CLONE_FILES: only threads that share the table of open files, because each
+    # table of its own would have OPEN_FILES more
     "clone": ((56, 220), 0, 0x10400, {0x10400: ALLOW}, EPERM),
     # AF_UNIX only: asyncio needs it
     "socketpair": ((53, 199), 0, 0xFFFFFFFF, {1: ALLOW}, EPERM),
     # MAP_SHARED | MAP_ANONYMOUS: the program could unmap all but one page of such a mapping, and
     # the kernel would keep all of it
     "mmap": ((9, 222), 3, 0x21, {0x21: EPERM}, ALLOW),
-    # MADV_HUGEPAGE, MADV_COLLAPSE: the same with a huge page, until memory runs short
+    # MADV_HUGEPAGE, MADV_COLLAPSE: the same with a huge page, until there is little memory
     "madvise": ((28, 233), 2, 0xFFFFFFFF, {14: EPERM, 25: EPERM}, ALLOW),
     # F_SETLK and F_SETLKW: a lock costs memory. The only process would always get its lock (sqlite3
     # wants one), so the answer is "done".
@@ -399,8 +400,8 @@ BY_ARGUMENT = {
     # the limit of core files: see start
     "setrlimit": ((160, 164), 0, 0xFFFFFFFF, {resource.RLIMIT_CORE: EPERM}, ALLOW),
     "prlimit64": ((302, 261), 1, 0xFFFFFFFF, {resource.RLIMIT_CORE: EPERM}, ALLOW)}
-# From here on a call has the same number everywhere: io_uring, clone3, pidfds, mounts. All calls
-# newer than 2018 are answered as if the kernel did not know them; libraries then do without.
+# From this number on calls have the same number on all machines: io_uring, clone3, pidfds, mounts.
+# All calls newer than 2018 are answered as unknown to the kernel; libraries can do without them.
 NEWER = 424
 
 
@@ -421,7 +422,7 @@ def seccomp_filter():
     allow, kill_process, error = 0x7FFF0000, 0x80000000, 0x50000  # an error's number is added
     deny, unknown = error + errno.EPERM, error + errno.ENOSYS
     program = [
-        # another machine: 32-bit system calls, whose numbers are others
+        # another machine: 32-bit system calls, which have other numbers
         (load, 0, 0, 4), (equal, 1, 0, machines[platform.machine()]), (end, 0, 0, kill_process),
         (load, 0, 0, 0), (at_least, 0, 1, NEWER), (end, 0, 0, unknown)]
     for number in (numbers[column] for numbers in DENIED.values() if numbers[column] is not None):
@@ -438,13 +439,13 @@ def seccomp_filter():
 
 
 # --------------------------------------------------------------------------------------------------
-# what runs in there
+# the code that runs in there
 
 
 # The first Python in the sandbox: it sets the limits, writes the ready byte "+", runs the program
 # and reports the results of its functions. It imports little, to start fast. A failure before the
-# ready byte is the sandbox's; one behind it is the program's. The program may change the rest of
-# this code as it likes: it would only change its own answers.
+# ready byte is the sandbox's; a later one is the program's. The program can change the rest of this
+# code, but with it only its own answers.
 BOOTSTRAP = f"""
 import _json, builtins, marshal, posix, resource, sys
 def refuse(x):
@@ -497,8 +498,8 @@ boot(*map(int, sys.argv[1:]))
 """
 
 
-# The program with which check_sandbox tries the walls: it attempts what should be denied, and
-# returns the list of what it got.
+# With this program check_sandbox tries the walls: it attempts actions that should be denied, and
+# returns the list of those that succeeded.
 PROBE = b"""
 import _socket, _thread, os, resource
 lock = _thread.allocate_lock()

@@ -1,10 +1,10 @@
 """
-The assistant's messages in a chat template: how sft.py learns them, and how a policy goes on from
+The assistant's messages in a chat template: how sft.py learns them, and how a policy continues
 thoughts that a prompt has begun.
 
 A template is a program: it may cut thoughts out of a message, or write empty ones in front of it.
-What is learned here is a message as it is written, behind the very ids that the policy would be
-given to answer there; where the template makes that impossible, the row is refused.
+Here a message is learned as it is written, behind the same ids that the policy would get as the
+prompt; where the template makes this impossible, the row is refused.
 """
 import functools
 import os
@@ -14,8 +14,8 @@ from chats import chat_ids, joined, open_ids, with_system_prompt
 from errors import BadInput, shorten, warn
 from rows import THOUGHTS, thoughts_of
 
-# fields that say whether a message is learned, as trainers spell them: what a true value says.
-# None: in some data the one, in some the other
+# fields of several trainers that say whether a message is learned: {name: the meaning of true};
+# None: data differ in the meaning
 FLAGS = dict.fromkeys("""weight train training trainable train_on_turn learn supervised loss
     loss_mask loss_weight loss_scale train_detail training_detail""".split(), True)
 FLAGS |= dict(masked=False, ignore=False, ignore_loss=False, mask=None)
@@ -28,16 +28,16 @@ FLAGS |= dict(masked=False, ignore=False, ignore_loss=False, mask=None)
 def learned_ids(tokenizer, prompt, completion):
     """
     (ids, trained) of a prompt and its completion, lists of messages. trained is True on the
-    assistant's turns of the completion with their ends, but for those that a flag takes out.
+    assistant's turns of the completion with their ends, except turns that a flag takes out.
 
-    A turn that is trained begins where the prompt that the policy would answer there ends, and ends
-    with the first end-of-turn token. If only one is, and the template changes it, it stands as it
-    is written behind that prompt. Raises BadInput where one of several would not be learned as it
-    is written.
+    A trained turn begins behind the prompt that the policy would get there, and ends with the first
+    end-of-turn token. If it is the only one, and the template changes it, it is put behind that
+    prompt as it is written. Raises BadInput where one of several would not be learned as it is
+    written.
     """
     prompt = with_system_prompt(tokenizer, prompt)
     messages = joined(prompt, completion)
-    first = len(messages) - len(completion)  # the number of the first that may be trained
+    first = len(messages) - len(completion)  # number of the first message that may be trained
     turns = [first + n for n, message in enumerate(completion)
              if message["role"] == "assistant" and is_learned(message)]
     if not turns:
@@ -51,7 +51,7 @@ def learned_ids(tokenizer, prompt, completion):
                 raise BadInput(f"{mark} is a special token of this tokenizer, and would be learned "
                                "as letters; put the thoughts into the field reasoning_content, if "
                                "the template reads it")
-        if i == first < len(prompt):  # which has begun it
+        if i == first < len(prompt):  # the prompt has begun this message
             before = open_ids(tokenizer, prompt)
         else:
             before = chat_ids(tokenizer, messages[:i], add_generation_prompt=True)
@@ -66,7 +66,7 @@ def learned_ids(tokenizer, prompt, completion):
                 refuse(tokenizer, message, ids[begin:end + 1])
             written += tokenizer.turn_ends
         elif len(turns) == 1 and begin < len(before) and opening(tokenizer, before):
-            # the line break behind <think> has become one token with the template's next
+            # the line break behind <think> is one token with the next line break of the template
             behind = text_behind(tokenizer, before, ids[:end])
             written = tokenizer.encode_texts([behind])[0] + [ids[end]]
         if written is not None:
@@ -78,8 +78,9 @@ def learned_ids(tokenizer, prompt, completion):
 
 def begun_ids(tokenizer, messages):
     """
-    The ids of messages, of which the last one is the assistant's and has thoughts, up to where it
-    goes on. They stand as they are written, if the template would change them. Raises BadInput.
+    The ids of messages, up to the place where the assistant goes on. The last message is the
+    assistant's and has thoughts; if the template would change it, it is put there as it is written.
+    Raises BadInput.
     """
     ids, last = chat_ids(tokenizer, messages, continue_final_message=True), messages[-1]
     before = chat_ids(tokenizer, messages[:-1], add_generation_prompt=True)
@@ -94,31 +95,31 @@ def begun_ids(tokenizer, messages):
 def as_written(tokenizer, message, before):
     """
     The ids of the assistant's message as it is written, without the template, behind the generation
-    prompt `before`. None where the two do not fit.
+    prompt `before`. None where they do not fit together.
     """
     content, thoughts = message["content"], thoughts_of(message)
     opened_by = opening(tokenizer, before)
     opened = opened_by.strip() == "<think>"
-    if thoughts:  # in a field: how the model writes them is clear behind a <think> alone
+    if thoughts:  # in a field: the way to write them is only known behind <think>
         fits = opened and "think>" not in content
         content = f"{thoughts}\n</think>\n\n{content}"
-    elif opened and content.lstrip().startswith("<think>"):  # the prompt has written that
+    elif opened and content.lstrip().startswith("<think>"):  # the prompt has this <think>
         fits, content = True, content.lstrip().removeprefix("<think>")
         content = content.removeprefix(opened_by.removeprefix("<think>"))
-    else:  # no answer where thoughts go on, and no thoughts where they have ended
+    else:  # no answer inside open thoughts, and no thoughts behind ended ones
         fits = (content.count("</think>") > content.count("<think>") if opened else
                 not opened_by or "think>" not in content)
     return tokenizer.encode_texts([content])[0] if fits else None
 
 
 # --------------------------------------------------------------------------------------------------
-# what the template makes of a message
+# a message in the template
 
 
 def is_whole(tokenizer, message, ids, before):
     """
     Whether ids have the message's thoughts and content behind the prompt `before`, and in front of
-    them only what the template writes in any turn.
+    them only text that the template writes in every turn.
     """
     text, parts = text_behind(tokenizer, before, ids), [message["content"], thoughts_of(message)]
     if text is None:
@@ -126,7 +127,7 @@ def is_whole(tokenizer, message, ids, before):
     if not all(part.strip() in text for part in parts):
         # some tokenizers write "e\u0301" as one letter
         parts = [tokenizer.text_of(part) for part in tokenizer.encode_texts(parts)]
-    # some write blanks around what spells a special token
+    # some tokenizers write blanks around text that looks like a special token
     blank = " " if any(name in part for part in parts for name in tokenizer.specials) else ""
     text, content, thoughts = [tidy(part).replace(blank, "")
                                for part in (opening(tokenizer, before) + text, *parts)]
@@ -135,7 +136,7 @@ def is_whole(tokenizer, message, ids, before):
     front = text[:len(text) - len(content)].strip()
     for frame in frames(tokenizer):
         if "think>" in content and re.search("think>|THOUGHTS", frame):
-            continue  # no other thoughts stand in front of its own
+            continue  # the content has thoughts: no other thoughts in front of them
         pattern = re.escape(frame.replace(blank, "")).replace(
             "THOUGHTS", rf"\s*{re.escape(thoughts)}\s*")
         if ("THOUGHTS" in frame or not thoughts) and re.fullmatch(pattern, front):
@@ -147,8 +148,8 @@ def is_whole(tokenizer, message, ids, before):
 @functools.cache
 def frames(tokenizer):
     """
-    What the template writes between the generation prompt and an answer: "" and more, such as
-    <think>THOUGHTS</think> of thoughts in a field.
+    The texts that the template may write between the generation prompt and an answer: "" and more,
+    such as <think>THOUGHTS</think> for thoughts in a field.
     """
     found = [""]
     asked, answer = dict(role="user", content="a"), dict(role="assistant", content="ANSWER")
@@ -156,7 +157,7 @@ def frames(tokenizer):
         try:
             before = chat_ids(tokenizer, [asked], add_generation_prompt=True)
             ids = chat_ids(tokenizer, [asked, answer | thoughts])
-        except BadInput:  # the template's own words come where messages are to be encoded
+        except BadInput:  # encoding the data's messages gives the error, if there are any
             break
         front, answered, _ = (text_behind(tokenizer, before, ids) or "").rpartition("ANSWER")
         frame = tidy(opening(tokenizer, before) + front)
@@ -166,15 +167,15 @@ def frames(tokenizer):
 
 
 def opening(tokenizer, before):
-    """What opens thoughts at the end of the prompt, and perhaps ends them; or ""."""
+    """The <think> at the end of the prompt, and perhaps a </think> behind it; or ""."""
     return re.search(r"(<think>\s*)?(</think>\s*)?\Z", tokenizer.text_of(before[-40:]))[0]
 
 
 def text_behind(tokenizer, before, ids):
-    """The text of ids behind those of the prompt. None where they do not go on from it."""
+    """The text of ids behind the prompt's ids. None where they do not begin with the prompt."""
     if ids[:len(before)] == before:
         return tokenizer.text_of(ids[len(before):])
-    # the prompt's last token may have become one with what follows, as two line breaks do
+    # the prompt's last token may be joined with the next text: two line breaks can be one token
     text, prompt = tokenizer.text_of(ids), tokenizer.text_of(before)
     return text[len(prompt):] if text.startswith(prompt) else None
 
@@ -196,7 +197,7 @@ def refuse(tokenizer, message, ids):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a message says beside its content
+# other fields of a message
 
 
 def is_learned(message):
@@ -214,7 +215,7 @@ def is_learned(message):
 
 
 def say_unknown_fields(dialogues, path):
-    """Print one line on rank 0 if messages to learn have fields that we do not know."""
+    """Print one line on rank 0 if messages to learn have unknown fields."""
     unknown = {field for messages in dialogues for message in messages
                if message["role"] == "assistant"
                for field in message.keys() - {"role", "content", *THOUGHTS, *FLAGS}}

@@ -2,19 +2,19 @@
 The steps of a decoding as a CUDA graph.
 
 A step of a 1B model is a thousand small kernels. Python takes 13 ms to launch them one by one, and
-an H200 takes 2 ms to run them. A graph is a recording of them that is launched at once. What it has
-recorded is addresses and shapes, so here they stay: the cache has a fixed number of columns, a mask
-hides those that are not used yet, and a step's inputs are written to the same places. Where rows
-leave, or the columns are used up, another graph is recorded.
+an H200 takes 2 ms to run them. A graph is a recording of them that is launched at once. It records
+addresses and shapes, so these must not change: the cache has a fixed number of columns, a mask
+hides the columns that are not used yet, and a step's inputs are written to the same places. When
+rows leave, or all columns are used, another graph is recorded.
 """
 import torch
 
 from errors import first_line
 
-COLUMNS = 256  # so many tokens a graph has room for
-MULTIPLE = 64  # kernels like whole multiples
+COLUMNS = 256  # a graph has room for so many tokens
+MULTIPLE = 64  # kernels are faster with whole multiples
 
-off = ""  # why this process decodes without graphs, after one has failed
+off = ""  # the reason why this process decodes without graphs, after one has failed
 
 
 def steps_of(policy, cache):
@@ -26,9 +26,9 @@ def steps_of(policy, cache):
 
 class Steps:
     """
-    The steps of one decoding: next_logits is what Model.next_logits is for one token of each row.
-    Its first step is computed in both ways; where they differ, or no graph can be recorded, this
-    process goes on without graphs.
+    The steps of one decoding: next_logits is Model.next_logits for one token of each row. Its first
+    step is computed in both ways; if they differ, or no graph can be recorded, this process goes on
+    without graphs.
     """
 
     def __init__(self, policy, cache):
@@ -38,9 +38,9 @@ class Steps:
 
     def next_logits(self, token, mask, position, left):
         """
-        token (rows,), mask (rows, columns so far with that of the token), position (rows, 1) ->
-        logits (rows, V), which the next step overwrites. left: so many steps may still come, with
-        this one.
+        token (rows,), mask (rows, columns so far, the token's included), position (rows, 1) ->
+        logits (rows, V), which the next step overwrites. left: the most steps that may still come,
+        this one included.
         """
         global off
         rows, used = mask.shape
@@ -62,7 +62,7 @@ class Steps:
             return self.logits
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as e:  # of torch, where a forward waits for the GPU; and our own
+        except RuntimeError as e:  # of torch, if a forward waits for the GPU; and of check_alike
             off = first_line(e)
             print(f"decoding without CUDA graphs: {off}", flush=True)
             self.graph = None
@@ -81,14 +81,14 @@ class Steps:
         self.seen[..., :used - 1] = mask[:, None, None, :-1]
         for layer in self.cache.layers:
             layer.hold(used - 1, columns, self.column)
-        self.step()  # not recorded: what a kernel sets up at its first launch cannot be
+        self.step()  # not recorded: the first launch of a kernel does work that cannot be
         self.position.copy_(position)
         self.column.fill_(used - 1)
         self.graph, self.logits = self.capture()
         self.rows, self.columns = rows, columns
 
     def capture(self):
-        """The recording of a step, which does not compute it, and the logits of its replays."""
+        """Record a step, without computing it: (the graph, the logits of its replays)."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -101,7 +101,7 @@ class Steps:
         return graph, logits
 
     def step(self):
-        """Read self.token, and leave all as the next step needs it."""
+        """Read self.token, and prepare mask, position and column for the next step."""
         self.seen.index_fill_(3, self.column, True)
         logits = self.policy.next_logits(self.token, self.cache, self.seen, self.position)
         self.position += 1

@@ -1,11 +1,11 @@
 """
-Rewards that a user brings along, as FILE.py:FUNCTION in the key reward_functions. Such a function
-is in one of two forms, and either of them may be async:
+Rewards of the user's, FILE.py:FUNCTION in the key reward_functions. Such a function has one of two
+forms, and both may be async:
 
     def brevity(batch): ...                                       quartet's: see rewards.py
     def brevity(prompts, completions, answer, **columns): ...     TRL's
 
-load_reward finds it, and makes a reward(batch) -> scores of it, which fails in one line.
+load_reward makes a reward(batch) -> scores of it; its errors are one line.
 """
 import asyncio
 import functools
@@ -19,7 +19,7 @@ from user_code import load_function, place_of
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
 
-# where async functions run: one event loop for all calls, since a client of theirs may live in it
+# async functions run in one event loop for all calls, because their clients may belong to it
 runner = asyncio.Runner()
 
 
@@ -30,7 +30,7 @@ runner = asyncio.Runner()
 def load_reward(named, folder, where):
     """
     (name, reward(batch)) of FILE.py:FUNCTION. The file, relative to folder, is imported: it is
-    trusted like the rest of the code. where: the beginning of messages.
+    trusted like the rest of the code. where: the beginning of error messages.
 
     Raises BadInput.
     """
@@ -46,9 +46,9 @@ def load_reward(named, folder, where):
 def as_ours(function, name):
     """
     A user's function as reward(batch) -> a list of B floats; NaN where it gave None: it does not
-    apply to that response. name: of the reward, for messages. The result raises Stop where the
+    apply to that response. name: of the reward, for messages. The reward raises Stop where the
     function fails, or does not return a finite number or None for each response; a BadInput or Stop
-    of the function's own is kept.
+    that the function raises stays as it is.
     """
     parameters = trl_parameters(function)  # None: it takes the batch
 
@@ -74,7 +74,7 @@ def as_ours(function, name):
 
 def as_scores(name, returned, batch):
     """
-    What a reward returned, as a list of floats, one for each response; NaN for None. Raises Stop.
+    The result of a reward as a list of floats, one for each response; NaN for None. Raises Stop.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     B = len(batch["completions"])
@@ -108,8 +108,8 @@ def as_number(value):
 
 def trl_parameters(function):
     """
-    The parameters of a function in TRL's form, which has one of the names in GIVEN, or **kwargs
-    alone; None for any other function: it is called with the batch.
+    The parameters of a function in TRL's form, which has one of the names in GIVEN, or only
+    **kwargs; None for any other function: it is called with the batch.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -121,7 +121,7 @@ def trl_parameters(function):
 
 
 def check_fields(parameters, name, rows, path):
-    """Raise BadInput where no row of a data file has a field that the function must be given."""
+    """Raise BadInput where no row of a data file has a field that the function needs."""
     known = dict.fromkeys(field for row in rows for field in row)
     for parameter in parameters:
         required = parameter.default is parameter.empty and parameter.kind not in BARE
@@ -141,7 +141,7 @@ def arguments_of(parameters, batch):
         completion_ids   lists of token ids, with the EOS
         answer, ...      each other field of the rows; None in a row without it
 
-    A function without **kwargs gets those that it names.
+    A function without **kwargs gets the arguments that it names.
     """
     rows, texts = batch["rows"], batch["completions"]
     fields = dict.fromkeys(field for row in rows for field in row)
@@ -161,8 +161,8 @@ def arguments_of(parameters, batch):
 
 def as_messages(row, completion):
     """
-    A completion in the form of its row's prompt: a string, or a list with one message. The response
-    to a prompt that ends with an assistant's message goes on with that message.
+    A completion in the form of its row's prompt: a string, or a list with one message. If the
+    prompt ends with an assistant's message, the response continues that message.
     """
     prompt = row.get("prompt")
     if not isinstance(prompt, list):

@@ -1,7 +1,7 @@
 """
 The frozen trunk under an adapter in 4 bits, the key quantize = "4bit" (QLoRA, arXiv 2305.14314).
-The optional package bitsandbytes does it: each matrix of the layers is held as 16 levels (NF4) with
-a scale of 8 bits for each 64 numbers, 4.13 bits a number, and is rounded back whenever it is used.
+The optional package bitsandbytes does it: each matrix of the layers is stored as 16 levels (NF4)
+with a scale of 8 bits for each 64 numbers, 4.13 bits a number, and is converted back at each use.
 Embeddings, head and norms stay as they are. The policy's trunk is its reference, too, so both are
 the rounded model.
 """
@@ -30,11 +30,11 @@ def check_four_bits(system, trained):
 
 def quantize(model, device, dtype):
     """
-    Give the matrices of a frozen model's layers 4 bits, one map after the other; the model may wait
-    in the CPU's memory until then. dtype: in which it computes. Raises BadInput.
+    Give the matrices of a frozen model's layers 4 bits, one map after the other; before this the
+    model may be in the CPU's memory. dtype: in which it computes. Raises BadInput.
     """
     package, found = optional_package("bitsandbytes", "quantize = '4bit'"), False
-    unread = {model.hf.get_parameter(name) for name in model.unread}  # is saved as it was
+    unread = {model.hf.get_parameter(name) for name in model.unread}  # saved without a change
     for layer in model.layers():
         for parent in list(layer.modules()):
             for name, linear in list(parent.named_children()):
@@ -46,7 +46,8 @@ def quantize(model, device, dtype):
                 small.weight = package.nn.Params4bit(
                     linear.weight.data, requires_grad=False, quant_type="nf4", module=small)
                 small.bias, found = linear.bias, True
-                # autocast's maps give 16 bits; bitsandbytes' give what they get: the cache, too
+                # autocast's maps give 16 bits; bitsandbytes' give their input's dtype, and so does
+                # the cache
                 small.register_forward_pre_hook(lambda linear, inputs: (inputs[0].to(dtype),))
                 setattr(parent, name, small.to(device))
     if not found:
@@ -55,6 +56,6 @@ def quantize(model, device, dtype):
 
 
 def rounded(p):
-    """A parameter in 4 bits as the numbers with which its map computes, (out, in)."""
+    """A parameter in 4 bits as the numbers that its map uses, (out, in)."""
     package = optional_package("bitsandbytes", "4 bits")
     return package.functional.dequantize_4bit(p.data, p.quant_state)

@@ -1,19 +1,19 @@
 """
-What a run on GPUs says beside its figures: with which GPU, versions and kernels it computes, and
-MFU, the share of the GPUs' peak that the models' operations are.
+More about a run on GPUs: the GPU, the versions and kernels, and MFU: the models' operations as a
+share of the GPUs' peak.
 """
 import torch
 
 import parallel
 
-# the most TFLOP/s of a GPU in 16 bits, without sparsity, as its maker says
+# the peak TFLOP/s of a GPU in 16 bits, without sparsity, from its maker
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
 
 
 def gpu():
     """
-    What this rank computes with, for config.json: the GPU, the versions, and the kernels that are
-    allowed, as torch itself says it (launch.choose_kernels sets them).
+    For config.json: this rank's GPU, the versions, and the allowed kernels, read from torch
+    (launch.choose_kernels sets them).
     """
     attention = [name for name, on in (
         ("flash", torch.backends.cuda.flash_sdp_enabled()),
@@ -29,9 +29,10 @@ def gpu():
 
 def share_of_peak(models, trained, read, learned, seconds, dtype, device):
     """
-    {"time/mfu": the operations of an iteration, as a share of what the GPUs of all ranks could do
-    in its seconds}; {} where their peak is not known. models: {name: model} of all that read `read`
-    tokens; trained: {name: model} of those that read `learned` tokens again, and learn from them.
+    {"time/mfu": the operations of an iteration, as a share of the most that the GPUs of all ranks
+    could do in its seconds}; {} where their peak is not known. models: {name: model} of all models
+    that read `read` tokens; trained: {name: model} of the models that read `learned` tokens again,
+    and learn from them.
     """
     peak = peak_flops(dtype, device)
     if not peak:
@@ -44,8 +45,8 @@ def share_of_peak(models, trained, read, learned, seconds, dtype, device):
 
 def peak_flops(dtype, device):
     """
-    The most floating-point operations a second of one rank's GPU, as its maker says it for 16 bits;
-    None where that is not known: in other dtypes, and for other GPUs.
+    The peak of one rank's GPU, in floating-point operations a second, from its maker, for 16 bits;
+    None where it is not known: in other dtypes, and for other GPUs.
     """
     if dtype not in ("bfloat16", "float16"):
         return None
@@ -57,8 +58,8 @@ def flops_a_token(model, trained=False):
     """
     The floating-point operations of a model for one token: 2 N in a forward pass. Trained: 2 N more
     for the gradients of activations, and 2 for each weight that has a gradient, so 6 N. N is the
-    number of its parameters without the embeddings, which are looked up, unless they are the LM
-    head, too. Of a mixture of experts all are counted. Attention's own operations are not.
+    number of parameters without the embeddings, which are only looked up, unless they are the LM
+    head, too. All experts of a mixture are counted. Attention's own operations are not.
     """
     looked_up = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding)
                  for p in m.parameters()}

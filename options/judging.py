@@ -1,10 +1,10 @@
 """
-How a language model judges: what it is asked about a prompt and a response, and which tokens are
-its answers. What becomes of their logits is in rewards.py.
+A language model as a judge: its question about a prompt and a response, and the tokens of its
+answers. rewards.py makes scores of their logits.
 
-The question is a template, a text with fields in braces. {prompt} and {response} are filled in, and
-where the template names it {answer}, the row's. Its first line may name the answers, best first;
-without such a line they are A and B:
+The question is a template, a text with fields in braces: {prompt}, {response} and, if you like,
+{answer}, the row's. Its first line may name the answers, best first; without such a line they are A
+and B:
 
     answers: A B C
     Question: {prompt}
@@ -36,7 +36,7 @@ GRADES = ("perfect", "excellent", "very good", "good", "fair", "mediocre", "weak
           "very poor", "useless")  # from 10 down to 1
 TEMPLATES = dict(
     yes_no=SHOWN + "Is this a good answer to the question?\nA: yes\nB: no\n" + REPLY,
-    # the grades have letters, since "10" is two tokens to many tokenizers
+    # the grades have letters, because "10" is two tokens in many tokenizers
     rubric="answers: A B C D E F G H I J\n" + SHOWN + "Grade the answer from 10 down to 1.\n"
            + "".join(f"{letter}: {10 - i}, {GRADES[i]}\n" for i, letter in enumerate("ABCDEFGHIJ"))
            + REPLY,
@@ -44,24 +44,24 @@ TEMPLATES = dict(
             "[First answer]\n{first}\n\n[Second answer]\n{second}\n\n"
             "Which answer is better?\nA: the first one\nB: the second one\n" + REPLY,
 )
-FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")  # {{name}} is the letters {name}
+FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")  # {{name}} writes {name} itself
 KNOWN = "prompt", "answer"  # the fields of every template, beside those of responses
 
 
 class Judge:
     """
-    A frozen language model that answers the question of a template with one of a few tokens. It
-    is called like a reward model: its scalar at a token is the log-odds of the answers behind it.
-    answers: the ids of their tokens, best first.
+    A frozen language model that answers the question of a template with one of a few tokens. It is
+    called like a reward model: its score, at the question's last token, is the log-odds of the
+    answers. answers: the ids of their tokens, best first.
     """
 
     def __init__(self, model, tokenizer, path, judge_template="yes_no", responses=("response",)):
         """
-        path: the model's, for messages. judge_template: the key. responses: the fields that the
-        template must have for what is judged. Raises BadInput.
+        path: the model's, for messages. judge_template: the key. responses: the template's fields
+        for the judged texts. Raises BadInput.
         """
         self.model, self.config, self.parameters = model, model.config, model.parameters
-        self.owner = model.owner  # so that a judge stands wherever a reward model does
+        self.owner = model.owner  # a judge can be used like a reward model
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
         self.chat = bool(tokenizer.template)
@@ -70,19 +70,19 @@ class Judge:
         self.answers, self.opening = self.find_answers()
 
     def scores(self, tokens, last):
-        """Questions (b, T), padded on the right, whose last tokens are at `last` (b,) -> (b,)."""
+        """Questions (b, T), padded on the right, with their last tokens at `last` (b,) -> (b,)."""
         logits = at_least_float32(self.model.last_logits(tokens, last))  # (b, V)
         return log_odds(logits[:, self.answers])
 
     @property
     def fingerprint(self):
-        """Differs where a response is judged in another way."""
+        """A hash that differs where a response is judged in another way."""
         settings = [self.tokenizer.fingerprint, self.text, self.words]
         return hashlib.blake2b(json.dumps(settings).encode()).hexdigest()
 
     @property
     def in_words(self):
-        """A line that says how it judges."""
+        """A line for the user: template and answers."""
         how = "in its own chat template" if self.chat else "as plain text"
         answers = ", ".join(f"{word} (token {i})"
                             for word, i in zip(self.words, self.answers, strict=True))
@@ -117,9 +117,9 @@ class Judge:
 
     def find_answers(self):
         """
-        (ids of the answers' tokens, ids of what a chat template writes between the question and
-        each of them, as Qwen3's empty thoughts). Behind plain text an answer has a blank in front
-        of it where it is one token then. Raises BadInput.
+        (ids of the answers' tokens, ids that a chat template writes between the question and each
+        answer, such as Qwen3's empty thoughts). Behind plain text an answer begins with a blank, if
+        it is one token with it. Raises BadInput.
         """
         text = fill(self.text, dict.fromkeys(self.fields, "x"))
         ids = self.encode_text(text)
@@ -136,26 +136,26 @@ class Judge:
                        f"{self.path}; name others in the template's first line, as 'answers: A B'")
 
     def encode_answered(self, text, ids, word):
-        """The ids of a question, which are `ids` alone, and of an answer behind it."""
+        """The ids of a question with an answer behind it. ids: of the question alone."""
         if not self.chat:
             return self.encode_text(text + word)
         more = chat_ids(self.tokenizer, [dict(role="user", content=text),
                                         dict(role="assistant", content=word)])
         if more[:len(ids)] == ids:
             return more
-        # a turn that is there is written in another way
+        # the template writes a finished turn in another way
         return ids + self.tokenizer.encode_texts([word])[0]
 
     def encode_text(self, text):
-        """Ids of a filled template: a user's message in a chat, up to where the answer begins."""
+        """Ids of a filled template, before the answer; in a chat it is a user's message."""
         prompt = [dict(role="user", content=text)] if self.chat else text
         return self.tokenizer.encode_prompts([prompt])[0] + self.opening
 
     def encode(self, row, responses):
         """
-        The ids of the question about one response (or two) to the prompt of a row of data. Where
-        they are more than the judge's context, the responses lose their ends: one odd response
-        must not stop a run. Raises BadInput where the rest alone is longer.
+        The ids of the question about one response (or two) to the prompt of a data row. If they do
+        not fit into the judge's context, the responses lose their ends: one long response must not
+        stop a run. Raises BadInput where the rest does not fit.
         """
         ids = self.encode_whole(row, responses)
         limit = self.model.max_positions
@@ -172,7 +172,7 @@ class Judge:
         return ids
 
     def encode_whole(self, row, responses):
-        """encode, of however many tokens."""
+        """encode, without a limit of tokens."""
         dialogues = [joined(row["prompt"], text) for text in responses]
         asked = row["prompt"]
         if not isinstance(asked, str):
@@ -186,7 +186,7 @@ class Judge:
         """
         Raise BadInput, with file and row, unless each row has the `answer` that the template shows,
         and its prompt leaves room for responses of new_tokens of the judge's tokens. too_long: see
-        rows_that_fit; nothing is cut here. What is dropped is taken out of `rows`.
+        rows_that_fit; nothing is cut here. Dropped rows are taken out of `rows`.
         """
         empty, lengths = [""] * len(self.responses), []
         limit = self.model.max_positions - new_tokens * len(self.responses)
@@ -195,7 +195,7 @@ class Judge:
             with at_row(rows, path)(number):
                 if "answer" in self.fields and row.get("answer") is None:
                     raise BadInput(f"{self.name} shows the field 'answer', and the row has none")
-                # a token is a byte or more: what is short enough in bytes need not be encoded
+                # each token has at least one byte: a text of few bytes need not be encoded
                 length = len(f"{row['prompt']}{row.get('answer')}".encode()) + more
                 if length > limit:
                     length = len(self.encode_whole(row, empty))
@@ -217,7 +217,7 @@ def template_text(template):
 
 def answers_and_question(text):
     """
-    The words that the first line of a template names, None if it names none, and the question:
+    The answers in the first line of a template, None if there are none, and the question:
     "answers: yes no\nIs it so?" -> (["yes", "no"], "Is it so?").
     """
     first, _, rest = text.strip().partition("\n")
@@ -229,13 +229,13 @@ def answers_and_question(text):
 
 def log_odds(logits):
     """
-    What a judge thinks of a response, in nats: logits (..., K) of K answers, best first -> (...).
-    Of two answers it is log p(A) - log p(B). Of more, answer k of 0 .. K - 1 speaks for the
-    response with the weight 1 - k / (K - 1), and against it with the rest:
+    A judge's score of a response, in nats: logits (..., K) of K answers, best first -> (...). With
+    two answers it is log p(A) - log p(B). With more, answer k of 0 .. K - 1 counts for the response
+    with the weight 1 - k / (K - 1), and against it with the rest:
 
         log(sum of weight p) - log(sum of (1 - weight) p)
 
-    With the grades 10, 9 .. 1 that is logit((g - 1) / 9) of the expected grade g: 0 at 5.5, and
+    With the grades 10, 9 .. 1 it is logit((g - 1) / 9) of the expected grade g: 0 at 5.5, and
     without a largest and a smallest value, as with two answers.
     """
     weights = torch.linspace(1, 0, logits.shape[-1], dtype=logits.dtype, device=logits.device)
@@ -249,21 +249,21 @@ def fill(text, fields):
 
 
 def as_text(messages):
-    """A dialogue as the text of a prompt: one message alone, several behind their roles."""
+    """A dialogue as the text of a prompt: one message as it is, several with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
 def judged_by_reference(judge_path, ref_path, policy_path):
-    """Whether the judge is the reference policy, whose weights are there already."""
+    """Whether the judge is the reference policy, which is loaded already."""
     return judge_path == "ref_policy" or same_folder(judge_path, ref_path or policy_path)
 
 
 def load_judge(policy_path, policy, ref_policy, system, device):
     """
-    The judge of the key judge_path, frozen. Where its folder is the frozen reference's it is that
-    model: no second copy. Raises BadConfig or BadInput.
+    The judge of the key judge_path, frozen. If its folder is the frozen reference's, it is the same
+    model, without a second copy. Raises BadConfig or BadInput.
     """
     path, model = system.judge_path, None
     if judged_by_reference(path, system.ref_path, policy_path):

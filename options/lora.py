@@ -1,6 +1,6 @@
 """
 The keys lora and share_base: models with LoRA adapters on another model's trunk; and the files of
-adapters. An Adapted has few parameters of its own: the trunk's belong to its `base`. ppo.py with
+adapters. An Adapted has few parameters of its own: the trunk's belong to `base`. ppo.py with
 lora=16 and share_base=True:
 
     policy      Adapted   A and B                                  trained
@@ -11,8 +11,8 @@ lora=16 and share_base=True:
 
 Without share_base the reward and the value model have trunks of their own.
 
-How an adapter gets into transformers' model: each linear map that may have one has a hook, which
-adds scale B A x to what the map gives, of the Adapted that is reading now (Model.active).
+How an adapter gets into transformers' model: each linear map with an adapter has a hook. It adds
+scale B A x of the Adapted that is in use (Model.active) to the map's output.
 """
 import contextlib
 import json
@@ -34,16 +34,16 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # of mixtures: they choose e
 
 class Adapted(OnTrunk):
     """
-    A model on the trunk of `base`, which is a Model or another one on its trunk. Its own parameters
-    are LoRA adapters (`adapters`), and a scalar head (`score`) if it has one.
+    A model on the trunk of `base`, which is a Model or itself on a trunk. Its own parameters are
+    LoRA adapters (`adapters`), and a scalar head (`score`) if it has one.
     """
 
     def __init__(self, base, head="lm", rank=0, alpha=None, targets="", seed=0, names=None):
         """
         rank 0: no adapters. Otherwise base is frozen, and its linear maps get A and B of this rank,
-        scaled by alpha / rank (alpha None: 2 rank). targets: which maps, such as "q,v"; "": all.
-        names: their whole names instead. head: "lm" is the base's; "scalar" is a new one, which
-        begins as the base's where that has one. Raises BadInput.
+        scaled by alpha / rank (alpha None: 2 rank). targets: the maps, such as "q,v"; "": all.
+        names: or their whole names. head: "lm" is the base's; "scalar" a copy of the base's, if it
+        has one, or a new one. Raises BadInput.
         """
         super().__init__(base, head, seed)
         self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
@@ -56,8 +56,8 @@ class Adapted(OnTrunk):
 
     def add_adapter(self, name, generator):
         """
-        Give the linear map of this name A and B. B is 0, so that nothing changes yet; A is uniform
-        in -1 / sqrt(in) ... 1 / sqrt(in), as in peft.
+        Give the linear map of this name A and B. B is 0, so the output does not change yet; A is
+        uniform in -1 / sqrt(in) ... 1 / sqrt(in), as in peft.
         """
         owner, key = self.owner(), name.replace(".", "/")
         linear = owner.hf.base_model.get_submodule(name)
@@ -88,9 +88,8 @@ class Adapted(OnTrunk):
 
     def merged(self, name, W):
         """
-        A whole tensor that self.hf calls `name` -> what it is with the adapters: W + scale B A, in
-        at least 32 bits: bfloat16 has steps of 1/256 of a weight, and would round away most of an
-        adapter's changes, which are smaller.
+        W, a whole tensor of self.hf with this name -> W + scale B A, in at least 32 bits: bfloat16
+        has steps of 1/256 of a weight, and most of an adapter's changes are smaller.
         """
         W = self.base.merged(name, W)
         if not self.adapters:
@@ -111,7 +110,7 @@ class Adapted(OnTrunk):
         fill_adapter(self, folder)
 
     def warning(self):
-        """What who gets the files of the adapter should know; ""."""
+        """A warning for users of the adapter's files; or ""."""
         if not peft_misreads(self):
             return ""
         return ("peft reads other numbers from it (MLPs beside experts); give others the merged "
@@ -131,7 +130,7 @@ def check_lora(system, trained, share_base, value_init):
 
 
 def adapt(base, text, head="lm", seed=0):
-    """An Adapted on a model, as the key lora says it: RANK[:ALPHA[:TARGETS]]."""
+    """An Adapted on a model, by the key lora: RANK[:ALPHA[:TARGETS]]."""
     rank, alpha, targets = [*text.split(":"), "", ""][:3]
     return Adapted(base, head, int(rank), float(alpha or 2 * int(rank)), targets.replace("+", ","),
                    seed)
@@ -159,21 +158,21 @@ class LoRA(nn.Module):
 
 
 def add_active(active, key, x, y):
-    """What a linear map's hook makes of its output y (..., out) for x (..., in)."""
+    """The hook of a linear map: its output y (..., out) for x (..., in), plus the adapter's."""
     if active is None or key not in active.adapters:
         return None  # y stays as it is
     return y + active.adapters[key](x).to(y.dtype)
 
 
 def as_linear(linear, matrix):
-    """A map's matrix as (out, in), or such a one as the map has it: Conv1D has it transposed."""
+    """A matrix (out, in) in the layout of the map's weight, or back: Conv1D's is transposed."""
     return matrix if isinstance(linear, nn.Linear) else matrix.t()
 
 
 def adaptable(base, targets):
     """
-    The names, within the trunk, of the linear maps that get an adapter. targets: such as "q,v" for
-    q_proj and v_proj, or as the model calls them, "c_attn"; "": all. Raises BadInput.
+    The names, in the trunk, of the linear maps that get an adapter. targets: such as "q,v" for
+    q_proj and v_proj, or the model's own names, "c_attn"; "": all. Raises BadInput.
     """
     layers = set(base.layers())
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
@@ -197,7 +196,7 @@ def adaptable(base, targets):
 # --------------------------------------------------------------------------------------------------
 # files, in peft's format
 
-# peft's settings that leave an adapter at scale B A x: {key: its values that do; None: all do}
+# peft's settings with which an adapter is scale B A x: {key: the allowed values; None: all}
 PLAIN = dict.fromkeys((
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
@@ -220,7 +219,7 @@ def adapter_tensors(model):
 def save_adapter(model, folder, base=""):
     """
     Write adapter_config.json and adapter_model.safetensors of an Adapted, for peft and for
-    load_adapted. base: the path of the model that it stands on.
+    load_adapted. base: the path of the model with the trunk.
     """
     from safetensors.torch import save_file
 
@@ -237,15 +236,15 @@ def save_adapter(model, folder, base=""):
         modules_to_save=["score"] if model.head == "scalar" else None)
     with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
         json.dump(settings, f, indent=2)
-    # one note: safetensors writes several in an order that changes from process to process, and
-    # the same adapter must be the same bytes; peft needs none
+    # only one note: the same adapter must have the same bytes, and safetensors writes several in an
+    # order that changes from process to process. peft needs none
     notes = {"format": "pt"} if model.head == "lm" else {"score_shift": str(model.score_shift)}
     tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
 
 
 def peft_misreads(model):
-    """Whether peft 0.21.2 takes an Adapted's adapters on shared or dense MLPs for the experts'."""
+    """Whether peft 0.21.2 confuses an Adapted's adapters on shared or dense MLPs with experts'."""
     from transformers import conversion_mapping
 
     experts = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -255,8 +254,8 @@ def peft_misreads(model):
 
 def read_adapter(folder):
     """
-    (settings, tensors, score_shift or None) of an adapter's folder, which save_adapter or peft has
-    written. Raises BadInput where a file is broken, or the adapter does more than scale B A x.
+    (settings, tensors, score_shift or None) of an adapter's folder, written by save_adapter or
+    peft. Raises BadInput where a file is broken, or the adapter is more than scale B A x.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -282,7 +281,7 @@ def read_adapter(folder):
 def load_adapted(base, folder, head="lm", base_path=""):
     """
     An Adapted from an adapter's folder. base: the model that the adapter was trained on, loaded
-    from base_path; another folder's is refused. Raises BadInput.
+    from base_path. Raises BadInput, also if the adapter was trained on another folder's model.
     """
     settings, tensors, _ = read_adapter(folder)
     trained_on = str(settings.get("base_model_name_or_path") or "")

@@ -1,18 +1,18 @@
 """
-Ranks with roles: who has which, and how one role sends tensors to another. What they send, and in
-which order, stands in options/roles.py.
+Ranks with roles: the ranks of each role, and how one role sends tensors to another.
+options/roles.py decides what they send, and in which order.
 
     trainers     the first ranks; rank 0 leads the run
     generators   the next ranks
     scorers      the last ranks
 
 The ranks of a role do their collectives among themselves (parallel.group). A message between roles
-goes from the first rank of the one to the first rank of the other, which broadcasts it to its own.
-It is sent in the background, through the CPU's memory. Its label, (what, iteration), is
-known to the receiver before it comes: what is sent next is a function of the iteration.
+goes from the first rank of one role to the first rank of the other, which broadcasts it to its
+role. It is sent in the background, through the CPU's memory. The receiver knows its label,
+(purpose, iteration), before: the order of the messages depends only on the iteration.
 
-No rank asks whether another one lives. A process that is killed breaks its connections, and its
-neighbours fail at once; one that hangs is lost after `timeout` seconds.
+No rank asks whether another one lives. If a process is killed, its connections close, and its
+neighbours fail at once; a process that hangs is lost after `timeout` seconds.
 """
 import collections
 import contextlib
@@ -32,19 +32,19 @@ from together import PATIENCE, patience
 
 ROLES = "train", "generate", "score"
 
-leads = False  # whether it is the first one of its role
+leads = False  # whether this rank is the first one of its role
 way = None  # the group in which roles send to each other
-sent = collections.defaultdict(collections.deque)  # to: messages under way, of the first rank
-wait = None  # how long for another role, a timedelta
-store = None  # what stands in it, all ranks see
+sent = collections.defaultdict(collections.deque)  # to: messages on their way, on the first rank
+wait = None  # the time to wait for another role, a timedelta
+store = None  # all ranks see its entries
 
 
 class Ended(Exception):
-    """The trainers have left, so that nobody waits for what this rank would do next."""
+    """The trainers have left, so nobody waits for this rank's next work."""
 
 
 # --------------------------------------------------------------------------------------------------
-# who has which role
+# the ranks of each role
 
 
 def parse_roles(text, world_size):
@@ -73,8 +73,8 @@ def parse_roles(text, world_size):
 
 def needs(name, system):
     """
-    Whether this rank's role needs a model whole: policy, ref, reward, judge or value. LoRA's trunk,
-    which is the policy's, is on all ranks.
+    Whether this rank's role needs the weights of a model: policy, ref, reward, judge or value.
+    LoRA's trunk, which is the policy's, is on all ranks.
     """
     frozen = ("ref", "reward", "judge")
     models = dict(train=("policy", "value"), generate=("policy",), score=frozen)[parallel.role]
@@ -85,17 +85,15 @@ def needs(name, system):
 
 def begin(ranks, rank, timeout):
     """
-    A collective of all ranks: make a group of each role. ranks: what parse_roles gave. From here on
-    each rank learns what any other one tells all (watch_store). Returns whether this rank is the
-    first one of its role.
+    A collective of all ranks: make a group of each role. ranks: of parse_roles. From here on each
+    rank reads the store (watch_store). Returns whether this rank is the first one of its role.
     """
     global leads, way, store, wait
     role = next(name for name, numbers in ranks.items() if rank in numbers)
     parallel.roles, parallel.role = ranks, role
     wait = datetime.timedelta(seconds=timeout)  # torch's own would be half an hour
     groups = {name: dist.new_group(list(numbers), wait) for name, numbers in ranks.items()}
-    # Of gloo on GPUs, too: a message may wait for long until it is taken, and NCCL's would hold up
-    # the GPU until then
+    # gloo, also on GPUs: a message may wait long for its receiver, and with NCCL the GPU would, too
     way = dist.new_group(timeout=wait, backend="gloo")
     store = dist.PrefixStore("roles", dist.distributed_c10d._get_default_store())
     parallel.group, parallel.first = groups[role], ranks[role][0]
@@ -111,14 +109,14 @@ def begin(ranks, rank, timeout):
 
 def send(to, label, tensors=(), keep=1, **fields):
     """
-    Send {name: tensor}, and what is said with it, to another role. All ranks of this role call it,
-    and the first one sends. tensors: a dict, or pairs that are made one by one; where that is a
-    collective, all ranks make them. keep: so many messages may be under way at once; then the
-    oldest one is waited for. What is sent is a copy, in the CPU's memory.
+    Send {name: tensor} and the fields to another role. All ranks of this role call it, and the
+    first one sends. tensors: a dict, or pairs that are made one by one; if making them is a
+    collective, all ranks make them. keep: so many messages may be on their way at once; then it
+    waits for the oldest one. It sends copies, in the CPU's memory.
     """
     pairs = tensors.items() if isinstance(tensors, dict) else tensors
     if not leads:
-        collections.deque(pairs, maxlen=0)  # make each, and drop it
+        collections.deque(pairs, maxlen=0)  # make each tensor, and drop it
         return
     while len(sent[to]) >= keep:
         for work, _ in sent[to].popleft():
@@ -141,9 +139,9 @@ def post(to, fields, body=()):
 def receive(source, label, use=None):
     """
     A collective of this role: ({name: tensor}, the other fields) of a message of another role.
-    label: what is due; None: anything. use: a function of (name, tensor), which takes each as it
-    comes; then none are returned. Raises Stop in the words of a role that has failed, and Ended
-    where the trainers have left.
+    label: of the message that is due; None: of any. use: a function of (name, tensor), which takes
+    each tensor as it comes; then none are returned. Raises Stop with the message of a role that has
+    failed, and Ended where the trainers have left.
     """
     tensors = {}
     while True:
@@ -157,7 +155,7 @@ def receive(source, label, use=None):
         if label is not None and fields["label"] != list(label):
             raise Stop(f"{parallel.phase}: the ranks that {source} have sent {fields['label']} "
                        f"where those that {parallel.role} wait for {list(label)}")
-        if "name" not in fields:  # that was all
+        if "name" not in fields:  # the last part
             return tensors, fields
         t = body.view(getattr(torch, fields["dtype"])).view(fields["shape"])
         (use or tensors.__setitem__)(fields["name"], t)
@@ -176,7 +174,7 @@ def take(source, size, dtype=torch.uint8):
 
 
 def with_role(other, operation, *args):
-    """operation(*args), which is done with the ranks of another role. Raises Lost."""
+    """operation(*args), an exchange with another role. Raises Lost."""
     try:
         return operation(*args)
     except RuntimeError as e:
@@ -189,9 +187,8 @@ def with_role(other, operation, *args):
 
 def watch_store():
     """
-    A thread: tell all ranks "stop" when this one has got a signal, and note what they tell. The
-    main thread does not ask: on a host whose cable is cut a question to the store returns after a
-    quarter of an hour.
+    A thread: write "stop" into the store when this rank has got a signal, and read it. The main
+    thread does not read the store: without a network a read takes a quarter of an hour.
     """
     while True:
         time.sleep(0.2)
@@ -212,7 +209,7 @@ def tell_the_end():
 
 
 def wait_for_the_end():
-    """A collective of another role: wait for what `receive` raises when the trainers leave."""
+    """A collective of another role: wait for the exception of `receive` when the trainers leave."""
     global wait
     with patience():  # they may save their models before
         wait = datetime.timedelta(seconds=PATIENCE)
@@ -221,21 +218,21 @@ def wait_for_the_end():
 
 
 def tell(others, **fields):
-    """Send these other roles, where there are any, words in the place of what they wait for."""
+    """Send fields to these other roles, if they exist, in the place of their next message."""
     for to in others:
         if leads and to in parallel.roles and to != parallel.role:
             sent[to].append(post(to, fields))
 
 
 def fail(error):
-    """Tell the other roles with which BadInput or Stop this one leaves."""
+    """Send this role's BadInput or Stop to the other roles."""
     tell(ROLES, error=str(error), bad_input=isinstance(error, BadInput))
 
 
 def fail_and_leave(error):
     """
-    errors.py calls this as this rank leaves: those that wait for it now get the message. A rank
-    that has lost others says nothing: all notice that by themselves.
+    errors.py calls this when this rank leaves: ranks that wait for it get the message. For Lost it
+    sends nothing, because all ranks notice it by themselves.
     """
     if isinstance(error, Lost):
         return

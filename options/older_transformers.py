@@ -1,12 +1,11 @@
 """
-What transformers before 5.23 lacks, such as that of an environment with vLLM: the argument
-sanitize_control_tokens of apply_chat_template. With it, special tokens that somebody has typed into
-a message stay text, and only those that the template itself writes are tokens. And there thoughts
-of a message may have any of their three names.
+For transformers before 5.23, such as in an environment with vLLM. It lacks the argument
+sanitize_control_tokens of apply_chat_template. With it, special tokens in a message stay text, and
+only those of the template are tokens; and the thoughts of a message may have any of three names.
 """
 import re
 
-BEGIN, END = "\U000f0000", "\U000f0001"  # around what must stay text; private to each program
+BEGIN, END = "\U000f0000", "\U000f0001"  # around text that must stay text; no text has them
 
 
 def encode_chat(tokenizer, messages, **how):
@@ -19,15 +18,15 @@ def encode_chat(tokenizer, messages, **how):
     pattern = "|".join(map(re.escape, names)) or "(?!)"
     marked, how = (mark(x, re.compile(pattern)) for x in (messages, how))
     text = hf.apply_chat_template(marked, tokenize=False, **how)
-    # the template's text, what was marked, the template's text, ...; None: a mark that is alone,
-    # since the template has cut something up
+    # the template's text, a marked text, the template's text, ...; None: a mark without the other
+    # one, because the template has cut the marked text
     first, *pieces = re.split(f"{BEGIN}({pattern}){END}|[{BEGIN}{END}]", text)
     ids, line = (hf.encode(part, add_special_tokens=False) for part in (first, "\n"))
     for number, piece in enumerate(pieces):
         if not piece:
             continue
         settings = dict(add_special_tokens=False, split_special_tokens=number % 2 == 0)
-        # behind a line break, or SentencePiece would put a blank in front
+        # behind a line break, because otherwise SentencePiece would put a blank in front
         more = hf.encode("\n" + piece, **settings)
         fits = more[:len(line)] == line
         ids += more[len(line):] if fits else hf.encode(piece, **settings)
@@ -35,7 +34,7 @@ def encode_chat(tokenizer, messages, **how):
 
 
 def with_thoughts(message):
-    """A message whose thoughts have the names under which templates look for them."""
+    """A message with its thoughts under the names that templates read."""
     fields = ("reasoning_content", "thinking", "reasoning")
     thoughts = next((message[name] for name in fields if message.get(name) is not None), None)
     if thoughts is None:
@@ -44,7 +43,7 @@ def with_thoughts(message):
 
 
 def mark(x, pattern):
-    """A string, or all strings in lists and dicts, with marks around what the pattern finds."""
+    """A string, or all strings in lists and dicts, with marks around the pattern's matches."""
     if isinstance(x, str):
         return pattern.sub(lambda m: f"{BEGIN}{m[0]}{END}", x.replace(BEGIN, "").replace(END, ""))
     if isinstance(x, dict):

@@ -1,6 +1,6 @@
 """
 The key ptx_path, PPO-ptx: an SFT loss beside PPO's in every step (InstructGPT, arXiv 2203.02155,
-equation 2), so that the policy forgets less of what its demonstrations taught.
+equation 2), so that the policy forgets less of its demonstrations.
 """
 import torch
 
@@ -13,9 +13,9 @@ from rows import check_text, read_rows
 
 def ptx_row(row):
     """
-    {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, of
-    which every token is learned: its prompt is "", which no demonstration has. Any other row is one
-    of sft_row. Raises BadInput.
+    {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, and
+    every token is learned: its prompt is "", which no demonstration has. All other rows are read by
+    sft_row. Raises BadInput.
     """
     if row.get("text") is None or row.get("completion") is not None:
         return sft_row(row)

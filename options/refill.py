@@ -1,6 +1,6 @@
 """
-What GRPO's dynamic sampling needs (grpo.py's key max_refills): other prompts for groups that teach
-nothing, and a batch in which their responses take the place of some rows.
+For GRPO's dynamic sampling (grpo.py's key max_refills): other prompts for groups that teach
+nothing, and a batch in which their responses replace some rows.
 """
 import torch
 
@@ -9,9 +9,9 @@ from prompts import hashed_row
 
 def other_row(row, n, *key):
     """
-    One of n rows, as a function of the key, but not this row (unless it is the only one): it does
-    not belong to the walk through the epochs. n may also be [(rows, weight), ...] of several
-    sources: then it is a row of the same source.
+    One of n rows, as a function of the key, but not this row (unless it is the only one). The
+    epochs do not count it. n may also be [(rows, weight), ...] of several sources: then it is a row
+    of the same source.
     """
     first = 0
     if not isinstance(n, int):
@@ -25,9 +25,9 @@ def replace_rows(batch, rows, fresh, pad_id):
     """
     The batch with some of its rows replaced: row rows[i] is row i of fresh.
 
-    batch, fresh: dicts of tensors with the same names. rows: a tensor of row numbers. The longest
-    prompts of the two may differ: then the tensors (., P + R) of the one with the shorter prompts
-    get columns of padding on the left. Example, with R = 2 and pad_id 0: row 1 is replaced.
+    batch, fresh: dicts of tensors with the same names. rows: a tensor of row numbers. If the P of
+    the two differ, the narrower tensors (., P + R) get columns of padding on the left. Example,
+    with R = 2 and pad_id 0: row 1 is replaced.
 
         batch["tokens"]   5 6  7 8      fresh["tokens"]   1 2 3  4 9      result   0 5 6  7 8
                           0 5  9 9                                                 1 2 3  4 9

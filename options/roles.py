@@ -1,35 +1,34 @@
 """
-The keys roles and staleness. Without them every rank does everything, one phase after the other: a
-batch is sampled, scored and read when the loop of ppo.py or grpo.py asks for it. With them
+The keys roles and staleness. Without them every rank does everything, one phase after the other:
+each batch is sampled, scored and read in its own iteration of ppo.py or grpo.py. With them
 
     roles = "train=6,generate=1,score=1"    ranks of their own sample, and score
     staleness = 1                           the batch is sampled one update ahead
 
-The trainers run the loop. They hold policy and value model. A generator holds a copy of the policy
-in the dtype in which it decodes; a scorer holds reference and reward model. Without generators, or
+The trainers run the loop. They have policy and value model. A generator has a copy of the policy in
+the dtype in which it decodes; a scorer has reference and reward model. Without generators, or
 without scorers, the trainers do that work.
 
 A version is the number of the iteration that begins with these weights. The batch of iteration k is
-sampled by version max(0, k - staleness), always: never by "the newest that is there". So what each
-rank sends and receives next is known from the iteration alone:
+always sampled by version max(0, k - staleness), even if a newer one is there. So each rank knows
+from the iteration alone which messages it sends and receives next:
 
     generators   for each k: take the weights that are due; sample batch k; send it
     scorers      for each k: held-out prompts, if they are due, batch k, refills: score them; send
     trainers     the loop, which receives in the same order, and sends new weights after each update
 
-and the texts of a run depend neither on how fast anybody is, nor on how many ranks have which role.
+and the texts of a run do not depend on the ranks' speed, or on the number of ranks in each role.
 With staleness 1 the generators sample the batch of iteration k + 1 while the trainers train on that
-of k. Held-out prompts and refills are sampled by the trainers, who hold the policy of now.
+of k. The trainers sample held-out prompts and refills, because they have the newest policy.
 
-The age of a batch is how many updates ago the policy was that sampled it. An older batch has the
-log-probs of the policy that sampled it as its old_logprobs: the clipped ratio of PPO and GRPO is
-then between the policy of now and that one. With importance_cap the policy that begins the update
-reads the batch first: the ratio is to that policy, and the older one comes in as a weight
-(loss.importance_weights).
+The age of a batch is the number of updates since the policy that sampled it. If it is above 0,
+old_logprobs are from that older policy: the clipped ratio of PPO and GRPO is then policy of now /
+older policy. With importance_cap the policy that begins the update reads the batch first: the ratio
+is to this policy, and the older one gives a weight (loss.importance_weights).
 
-In the scripts: an Ahead takes the place of their functions `sample` and `score`; ranks of other
-roles stay in `serve`; `begin` and `share_weights` are called before the loop and after each update.
-How messages are sent is in options/messages.py.
+In the scripts: an Ahead replaces their functions `sample` and `score`; ranks of other roles stay in
+`serve`; `begin` and `share_weights` are called before the loop and after each update.
+options/messages.py sends the messages.
 """
 import contextlib
 import hashlib
@@ -62,12 +61,12 @@ def check_ahead(system):
 class Ahead:
     """
     Batches that are sampled ahead of the update, here or by ranks of their own. A batch has a
-    label, (purpose, iteration): what is rollout, eval, "refill 0", "refill 1", ...
+    label, (purpose, iteration); purpose is rollout, eval, "refill 0", "refill 1", ...
 
-    system: the shared keys. models: {name: model} of the run. max_iters, max_refills: keys of
-    the script; eval_interval: too, 0 where nothing is held out. The others are functions of the
-    script: rows_of(iteration), the data rows of its batch; sample, score, minibatches,
-    micro_batches and forward, see there. Raises BadConfig.
+    system: the shared keys. models: {name: model} of the run. max_iters, max_refills,
+    eval_interval: keys of the script (eval_interval 0: nothing is held out). The others are
+    functions of the script: rows_of(iteration), the data rows of its batch; sample, score,
+    minibatches, micro_batches and forward. Raises BadConfig.
     """
 
     def __init__(self, system, device, models, max_iters, max_refills, eval_interval, rows_of,
@@ -84,14 +83,14 @@ class Ahead:
         self.sample_now, self.score_here = sample, score
         self.minibatches, self.micro_batches = minibatches, micro_batches
         self.forward = forward
-        self.keep = self.system.staleness + 1  # messages that may be under way, see messages.send
+        self.keep = self.system.staleness + 1  # messages that may be on their way at once
         if parallel.roles:
             errors.leaving = messages.fail_and_leave  # the roles tell each other their errors
 
     def versions(self, start, kept=()):
         """
-        {iteration: the version that samples its batch}, in the order in which they are sampled, of
-        a run that begins with iteration `start`. kept: iterations whose batches are there already.
+        {iteration: the version that samples its batch}, in the order of sampling, of a run that
+        begins with iteration `start`. kept: iterations with batches that are there already.
         """
         return versions(start, self.max_iters, self.system.staleness, kept)
 
@@ -102,7 +101,7 @@ class Ahead:
         """A collective: take the batches of the run's checkpoint; let the other roles begin."""
         self.run = run
         self.sampled = {}  # iteration: its batch, sampled and not yet scored
-        self.version = {}  # iteration: that of the weights that sample its batch
+        self.version = {}  # iteration: the version of the weights that sample its batch
         saved = {}
         if run.checkpoint:
             with patience():
@@ -123,14 +122,14 @@ class Ahead:
         self.share_weights(run.start)  # COLLECTIVE
 
     def age(self, iteration):
-        """How many updates ago the policy was that has sampled the batch of an iteration."""
+        """The number of updates since the policy that sampled the batch of an iteration."""
         return iteration - self.version[iteration]
 
     def sample(self, purpose, iteration, row_numbers, *slots):
         """A collective, in the place of the script's `sample`: a whole batch, not yet scored."""
         if purpose != "rollout":
             return self.sample_now(purpose, iteration, row_numbers, *slots)  # COLLECTIVE
-        # not earlier: a stop while a batch is scored, or groups of it are sampled again, saves it
+        # not earlier: a stop during the scoring or a refill of a batch still has to save it
         self.sampled.pop(iteration - 1, None)
         self.have(iteration + (0 if self.from_generators else self.system.staleness))  # COLLECTIVE
         return self.sampled[iteration]
@@ -169,9 +168,9 @@ class Ahead:
 
     def share_weights(self, version):
         """
-        A collective, right after an update: the weights of now are this version. The generators get
-        them, in the background, where they sample a batch with them. The buffers are copies: the
-        next step may change the weights before they have left.
+        A collective, right after an update: the present weights are this version. The generators
+        get them, in the background, if they sample a batch with them. Copies are sent, because the
+        next step may change the weights before they are sent.
         """
         if version not in self.from_generators.values():
             return
@@ -180,8 +179,8 @@ class Ahead:
         checksum = None
         if self.run.audit_is_due(version):
             checksum = checksum_of(my_weights(policy, matrices))  # COLLECTIVE
-        # `send` makes one after the other: all ranks gather what is sharded, and the first one
-        # alone holds the whole, in the CPU's memory
+        # `send` makes one tensor after the other: all ranks gather a sharded tensor, and only the
+        # first one keeps the whole, in the CPU's memory
         whole = ((name, gather(t, p) if is_shard(p) else t)
                  for name, p, t in my_weights(policy, matrices))
         messages.send("generate", ("weights", version), whole, self.keep, checksum=checksum)
@@ -189,8 +188,8 @@ class Ahead:
     def to_save(self):
         """
         A collective: {"ITERATION.VERSION.NAME": tensor} of the batches of this iteration and later
-        ones that are sampled by weights that will be gone. Those that are still being sampled are
-        waited for.
+        ones from older weights, which a resumed run would not have. It waits for batches that are
+        still being sampled.
         """
         tensors, now = {}, self.run.iteration
         for k in [k for k, version in sorted(self.version.items()) if version < now <= k]:
@@ -203,7 +202,7 @@ class Ahead:
 
     def serve(self):
         """
-        What a rank that generates or scores does until the run is over; then this ends the process.
+        The work of a rank that generates or scores, until the run is over; then the process ends.
         On a trainer it returns at once.
         """
         if parallel.role in ("", "train"):
@@ -229,7 +228,7 @@ class Ahead:
                 parallel.phase = f"iteration {k}, waiting for weights"
                 checksum = take_weights(self.models["policy"], due)  # COLLECTIVE
                 version = due
-                # of the old weights; the audit would call it a frozen model that has changed
+                # no checksums of the old weights: the audit would see a frozen model that changes
                 frozen = {key: x for key, x in frozen.items() if key[0] != "policy"}
             parallel.phase = f"iteration {k}, rollout"
             with told_if_it_fails():  # COLLECTIVE
@@ -267,9 +266,9 @@ class Ahead:
 
     def micro_batches_of_trainers(self, batch, steps):
         """
-        The micro-batches in which the trainers train, dealt to the scorers: perhaps those of
-        several trainers. A scorer that is left over reads as many, without rows: a sharded model
-        needs all in each forward.
+        The micro-batches of the trainers, dealt to the scorers: a scorer may get those of several
+        trainers. A scorer without a trainer reads equally many, without rows, because a sharded
+        model needs all ranks in each forward.
         """
         rank, size = parallel.rank_and_size()
         trainers = len(parallel.roles["train"])
@@ -286,7 +285,7 @@ def versions(start, max_iters, staleness, kept=()):
 
 
 def to_score(start, max_iters, max_refills, eval_interval):
-    """The labels of what is scored, in this order. eval_interval: 0 = nothing is held out."""
+    """The labels of the scored batches, in order. eval_interval: 0 = nothing is held out."""
     for k in range(start, max_iters + 1):
         if eval_interval and (k % eval_interval == 0 or k == max_iters):
             yield "eval", k
@@ -297,8 +296,8 @@ def to_score(start, max_iters, max_refills, eval_interval):
 
 def my_weights(policy, matrices=None):
     """
-    (name, parameter, this rank's part of it) of a policy. matrices: the dtype in which frozen
-    copies of it hold their matrices, see models.settle; None: as here.
+    (name, parameter, this rank's part of it) of a policy. matrices: the dtype of the matrices in
+    frozen copies of it, see models.settle; None: the same as here.
     """
     rounded = {id(p) for p in matrices_of(policy)} if matrices else ()
     for name, p in policy.named_parameters():
@@ -308,9 +307,9 @@ def my_weights(policy, matrices=None):
 
 def checksum_of(parts):
     """
-    A collective: one text for the weights of a model: that of other bits is another one, and it
-    does not depend on how many ranks hold parts of them. parts: (name, parameter, this rank's part
-    of it, in any dtype), see my_weights.
+    A collective: a hash of a model's weights, as text. It changes with each bit, and does not
+    depend on the number of ranks that have parts. parts: (name, parameter, this rank's part of it,
+    in any dtype), see my_weights.
     """
     found = [(is_shard(p), weighted_sum(as_words(t), first_word(p)).to(wire()))
              for _, p, t in parts]
@@ -329,7 +328,7 @@ def take_weights(policy, version):
 
 
 def check_copy(policy, version, checksum, iteration):
-    """A collective of the generators: raise Stop if a copy is not what the trainers have sent."""
+    """A collective of the generators: raise Stop if a copy differs from the trainers' weights."""
     same = checksum_of(my_weights(policy)) == checksum  # COLLECTIVE
 
     def refuse():
@@ -341,7 +340,7 @@ def check_copy(policy, version, checksum, iteration):
 
 
 def trainers_have_left():
-    """Whether nobody waits for this rank's work any more."""
+    """Whether the trainers have left: nobody waits for this rank's work."""
     return parallel.trainers_left
 
 
@@ -354,7 +353,7 @@ def leave_with_trainers():
 
 @contextlib.contextmanager
 def told_if_it_fails():
-    """A collective, if this block fails: the trainers learn why, save, and all leave with that."""
+    """A collective, if this block fails: the trainers get the error, save, and all ranks leave."""
     try:
         yield
     except Lost:

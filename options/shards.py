@@ -1,11 +1,11 @@
 """
 The keys zero_stage and offload: models that are split over the ranks, or wait in the CPU's memory.
 
-The stages are ZeRO's (arXiv 1910.02054). Stage 0 holds everything on every rank; stage 1 splits the
+The stages are ZeRO's (arXiv 1910.02054). At stage 0 every rank has everything; stage 1 splits the
 optimizer's states over the ranks (torch's ZeroRedundancyOptimizer); stage 2 also the gradients and,
 between steps, the weights; stage 3 also the weights during a step: a layer is gathered while it
-computes (both are torch's FSDP2, fully_shard). On one rank every stage is 0. They change no number
-of a run, only the memory that it needs.
+computes (2 and 3 are torch's FSDP2, fully_shard). On one rank every stage is 0. The stages change
+only the memory of a run, not its numbers.
 """
 import contextlib
 import warnings
@@ -25,11 +25,11 @@ from parallel import broadcast, collective, fill, is_shard, my_part, rank_and_si
 from together import alone, from_rank
 
 # --------------------------------------------------------------------------------------------------
-# what the keys say
+# the keys
 
 
 def stage_of(system, name):
-    """The ZeRO stage of a model, 0 to 3. The reference is at the policy's, unless it is named."""
+    """A model's ZeRO stage, 0 to 3. The reference has the policy's, unless the key names it."""
     stage = of_model(system.zero_stage, name)
     if name == "ref" and not stage:
         stage = of_model(system.zero_stage, "policy")
@@ -38,8 +38,8 @@ def stage_of(system, name):
 
 def offload_of(system, name, trained, is_head=False):
     """
-    What of a model is in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
-    without a name is for the trained models, but for one that is a head on the policy (is_head).
+    A model's part in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
+    without a name is for the trained models, but not for a head on the policy (is_head).
     """
     if system.offload.strip() == "optimizer" and (is_head or not trained):
         return "none"
@@ -48,10 +48,10 @@ def offload_of(system, name, trained, is_head=False):
 
 def check_shards(system, trained, frozen, share_base, value_init):
     """
-    Raise BadConfig where the keys of a model cannot go together. This is the whole table: whether
-    it is so, and the message. trained, frozen: the names of the script's models.
+    Raise BadConfig where the keys of a model cannot go together. The table has a condition and a
+    message in each entry. trained, frozen: the names of the script's models.
     """
-    on_trunk = ["reward"] * share_base  # frozen models that are the policy's trunk, or stand on it
+    on_trunk = ["reward"] * share_base  # frozen models that are the policy's trunk, or are on it
     if of_model(system.lora, trained[0]) and not getattr(system, "ref_path", ""):
         on_trunk.append("ref")
     for name in trained + frozen:
@@ -84,8 +84,8 @@ def check_shards(system, trained, frozen, share_base, value_init):
 def load_split(path, name, system, device, head, dtype, matrices, trained, adapted, recompute,
                seed):
     """
-    models.load_here, with the model split over the ranks where its stage says so (then a
-    collective), or, if it is frozen, in the CPU's memory where offload says so. Raises BadInput.
+    models.load_here, but the model is split over the ranks if its stage says so (then it is a
+    collective), or waits in the CPU's memory if it is frozen and offload says so. Raises BadInput.
     """
     whole = trained and not adapted  # with LoRA the model itself is frozen
     on_cpu = offload_of(system, name, trained) == "params"
@@ -95,7 +95,7 @@ def load_split(path, name, system, device, head, dtype, matrices, trained, adapt
         if on_cpu and device.type != "cpu":
             wait_on_cpu(model, device)
         return model
-    # rank 0 alone reads the files, into the CPU's memory; every rank gets its parts from it
+    # only rank 0 reads the files, into the CPU's memory; it sends every rank its parts
     read = []
 
     def read_whole():
@@ -115,7 +115,7 @@ def splits(stage, trained):
     """Whether a stage splits a model's weights over the ranks."""
     if parallel.rank_and_size()[1] == 1:
         return False
-    return stage >= 2 if trained else stage == 3  # frozen: 1 and 2 split nothing of it
+    return stage >= 2 if trained else stage == 3  # 1 and 2 do not split a frozen model
 
 
 def split(model, name, system, device, mesh=None):
@@ -127,7 +127,7 @@ def split(model, name, system, device, mesh=None):
 
 
 def wait_on_cpu(model, device):
-    """A frozen model is in the CPU's memory, and on the device while it is called: see here."""
+    """Keep a frozen model in the CPU's memory; `here` moves it to the device for its calls."""
     model.elsewhere = True
     for p in model.parameters() if device.type == "cuda" else ():
         p.data = p.data.pin_memory()  # pinned memory copies faster
@@ -136,13 +136,13 @@ def wait_on_cpu(model, device):
 def shard(model, stage, offload, device, matrices=None, mesh=None):
     """
     FSDP2: a layer is gathered while it computes (stage 3), or from its forward until its backward
-    pass (stage 2). What is in no layer, embedding and head, is gathered for the whole forward.
+    pass (stage 2). Embedding and head, outside the layers, are gathered for the whole forward.
 
-    matrices: the dtype to which autocast will round the matrices of a trained model; None: it will
-    not. A layer is then rounded first and gathered after, which is half of the traffic and the same
-    numbers. Its norms, which autocast does not round, are gathered by themselves; so are embedding
-    and head, whose gradients may be sums over chunks, in 32 bits. A layer of which other modules
-    have such vectors beside matrices, such as gpt-oss's, is not rounded. mesh: see mesh_of_ranks.
+    matrices: the dtype to which autocast rounds the matrices of a trained model; None: it does not.
+    A layer is then rounded first and gathered after it: half of the traffic, the same numbers. Its
+    norms, which autocast does not round, are gathered separately; so are embedding and head: their
+    gradients may be sums over chunks, in 32 bits. A layer with vectors and matrices in one module,
+    such as gpt-oss's, is not rounded. mesh: see mesh_of_ranks.
     """
     from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard,
                                         register_fsdp_forward_method)
@@ -171,14 +171,14 @@ def shard(model, stage, offload, device, matrices=None, mesh=None):
     fully_shard(model, reshard_after_forward=False, ignored_params=head, **settings)
     # some trunks return a view of their states, and FSDP warns of writing into it: nobody does
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPModel\) returned a view")
-    # what runs the trunk; a head that reads its states finds its own weights there until after the
-    # backward pass, for what is in no layer stays gathered
+    # the methods that run the trunk. A head that reads its states has its weights until after the
+    # backward pass, because parameters outside the layers stay gathered
     for name in ("states", "next_logits"):
         register_fsdp_forward_method(model, name)
 
 
 def mesh_of_ranks(device):
-    """What torch calls the ranks among which a model is split."""
+    """The ranks over which a model is split, as torch's mesh."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if parallel.group:
@@ -189,8 +189,8 @@ def mesh_of_ranks(device):
 @torch.no_grad()
 def fill_from_rank_0(model, whole):
     """
-    A collective: give a sharded model the weights of `whole`, which rank 0 alone has, a tensor at a
-    time; None on the other ranks.
+    A collective: give a sharded model the weights of `whole`, a tensor at a time. Only rank 0 has
+    whole; it is None on the other ranks.
     """
     own = [*model.hf.parameters(), *model.hf.buffers()]
     theirs = [*whole.hf.parameters(), *whole.hf.buffers()] if whole else [None] * len(own)
@@ -218,17 +218,17 @@ def refill(model, folder):
 
 
 # --------------------------------------------------------------------------------------------------
-# at work
+# sharded and offloaded models in use
 
 
 @contextlib.contextmanager
 def here(model, device):
     """
     In this block a model that is split, or waits in the CPU's memory, can be called without
-    gradients. After it, also after an error in it, the layers that the forwards have gathered are
-    freed: FSDP by itself frees them only in a backward pass.
+    gradients. After the block, also after an error, the gathered layers are freed: FSDP by itself
+    frees them only in a backward pass.
     """
-    if fsdp_modules(model):  # parameters() are no shards while they are gathered
+    if fsdp_modules(model):  # not by is_shard: gathered parameters are no shards
         try:
             yield
         finally:
@@ -247,7 +247,7 @@ def here(model, device):
 
 @contextlib.contextmanager
 def gathered(model):
-    """A collective: in this block a sharded model is whole on each rank, to decode with."""
+    """A collective: in this block a sharded model is whole on each rank, for decoding."""
     modules = fsdp_modules(model)
     model.set_reshard_after_forward(False)
     for module in modules:
@@ -261,7 +261,7 @@ def gathered(model):
 
 
 def fsdp_modules(model):
-    """Those modules of a model that FSDP gathers, each as a whole."""
+    """The modules of a model that FSDP gathers, each as a whole."""
     return [module for module in model.modules() if hasattr(module, "reshard")]
 
 
@@ -272,7 +272,7 @@ def reshard(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# parameters that are split, and what belongs to them
+# parameters that are split, and their tensors
 
 
 def distribute(p, tensor):
@@ -292,7 +292,7 @@ def gather(t, p):
 
 
 def first_word(p):
-    """The number, within a sharded parameter, of the first word that this rank has of it."""
+    """The number of the first word of this rank's part, counted in the whole sharded parameter."""
     # FSDP splits by rows, as torch.chunk does: ceil(rows / ranks) each, the last ranks fewer or 0
     rows, (rank, size) = p.shape[0], rank_and_size()
     first_row = min(-(-rows // size) * rank, rows)
@@ -321,7 +321,7 @@ class Shards:
             part.mul_(float(factor))  # a number: the part may be on the CPU, the factor on the GPU
 
     def all_reduce(self):
-        """Within backward FSDP has taken the mean over the ranks: this makes it a sum."""
+        """FSDP took the mean over the ranks in the backward pass: this makes it a sum."""
         self.mul_(rank_and_size()[1])
 
     def norm(self):
@@ -336,7 +336,7 @@ class Shards:
 
 
 def optimizer_of(model, name, system, parameters, kind, settings):
-    """An optimizer of this class and settings: at stage 1 split, or its states on the CPU."""
+    """An optimizer of this class and settings: split at stage 1, or with its states on the CPU."""
     is_head = model.base is not None and not model.adapters
     stage, offload = stage_of(system, name), offload_of(system, name, True, is_head)
     if offload == "optimizer":
@@ -353,9 +353,9 @@ def optimizer_of(model, name, system, parameters, kind, settings):
 
 class OffloadedAdamW(torch.optim.AdamW):
     """
-    AdamW whose states, and a copy of the weights, are in the CPU's memory, where the step is
+    AdamW with its states, and a copy of the weights, in the CPU's memory, where the step is
     computed (ZeRO-Offload, arXiv 2101.06840). A step moves each gradient there and each weight
-    back, so that the GPU never holds a state.
+    back, so the GPU never has a state.
     """
 
     on_cpu = True
@@ -385,12 +385,11 @@ class OffloadedAdamW(torch.optim.AdamW):
 @dataclass
 class Part:
     """
-    What this rank has of a tensor that it does not have whole: its rows, which are split as the
-    sharded parameter `like` is; or all or nothing of it, where only the rank `owner` has it, as at
-    ZeRO stage 1.
+    This rank's part of a tensor: its rows, which are split like the sharded parameter `like`; or
+    all or nothing of it, where only the rank `owner` has it, such as at ZeRO stage 1.
     """
 
-    mine: torch.Tensor  # None on the ranks that have nothing of it
+    mine: torch.Tensor  # None on the ranks that have no part
     shape: tuple  # of the whole tensor
     dtype: torch.dtype
     like: torch.Tensor = None
@@ -410,8 +409,8 @@ def parts_of_states(tensors, model, optimizer):
 
 def everyones(parts):
     """
-    A collective: {name: tensor} of each rank, all of other names -> {name: Part} of all of them, in
-    the order of the ranks. No tensor is sent.
+    A collective: {name: tensor} of each rank, with different names -> {name: Part} of all ranks'
+    tensors, in the order of the ranks. No tensor is sent.
     """
     known = {}
     for rank in range(rank_and_size()[1]):
@@ -424,7 +423,7 @@ def everyones(parts):
 
 
 def whole(t):
-    """A collective: a sharded tensor, or that of a Part, whole. See parallel.whole."""
+    """A collective: the whole of a sharded tensor or of a Part. See parallel.whole."""
     if is_shard(t):
         return collective(t.full_tensor)
     if t.owner is None:

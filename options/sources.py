@@ -5,8 +5,8 @@ Rows from more than one file of JSONL:
     hf:openai/gsm8k:main:train a data set of the Hugging Face hub, or a folder in its layout
     a.csv, a.parquet           tables
 
-We read the files ourselves: the libraries for tables guess what a text might mean, and turn the
-answer "02" into 2 and "NA" into nothing.
+Libraries for tables are not used, because they guess types: they turn the answer "02" into 2 and
+"NA" into nothing.
 """
 import csv
 import functools
@@ -45,21 +45,21 @@ def several_sources(spec):
 
 def turn_of(place, parts):
     """
-    Which source has a place of the walk through several of them, and how many of its rows came
-    before: (number of the source, count).
+    The source of a place in a mix of several sources, and the number of its rows before this place:
+    (number of the source, count).
 
     parts: [(rows, weight), ...]. The first source gets the share s = weight / sum of all weights of
-    the places: a place is its own if floor(s * place) grows there, and that number says how many
-    of its rows came before. The other places are dealt out to the other sources in the same way. So
-    at any place each has had its share, give or take fewer rows than there are sources.
+    the places: it gets a place if floor(s * place) grows there, and that number counts its rows
+    before. The other places are dealt to the other sources in the same way. So at any place each
+    source has had its share, up to an error of fewer rows than there are sources.
 
     With the weights 1 and 2 the places belong to the sources  1 1 0  1 1 0  1 1 0 ...
     """
     weights = [weight for _, weight in parts]
     for number, weight in enumerate(weights):
-        share = weight / sum(weights[number:])  # of the places that sources before have left
+        share = weight / sum(weights[number:])  # of the places that the sources before have left
         before = int(share * place)
-        if int(share * (place + 1)) > before:  # always so for the last source, whose share is 1
+        if int(share * (place + 1)) > before:  # always true for the last source: its share is 1
             return number, before
         place -= before
 
@@ -68,12 +68,12 @@ def turn_of(place, parts):
 # data sets of the hub
 
 
-@functools.cache  # or the hub would be asked again for the hash of the same files
+@functools.cache  # the hash of the files asks for them again
 def hub_files(source):
     """
-    The files of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT, such as hf:openai/gsm8k:main:train, where
-    the files of main/ are meant whose name has the word `train`. NAME is a folder here in the
-    layout of the hub; or a name on the hub, from which the files are downloaded into its cache.
+    The files of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT. hf:openai/gsm8k:main:train are the files of
+    main/ with the word `train` in their names. NAME is a local folder in the layout of the hub; or
+    a name on the hub, from which the files are downloaded into its cache.
     """
     match = re.fullmatch(r"hf:([^:]+):(?:([^:]*):)?([^:]+)", source)
     if not match:
@@ -102,7 +102,7 @@ def hub_files(source):
 
 def files_of_split(files, folder, split, source):
     """
-    Which of the files of a data set, with paths relative to it, are those of a split, sorted.
+    The files of a split, sorted. files: all files of the data set, with paths relative to it.
     Raises BadInput where there are none, or where several folders have some.
     """
     files = sorted(file for file in files
@@ -127,7 +127,7 @@ def files_of_split(files, folder, split, source):
 
 
 def csv_rows(path):
-    """The first line names the columns; a value may hold newlines, between quotes. All are text."""
+    """The first line names the columns; a value in quotes may have newlines. All are text."""
     csv.field_size_limit(2**30)
     text = io.StringIO(read_text(path), newline="")
     try:
@@ -160,7 +160,7 @@ def parquet_rows(path):
 
 
 def shortest(value, kind):
-    """A parquet value; floats of 32 and 16 bits as short as they can be, 0.1 for 0.100000001."""
+    """A parquet value; floats of 32 and 16 bits with few digits, 0.1 for 0.100000001."""
     import numpy  # pyarrow needs it, too
 
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
 """
-Tensor-parallel generation, the key generate_tp: to sample, n neighbouring ranks hold the policy
-together. Each has some heads of every attention, and some of the width of every MLP; how that goes
-in a family, transformers knows (the model's tp_plan). They decode the same responses in step, and
+Tensor-parallel generation, the key generate_tp: n neighbouring ranks share the policy while it
+samples. Each has some heads of every attention, and some of the width of every MLP, by
+transformers' plan for the family (the model's tp_plan). They decode the same responses in step, and
 exchange numbers in every layer.
 
-The copy that decodes is split and stays in memory, of which a rank has 1 / n. Before each rollout
+The copy that decodes is split and stays in memory; each rank has 1 / n of it. Before each rollout
 it gets the policy's new weights, a tensor at a time, so no rank ever needs memory for all of them.
 """
 import copy
@@ -31,7 +31,7 @@ def check_split(n):
 
 def split_copy(policy, dtype, device, n):
     """
-    A collective: the split copy of a policy, with the weights that this has now. It is made at the
+    A collective: the split copy of a policy, with the policy's present weights. It is made at the
     first call, and kept with the policy. dtype: of its matrices; None: the policy's.
     """
     if "split" not in policy.__dict__:  # not an attribute that nn.Module would register
@@ -42,7 +42,7 @@ def split_copy(policy, dtype, device, n):
 
 
 def neighbours(device, n):
-    """A collective: what torch calls the n ranks that hold a copy together."""
+    """A collective: the n ranks that share a copy, as torch's mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     rank, size = parallel.rank_and_size()
@@ -52,14 +52,14 @@ def neighbours(device, n):
 
 def make_split(policy, dtype, device, mesh):
     """
-    A Model of the policy's architecture, of which each of the neighbouring ranks in the mesh has
-    its part, without weights. Raises BadConfig where transformers cannot split the model.
+    A Model of the policy's architecture, split over the ranks in the mesh, without weights. Raises
+    BadConfig where transformers cannot split the model.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     config, n = copy.deepcopy(policy.hf.config), mesh.size()
-    # the table of embeddings and the head are split in different ways: what is tied becomes two
+    # the table of embeddings and the head are split in different ways, so they cannot be tied
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     heads = getattr(config.get_text_config(), "num_key_value_heads", None)
     if heads is not None and heads % n:

@@ -5,8 +5,8 @@ tiktoken's encodings as tokenizers of transformers, with the same ids:
     qwen.tiktoken in a model folder   a line a token: its bytes in base64, and its id
     encode_as(encoding, ...)          any tiktoken.Encoding; the toy's: data/byte_tokenizer.py
 
-transformers reads Llama 3's tokenizer.model, which is such a file, too, by itself, with tiktoken's
-help. What is saved is a tokenizer.json in all cases.
+Llama 3's tokenizer.model is such a file, too; transformers itself reads it, with tiktoken. In all
+cases a tokenizer.json is saved.
 """
 import base64
 import contextlib
@@ -23,8 +23,8 @@ from folders import read_json
 def encode_as(encoding, markers=(), **special):
     """
     A tokenizer of transformers that gives a text the ids of encoding.encode_ordinary. The special
-    tokens of the encoding keep their ids; markers: those of them that text may contain.
-    special: eos_token, pad_token and so on.
+    tokens of the encoding keep their ids; markers: those that text may contain (they are not
+    special here). special: eos_token, pad_token and so on.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -45,8 +45,8 @@ def encode_as(encoding, markers=(), **special):
 
 def as_oniguruma(pattern):
     """
-    tiktoken's pattern as the package tokenizers reads it, where $ is the end of a line, and {1,3}+
-    has no limit: the + there only forbids to go back, which changes nothing in these patterns.
+    tiktoken's pattern for the package tokenizers. There $ is the end of a line, and {1,3}+ has no
+    limit; in tiktoken the + only forbids backtracking, which changes nothing in these patterns.
     """
     return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern).replace("$", r"\z")
 
@@ -61,7 +61,7 @@ def by_name(path):
                        f"{', '.join(tiktoken.list_encoding_names())}")
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as e:  # no network, no disk, a file that is not the one
+    except Exception as e:  # no network, no disk, or a wrong file
         url = getattr(getattr(e, "request", None), "url", None)
         where = "put its files into a folder and its name into TIKTOKEN_CACHE_DIR"
         if url:
@@ -79,8 +79,8 @@ def by_name(path):
 
 def from_folder(folder):
     """
-    The tokenizer of a folder with a file *.tiktoken, which is split into words as cl100k's and
-    Qwen's are. Its special tokens are those of tokenizer_config.json. Raises BadInput.
+    The tokenizer of a folder with a file *.tiktoken. It splits text into words like cl100k and
+    Qwen. Its special tokens are those of tokenizer_config.json. Raises BadInput.
     """
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
@@ -108,8 +108,8 @@ def from_folder(folder):
 @contextlib.contextmanager
 def no_cache():
     """
-    In this block tiktoken reads a file of this machine from where it lies. By itself it copies each
-    file under the hash of its path, and would read that copy when another file lies there.
+    In this block tiktoken reads a local file itself. Otherwise it copies each file under the hash
+    of its path, and would read the old copy if the file has changed.
     """
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     os.environ["TIKTOKEN_CACHE_DIR"] = ""

@@ -1,9 +1,8 @@
 """
-The key report_to shows the log of a run in TensorBoard, Weights & Biases (wandb) or trackio as
-well. What stands in log.jsonl counts: a tracker gets what has been written there, and one that
-fails is left out for the rest of the run, which goes on. A run that resumes goes on in the same
-place: there TensorBoard forgets the iterations after the checkpoint, and wandb keeps them (they are
-the same).
+The key report_to also shows the log of a run in TensorBoard, Weights & Biases (wandb) or trackio. A
+tracker gets the records after they are written to log.jsonl. If a tracker fails, the run goes on
+without it. A run that resumes goes on in the same place: there TensorBoard deletes the iterations
+after the checkpoint, and wandb keeps them (they are the same).
 """
 import importlib
 import math
@@ -27,8 +26,8 @@ def names_in(report_to):
 
 def start_trackers(report_to, out_dir, config, iteration):
     """
-    A collective: begin to report to the trackers of the key, from this iteration on. Rank 0 alone
-    reports. config: the run's, which is shown with it. Raises BadConfig, on all ranks, where one
+    A collective: begin to report to the trackers of the key, from this iteration on. Only rank 0
+    reports. config: the run's; it is shown, too. Raises BadConfig, on all ranks, if a tracker
     cannot start.
     """
     def start_all():
@@ -36,7 +35,7 @@ def start_trackers(report_to, out_dir, config, iteration):
         for name in names_in(report_to):
             try:
                 open_trackers[name] = start_tracker(name, out_dir, config, iteration, run)
-            except Exception as e:  # whatever it raises, such as that nobody is logged in
+            except Exception as e:  # it may raise anything, such as for a missing login
                 raise BadConfig(f"report_to: {name!r} cannot start: {first_line(e)}; type pip "
                                 f"install {name} if that is it, or leave it out") from e
 
@@ -44,7 +43,7 @@ def start_trackers(report_to, out_dir, config, iteration):
 
 
 def run_id(out_dir, iteration):
-    """The name by which trackers know the run; one that begins anew in out_dir gets another."""
+    """The run's name in the trackers; a new run in out_dir gets another name."""
     file = os.path.join(out_dir, "report_id.txt")
     if iteration == 0 or not os.path.exists(file):
         with open(file, "w", encoding="utf-8") as f:
@@ -77,7 +76,7 @@ def start_tracker(name, out_dir, config, iteration, run):
 
 
 def send_to_trackers(record):
-    """Give the finite numbers of a run's record to all trackers, as those of its iteration."""
+    """Send the finite numbers of a record to all trackers, with its iteration."""
     numbers = {key: value for key, value in record.items()
                if isinstance(value, (int, float)) and math.isfinite(value) and key != "iteration"}
     for name, (report, _) in list(open_trackers.items()):
@@ -89,7 +88,7 @@ def send_to_trackers(record):
 
 
 def finish_trackers():
-    """Let all trackers write out what they hold."""
+    """Close all trackers: they write their last data."""
     for name, (_, close) in list(open_trackers.items()):
         try:
             close()

@@ -1,7 +1,7 @@
 """
 Direct preference optimisation, DPO: pairs train the policy itself. There is no reward model, and
-nothing is sampled (Rafailov et al., arXiv 2305.18290, equation 7). How much likelier the policy
-makes a completion than the reference does is read as its reward, and the loss is that of rm.py:
+nothing is sampled (Rafailov et al., arXiv 2305.18290, equation 7). A completion's reward is the log
+of its probability under the policy over that under the reference, and the loss is that of rm.py:
 
     reward of a completion = beta * sum over its tokens of (log p(policy) - log p(reference))
     loss of a pair         = -log sigmoid(reward of the chosen one - reward of the rejected one)
@@ -13,12 +13,12 @@ python tools/fork.py dpo FOLDER                                 # a folder with 
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
 resumes. This script has the sections of rm.py, in the same order.
 
-b pairs of a micro-batch; n trained tokens of their 2 b completions.
+b pairs in a micro-batch; n trained tokens in their 2 b completions.
 """
 import os
 import sys
 
-# Python looks for modules in this file's folder; ours are there in a fork, else one folder above.
+# Python looks for modules in this file's folder; in a fork they are there, else one folder above.
 sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch  # noqa: E402
@@ -56,8 +56,8 @@ max_tokens = 0  # * longest prompt and completion together, 0 = the model's cont
 policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
 
 # the loss
-beta = 0.1  # * how much the policy may leave the reference: the smaller, the further [> 0]
-label_smoothing = 0.0  # the share of pairs that may be labelled the wrong way round [0..0.5]
+beta = 0.1  # * a smaller beta lets the policy move further from the reference [> 0]
+label_smoothing = 0.0  # the assumed share of pairs with a wrong label [0..0.5]
 
 # optimizer: AdamW
 max_iters = 100  # * optimizer steps [>= 1]
@@ -74,7 +74,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 # randomness
 seed = 1  # decides the order of the pairs [>= 0]
 
-# keys that are no algorithm's, such as system.dtype, system.lora, system.zero_stage
+# system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
@@ -93,11 +93,11 @@ val_rows = read_rows(val_path, preference_row, system.fields) if val_path else R
 tokenizer = load_tokenizer(policy_path, system.chat_template, system.template_kwargs,
                            system.system_prompt)
 
-# the policy: the SFT model, which is trained; with LoRA an adapter on it is
+# the policy: the SFT model, which is trained; with LoRA an adapter on it is trained
 policy = load(policy_path, "policy", system, device, trained=True, seed=seed)
 check_tokenizer_fits(tokenizer, policy, policy_path)
 
-# the reference policy: the SFT model as it was, frozen; with LoRA the policy without its adapter
+# the reference policy: the SFT model, frozen; with LoRA the policy without its adapter
 ref_policy = policy.base
 if not policy.adapters:
     ref_policy = load(policy_path, "ref", system, device)
@@ -148,7 +148,7 @@ def tokens_of(pair):
 
 
 def micro_batches(pairs):
-    """This rank's micro-batches of pairs that all ranks hold: a list of lists of pairs."""
+    """This rank's micro-batches of pairs that all ranks have: a list of lists of pairs."""
     return list(micro_batches_of(pairs, tokens_of, micro_batch_size, system.micro_batch_tokens))
 
 
@@ -173,13 +173,13 @@ def rewards_of(log_ratio, pairs):
     lengths = [sum(trained) for pair in pairs for _, trained in pair]  # 2 b
     lengths = torch.tensor(lengths, dtype=torch.int64, device=log_ratio.device)
     number = torch.arange(len(lengths), device=log_ratio.device)
-    owner = number.repeat_interleave(lengths)  # (n,): the completion that a token is of
+    owner = number.repeat_interleave(lengths)  # (n,): the completion of each token
     sums = log_ratio.new_zeros(len(lengths)).index_add(0, owner, log_ratio)
     return (beta * sums).view(-1, 2).unbind(1)
 
 
 def add_up(sums, prefix, losses, chosen, rejected):
-    """Add what is measured of b pairs, (b,) each, to sums, {metric: [sum, count]}. A tie: half."""
+    """Add the metrics of b pairs, (b,) each, to sums, {metric: [sum, count]}. A tie counts half."""
     right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
     for name, x in dict(loss=losses, accuracy=right, margin=chosen - rejected,
                         chosen_reward=chosen, rejected_reward=rejected).items():
@@ -216,7 +216,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     run.enter("update")
     rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
     batch = [train_pairs[i] for i in rows]  # of all ranks
-    parts = micro_batches(batch)  # of this one
+    parts = micro_batches(batch)  # of this rank
     theirs = read(ref_policy, parts)
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
@@ -225,16 +225,16 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     for pairs, ref_logprobs in zip(parts, theirs, strict=True):
         log_ratio = completion_logprobs(policy, pairs) - ref_logprobs  # (n,)
         chosen, rejected = rewards_of(log_ratio, pairs)  # (b,) each
-        # how sure the rewards are that the chosen one is the better one; a label may be wrong
+        # the larger the margin, the surer the chosen one is the better one; a label may be wrong
         margin = chosen - rejected
         losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
         (run.loss_scale * losses.sum() / batch_size).backward()
         gaps.append(gap(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool), system.dtype))
         add_up(sums, "train", losses.detach(), chosen.detach(), rejected.detach())
-    if iteration == 0:  # a policy that no step has moved is the reference
+    if iteration == 0:  # before the first step the policy is the reference
         run.must_agree(torch.stack(gaps).max(), "the reference")  # COLLECTIVE
 
-    # one step, alike on all ranks
+    # one step, the same on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     norms = run.step(gradients, dict(policy=lr), grad_clip)
