@@ -2,7 +2,7 @@
 GRPO on GSM8K with vLLM as the sampler, for one GPU of 80 GB: long responses of a model of 1.5B.
 vLLM is on the same GPU, and sleeps while the policy trains.
 
-    pip install vllm==0.32.0        # or into an environment of its own, see docs/scale.md
+    pip install -r requirements.txt vllm==0.32.0
     python data/gsm8k/prepare.py --chat
     python grpo.py config/vllm_grpo.py
 

@@ -1,6 +1,11 @@
 """
 The key optim: Adafactor, which keeps a sum a row and a column for each matrix, and AdamW with
 states in 8 bits, by the package bitsandbytes.
+
+torchao (0.18) has 8 bits, too: as many bytes, steps as close to those of fp32. But it compiles for
+each shape of matrix (5 to 14 seconds of a core, and a C++ compiler must be there), safetensors does
+not take its states, and a shard has 8 bits only if its numbers are a multiple of 256: so another
+rank may have the rest of the matrix in 32 bits, and a checkpoint cannot put the two together.
 """
 import torch
 

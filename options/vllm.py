@@ -7,11 +7,11 @@ most of the time. An optional package; it has kernels, a scheduler and a noise o
     take_weights(policy)            ----->    holds them; answers with the sum of their bits
     respond(prompts, ...)           ----->    samples; answers with ids and log-probs
 
-Each rank that samples has such a process beside it. It is no part of the rank's own, because vLLM
-takes the ranks of torch.distributed for its own, sets threads anew, and wants other versions of
-some packages: it may have an interpreter of its own, VLLM_PYTHON=venv/bin/python. The two talk
-through a socket; the weights lie in memory that both can see. If one of the two ends, so does the
-other.
+Each rank that samples has such a process beside it, in the same environment, or in one of its own:
+VLLM_PYTHON=venv/bin/python. It is no part of the rank's own process, because there vLLM (0.32)
+takes all ranks of torch.distributed for its own, so that those that do not sample would have to
+build its groups with it; seeds torch, and sets threads anew. The two talk through a socket; the
+weights lie in memory that both can see. If one of the two ends, so does the other.
 """
 import ctypes
 import importlib

