@@ -94,7 +94,7 @@ def check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_miniba
 
         check_ahead(system)
     if system.cuda_graphs and device.type == "cuda":
-        from options import decoding_graph  # noqa: F401
+        import decoding_graph  # noqa: F401
     if system.generate_tp > 1:
         from options.tensor_parallel import check_split
 

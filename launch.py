@@ -52,7 +52,7 @@ def init(device, timeout, deterministic=False, layout=""):
     choose_kernels(deterministic)  # before CUDA starts: cuBLAS reads its variable only then
     device = torch.device(choose_device(device))
     if rank == 0 and device.type == "cuda":
-        from options.gpu import gpu
+        from gpu import gpu
 
         print(", ".join(f"{what} {value}" for what, value in gpu().items()), flush=True)
     if world_size > 1:
@@ -82,7 +82,7 @@ def choose_device(device):
 
 def choose_kernels(deterministic):
     """
-    All settings of the kernels that a GPU may use; options/gpu.py says what they are. Only the key
+    All settings of the kernels that a GPU may use; gpu.py says what they are. Only the key
     `deterministic` changes them: only kernels that repeat bit for bit.
     """
     # float32 means float32. TF32 has 10 bits behind the point: the log-probs of sampler and

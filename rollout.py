@@ -198,7 +198,7 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, roo
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
     steps = None
     if graphs:
-        from options.decoding_graph import steps_of
+        from decoding_graph import steps_of
 
         steps = steps_of(policy, cache)
 

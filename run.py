@@ -366,7 +366,7 @@ class Run:
         figures = {"time/tokens_per_second": tokens / seconds,
                    "mem/peak_mib": report.peak_memory_mib(self.device)}
         if self.device.type == "cuda":
-            from options.gpu import share_of_peak
+            from gpu import share_of_peak
 
             figures |= share_of_peak(self.models, self.trained, read, learned, seconds,
                                      self.system.dtype, self.device)

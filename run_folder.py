@@ -206,7 +206,7 @@ def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
         cut_log(out_dir, 0)
     made_by = {"sha256": hashes, "format": FORMAT}
     if torch.cuda.is_initialized():
-        from options.gpu import gpu
+        from gpu import gpu
 
         made_by["gpu"] = gpu()
     write_json(os.path.join(out_dir, "config.json"), config | made_by)

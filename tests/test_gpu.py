@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from options import decoding_graph
+import decoding_graph
 import launch
 from gae import compute_gae
 from model import freeze

@@ -276,8 +276,8 @@ def test_a_fork_has_what_its_script_needs_and_no_more(tmp_path, capsys, monkeypa
     assert "config/arithmetic_grpo.py" in capsys.readouterr().out
     files = {os.path.relpath(os.path.join(parent, file), tmp_path / "mine")
              for parent, _, names in os.walk(tmp_path / "mine") for file in names}
-    assert {"grpo.py", "keys.py", "rl_keys.py", "options/lora.py", "relatives.py", "decoding_cache.py",
-            "config/arithmetic_grpo.py"} <= files
+    assert {"grpo.py", "keys.py", "rl_keys.py", "options/lora.py", "relatives.py", "decoding_cache.py", "gpu.py",
+            "decoding_graph.py", "config/arithmetic_grpo.py"} <= files
     assert not files & {"ppo.py", "gae.py", "options/roles.py"} and len(files) < 45
     for what, where, more in (("grpo.py", "mine", []), ("grpo.py", "new", ["nothing"]), ("nothing", "new", [])):
         with pytest.raises(BadInput):

@@ -262,7 +262,7 @@ def test_steps_as_a_graph_has_them(variant, tmp_path, monkeypatch):
     The steps that a GPU records, here computed: columns that are hidden, rows that leave, more columns than a graph has.
     Left out here is the recording alone; tests/test_gpu.py has it.
     """
-    from options import decoding_graph
+    import decoding_graph
 
     def capture(steps):
         made.append(len(steps.token))

@@ -41,7 +41,7 @@ HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
 # a GPU of so many operations a second
 PEAK = """
 import run, torch
-from options import gpu
+import gpu
 gpu.peak_flops = lambda *_: 1e9
 speed = run.Run.speed
 def on_gpu(self, *args):
