@@ -2,8 +2,14 @@
 # The whole test suite, in an environment of its own. After the install it needs no network, and no
 # GPU. The last lines say how many tests were skipped, and why.
 #   bash runs/test.sh [pytest options]
+#   OLDEST=1 bash runs/test.sh   the same with the oldest transformers of requirements.txt
 more_requirements=requirements-dev.txt
+[ -z "${OLDEST:-}" ] || QUARTET_VENV="${QUARTET_VENV:-.venv-oldest}"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if [ -n "${OLDEST:-}" ]; then
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+        "$(grep -o '^transformers>=[0-9.]*' requirements.txt | sed 's/>=/==/')"
+fi
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)  # the sandbox of the code reward
 command -v ip >/dev/null || missing+=(iproute2)  # two network namespaces, as two machines
