@@ -304,11 +304,11 @@ def test_hostile_text():
         assert rule(batch).shape == (len(texts),) and rule(batch).isfinite().all()
 
 
-def test_long_texts_take_no_time(end="x"):
+def test_long_texts_take_no_time():
     """400 KB of one thing: what grows with the square would take minutes."""
     for piece in [*PIECES, "\\boxed{}", "<answer></answer>", "Answer:\n", "#\n", "\\boxed" + " " * 1000]:
         began = time.thread_time()
-        final_answer(end + piece * (400_000 // len(piece)) + end)
+        final_answer(f"x{piece * (400_000 // len(piece))}x")
         assert time.thread_time() - began < 0.2, piece  # 0.02 on a quiet machine
 
 
