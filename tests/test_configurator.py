@@ -238,8 +238,9 @@ def test_without_a_rate_models_of_the_hub_are_not_torn_apart():
 
 
 def test_renamed_keys_are_told_their_new_names():
+    scripts = [keys_of(script) for script in TRAINING]
     for old, new in RENAMED.items():
-        for keys in map(keys_of, TRAINING):
+        for keys in scripts:
             with pytest.raises(BadConfig) as caught:
                 read_arguments(keys, [f"--{old}=3"])
             assert new not in keys or f"'{new}'" in str(caught.value), old
