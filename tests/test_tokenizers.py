@@ -543,6 +543,7 @@ def test_stop_strings(families, name):
                 hits += 1
                 break
     assert hits >= 4
+    assert ours.decode_response(ours.encode_texts(["x</a>y fox z"])[0]).lstrip() == "x</a>"  # the first one of two
 
 
 def test_a_tokenizer_that_has_more_tokens_than_the_model(families, tmp_path):
