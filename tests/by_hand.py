@@ -18,6 +18,7 @@ noise would be as right, but both sides must know it.
 import bisect
 import copy
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -364,21 +365,22 @@ def advantages_and_returns(rewards, values, gamma, lam):
 # sampling and scoring
 
 
-@torch.no_grad()
-def sample(c, policy, prompt, purpose, iteration, slot, which):
-    """
-    A response to the prompt at this slot: the inverse of the CDF at a uniform a token.
-    """
-    noise = generator(hashed(f"{c.seed} {purpose} {iteration} {slot} {which}", 4))
-    response = []
-    for uniform in torch.rand(c.max_new_tokens, generator=noise, dtype=torch.float64).tolist():
-        logits = policy(torch.tensor([prompt + response])).logits[0, -1, :TOKENS]
-        probabilities = torch.softmax(logits / c.temperature, 0).tolist()
-        heights = list(itertools.accumulate(probabilities))
-        response.append(bisect.bisect_right(heights, uniform * heights[-1]))
-        if response[-1] in ENDS:
+def noise_of(c, purpose, iteration, slot, which):
+    """The uniforms of a response, one a token."""
+    drawn = generator(hashed(f"{c.seed} {purpose} {iteration} {slot} {which}", 4))
+    return torch.rand(c.max_new_tokens, generator=drawn, dtype=torch.float64).tolist()
+
+
+def sample(c, policy, before, noise):
+    """Tokens until one ends the response: each the inverse of the CDF at a uniform."""
+    said = []
+    for uniform in noise:
+        logits = policy(torch.tensor([before + said])).logits[0, -1, :TOKENS]
+        heights = list(itertools.accumulate(torch.softmax(logits / c.temperature, 0).tolist()))
+        said.append(bisect.bisect_right(heights, uniform * heights[-1]))
+        if said[-1] in ENDS:
             break
-    return response
+    return said
 
 
 def answered(messages, row, seed):
@@ -388,36 +390,22 @@ def answered(messages, row, seed):
     return (None if len(said) % 3 == 0 else reply), len(said) % 4 / 4
 
 
-ENVIRONMENT_FILE = """
-def answered(messages, row, seed):
-    said, turn = messages[-1]["content"], len(messages) // 2
-    reply = "q" * turn + row["prompt"][:1] + "xyz"[seed % 3]
-    return (None if len(said) % 3 == 0 else reply), len(said) % 4 / 4
-"""
-
-
 def converse(c, policy, row, prompt, purpose, iteration, slot, which):
     """A response of several turns; all of them have max_new_tokens together."""
-    name = f"{iteration} {slot} {which}"
-    noise = torch.rand(c.max_new_tokens, generator=generator(hashed(f"{c.seed} {purpose} {name}", 4)), dtype=torch.float64)
+    noise = noise_of(c, purpose, iteration, slot, which)
     r = SimpleNamespace(prompt=prompt, response=[], own=[], paid=[], finished=False, each={}, texts=[])
     messages = [dict(role="user", content=row["prompt"])]
     for turn in range(c.max_turns):
-        said = []
-        while len(r.response) < c.max_new_tokens and not (said and said[-1] in ENDS):
-            logits = policy(torch.tensor([prompt + r.response])).logits[0, -1, :TOKENS]
-            heights = list(itertools.accumulate(torch.softmax(logits / c.temperature, 0).tolist()))
-            token = bisect.bisect_right(heights, noise[len(r.response)].item() * heights[-1])
-            r.own.append(len(r.response))
-            r.paid.append(0.0)
-            r.response.append(token)
-            said.append(token)
+        said = sample(c, policy, prompt + r.response, noise[len(r.response):])
+        r.own += range(len(r.response), len(r.response) + len(said))
+        r.paid += [0.0] * len(said)
+        r.response += said
         r.text = decode(said, MARKERS["tokenizer"])
         r.texts.append(r.text)
         if said[-1] not in ENDS:
             break
         messages.append(dict(role="assistant", content=r.text))
-        seed = hashed(f"{c.seed} {purpose} environment {turn} {name}", 4)
+        seed = hashed(f"{c.seed} {purpose} environment {turn} {iteration} {slot} {which}", 4)
         reply, r.paid[-1] = answered(messages, row, seed)
         r.finished = reply is None
         ids = encode(reply or "", MARKERS["tokenizer"])
@@ -438,7 +426,7 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
         r = converse(c, models.policy, row, prompt, purpose, iteration, slot, which)
         response = r.response
     else:
-        response = sample(c, models.policy, prompt, purpose, iteration, slot, which)
+        response = sample(c, models.policy, prompt, noise_of(c, purpose, iteration, slot, which))
         r = SimpleNamespace(prompt=prompt, response=response, finished=response[-1] in ENDS, each={})
         # with gaps some tokens are not the policy's, but a tool's, say: the policy reads them, and that is all
         r.own = [t for t, token in enumerate(response) if not c.gaps or t == 0 or (token + t) % 3]
@@ -463,20 +451,9 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
 
 
 def learned_score(c, reward, row, r):
-    """
-    The reward model's number at the last token of the text, in its own tokenizer.
-    """
+    """The reward model's number at the last token of the text, in its own tokenizer."""
     ids = encode(row["prompt"] + r.read, MARKERS[c.reward_tokenizer]) + [EOS] * r.finished
     return scalars(reward, ids)[-1].item()
-
-
-def letters(c, row, r):
-    return sum(ch in "abcd" for ch in r.text) / 4
-
-
-def sometimes(c, row, r):
-    """The same for all responses to a prompt of odd length."""
-    return letters(c, row, r) if len(row["prompt"]) % 2 == 0 else 0.3
 
 
 def length(c, row, r):
@@ -495,31 +472,30 @@ def environment(c, row, r):
     return sum(r.paid)
 
 
-def some(c, row, r):
-    """It does not apply to texts of an odd length."""
-    return None if len(r.text) % 2 else letters(c, row, r)
-
-
-def answer(c, row, r):
-    """How often the row's answer, a letter, is in the text."""
-    return float(r.text.count(row["answer"]))
-
-
-RULES = dict(letters=letters, sometimes=sometimes, length=length, some=some, answer=answer,
-             distinct=distinct, environment=environment)
-RULES_FILE = """
 def letters(batch):
-    return [sum(ch in "abcd" for ch in completion) / 4 for completion in batch["completions"]]
+    return [sum(ch in "abcd" for ch in text) / 4 for text in batch["completions"]]
+
 
 def sometimes(batch):
-    return [0.3 if len(row["prompt"]) % 2 else n for n, row in zip(letters(batch), batch["rows"])]
+    """The same for all responses to a prompt of odd length."""
+    return [0.3 if len(row["prompt"]) % 2 else x for x, row in zip(letters(batch), batch["rows"], strict=True)]
+
 
 def some(batch):
-    return [None if len(text) % 2 else n for n, text in zip(letters(batch), batch["completions"])]
+    """It does not apply to texts of an odd length."""
+    return [None if len(text) % 2 else x for x, text in zip(letters(batch), batch["completions"], strict=True)]
+
 
 def answer(batch):
-    return [text.count(row["answer"]) for text, row in zip(batch["completions"], batch["rows"])]
-"""
+    """How often the row's answer, a letter, is in the text."""
+    return [text.count(row["answer"]) for text, row in zip(batch["completions"], batch["rows"], strict=True)]
+
+
+RULES = dict(length=length, distinct=distinct, environment=environment)
+THEIRS = (letters, sometimes, some, answer)  # in a file of the user's, as runs are given them
+FILE = "\n".join(inspect.getsource(function) for function in (*THEIRS, answered))
+RULES |= {f.__name__: lambda c, row, r, f=f: f(dict(completions=[r.text], rows=[row]))[0]
+          for f in THEIRS}
 
 
 def center(c, models, rows, picked, seen):
@@ -1115,41 +1091,54 @@ def grpo_losses(c, models, r, weight, seen):
 
 
 # --------------------------------------------------------------------------------------------------
-# SFT
+# SFT, and the loop that the reward model and DPO have, too
 
 
-def sft(c, data):
-    """A run of sft.py from a model folder. data: the rows to train on, those to evaluate on."""
-    policy = language_model(c.init_from)
-    adam, log, seen = AdamW(policy.parameters(), c), [], Counter()
-
-    def losses_of(rows):
-        """Of each token of the completions and their EOS."""
-        losses = []
-        for row in rows:
-            prompt, completion = (encode(row[field], MARKERS["tokenizer"])
-                                  for field in ("prompt", "completion"))
-            losses += [-x for x in logprobs_of(policy, prompt, completion + [EOS], 1.0)[0]]
-        return losses
-
+def train(c, adam, name, evaluate, learn, n, seen):
+    """
+    The loop over n rows: evaluate() gives figures, learn(numbers of rows) a loss and figures. name:
+    of the model in the log. Returns the log.
+    """
+    log = []
     for iteration in range(c.max_iters + 1):
         record = {}
         log.append(record)
         if iteration % c.eval_interval == 0 or iteration == c.max_iters:
             with torch.no_grad():
-                losses = losses_of(held_out_of(c, data.val))
-            record["eval/loss"] = mean([x.item() for x in losses])
-        if iteration == c.max_iters:
-            return SimpleNamespace(log=log, models=dict(policy=policy), seen=seen)
-        adam.zero_gradients()
-        picked = prompts_of(c, iteration, c.batch_size, len(data.train))
-        losses = losses_of([data.train[i] for i in picked])
-        (sum(losses) / len(losses)).backward()
-        record["loss/sft"] = mean([x.item() for x in losses])
-        record["policy/grad_norm"] = adam.clip(seen)
-        record["policy/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
-                                            c.max_iters, c.lr_decay)
-        adam.step(record["policy/lr"])
+                record |= evaluate()
+        if iteration < c.max_iters:
+            adam.zero_gradients()
+            loss, figures = learn(prompts_of(c, iteration, c.batch_size, n))
+            loss.backward()
+            lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
+            record |= figures | {f"{name}/grad_norm": adam.clip(seen), f"{name}/lr": lr}
+            adam.step(lr)
+    return log
+
+
+def sft(c, data):
+    """A run of sft.py from a model folder. data: the rows to train on, those to evaluate on."""
+    policy = language_model(c.init_from)
+    adam, seen = AdamW(policy.parameters(), c), Counter()
+
+    def loss_of(rows):
+        """The mean over the tokens of the completions and their EOS."""
+        losses = []
+        for row in rows:
+            prompt, completion = (encode(row[field], MARKERS["tokenizer"])
+                                  for field in ("prompt", "completion"))
+            losses += [-x for x in logprobs_of(policy, prompt, completion + [EOS], 1.0)[0]]
+        return sum(losses) / len(losses)
+
+    def evaluate():
+        return {"eval/loss": loss_of(held_out_of(c, data.val)).item()}
+
+    def learn(picked):
+        loss = loss_of([data.train[i] for i in picked])
+        return loss, {"loss/sft": loss.item()}
+
+    log = train(c, adam, "policy", evaluate, learn, len(data.train), seen)
+    return SimpleNamespace(log=log, models=dict(policy=policy), seen=seen)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1166,7 +1155,7 @@ def rm(c, data):
     model.shift = 0.0
     adapters = Adapters(model.trunk, c.lora, c.seed) if c.lora else None
     trained = [*adapters.parameters(), model.head] if c.lora else parameters_of(model).values()
-    adam, log, seen = AdamW(trained, c), [], Counter()
+    adam, seen = AdamW(trained, c), Counter()
     fields = ["chosen", "rejected"] if "chosen" in data.train[0] else ["completion"]
 
     def score(row, field, model=model, tokenizer="tokenizer"):
@@ -1186,7 +1175,7 @@ def rm(c, data):
                     each[i] += (x[i] - mean(flat(raw))) / len(c.teacher.split(","))
         return said
 
-    def learn(rows, wanted):
+    def follow(rows, wanted):
         """
         Of each row: the mean squared distance from what the teacher says of its completions; the
         cross-entropy of two coins, where there are two; which is the better one.
@@ -1242,51 +1231,42 @@ def rm(c, data):
             wanted = ask(data.train, fields)
             held_out = ask(held_out_of(c, data.val), ["chosen", "rejected"])
 
-    for iteration in range(c.max_iters + 1):
-        record = {}
-        log.append(record)
-        if c.teacher and (iteration % c.eval_interval == 0 or iteration == c.max_iters):
-            with torch.no_grad():
-                ours = [[score(row, field).item() for field in ("chosen", "rejected")]
-                        for row in held_out_of(c, data.val)]
+    def evaluate():
+        rows = held_out_of(c, data.val)
+        losses, _, chances = compare(rows)
+        figures = {"eval/loss": mean([x.item() for x in losses]),
+                   "eval/accuracy": mean([hit(p) for p in chances]),
+                   "eval/calibration_error": miscalibration(chances)}
+        if c.teacher:
+            ours = [[score(row, field).item() for field in ("chosen", "rejected")] for row in rows]
             same = [(a > b) == (x > y) for (a, b), (x, y) in zip(ours, held_out, strict=True)]
-            record |= {"eval/agreement": mean([float(x) for x in same]),
-                       "eval/correlation": statistics.correlation(flat(ours), flat(held_out))}
+            figures |= {"eval/agreement": mean([float(x) for x in same]),
+                        "eval/correlation": statistics.correlation(flat(ours), flat(held_out))}
             seen["agrees"] += sum(same)
             seen["disagrees"] += len(same) - sum(same)
-        if iteration % c.eval_interval == 0 or iteration == c.max_iters:
-            with torch.no_grad():
-                losses, _, chances = compare(held_out_of(c, data.val))
-            record |= {"eval/loss": mean([x.item() for x in losses]),
-                       "eval/accuracy": mean([hit(p) for p in chances]),
-                       "eval/calibration_error": miscalibration(chances)}
-        if iteration == c.max_iters:
-            with torch.no_grad():
-                zero = [(row, "completion") for row in data.demonstrations or ()] or [(row, "chosen") for row in data.val]
-                scores = [score(*one).item() for one in zero]
-            model.shift = -mean(scores)
-            if adapters:
-                adapters.merge()
-            return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)
-        adam.zero_gradients()
-        picked = prompts_of(c, iteration, c.batch_size, len(data.train))
+        return figures
+
+    def learn(picked):
+        rows = [data.train[i] for i in picked]
         if c.teacher:
-            distances, entropies, hits = learn([data.train[i] for i in picked],
-                                               [wanted[i] for i in picked])
-            total = c.score_coef * sum(distances) + c.preference_coef * sum(entropies)
-            (total / len(distances)).backward()
-            record["loss/score"] = mean([x.item() for x in distances])
+            distances, entropies, hits = follow(rows, [wanted[i] for i in picked])
+            figures = {"loss/score": mean([x.item() for x in distances])}
             if entropies:
-                record |= {"loss/preference": mean([x.item() for x in entropies]),
-                           "train/accuracy": mean(hits)}
-        else:
-            losses, squares, chances = compare([data.train[i] for i in picked], c.margin_coef,
-                                               c.label_smoothing, c.use_confidence)
-            ((sum(losses) + c.centre_coef * sum(squares)) / len(losses)).backward()
-            record["loss/preference"] = mean([x.item() for x in losses])
-            record["loss/centring"] = mean([x.item() for x in squares])
-            record["train/accuracy"] = mean([float(p > 0.5) for p in chances])
-        record["reward_model/grad_norm"] = adam.clip(seen)
-        record["reward_model/lr"] = learning_rate(iteration, c.learning_rate, c.warmup_iters,
-                                                  c.max_iters, c.lr_decay)
-        adam.step(record["reward_model/lr"])
+                figures |= {"loss/preference": mean([x.item() for x in entropies]),
+                            "train/accuracy": mean(hits)}
+            total = c.score_coef * sum(distances) + c.preference_coef * sum(entropies)
+            return total / len(distances), figures
+        losses, squares, chances = compare(rows, c.margin_coef, c.label_smoothing, c.use_confidence)
+        return (sum(losses) + c.centre_coef * sum(squares)) / len(losses), {
+            "loss/preference": mean([x.item() for x in losses]),
+            "loss/centring": mean([x.item() for x in squares]),
+            "train/accuracy": mean([float(p > 0.5) for p in chances])}
+
+    log = train(c, adam, "reward_model", evaluate, learn, len(data.train), seen)
+    zero = ([(row, "completion") for row in data.demonstrations or ()] or
+            [(row, "chosen") for row in data.val])
+    with torch.no_grad():
+        model.shift = -mean([score(*one).item() for one in zero])
+    if adapters:
+        adapters.merge()
+    return SimpleNamespace(log=log, models=dict(reward_model=model), seen=seen)

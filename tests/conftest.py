@@ -21,15 +21,18 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+def runs_scripts(item):
+    return any(hasattr(item.module, name) for name in ("tiny", "forked", "in_a_row"))
+
+
 def pytest_collection_modifyitems(items):
     """Files that run scripts come first, for they take longest: at the end, short ones keep all processes busy."""
-    items.sort(key=lambda item: not hasattr(item.module, "tiny"))
+    items.sort(key=lambda item: not runs_scripts(item))
 
 
 def pytest_collection_finish(session):
     """While other tests run, start the process that forks the runs of some."""
-    if not session.config.option.collectonly and any(
-            hasattr(item.module, name) for item in session.items for name in ("forked", "in_a_row")):
+    if not session.config.option.collectonly and any(map(runs_scripts, session.items)):
         import tiny
 
         tiny.start_forker()
@@ -44,6 +47,23 @@ def bwrap_trouble():
     except OSError as e:
         return f"bwrap: {e.strerror}"
     return f"bwrap: {done.stderr.strip()}" if done.returncode else ""
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """tiny's world, one for all files: a test may add to it, and changes nothing that is there."""
+    import tiny
+
+    return tiny.build(str(tmp_path_factory.mktemp("world")))
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory):
+    """{name: the folder of a language model of each family of models_of_the_world.py}"""
+    import models_of_the_world
+
+    root = tmp_path_factory.mktemp("families")
+    return {name: models_of_the_world.make(root / name, name, context=1024) for name in models_of_the_world.FAMILIES}
 
 
 @pytest.fixture

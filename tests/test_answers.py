@@ -258,12 +258,10 @@ def test_a_choice_may_say_what_it_chooses():
         assert accuracy(batch).tolist() == [score] * len(forms)
 
 
-@pytest.mark.parametrize("response, answer", [
+STATED = [  # words and formulas
     ("**No**", "no"), ("5 is odd.\n\n**No.**", "no"), ("**Answer:**\n\n**No**", "no"), ("The answer is **No**.", "no"),
     ("Therefore the area is $25\\pi$.", "25\\pi"), ("So the length is $\\sqrt{2}$", "\\sqrt2"), ("Thus the choice is B.", "B"),
-    ("5! = 120", "120"), ("x_1 + x_2 = 5", "5"), ("5\u200b", "5"), ("Zu\u0308rich", "Zürich")])
-def test_words_and_formulas_that_are_stated(response, answer):
-    assert accuracy(dict(completions=[response], rows=[dict(prompt="?", answer=answer)])).item() == 1
+    ("5! = 120", "120"), ("x_1 + x_2 = 5", "5"), ("5\u200b", "5"), ("Zu\u0308rich", "Zürich")]
 
 
 def test_what_is_not_the_answer():
@@ -304,11 +302,11 @@ def test_hostile_text():
         assert rule(batch).shape == (len(texts),) and rule(batch).isfinite().all()
 
 
-def test_long_texts_take_no_time(end="x"):
+def test_long_texts_take_no_time():
     """400 KB of one thing: what grows with the square would take minutes."""
     for piece in [*PIECES, "\\boxed{}", "<answer></answer>", "Answer:\n", "#\n", "\\boxed" + " " * 1000]:
         began = time.thread_time()
-        final_answer(end + piece * (400_000 // len(piece)) + end)
+        final_answer(f"x{piece * (400_000 // len(piece))}x")
         assert time.thread_time() - began < 0.2, piece  # 0.02 on a quiet machine
 
 
@@ -335,7 +333,7 @@ def test_accuracy():
              (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1), (r"\boxed{\frac12}", r"So \boxed{0.5}.",
              1),
              (r"72 \boxed{}", "72", 0), (r"<think>\boxed{72}", "72", 0), ("72 or 73", "72", 0), ("", "72", 0), ("7", 7, 1),
-             ("the answer is not 42", "42", 0)]
+             ("the answer is not 42", "42", 0), *((response, answer, 1) for response, answer in STATED)]
     batch = dict(completions=[c for c, _, _ in cases] + ["7"], rows=[dict(prompt="?", answer=a) for _, a, _ in cases] + [{}])
     scores = accuracy(batch)
     assert scores[:-1].tolist() == [s for _, _, s in cases] and scores[-1].isnan()  # no answer is known

@@ -64,6 +64,22 @@ def save(out_dir, iteration, keep=9, seed=0, state=None):
     save_checkpoint(str(out_dir), iteration, {"policy": model}, {"policy": adamw(model)}, state or {}, TOKENIZER, keep)
 
 
+MATCH = ["seed", "batch_size", "train_path"]
+
+
+def every_file(folder):
+    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != ".lock"}
+
+
+def refused(out_dir, words, config=CONFIG, match=MATCH, sources=()):
+    """The one line with which open_run refuses a folder, in which it then leaves every byte as it was."""
+    before = every_file(out_dir)
+    with pytest.raises(BadInput, match=words) as caught:
+        open_run(str(out_dir), config, match, sources)
+    assert every_file(out_dir) == before and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def checkpoints(out_dir):
     return sorted(os.path.basename(f) for f in glob.glob(os.path.join(glob.escape(str(out_dir)), "checkpoint-*")))
 
@@ -122,10 +138,6 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, monkeypatch):
 # damage
 
 
-def every_file(folder):
-    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != ".lock"}
-
-
 def damages(content, older, rng):
     """(what, the bytes) of a damaged file; None: it is deleted. older: that of the checkpoint before."""
     for place in sorted({0, len(content) - 1, *(rng.randrange(len(content)) for _ in range(6))}):
@@ -170,18 +182,12 @@ def test_where_no_checkpoint_is_good_nothing_is_begun_again(tmp_path):
     for name in checkpoints(tmp_path):
         (tmp_path / name / "state.json").unlink()
     write_log(str(tmp_path), [{"iteration": 0}])
-    before = every_file(tmp_path)
-    with pytest.raises(BadInput) as caught:
-        open_run(str(tmp_path), CONFIG, MATCH)
-    message = str(caught.value)
-    assert "\n" not in message and all(f"{name} (state.json is missing)" in message for name in checkpoints(tmp_path))
-    assert every_file(tmp_path) == before
+    message = refused(tmp_path, "checkpoint-")
+    assert all(f"{name} (state.json is missing)" in message for name in checkpoints(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the run's folder
-
-MATCH = ["seed", "batch_size", "train_path"]
 
 
 def log_lines(out_dir):
@@ -194,10 +200,7 @@ def test_another_runs_folder_is_refused_and_left_alone(tmp_path):
     save(tmp_path, 4)
     for text in (json.dumps(CONFIG), "", "{"):
         (tmp_path / "config.json").write_text(text)
-        before = every_file(tmp_path)
-        with pytest.raises(BadInput, match="seed = 1, not 2"):
-            open_run(str(tmp_path), CONFIG | {"seed": 2}, MATCH)
-        assert every_file(tmp_path) == before
+        refused(tmp_path, "seed = 1, not 2", CONFIG | {"seed": 2})
         assert open_run(str(tmp_path), CONFIG, MATCH)[1] == {"iteration": 4}
         assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"sha256": {}, "format": 2}
 
@@ -207,10 +210,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_left_alone(tmp_path, mon
     open_run(str(tmp_path), CONFIG, MATCH)
     save(tmp_path, 4)
     monkeypatch.undo()
-    before = every_file(tmp_path)
-    with pytest.raises(BadInput, match="checkpoint-000004 .*another version.*c382598"):
-        open_run(str(tmp_path), CONFIG, MATCH)
-    assert every_file(tmp_path) == before
+    refused(tmp_path, "checkpoint-000004 .*another version.*c382598")
 
 
 def test_other_contents_are_refused(tmp_path):
@@ -219,23 +219,19 @@ def test_other_contents_are_refused(tmp_path):
     data.write_text("{}\n")
     save_model(str(model), tiny(), TOKENIZER)
     config = CONFIG | dict(train_path=str(data), policy_path=str(model))
-    match = dict(must_match=["seed", "train_path", "policy_path"], sources=["train_path", "policy_path"])
+    which = config, ["seed", "train_path", "policy_path"], ["train_path", "policy_path"]
     out_dir = tmp_path / "run"
-    open_run(str(out_dir), config, **match)
+    open_run(str(out_dir), *which)
     data.write_text("{}\n{}\n")
-    open_run(str(out_dir), config, **match)  # nothing done yet, nothing to lose
+    open_run(str(out_dir), *which)  # nothing done yet, nothing to lose
     write_log(str(out_dir), [{"iteration": 0}])
     save(out_dir, 1)
-    assert open_run(str(out_dir), config, **match)[1] == {"iteration": 1}
+    assert open_run(str(out_dir), *which)[1] == {"iteration": 1}
     save_model(str(model), tiny(seed=1), TOKENIZER)
-    before = every_file(out_dir)
-    with pytest.raises(BadInput, match="policy_path .*model.* other contents"):
-        open_run(str(out_dir), config, **match)
-    assert every_file(out_dir) == before
+    refused(out_dir, "policy_path .*model.* other contents", *which)
     save_model(str(model), tiny(), TOKENIZER)
     data.write_text("{}\n")
-    with pytest.raises(BadInput, match="train_path .*rows.jsonl.* other contents"):
-        open_run(str(out_dir), config, **match)
+    refused(out_dir, "train_path .*rows.jsonl.* other contents", *which)
 
 
 def test_the_log_is_cut_when_the_checkpoint_is_loaded(tmp_path):
@@ -253,16 +249,6 @@ def test_the_log_is_cut_when_the_checkpoint_is_loaded(tmp_path):
     assert len(log_lines(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("name", ["config.json", "log.jsonl"])
-def test_what_no_run_has_left_is_not_overwritten(tmp_path, name):
-    """Somebody's model, say."""
-    (tmp_path / name).write_text(json.dumps(TINY))
-    before = every_file(tmp_path)
-    with pytest.raises(BadInput, match=name):
-        open_run(str(tmp_path), CONFIG, MATCH)
-    assert every_file(tmp_path) == before
-
-
 def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, capsys):
     """The lock is a process's: it goes when the process goes, however that happens."""
     script = "import fcntl, os, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); " \
@@ -270,11 +256,8 @@ def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, c
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / ".lock")], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"locked\n"
-        before = every_file(tmp_path)
         monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.3)
-        with pytest.raises(BadInput, match=f"{re.escape(str(tmp_path))}.* is in use by process {holder.pid} on "):
-            open_run(str(tmp_path), CONFIG, MATCH)
-        assert every_file(tmp_path) == before
+        refused(tmp_path, f"{re.escape(str(tmp_path))}.* is in use by process {holder.pid} on ")
         assert f"in use by process {holder.pid}" in capsys.readouterr().out  # said while it waited
         monkeypatch.setattr(run_folder, "LOCK_WAIT", 30)
         threading.Timer(0.5, holder.kill).start()
@@ -289,7 +272,6 @@ def test_a_second_run_waits_for_the_first_or_is_refused(tmp_path, monkeypatch, c
 
 # ---------------------------------------------------------------------------------------------------------------------
 # no pickle
-
 
 PICKLES = r"(pickle|cloudpickle|dill|joblib|shelve)(\..*)?|torch\.(save|load)|.*\.\w+_objects?(_list)?|allow_pickle|marshal\.load"
 

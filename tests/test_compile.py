@@ -58,28 +58,15 @@ def test_a_trunk_is_traced_once_and_computes_the_same(monkeypatch):
 
 @needs_compiler
 @pytest.mark.campaign  # a minute and more: it makes kernels
-def test_a_run_with_compile_is_the_run_without(tmp_path):
+def test_a_run_with_compile_is_the_run_without(world, tmp_path):
     """In float64, for GPT-2 computes everything in it; of one model, for each takes ten seconds."""
-    world = tiny.build(str(tmp_path))
     keys = dict(dtype="float64", max_iters=1, micro_batch_size=4, eval_path="", kl_coef=0.0,
                 reward_functions=world.rule("letters"))
-    runs = [("grpo.py", *world.grpo(f"{world.root}/{name}", **keys | more))
+    runs = [("grpo.py", *world.grpo(f"{tmp_path}/{name}", **keys | more))
             for name, more in (("plain", {}), ("compiled", dict(compile=True)))]
-    env = dict(TORCHINDUCTOR_CACHE_DIR=f"{world.root}/kernels")
+    env = dict(TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/kernels")
     done = [tiny.run(*run, env=env) for run in runs]
     assert [one.returncode for one in done] == [0, 0], done[1].stderr
-    logs = (tiny.read_log(f"{world.root}/{name}") for name in ("plain", "compiled"))
-    plain, compiled = ([tiny.measured(record) for record in log] for log in logs)
-    assert tiny.alike(plain, compiled, 1e-9) and plain[0]["policy/ratio_gap"] == 0
-    assert tiny.distance(f"{world.root}/plain/policy", f"{world.root}/compiled/policy") < 1e-9
-    assert os.listdir(f"{world.root}/kernels")  # the key has reached the trunk
-
-
-def test_without_a_compiler_a_run_is_refused_before_anything_is_loaded(tmp_path):
-    world = tiny.build(str(tmp_path))
-    arguments = world.grpo("out", compile=True, policy_path="there is none")
-    (result,), = tiny.forked(str(tmp_path / "runs"), {"it": [
-        tiny.one_run("grpo.py", (arguments, "import os; os.environ['CXX'] = 'no-compiler'"))]}).values()
-    assert result["codes"] == [2] and result["stderr"][0].count("\n") == 1, result
-    assert "compile = True" in result["stderr"][0] and "'no-compiler'" in result["stderr"][0], result
-    assert not os.path.exists(tmp_path / "runs" / "it" / "out")
+    log = tiny.assert_same_run(f"{tmp_path}/plain", f"{tmp_path}/compiled", tolerance=1e-9)
+    assert log[0]["policy/ratio_gap"] == 0
+    assert os.listdir(f"{tmp_path}/kernels")  # the key has reached the trunk

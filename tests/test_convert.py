@@ -12,22 +12,14 @@ from conftest import ROOT
 from errors import BadInput
 from completions import PAIR, preference_row, sft_row
 from rows import prompt_row, read_rows
-from tiny import jsonl
+from tiny import assistant, jsonl, system, user
 
 CONVERT = os.path.join(ROOT, "data", "convert.py")
 sys.path.insert(0, os.path.dirname(CONVERT))
 from convert import ours  # noqa: E402
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-S, U, A, B = {"role": "system", "content": "s"}, user("u"), assistant("a"), assistant("b")
+S, U, A, B = system("s"), user("u"), assistant("a"), assistant("b")
 ULTRA = {"prompt": "u", "prompt_id": "x", "chosen": [U, A], "rejected": [U, B], "messages": [U, A], "score_chosen": 8.0}
 VERL = {"data_source": "x", "prompt": [U], "ability": "MATH", "reward_model": {"ground_truth": "34", "style": "rule"},
         "extra_info": {"index": 0}}

@@ -14,8 +14,7 @@ from model import freeze
 from scratch import from_scratch
 from rollout import draw, generate
 
-import tiny
-from tiny import forked, one_run
+from tiny import assert_same_run, forked, one_run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,9 +59,7 @@ launch.finish = finish
 
 
 @pytest.fixture(scope="module")
-def pretended(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("pretended"))
-    world = tiny.build(folder)
+def pretended(world, tmp_path_factory):
     odd = f"{world.rule('odd')},0.5*reward_model"
     runs = dict(
         ppo=world.ppo("out", max_iters=1, dtype="float64", deterministic=True, kl_estimator="k2", entropy_coef=0.1,
@@ -73,29 +70,26 @@ def pretended(tmp_path_factory):
         sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1))
     cases = {name: [one_run(f"{name}.py", (args, PRETEND))] for name, args in runs.items()}
     cases["on the CPU"] = [one_run("ppo.py", runs["ppo"])]
-    return folder, forked(folder, cases)
+    return forked(tmp_path_factory.mktemp("pretended"), cases)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "sft", "rm"])
 def test_all_tensors_of_a_run_are_on_the_gpu(pretended, name):
     """And it uses no operation that has no exact kernel there, or deterministic = True would be an error."""
-    folder, results = pretended
-    result, = results[name]
+    result, = pretended[name]
     assert result["codes"] == [0], result["stderr"][0][-3000:]
-    with open(f"{folder}/{name}/seen.json", encoding="utf-8") as f:
+    with open(f"{pretended.folder}/{name}/seen.json", encoding="utf-8") as f:
         seen = json.load(f)
     assert seen["operations"] > 50 and seen["inexact"] == []
     assert result["stdout"][0].count("a pretended GPU, torch") == 1
-    with open(f"{folder}/{name}/out/config.json", encoding="utf-8") as f:
+    with open(f"{pretended.out(name)}/config.json", encoding="utf-8") as f:
         said = json.load(f)["gpu"]
     assert (said["tf32"], said["sums_in_16_bits"], said["deterministic"]) == (False, False, name == "ppo")
 
 
 def test_what_a_gpu_does_in_another_way_is_the_same(pretended):
     """Micro-batches are made beforehand, for example: in float64 the run of a CPU."""
-    logs = [[tiny.measured(r) for r in tiny.read_log(f"{pretended[0]}/{kind}/out")] for kind in ("ppo", "on the CPU")]
-    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
-    assert tiny.alike(*logs, tolerance=1e-9)
+    assert_same_run(pretended.out("ppo"), pretended.out("on the CPU"), tolerance=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -67,9 +67,8 @@ except BadInput as e:
 """
 
 
-def test_a_mac_runs_everything_but_the_sandbox(tmp_path):
+def test_a_mac_runs_everything_but_the_sandbox(world, tmp_path):
     """PPO with a rule and a reward model, as under torchrun, whose death is then not noticed; code as a reward is refused."""
-    world = tiny.build(str(tmp_path / "world"))
     args = world.ppo("out", reward_functions=f"{world.rule('letters')},reward_model", max_iters=1)
     (result,), = forked(str(tmp_path), {"mac": [one_run("ppo.py", (args, MAC + CODE_REWARD))]}).values()
     assert result["codes"] == [0] and result["stderr"] == [""], result

@@ -47,16 +47,8 @@ OFTEN = ("Llama with yarn", "Qwen3", "Gemma 3 (text)", "OPT", "Mixtral", "Cohere
 
 def make(world, name):
     """Save a random policy of a family in world.root/name."""
-    from checkpoint import save_model
-    from tokenizer import load_tokenizer
-    from scratch import from_scratch
-
     kind, sizes = FAMILIES[name]
-    tokenizer = load_tokenizer(world.tokenizer)
-    ids = dict(vocab_size=tokenizer.vocab_size + 4, bos_token_id=None, eos_token_id=tokenizer.eos_id,
-               pad_token_id=tokenizer.pad_id)
-    model = from_scratch(dict(model_type=kind, initializer_range=0.1, **sizes, **ids), seed=3)
-    save_model(f"{world.root}/{name}", model, tokenizer)
+    tiny.add_policy(world, name, kind, seed=3, initializer_range=0.1, **sizes)
 
 
 def jobs(world, name):
@@ -70,16 +62,16 @@ def jobs(world, name):
 
 
 def run_some(folder, names):
-    """The outcomes of the runs of these families, in a folder."""
+    """The runs of these families, in a folder."""
     world = tiny.build(os.path.join(folder, "world"))
     for name in names:
         make(world, name)
     return in_a_row(folder, {k: v for name in names for k, v in jobs(world, name).items()})
 
 
-def verdict(folder, outcomes, name, script):
+def verdict(runs, name, script):
     """"yes", or why not, in the words of the table."""
-    outcome = outcomes[f"{name}, {script}"][0]
+    outcome, = runs[f"{name}, {script}"]
     if outcome["kind"] == "":
         return "yes"
     assert outcome["kind"] == "BadInput", outcome
@@ -87,21 +79,20 @@ def verdict(folder, outcomes, name, script):
         words for words in ("cannot decode", "no sequence classifier") if words in outcome["message"])]
 
 
-def verdicts(folder, outcomes, name):
-    return " | ".join(verdict(folder, outcomes, name, script) for script in ("sft", "ppo", "grpo"))
+def verdicts(runs, name):
+    return " | ".join(verdict(runs, name, script) for script in ("sft", "ppo", "grpo"))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A function: name of a family -> (folder, outcomes) of some families, this one among them, run when first asked."""
+    """A function: name of a family -> the runs of some families, this one among them, made when first asked."""
     groups, done = [OFTEN[:4], OFTEN[4:]], {}
     groups += [(name,) for name in FAMILIES if name not in OFTEN]
 
     def of(name):
         group = next(group for group in groups if name in group)
         if group not in done:
-            folder = str(tmp_path_factory.mktemp("families"))
-            done[group] = folder, run_some(folder, group)
+            done[group] = run_some(str(tmp_path_factory.mktemp("families")), group)
         return done[group]
 
     return of
@@ -114,15 +105,14 @@ def test_a_family_does_what_the_docs_say_and_transformers_loads_what_is_saved(ru
 
     from load import load_model
 
-    folder, outcomes = runs(name)
+    runs = runs(name)
     with open(os.path.join(tiny.ROOT, "docs", "scale.md"), encoding="utf-8") as f:
         rows = [line.strip("| \n").split(" | ", 1) for line in f if line.startswith("| ")]
-    assert [said for names, said in rows if name in names.split(", ")] == [verdicts(folder, outcomes, name)]
+    assert [said for names, said in rows if name in names.split(", ")] == [verdicts(runs, name)]
     for script in ("ppo", "grpo"):
-        if verdict(folder, outcomes, name, script) != "yes":
+        if verdict(runs, name, script) != "yes":
             continue
-        out = os.path.join(folder, f"{name}, {script}", "out")
-        first = tiny.read_log(out)[0]
+        out, first = runs.out(f"{name}, {script}"), runs.log(f"{name}, {script}")[0]
         assert first["policy/ratio_gap"] == 0 == first["objective/kl"], first
         assert first["policy/sampler_gap"] < 1e-4
         theirs = AutoModelForCausalLM.from_pretrained(f"{out}/policy", dtype=torch.float32).eval()
@@ -130,7 +120,7 @@ def test_a_family_does_what_the_docs_say_and_transformers_loads_what_is_saved(ru
         with torch.no_grad():
             states = ours.states(tokens)
             torch.testing.assert_close(ours.logits(states), theirs(tokens).logits, rtol=0, atol=1e-5)
-        before = AutoModelForCausalLM.from_pretrained(f"{folder}/world/{name}", dtype=torch.float32)
+        before = AutoModelForCausalLM.from_pretrained(f"{runs.folder}/world/{name}", dtype=torch.float32)
         assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), theirs.parameters(), strict=True))
 
 
@@ -140,6 +130,6 @@ if __name__ == "__main__":
         print("| families | sft.py | ppo.py | grpo.py |\n|---|---|---|---|")
         outcomes, alike = run_some(temporary, FAMILIES), {}
         for family in FAMILIES:
-            alike.setdefault(verdicts(temporary, outcomes, family), []).append(family)
+            alike.setdefault(verdicts(outcomes, family), []).append(family)
         for said, families in alike.items():
             print(f"| {', '.join(families)} | {said} |")

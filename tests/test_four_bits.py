@@ -15,7 +15,6 @@ from scratch import from_scratch
 from tools import dry_run
 
 import tiny
-from tiny import measured
 
 
 def trouble():
@@ -98,13 +97,11 @@ def test_what_is_counted_is_what_is_held():
 
 
 @needs_four_bits
-def test_a_run_in_four_bits_resumes_to_the_same_bits(tmp_path):
-    world = tiny.build(str(tmp_path / "world"))
+def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
     tiny.add_qwen(world)
     keys = dict(policy_path=world.qwen, quantize="4bit", lora="2", optim="adamw8bit", checkpoint_interval=1, timeout=300)
     for out, stops in ("whole", [4]), ("parts", [2, 4]):
         for iters in stops:
             done = tiny.run("grpo.py", *world.grpo(f"{tmp_path}/{out}", max_iters=iters, **keys))
             assert done.returncode == 0, done.stderr
-    logs = [[measured(record) for record in tiny.read_log(f"{tmp_path}/{out}")] for out in ("whole", "parts")]
-    assert logs[0] == logs[1] and logs[0][0]["policy/sampler_gap"] < 1e-4
+    assert tiny.assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")[0]["policy/sampler_gap"] < 1e-4

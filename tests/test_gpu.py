@@ -190,11 +190,6 @@ KINDS = {  # name -> (Python before the run, keys)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny.build(str(tmp_path_factory.mktemp("world")))
-
-
-@pytest.fixture(scope="module")
 def runs(world, tmp_path_factory):
     """{name: (folder, what came of it)}, of KINDS; "cpu": the run in float64 on a CPU."""
     folder = str(tmp_path_factory.mktemp("runs"))
@@ -205,16 +200,12 @@ def runs(world, tmp_path_factory):
     return {name: (f"{folder}/{name}", result) for name, result in zip(["cpu", *KINDS], results, strict=True)}
 
 
-def log_of(run):
-    folder, result = run
-    assert result == ""
-    return tiny.read_log(folder)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_sampler_and_training_agree(runs, dtype):
     """Promise 1, measured; and before any update the KL to the reference is 0, and the ratio 1, to the last bit."""
-    records = log_of(runs[dtype])[:2]
+    folder, problem = runs[dtype]
+    assert problem == ""
+    records = tiny.read_log(folder)[:2]
     figure(f"gap {dtype}", max(r["policy/sampler_gap"] for r in records), "nats")
     figure(f"ratio gap {dtype}", max(r["policy/ratio_gap"] for r in records), "nats")
     assert records[0]["objective/kl"] == 0
@@ -224,10 +215,8 @@ def test_sampler_and_training_agree(runs, dtype):
 @pytest.mark.parametrize("name", ["float64", "offloaded", "group of one"])
 def test_a_run_is_that_of_the_cpu(runs, name):
     """In float64: the same texts and metrics; with nccl's collectives, and with what is offloaded."""
-    a, b = ([tiny.measured(record) for record in log_of(runs[x])] for x in ("cpu", name))
-    assert [r.get("objective/texts") for r in a] == [r.get("objective/texts") for r in b]
-    assert tiny.alike(a, b, tolerance=1e-8)
-    assert tiny.distance(f"{runs['cpu'][0]}/policy", f"{runs[name][0]}/policy") < 1e-8
+    assert runs["cpu"][1] == runs[name][1] == ""
+    tiny.assert_same_run(runs["cpu"][0], runs[name][0], tolerance=1e-8)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
@@ -254,11 +243,9 @@ def test_deterministic_runs_resume_bit_for_bit(world, tmp_path):
     results = in_one_process(str(tmp_path), [
         ("ppo.py", "", world.ppo(str(tmp_path / name), max_iters=n, **keys)) for name, n in sizes])
     assert results == [""] * 4
-    logs = {name: [tiny.measured(r) for r in tiny.read_log(tmp_path / name)] for name in ("whole", "again", "parts")}
-    assert logs["whole"] == logs["again"] == logs["parts"]
-    for model in ("policy", "value_model"):
-        folders = [str(tmp_path / name / "checkpoint-000004" / model) for name in logs]
-        assert tiny.distance(*folders[:2]) == tiny.distance(*folders[::2]) == 0
+    saved = [f"checkpoint-000004/{model}" for model in ("policy", "value_model")]
+    for name in ("again", "parts"):
+        tiny.assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/{name}", saved)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from model import freeze
 from load import load_model
 from rewards import score_sequences
 
-import models_of_the_world as world
-import tiny
-from tiny import forked, one_run
+import models_of_the_world
+from tiny import assert_same_run, assistant, forked, one_run, user
 
 rng = random.Random(1)
 WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "Sure!", "caf\u00e9", "\n", "{prompt}", "helpful", "user"]
@@ -30,18 +29,6 @@ def scores_of(judge, pairs, micro_batch_size):
     """What a judge says of each (prompt, response)."""
     questions = [judge.encode(dict(prompt=prompt), [response]) for prompt, response in pairs]
     return score_sequences(judge, questions, micro_batch_size, "cpu")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """{name: a language model of each family}"""
-    root = tmp_path_factory.mktemp("world")
-    return {name: world.make(root / name, name, context=1024) for name in world.FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def tiny_world(tmp_path_factory):
-    return tiny.build(str(tmp_path_factory.mktemp("tiny")))
 
 
 def judge_of(folder, template="yes_no", responses=("response",)):
@@ -55,8 +42,7 @@ def theirs(folder, texts, letters, chat, **kwargs):
     rows = []
     for text in texts:
         if chat:
-            turn = [dict(role="user", content=text)]
-            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **kwargs)
+            text = tokenizer.apply_chat_template([user(text)], tokenize=False, add_generation_prompt=True, **kwargs)
         ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
         if chat and folder.endswith("mistral"):  # its template writes a blank in front of an answer, here a token
             ids.append(tokenizer.convert_tokens_to_ids("\u2581"))
@@ -94,10 +80,10 @@ def filled(template, prompt, response, **more):
 # scores
 
 
-@pytest.mark.parametrize("name", world.FAMILIES)
-def test_scores_as_transformers(name, folders, tmp_path):
+@pytest.mark.parametrize("name", models_of_the_world.FAMILIES)
+def test_scores_as_transformers(name, families, tmp_path):
     """In the chat template, or as plain text where there is none; rubric, whose ten answers make one number."""
-    folder, has_chat = folders[name], name in world.CHATS
+    folder, has_chat = families[name], name in models_of_the_world.CHATS
     kwargs = dict(enable_thinking=False) if name == "qwen3" else {}
     template, letters = answers_of(name, folder, 2, tmp_path)
     judge = judge_of(folder, template)
@@ -113,19 +99,29 @@ def test_scores_as_transformers(name, folders, tmp_path):
     assert (scores_of(judge, PAIRS, 3) - want).abs().max() < 1e-4
 
 
-def test_chats_become_text(folders):
-    judge = judge_of(folders["gpt2"])
-    turns = [dict(role="user", content="Hi"), dict(role="assistant", content="Yes?"), dict(role="user", content="1+2")]
-    begun = [*turns, dict(role="assistant", content="<think>")]
+def test_chats_become_text(families):
+    judge = judge_of(families["gpt2"])
+    turns = [user("Hi"), assistant("Yes?"), user("1+2")]
+    begun = [*turns, assistant("<think>")]
     for prompt, response, as_text in (
             ([turns[0]], "b", ("Hi", "b")), (turns, "3", ("user: Hi\n\nassistant: Yes?\n\nuser: 1+2", "3")),
             (begun, "3", ("user: Hi\n\nassistant: Yes?\n\nuser: 1+2", "<think>3"))):
         assert judge.tokenizer.decode(judge.encode(dict(prompt=prompt), [response])) == filled("yes_no", *as_text)
 
 
-def test_a_long_response_loses_its_end(folders, tmp_path):
+def test_a_template_that_writes_the_question_in_another_way_when_it_is_answered(families, tmp_path):
+    (tmp_path / "counts.jinja").write_text(
+        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    folder = families["qwen2.5"]
+    tokenizer = load_tokenizer(folder, chat_template=str(tmp_path / "counts.jinja"))
+    judge = Judge(freeze(load_model(folder)), tokenizer, folder, "yes_no", ("response",))
+    assert judge.chat and judge.answers == [ids[0] for ids in tokenizer.encode_texts(["A", "B"])]
+
+
+def test_a_long_response_loses_its_end(families, tmp_path):
     """The question behind it stays; a prompt that leaves no room for a response is refused before."""
-    folder = world.make(tmp_path / "gpt2", "gpt2", context=160)
+    folder = models_of_the_world.make(tmp_path / "gpt2", "gpt2", context=160)
     judge = judge_of(folder)
     rows = Rows([dict(prompt="a b")], [("rows.jsonl", None, 1)])
     judge.check_rows(rows, "rows.jsonl", 10)
@@ -143,14 +139,14 @@ def test_a_long_response_loses_its_end(folders, tmp_path):
     assert [row["prompt"] for row in left] == ["a", "b"]
 
 
-def test_a_file_of_the_users(tiny_world, tmp_path):
+def test_a_file_of_the_users(world, tmp_path):
     """Answers of its own, the row's answer, braces that are no field; every byte by hand."""
     file = tmp_path / "mine.txt"
     file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} \\frac{1}{answer} {response} ok?\n\n')
     with pytest.raises(BadInput, match=r"\{1\}"):
-        judge_of(tiny_world.judge, file)
+        judge_of(world.judge, file)
     file.write_text('answers: y, n\n{"q": {prompt}} {{prompt}} {answer} {response} ok?\n\n')
-    judge = judge_of(tiny_world.judge, file)
+    judge = judge_of(world.judge, file)
     assert judge.answers == [ord("y"), ord("n")] and judge.chat is False
     ids = judge.encode(dict(prompt="1+2=", answer=3), ["{answer}<eos>"])
     assert bytes(ids).decode() == '{"q": 1+2=} {prompt} 3 {answer}<eos> ok?'
@@ -168,14 +164,14 @@ REFUSED = {
     "answers: 10 9\n{prompt} {response}": "'10'"}
 
 
-def test_templates_that_are_refused(tiny_world, tmp_path):
+def test_templates_that_are_refused(world, tmp_path):
     for text, named in REFUSED.items():
         (tmp_path / "t.txt").write_text(text)
         with pytest.raises(BadInput) as e:
-            judge_of(tiny_world.judge, tmp_path / "t.txt")
+            judge_of(world.judge, tmp_path / "t.txt")
         assert named in str(e.value) and "\n" not in str(e.value), text
     with pytest.raises(BadInput, match="nowhere.txt"):
-        judge_of(tiny_world.judge, "nowhere.txt")
+        judge_of(world.judge, "nowhere.txt")
 
 
 # runs
@@ -191,14 +187,9 @@ def dumped(mine, *args):
     return said
 rewards.score_responses = dumped
 """
-FAIL = dict(
-    no_path=(dict(judge_path=""), "judge_path"), unnamed=(dict(reward_functions="length"), "judge"),
-    no_reference=(dict(judge_path="ref_policy", kl_coef=0.0), "kl_coef"), short=(dict(judge_template="yes_no"), "row 1: "))
-
-
 @pytest.fixture(scope="module")
-def runs(tiny_world, tmp_path_factory):
-    folder, w = str(tmp_path_factory.mktemp("runs")), tiny_world
+def runs(world, tmp_path_factory):
+    w = world
     with open(f"{w.root}/itself.txt", "w") as f:
         f.write("answers: A B\n{response}?")
     short = dict(dtype="float64", max_iters=2)
@@ -211,35 +202,24 @@ def runs(tiny_world, tmp_path_factory):
         return [one_run("grpo.py", *[(w.grpo("out", **keys), DUMP)] * ranks)]
 
     cases = dict(one=run(**judged), two=run(2, **judged | split), itself=run(**itself), lora=run(lora="2", kl_coef=0.0, **itself))
-    cases |= {name: run(**judged | more) for name, (more, _) in FAIL.items()}
-    return folder, forked(folder, cases, at_once=2)
-
-
-def succeeded(runs, name):
-    result, = runs[1][name]
-    assert set(result["codes"]) == {0}, result
-    return f"{runs[0]}/{name}", result
+    return forked(tmp_path_factory.mktemp("runs"), cases).succeeded()
 
 
 def test_a_split_judge_on_two_ranks(runs):
-    logs = [[tiny.measured(r) for r in tiny.read_log(succeeded(runs, name)[0] + "/out")] for name in ("one", "two")]
-    assert tiny.alike(*logs, tolerance=1e-9) and len(logs[0]) == 3
-    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
-    assert tiny.distance(f"{runs[0]}/one/out/policy", f"{runs[0]}/two/out/policy") < 1e-9
+    assert_same_run(runs.out("one"), runs.out("two"), tolerance=1e-9)
 
 
 @torch.no_grad()
-def test_scores_of_runs_by_hand(runs, tiny_world):
+def test_scores_of_runs_by_hand(runs, world):
     """Every response, one text at a time: by a judge with a tokenizer of its own; by the reference, of which there is no copy."""
-    w = tiny_world
-    answers = {row["prompt"]: row["answer"] for path in (w.rl_train, w.rl_val) for row in map(json.loads, open(path))}
+    answers = {row["prompt"]: row["answer"] for path in (world.rl_train, world.rl_val) for row in map(json.loads, open(path))}
     for name, path, models in (
-            ("one", w.judge, ["policy", "ref_policy", "judge"]), ("itself", w.policy, ["policy", "ref_policy"]),
-            ("lora", w.policy, ["policy", "judge"])):
+            ("one", world.judge, ["policy", "ref_policy", "judge"]), ("itself", world.policy, ["policy", "ref_policy"]),
+            ("lora", world.policy, ["policy", "judge"])):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval(), load_tokenizer(path)
-        folder, result = succeeded(runs, name)
+        result, = runs[name]
         assert [line.split()[0] for line in result["stdout"][0].splitlines() if "M parameters" in line] == models
-        lines = [json.loads(line) for line in open(f"{folder}/scores-0.jsonl")]
+        lines = [json.loads(line) for line in open(f"{runs.folder}/{name}/scores-0.jsonl")]
         assert len(lines) >= 30
         for prompt, response, score in lines:
             text = f"right: {response}, to {prompt} ({answers[prompt]})" if name == "one" else f"{response}?"
@@ -259,11 +239,3 @@ def test_the_reference_by_another_path_is_the_reference(tmp_path, monkeypatch):
         assert judged_by_reference(path, "", "x") and judged_by_reference("x", path, "other"), path
         assert not judged_by_reference(path, "other", "x"), path
     assert judged_by_reference("Org/x", "", "Org/x") and not judged_by_reference("Org/x", "", "./Org/x")
-
-
-@pytest.mark.parametrize("name", FAIL)
-def test_refused_in_one_line(name, runs):
-    result, = runs[1][name]
-    assert result["codes"] == [2], result
-    lines = result["stderr"][0].strip().splitlines()
-    assert len(lines) == 1 and FAIL[name][1] in lines[0], lines

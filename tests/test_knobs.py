@@ -5,6 +5,7 @@ how models are split, on how many ranks, and a stop in the middle must change no
 
 A new key needs a place: a case of test_by_hand.py, CASES, UNMOVING or ELSEWHERE, or the first test fails.
 """
+import functools
 import glob
 import os
 
@@ -84,14 +85,11 @@ def test_every_key_is_turned_somewhere(script):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(world, tmp_path_factory):
     """tiny's world, beside it a tied policy of another family, and a reward model that is an adapter on the policy."""
-    world = tiny.build(str(tmp_path_factory.mktemp("world")))
     tiny.add_qwen(world)
-    folder = str(tmp_path_factory.mktemp("reward"))
-    outcome, = in_a_row(folder, {"run": one_run("rm.py", world.rm("out", lora="4"))})["run"]
-    assert outcome["kind"] == "", outcome
-    os.symlink(f"{folder}/run/out/reward_model_adapter", f"{world.root}/adapter")
+    runs = in_a_row(tmp_path_factory.mktemp("reward"), {"run": one_run("rm.py", world.rm("out", lora="4"))}).succeeded()
+    os.symlink(f"{runs.out('run')}/reward_model_adapter", f"{world.root}/adapter")
     return world
 
 
@@ -108,13 +106,10 @@ def run(world, script, keys, ranks=1, code=""):
 
 @pytest.fixture(scope="module")
 def turned(world, tmp_path_factory):
-    """A function: script -> (the folder with the runs of its cases, {name: what came of it on each rank})."""
-    done = {}
-
+    """A function: script -> the runs of its cases."""
+    @functools.cache
     def of(script):
-        if script in done:
-            return done[script]
-        folder, jobs, resumed = str(tmp_path_factory.mktemp("knobs")), {}, {}
+        folder, jobs, resumed = tmp_path_factory.mktemp("knobs"), {}, {}
         for (of, name), (keys, first, then) in CASES.items():
             if of != script:
                 continue
@@ -126,20 +121,19 @@ def turned(world, tmp_path_factory):
             stopped = run(world, script, keys | first[1], first[0], code + tiny.stops(1, 1))
             jobs[f"{name} stopped"] = stopped | dict(folder=f"{name} split")
             resumed[f"{name} split"] = run(world, script, keys | then[1], then[0], code)
-        done[script] = folder, in_a_row(folder, jobs) | in_a_row(folder, resumed)
-        return done[script]
+        return tiny.Runs(folder, in_a_row(folder, jobs) | in_a_row(folder, resumed))
 
     return of
 
 
 @pytest.mark.parametrize("script, name", CASES)
 def test_shards_and_ranks_and_a_stop_change_nothing(turned, script, name):
-    folder, outcomes = turned(script)
-    whole, stopped, resumed = (outcomes[f"{name}{end}"] for end in ("", " stopped", " split"))
+    runs = turned(script)
+    whole, stopped, resumed = (runs[f"{name}{end}"] for end in ("", " stopped", " split"))
     assert {each["kind"] + each["message"] + each["stderr"] for each in whole + resumed} == {""}, (whole, resumed)
     assert {each["kind"] + each["message"] for each in stopped} == {"SystemExit0"}, stopped
     assert "resuming from out/checkpoint-00000" in resumed[0]["stdout"]
-    whole, parts = f"{folder}/{name}/out", f"{folder}/{name} split/out"
+    whole, parts = runs.out(name), runs.out(f"{name} split")
     logs = [[measured(record) for record in tiny.read_log(out)] for out in (whole, parts)]
     limit = 0 if name == "16 bits" else 1e-9  # on the same number of ranks, to the bit
     assert len(logs[0]) > 2 and alike(*logs, tolerance=10 * limit)
@@ -159,26 +153,23 @@ def test_shards_and_ranks_and_a_stop_change_nothing(turned, script, name):
 
 
 def test_the_average_lags_behind(turned, world):
-    folder, _ = turned("ppo.py")
-    policy, average = (f"{folder}/offload/out/{name}" for name in ("policy", "ema_policy"))
+    policy, average = (f"{turned('ppo.py').out('offload')}/{name}" for name in ("policy", "ema_policy"))
     assert 1e-5 < tiny.distance(average, policy) < tiny.distance(world.policy, policy)
 
 
 def test_keys_of_memory_and_files_move_nothing(world, tmp_path):
     jobs = {f"{script} {name}": run(world, script, keys) for script in ("ppo.py", "grpo.py")
             for name, keys in (("plain", dict(eval_path="")), ("unmoving", UNMOVING))}
-    in_a_row(str(tmp_path), jobs)
+    runs = in_a_row(tmp_path, jobs)
     for script in ("ppo.py", "grpo.py"):
-        plain, unmoving = (f"{tmp_path}/{script} {name}/out" for name in ("plain", "unmoving"))
+        plain, unmoving = (runs.out(f"{script} {name}") for name in ("plain", "unmoving"))
         for model in PRODUCTS[script]:
             assert tiny.distance(f"{plain}/{model}", f"{unmoving}/{model}") == 0
         assert len([f for f in os.listdir(unmoving) if f.startswith("checkpoint-")]) == 2
 
 
 def test_what_a_resumed_run_takes_of_its_checkpoint_and_what_of_its_keys(world, tmp_path):
-    """
-    Another kl_coef counts, a moving average that there was none of, and another dtype.
-    """
+    """Another kl_coef counts, a moving average that there was none of, and another dtype."""
     steps = dict(checkpoint_interval=1, max_new_tokens=2)
     one_step = dict(checkpoint_interval=1, keep_checkpoints=9, num_iterations=1, num_minibatches=1, max_iters=1)
     constant = dict(lr_decay="constant", value_lr_decay="constant")
@@ -188,10 +179,9 @@ def test_what_a_resumed_run_takes_of_its_checkpoint_and_what_of_its_keys(world, 
         dtype=("ppo.py", constant, [
             dict(dtype="float32", max_iters=1), dict(max_iters=2), dict(dtype="float32", max_iters=3)]),
         float64=("ppo.py", constant, [dict(max_iters=3)]))
-    outcomes = in_a_row(str(tmp_path), {
+    in_a_row(tmp_path, {
         f"{name} {i}": run(world, script, keys | more) | dict(folder="stages" if name == "coef" else name)
-        for name, (script, keys, parts) in stages.items() for i, more in enumerate(parts)})
-    assert {each["kind"] + each["message"] for each, in outcomes.values()} == {""}, outcomes
+        for name, (script, keys, parts) in stages.items() for i, more in enumerate(parts)}).succeeded()
     records = tiny.read_log(f"{tmp_path}/stages/out")
     assert records[0]["objective/non_score_reward"] == 0 and "objective/kl" not in records[0]
     assert records[1]["objective/non_score_reward"] == pytest.approx(-0.5 * records[1]["objective/kl"], abs=1e-12)

@@ -13,7 +13,7 @@ from load import load_model
 from rollout import generate, response_uniforms, texts_of
 
 import tiny
-from tiny import arguments, forked, one_run
+from tiny import arguments, forked, is_one_line, one_run, user
 
 SEED, SAMPLES, R = 3, 16, 8
 REFUSED = {  # name: (keys, what is named)
@@ -30,8 +30,7 @@ def keys_of(world, **keys):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    world = tiny.build(str(tmp_path_factory.mktemp("world")))
+def world(world):
     for name, text in (("compare", "answers: a b\n{prompt}{first}|{second}"), ("grade", "answers: A B\n{prompt}{response}?"),
                        ("half", "{prompt}{first}")):
         with open(f"{world.root}/{name}.txt", "w") as f:
@@ -39,7 +38,7 @@ def world(tmp_path_factory):
     shutil.copytree(world.policy, f"{world.root}/talks")
     with open(f"{world.root}/talks/chat_template.jinja", "w") as f:
         f.write("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    chats = [dict(prompt=[dict(role="user", content=row["prompt"])]) for row in read(world.rl_train)]
+    chats = [dict(prompt=[user(row["prompt"])]) for row in read(world.rl_train)]
     tiny.jsonl(f"{world.root}/chats.jsonl", chats)
     return world
 
@@ -57,7 +56,7 @@ def runs(world, tmp_path_factory):
     tiny.jsonl(f"{folder}/own_val.jsonl", [dict(prompt="1+1=")])
     for name, policy in (("compare", world.policy), ("chat", talks)):
         jobs[name].append(one_run("rm.py", world.rm("rm", init_from=policy, train_path="labels.jsonl", val_path="", max_iters=1)))
-    return folder, forked(folder, jobs)
+    return forked(folder, jobs)
 
 
 def read(path):
@@ -113,7 +112,7 @@ def test_pairs_by_hand(runs, by_hand):
     """Kept is what is said in both orders; the margin is the mean of both. Other batches, parts of it; and chats say the same."""
     found, left_out = by_hand
     want = [pair(prompt, one, other, (f - b) / 2) for prompt, one, other, f, b, _, _ in found if f > 0 > b or f < 0 < b]
-    (result, rm), folder = runs[1]["compare"], runs[0]
+    (result, rm), folder = runs["compare"], runs.folder
     assert result["codes"] == rm["codes"] == [0], (result, rm)
     assert len(want) > 5 and len(found) - len(want) > 5 and left_out["ended"] > 5
     alike(read(f"{folder}/compare/labels.jsonl"), want)
@@ -126,19 +125,17 @@ def test_pairs_by_hand(runs, by_hand):
     assert len(sure) < len(want)
     alike(read(f"{folder}/parts/labels.jsonl"), sure[:5])
     alike(read(f"{folder}/parts/labels_val.jsonl"), sure[5:7])
-    assert [result["codes"] for result in runs[1]["chat"]] == [[0], [0]], runs[1]["chat"]
+    assert [result["codes"] for result in runs["chat"]] == [[0], [0]], runs["chat"]
     assert [row["chosen"][0]["content"] for row in read(f"{folder}/chat/labels.jsonl")] == [row["chosen"] for row in want]
 
 
 def test_graded_pairs_by_hand(runs, by_hand):
     """A judge that sees one answer at a time has no order: the better grade wins."""
     want = [pair(prompt, one, other, a - b) for prompt, one, other, _, _, a, b in by_hand[0]]
-    alike(read(f"{runs[0]}/grade/labels.jsonl"), want)
+    alike(read(f"{runs.folder}/grade/labels.jsonl"), want)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_one_line(name, runs):
-    result, = runs[1][name]
-    line, = result["stderr"][0].strip().splitlines()
-    assert result["codes"] == [2] and REFUSED[name][1] in line
-    assert not [file for file in os.listdir(f"{runs[0]}/{name}") if "labels" in file]
+    is_one_line(runs[name][0], "label.py", [REFUSED[name][1]])
+    assert not [file for file in os.listdir(f"{runs.folder}/{name}") if "labels" in file]

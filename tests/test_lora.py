@@ -10,7 +10,6 @@ import torch
 from options.lora import Adapted, fill_adapter, load_adapted, save_adapter
 from load import load_model
 from finished import save_final
-from tokenizer import load_tokenizer
 from errors import BadInput
 from scratch import from_scratch
 
@@ -22,12 +21,6 @@ FAMILIES = {"llama": SIZES, "gpt_neox": SIZES, "qwen3": SIZES | dict(head_dim=8,
             "gpt2": dict(vocab_size=260, eos_token_id=258, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.2)}
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 14, 14]])
 CHOSEN = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    tiny.write_byte_tokenizer(tmp_path, tiny.MARKERS)
-    return load_tokenizer(str(tmp_path))
 
 
 def base_in(folder, family="llama", head="lm", dtype=torch.float32):
@@ -85,7 +78,7 @@ def test_the_scale_of_an_adapter_of_pefts(rank, alpha, rslora, scale, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @torch.no_grad()
-def test_files_are_read_again_alone_and_merged_and_by_peft(family, head, tmp_path, tokenizer):
+def test_files_are_read_again_alone_and_merged_and_by_peft(family, head, tmp_path):
     base = base_in(tmp_path / "base", family)
     base.path = str(tmp_path / "base")
     model = filled(Adapted(base, head, 3, 5, seed=4))
@@ -94,7 +87,7 @@ def test_files_are_read_again_alone_and_merged_and_by_peft(family, head, tmp_pat
     def said(m):
         return m.logprobs(TOKENS, CHOSEN)[0] if head == "lm" else m.values(TOKENS, CHOSEN)
 
-    save_final(str(tmp_path / "out"), "model", model, tokenizer)
+    save_final(str(tmp_path / "out"), "model", model, tiny.byte_tokenizer())
     adapter = tmp_path / "out" / "model_adapter"
     again = load_adapted(load_model(base.path), str(adapter), head, base.path)
     assert torch.equal(said(again), said(model)) and again.score_shift == model.score_shift
@@ -127,11 +120,11 @@ DENSE_FIRST = EXPERTS | dict(n_routed_experts=4, n_shared_experts=1, n_group=1, 
     ("qwen3_moe", EXPERTS | dict(mlp_only_layers=[0]), "", True), ("qwen3_moe", EXPERTS, "", False),
     ("dots1", DENSE_FIRST, "", True), ("dots1", DENSE_FIRST, "q,k,v,o", False)])
 @torch.no_grad()
-def test_a_line_says_which_adapters_peft_misreads(kind, sizes, targets, wrong, tmp_path, tokenizer, capsys):
+def test_a_line_says_which_adapters_peft_misreads(kind, sizes, targets, wrong, tmp_path, capsys):
     """What peft 0.21.2 misreads is in the table; where it is installed, it is asked."""
     from_scratch(dict(model_type=kind, **sizes), seed=1).hf.save_pretrained(tmp_path / "base")
     model = filled(Adapted(load_model(str(tmp_path / "base")), "lm", 3, 5, targets))
-    save_final(str(tmp_path / "out"), "policy", model, tokenizer)
+    save_final(str(tmp_path / "out"), "policy", model, tiny.byte_tokenizer())
     assert ("policy_adapter: peft" in capsys.readouterr().out) == wrong
     want = model.logprobs(TOKENS, CHOSEN)[0]
     assert (load_model(str(tmp_path / "out" / "policy")).logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < 1e-4

@@ -1,22 +1,31 @@
-"""model.py: tiny random models of transformers, against transformers' own logits of each text alone, and loops."""
+"""
+model.py, load.py and finished.py: tiny random models of transformers, against transformers' own logits of each text alone, and
+loops; folders that are refused, the probe, and what is saved.
+"""
 import json
+import math
 import os
 import pickle
 import re
+import shutil
 
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from checkpoint import save_model
 from errors import BadInput
+from finished import model_card, public
 from model import Model, freeze
 from load import load_model, probe, unread_parameters
 from scratch import from_scratch
+from tokenizer import load_tokenizer
 
 import models
 import tiny
 from families import NO_CLASSIFIER, VARIANTS, make, padded
+from tiny import read_weights
 from tools.policies import plain
 
 FAMILIES = ["gpt2", "llama3-gqa-tied", "gemma2", "cohere", "mixtral", "phi3-longrope"]
@@ -163,9 +172,7 @@ def say(folder, **settings):
 
 
 def spoil(name, value):
-    def change(folder):
-        rewrite(folder, lambda tensors: tensors[name].view(-1)[3:4].fill_(value) and None)
-    return change
+    return lambda folder: rewrite(folder, lambda tensors: tensors[name].view(-1)[3:4].fill_(value) and None)
 
 
 class Payload:
@@ -175,9 +182,18 @@ class Payload:
         return open, ("ran", "w")
 
 
-def pickled(folder):
-    os.remove(folder / "model.safetensors")
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
+def pickled(folder, alone=True):
+    if alone:
+        os.remove(folder / "model.safetensors")
+    for name in (".metadata", "adapter_model.bin", "pytorch_model.bin"):
+        (folder / name).write_bytes(pickle.dumps(Payload()))
+
+
+def indexed(name):
+    def change(folder):
+        pickled(folder)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(dict(metadata={}, weight_map={"lm_head.weight": name})))
+    return change
 
 
 def foreign(folder):
@@ -203,7 +219,17 @@ REFUSED = {  # what is done to the folder of a GPT-2, the words of the error
     "foreign code": (foreign, "config.json"),
     "truncated": (truncate, "cannot load it"),
     "a word for a width": (lambda f: say(f, n_embd="wide"), "config.json|cannot load"),
+    **{f"an index of {name}": (indexed(name), "weight_map")
+       for name in ("pytorch_model.bin", "../base/x.safetensors", "/etc/passwd", 5)},
+    **{f"{key} = {value}": (lambda f, key=key, value=value: say(f, **{key: value}), "model") for key, value in (
+        ("sliding_window", math.nan), ("sliding_window", 1e30), ("score_shift", "x"), ("logit_scale", 10**400),
+        ("quantization_config", dict(quant_method="gptq")), ("n_positions", 10**30))},
 }
+IGNORED = [  # what a config.json may say of code; without it, it is the same model
+    dict(attn_implementation="kernels-community/flash-attn"), dict(_attn_implementation="someone/kernel@main:f"),
+    dict(experts_implementation="someone/kernel"), dict(auto_map={"AutoConfig": "mine.X", "AutoModelForCausalLM": "mine.Y"}),
+    dict(attribute_map={"x": "_attn_implementation_internal"}, x="someone/kernel"), dict(get_text_config=1),
+    dict(configuration_files=["config.9.json"]), dict(transformers_weights="other.safetensors")]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -216,6 +242,21 @@ def test_refused(name, tmp_path, monkeypatch):
         load_model(str(tmp_path / "model"))
     assert str(tmp_path / "model") in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()  # no code of the folder was run
+
+
+@pytest.mark.parametrize("settings", IGNORED, ids=str)
+def test_what_a_config_says_of_code_is_dropped(settings, folder_of, tmp_path, monkeypatch):
+    """So is what lies beside the weights: pickles, an adapter, another shard."""
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(folder_of("gpt2"), tmp_path / "other")
+    pickled(folder, alone=False)
+    say(folder, **settings)
+    shutil.copy(folder / "model.safetensors", folder / "shard-00000-model-00001-of-00001.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", base_model_name_or_path="someone/model")))
+    model = load_model(str(folder))
+    for name, p in load_model(folder_of("gpt2")).named_parameters():
+        assert (model.get_parameter(name) == p).all()
+    assert model.hf.config._attn_implementation in ("sdpa", "eager") and not os.path.exists("ran")
 
 
 def test_what_is_no_reward_model_is_refused(folder_of, tmp_path):
@@ -302,16 +343,10 @@ def test_the_longest_row_changes_no_other(name, monkeypatch):
         probe(model)
 
 
-def test_longer_rows_are_refused_by_each_script(tmp_path):
+def test_longer_rows_are_refused_by_each_script(world, tmp_path):
     """Of a Phi-3 with longrope, whose first length of context is 12 tokens; the prompt and the answer are longer."""
-    from checkpoint import save_model
-    from tokenizer import load_tokenizer
-
-    world = tiny.build(str(tmp_path / "world"))
-    tokenizer, policy = load_tokenizer(world.tokenizer), f"{world.root}/phi"
-    config = dict(VARIANTS["phi3-longrope"][1], model_type="phi3", vocab_size=264, eos_token_id=tokenizer.eos_id,
-                  pad_token_id=tokenizer.pad_id, bos_token_id=None)
-    save_model(policy, from_scratch(config, seed=1), tokenizer)
+    tiny.add_policy(world, "phi", "phi3", **VARIANTS["phi3-longrope"][1] | dict(vocab_size=264))
+    policy = world.phi
     keys = dict(policy_path=policy, eval_path="", reward_functions="length")
     jobs = {"sft": tiny.one_run("sft.py", world.sft("out", init_from=policy)),
             "rm": tiny.one_run("rm.py", world.rm("out", init_from=policy)),
@@ -354,6 +389,61 @@ def test_other_kernels_of_attention_give_the_same_numbers(folder_of):
         model = models.load(path, "policy", plain(attn_implementation=kind), device, trained=True)
         assert model.hf.config._attn_implementation == kind
         said[kind], _ = model.logprobs(tokens, tokens > 1)
-    assert torch.allclose(said["sdpa"], said["eager"], atol=1e-6) and not torch.equal(said["sdpa"], torch.zeros(()))
+    assert torch.allclose(said["sdpa"], said["eager"], atol=1e-6) and said["sdpa"].any()
     with pytest.raises(BadInput, match="flash_attention_2"):
         models.load(path, "policy", plain(attn_implementation="flash_attention_2"), device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# saving
+
+
+def test_models_are_saved_as_their_source_was(world, tmp_path):
+    """Made from a bfloat16 folder, a model is trained and kept in float32, and saved in bfloat16; here by two ranks."""
+    source = f"{tmp_path}/in 16 bits"
+    save_model(source, load_model(world.policy), load_tokenizer(world.policy), dtype=torch.bfloat16)
+    (result,), = tiny.forked(str(tmp_path), {"run": [
+        tiny.one_run("sft.py", *[world.sft("out", init_from=source, zero_stage="3")] * 2)]}).values()
+    assert result["codes"] == [0, 0], result
+    out = tmp_path / "run" / "out"
+    short, whole = read_weights(out / "policy"), read_weights(out / "checkpoint-000003" / "policy")
+    assert {t.dtype for t in short.values()} == {torch.bfloat16} and {t.dtype for t in whole.values()} == {torch.float32}
+    assert all(torch.equal(whole[name].bfloat16(), t) for name, t in short.items())
+    assert hf.AutoModelForCausalLM.from_pretrained(out / "policy", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama3-gqa-tied", "gemma2", "mixtral"])
+@torch.no_grad()
+def test_what_is_saved_transformers_loads(variant, head, tmp_path):
+    """Weights that were trained, in the names and with the settings of the folder that they came from; and we load it again."""
+    theirs = make(variant, head)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(str(tmp_path / "theirs"), head)
+    for p in (*ours.parameters(), *theirs.parameters()):
+        p.mul_(1.25)
+    ours.score_shift = -0.5
+    save_model(str(tmp_path / "ours"), ours, tiny.byte_tokenizer())
+    kind = hf.AutoModelForCausalLM if head == "lm" else hf.AutoModelForSequenceClassification
+    back, found = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(back) is type(theirs) and not any(found.values())
+    tokens, _ = padded([12], False)
+    assert torch.equal(back(tokens).logits, theirs(tokens).logits)
+    assert {n: t.shape for n, t in read_weights(tmp_path / "ours").items()} == {
+        n: t.shape for n, t in read_weights(tmp_path / "theirs").items()}
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours"))
+    assert after == before | (dict(score_shift=-0.5) if head == "scalar" else {})
+    again = load_model(str(tmp_path / "ours"), head)
+    assert again.score_shift == (-0.5 if head == "scalar" else 0.0) and not again.new_head
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), ours.parameters(), strict=True))
+
+
+def test_a_card_names_nobodys_folders():
+    settings = dict(n_layer=2, train_path="hf:openai/gsm8k:main:train", val_path="/home/me/x.jsonl",
+                    reward_functions="0.5*/home/me/r.py:f,length")
+    text = model_card("policy", settings, "/home/me/base", "1M weights")
+    assert "/home" not in text and "'x.jsonl'" in text and "0.5*r.py:f,length" in text and "made from `base`" in text
+    assert "hf:openai/gsm8k:main:train" in text
+    for value, left in (("file:///home/u/x", "file:x"), ("/home/my name/x", "x"), ("out/ppo", "out/ppo"),
+                        ("0.3*/home/x/a.jsonl,../b/c.jsonl", "0.3*a.jsonl,../b/c.jsonl")):
+        assert public(value) == left

@@ -11,11 +11,6 @@ import tiny
 from tiny import forked, one_run
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny.build(str(tmp_path_factory.mktemp("world")))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # every script once
 

@@ -25,7 +25,7 @@ from rewards import (alike_for_equal_texts, call_rewards, check_rows, format, la
                      thinks)
 from run_folder import code_files
 
-CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
+CHAT = [tiny.user("7?"), tiny.assistant("<think>")]
 BATCH = dict(completions=["a", "bb", "ccc"], rows=[dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)])
 
 
@@ -210,7 +210,7 @@ def test_trls_signature(tmp_path):
     check_rows(rewards, rows, "rows.jsonl")
     batch = dict(rows=rows, completions=["a", "bb", "ccc"], tokens=torch.arange(15).view(3, 5),
                  response_mask=torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]]).bool(), prompts=["<one>", "<two>", "<7?"])
-    want = dict(prompts=["one", "two", CHAT], completions=["a", "bb", [dict(role="assistant", content="<think>ccc")]],
+    want = dict(prompts=["one", "two", CHAT], completions=["a", "bb", [tiny.assistant("<think>ccc")]],
                 answer=["1", None, "333"], level=[None, 2, None], completion_ids=[[2], [7, 8], [12, 13, 14]])
     scores = dict(bare=[1, 0, 3], few=[1, 1, 1], grader=[1, 2, 3])
     for reward in rewards:
@@ -223,10 +223,8 @@ def test_trls_signature(tmp_path):
         check_rows(reward_terms("mine.py:wants", str(tmp_path)), rows, "rows.jsonl")
 
 
-def test_a_grader_that_is_down_saves_the_run(tmp_path):
+def test_a_grader_that_is_down_saves_the_run(world, tmp_path):
     """Which then goes on as if nothing was."""
-    (tmp_path / "world").mkdir()
-    world = tiny.build(str(tmp_path / "world"))
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "nobody-answers").write_text("")
     mine = world.grpo("out", reward_functions=f"{tmp_path}/mine.py:down", reward_timeout=1)
@@ -236,11 +234,8 @@ def test_a_grader_that_is_down_saves_the_run(tmp_path):
 
     (tmp_path / "nobody-answers").unlink()
     jobs = dict(again=tiny.one_run("grpo.py", mine) | dict(folder="down"), steady=tiny.one_run("grpo.py", mine))
-    for name, (outcome,) in tiny.in_a_row(tmp_path, jobs).items():
-        assert not outcome["kind"], (name, outcome)
-    logs = [[tiny.measured(record) for record in tiny.read_log(tmp_path / name / "out")] for name in ("down", "steady")]
-    assert logs[0] == logs[1] and len(logs[0]) == 4
-    assert tiny.distance(f"{tmp_path}/down/out/policy", f"{tmp_path}/steady/out/policy") == 0
+    tiny.in_a_row(tmp_path, jobs).succeeded()
+    assert len(tiny.assert_same_run(f"{tmp_path}/down/out", f"{tmp_path}/steady/out")) == 4
 
 
 # the reward model
@@ -270,7 +265,8 @@ def test_the_last_token_is_read_whatever_it_is(micro_batch_size):
 
 
 def test_the_last_real_token_stands_where_the_mask_ends():
-    assert last_real(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]).bool()).tolist() == [2, 3, 2, 0]
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]]).bool()
+    assert last_real(mask).tolist() == [2, 3, 2, 0, 3]
 
 
 def test_equal_texts_have_equal_scores():
@@ -285,7 +281,7 @@ def test_equal_texts_have_equal_scores():
 # --------------------------------------------------------------------------------------------------
 # the examples of docs/rewards.md
 
-CHATS = [[dict(role="user", content=text)] for text in ("Say 7.", "Say nothing.", "Fail twice.", "Fail always.")]
+CHATS = [[tiny.user(text)] for text in ("Say 7.", "Say nothing.", "Fail twice.", "Fail always.")]
 ANSWERS = ["7", "Say nothing. I do.", "8", "?"]
 
 

@@ -13,7 +13,7 @@ from options.messages import parse_roles
 from options.roles import to_score, versions
 
 import tiny
-from tiny import alike, forked, measured, one_run
+from tiny import assert_same_run, forked, is_one_line, one_run
 
 HELD = dict(dtype="float64", max_iters=3, eval_interval=2)
 THREE = "train=1,generate=1,score=1"
@@ -62,44 +62,31 @@ def test_roles_are_parsed():
 # who does what changes nothing
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return tiny.build(str(tmp_path_factory.mktemp("world")))
-
-
 def on(world, script, roles, code="", **keys):
     """A run for forked."""
     if keys.get("max_refills"):
         keys |= dict(reward_functions=f"{world.rule('odd')},0.5*reward_model", refill_by="odd")  # of odd, groups are flat
-    if "rule" in keys:
-        keys["reward_functions"] = world.rule(keys.pop("rule"))
     arguments = getattr(world, script.removesuffix(".py"))("out", roles=roles, **HELD | keys)
     return one_run(script, *[(arguments, code)] * LAYOUTS[roles])
 
 
 @pytest.fixture(scope="module")
 def runs(world, tmp_path_factory):
-    """The folder with each case as NAME and NAME alone, and {name: result}."""
-    folder, cases = str(tmp_path_factory.mktemp("layouts")), {}
+    """Each case as NAME and NAME alone."""
+    cases = {}
     for name, (script, keys, staleness, roles) in CASES.items():
         for end, layout in ((" alone", ""), ("", roles)):
             cases[name + end] = [on(world, script, layout, staleness=staleness, **keys)]
-    return folder, {name: result for name, (result,) in forked(folder, cases, at_once=3).items()}
+    return forked(tmp_path_factory.mktemp("layouts"), cases, at_once=3)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_roles_change_no_text_and_no_weight(runs, name):
-    folder, results = runs
     script, _, staleness, _ = CASES[name]
-    assert {*results[name]["codes"], *results[f"{name} alone"]["codes"]} == {0}, (results[name], results[f"{name} alone"])
-    outs = [f"{folder}/{name}{end}/out" for end in (" alone", "")]
-    logs = [[measured(record) for record in tiny.read_log(out)] for out in outs]
-    assert [r.get("objective/texts") for r in logs[0]] == [r.get("objective/texts") for r in logs[1]]
-    assert alike(*logs, tolerance=1e-9)
-    for model in ["policy"] + ["value_model"] * (script == "ppo.py"):
-        assert tiny.distance(*(f"{out}/{model}" for out in outs)) < 1e-9
+    assert {code for end in ("", " alone") for code in runs[name + end][0]["codes"]} == {0}, (runs[name], runs[f"{name} alone"])
+    models = ["policy"] + ["value_model"] * (script == "ppo.py")
+    log = assert_same_run(runs.out(f"{name} alone"), runs.out(name), models, 1e-9)[:-1]
     # the batch is of the version that staleness names: at first nothing has moved, then it is so many updates old
-    log = logs[1][:-1]
     if name != "bf16":
         # a scorer reads refilled groups by themselves, and so rounds otherwise
         refills = "max_refills" in CASES[name][1]
@@ -203,7 +190,7 @@ rollout.sample_batch = asked
 
 @pytest.fixture(scope="module")
 def resumed(world, tmp_path_factory):
-    folder, cases = str(tmp_path_factory.mktemp("resumed")), {}
+    cases = {}
 
     def run(roles, code="", **more):
         return on(world, "ppo.py", roles, code, **dict(staleness=1, checkpoint_interval=0) | more)
@@ -214,45 +201,35 @@ def resumed(world, tmp_path_factory):
     cases["whole 2"] = [on(world, "grpo.py", THREE, **keys)]
     cases["refilling"] = [on(world, "grpo.py", "", code, **keys) for code in (STOPS_IN_A_REFILL, "")]
     cases["killed"] = [on(world, "grpo.py", THREE, code, **keys) for code in (*(acts(role, "die", 1) for role in WHEN), "")]
-    return folder, forked(folder, cases, at_once=3)
+    return forked(tmp_path_factory.mktemp("resumed"), cases, at_once=3)
 
 
 def test_a_run_that_a_generator_stops_goes_on_without_it(resumed):
     """The batches that were sampled ahead are in the checkpoint, and nothing is sampled twice."""
-    folder, results = resumed
-    first, refused, second = results["asked"]
+    first, refused, second = resumed["asked"]
     assert {*first["codes"], *second["codes"]} == {0} and not "".join(first["stderr"] + second["stderr"]).count("error")
     assert "resume with the same command" in first["stdout"][0] and "resuming from out/checkpoint-" in second["stdout"][0]
-    logs = [[measured(record) for record in tiny.read_log(f"{folder}/{case}/out")] for case in ("whole", "asked")]
-    assert alike(*logs, tolerance=1e-9)
-    for model in ("policy", "value_model"):
-        assert tiny.distance(f"{folder}/whole/out/{model}", f"{folder}/asked/out/{model}") < 1e-9
+    assert_same_run(resumed.out("whole"), resumed.out("asked"), ("policy", "value_model"), 1e-9)
     # what the batches ahead were sampled with must stay
-    assert refused["codes"] == [2] and "staleness = 1, not 2" in refused["stderr"][0], refused
+    is_one_line(refused, "ppo.py", ["staleness = 1, not 2"])
 
 
 def test_a_run_whose_ranks_are_killed_one_after_the_other_goes_on_to_the_same_bits(resumed):
     """The other ranks end at once, and each says in one line whom it misses."""
-    folder, results = resumed
-    *killed, last = results["killed"]
+    *killed, last = resumed["killed"]
     for (who, role), result in zip(enumerate(WHEN), killed, strict=True):
         for rank in {0, 1, 2} - {who}:
             assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
             assert ": lost touch with the ranks that " in result["stderr"][rank], result
         assert any(f"lost touch with the ranks that {role}" in text for text in result["stderr"]), result
     assert set(last["codes"]) == {0} and "resuming from out/checkpoint-" in last["stdout"][0], last
-    assert tiny.distance(f"{folder}/whole 2/out/policy", f"{folder}/killed/out/policy") == 0
-    logs = [[measured(record) for record in tiny.read_log(f"{folder}/{name}/out")] for name in ("whole 2", "killed")]
-    assert logs[0] == logs[1]
+    assert_same_run(resumed.out("whole 2"), resumed.out("killed"))
 
 
 def test_a_stop_while_groups_are_sampled_again_saves_the_batch_that_they_are_for(resumed):
-    folder, results = resumed
-    stopped, again = results["refilling"]
+    stopped, again = resumed["refilling"]
     assert stopped["codes"] == again["codes"] == [0] and "before the update of iteration" in stopped["stdout"][0], stopped
-    logs = [[measured(record) for record in tiny.read_log(f"{folder}/{name}/out")] for name in ("whole 2", "refilling")]
-    assert alike(*logs, tolerance=1e-9)
-    assert tiny.distance(f"{folder}/whole 2/out/policy", f"{folder}/refilling/out/policy") < 1e-9
+    assert_same_run(resumed.out("whole 2"), resumed.out("refilling"), tolerance=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,20 +261,10 @@ def slow(*args):
     f(*args)
 run.save_final = slow
 """
-RAISES_LATE = """
-late = 0
-
-def raises_late(batch):
-    global late
-    late += 1
-    return raises(batch) if late > 3 else letters(batch)
-"""
 
 
 @pytest.fixture(scope="module")
 def failures(world, tmp_path_factory):
-    with open(f"{world.root}/rules.py", "a", encoding="utf-8") as f:
-        f.write(RAISES_LATE)
     rule = dict(reward_functions=world.rule("raises_late"), value_init="policy")
     cases = {f"{role} hangs": [on(world, "ppo.py", THREE, acts(role, "hang"), staleness=i, timeout=4, reward_timeout=3)]
              for i, role in enumerate(("train", "generate"))}
@@ -309,20 +276,19 @@ def failures(world, tmp_path_factory):
     cases["a message of another iteration"] = [on(world, "ppo.py", THREE, MISTAKEN)]
     # the generator has sampled all that it shall when the trainers save their models, for longer than `timeout`
     cases["a long end"] = [on(world, "grpo.py", "train=1,generate=1", LONG_END, staleness=2, timeout=3, reward_timeout=2)]
-    folder = str(tmp_path_factory.mktemp("failures"))
-    return folder, {name: result for name, (result,) in forked(folder, cases, at_once=8).items()}  # most of them sleep
+    return forked(tmp_path_factory.mktemp("failures"), cases, at_once=8)  # most of them sleep
 
 
 @pytest.mark.parametrize("role", ["train", "generate"])
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failures, role):
-    result, who = failures[1][f"{role} hangs"], list(WHEN).index(role)
+    (result,), who = failures[f"{role} hangs"], list(WHEN).index(role)
     for rank in {0, 1, 2} - {who}:
         assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
         assert "lost touch with the ranks that " in result["stderr"][rank] and result["seconds"][rank] < 20, result
 
 
 def test_the_last_ones_may_take_their_time(failures):
-    result = failures[1]["a long end"]
+    result, = failures["a long end"]
     assert result["codes"] == [0, 0] and min(result["seconds"]) > 4, result
 
 
@@ -334,10 +300,8 @@ SAID = {  # what fails -> what is said, on rank 0 alone
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_fails_on_any_rank_is_one_line(failures, name):
-    folder, results = failures
-    result = results[name]
-    assert set(result["codes"]) == {1}, result
-    assert "".join(result["stderr"]).count("\n") == 1 and SAID[name] in result["stderr"][0], result
+    result, = failures[name]
+    is_one_line(result, "grpo.py" if name.startswith("all") else "ppo.py", [SAID[name]], 1)
     if name == "a reward fails":
         assert "The run is saved before iteration" in result["stderr"][0]
-        assert any(name.startswith("checkpoint-") for name in os.listdir(f"{folder}/{name}/out"))
+        assert any(name.startswith("checkpoint-") for name in os.listdir(failures.out(name)))

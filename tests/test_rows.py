@@ -13,18 +13,10 @@ from completions import preference_row, sft_row
 from errors import BadInput
 from options.ptx import ptx_row
 from rows import Rows, at_row, files_of, keep_rows, parse_fields, prompt_row, read_rows, rename, sources_of
-from tiny import jsonl
+from tiny import assistant, jsonl, system, user
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-S, U, A, B = {"role": "system", "content": "s"}, user("u"), assistant("a"), assistant("b")
+S, U, A, B = system("s"), user("u"), assistant("a"), assistant("b")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # texts arrive as they were written
@@ -111,6 +103,7 @@ BAD = [  # (kind, row or line, what the message must name beside the file and th
     (prompt_row, '{"prompt": "a"', "not JSON"), (prompt_row, '{"a":' * 200_000, "not JSON"),
     (prompt_row, b'{"prompt": "\xff"}', "UTF-8"), (prompt_row, {"Prompt": "a"}, "'prompt'.*'Prompt'"),
     (prompt_row, {"prompt": [U, S]}, "'prompt', message 2"), (prompt_row, {"prompt": "a\ud83d"}, "'prompt'"),
+    (prompt_row, {"prompt": [U, "x"]}, "'prompt'"),
     (prompt_row, {"prompt": [{"role": "user", "contents": "a"}]}, "'prompt', message 1: the content"),
     (prompt_row, {"prompt": [user([{"type": "image"}, {"type": "text", "text": "x"}])]}, "images"),
     (sft_row, {"prompt": [U], "completion": [A | {"tool_calls": [{"name": "f"}]}]}, "'completion', message 1.*tool"),

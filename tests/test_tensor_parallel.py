@@ -20,38 +20,26 @@ RUNS = {  # run: ranks, keys; the first two must be the same
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    from checkpoint import save_model
-    from tokenizer import load_tokenizer
-    from scratch import from_scratch
-
-    folder = str(tmp_path_factory.mktemp("split"))
-    world = tiny.build(f"{folder}/world")
-    tokenizer = load_tokenizer(world.tokenizer)
-    ids = dict(vocab_size=264, bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-               initializer_range=0.2)
+def runs(world, tmp_path_factory):
     tied = dict(num_key_value_heads=2, tie_word_embeddings=True)
     for name, kind, more in (("neox", "gpt_neox", {}), ("llama", "llama", tied), ("qwen3", "qwen3", tied)):
-        save_model(f"{folder}/world/{name}", from_scratch(dict(model_type=kind, **SIZES, **ids, **more), seed=1), tokenizer)
+        tiny.add_policy(world, name, kind, initializer_range=0.2, **SIZES, **more)
     jobs = {}
     for name, (ranks, keys) in RUNS.items():
-        keys = dict(policy_path=f"{folder}/world/{name.partition(',')[0]}", reward_functions=world.rule("letters"),
+        keys = dict(policy_path=f"{world.root}/{name.partition(',')[0]}", reward_functions=world.rule("letters"),
                     batch_size=9, eval_path="", num_minibatches=1, max_iters=2) | keys
         jobs[name] = tiny.one_run("grpo.py", *[world.grpo("out", **keys)] * ranks)
-    return folder, tiny.in_a_row(folder, jobs)
+    return tiny.in_a_row(tmp_path_factory.mktemp("split"), jobs).succeeded()
 
 
 @pytest.mark.skipif(not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"), reason="transformers before 5.23")
 def test_a_split_policy_samples_what_the_whole_one_samples_after_each_update(runs):
-    folder, results = runs
-    assert {each["kind"] for result in results.values() for each in result} == {""}, results
-    logs = {name: [tiny.measured(record) for record in tiny.read_log(f"{folder}/{name}/out")] for name in RUNS}
-    whole, split, lora, *tied = logs.values()
+    whole, split, lora, *tied = map(runs.log, RUNS)
     assert [r.get("objective/texts") for r in split] == [r.get("objective/texts") for r in whole]
     assert all(r["policy/sampler_gap"] <= 1e-10 for r in split[:-1])
-    assert tiny.distance(f"{folder}/neox/out/policy", f"{folder}/neox, tp, stage 3/out/policy") < 1e-9
+    assert tiny.distance(f"{runs.out('neox')}/policy", f"{runs.out('neox, tp, stage 3')}/policy") < 1e-9
     assert [r.get("objective/texts") for r in tied[0]] == [r.get("objective/texts") for r in tied[1]]
-    assert tiny.distance(f"{folder}/qwen3/out/policy", f"{folder}/qwen3, tp/out/policy") < 1e-4
+    assert tiny.distance(f"{runs.out('qwen3')}/policy", f"{runs.out('qwen3, tp')}/policy") < 1e-4
     # with adapters, the training forward says the same of the tokens; and they were moved
     assert all(r["policy/sampler_gap"] <= 1e-4 for r in lora[:-1] + tied[1][:-1]) and lora[1]["objective/kl"] != 0
 

@@ -1,4 +1,4 @@
-"""options/tiktoken_files.py: tokenizers with the ids of tiktoken's encodings. (The toy's is one: tests/test_arithmetic.py.)"""
+"""options/tiktoken_files.py: tokenizers with the ids of tiktoken's encodings."""
 import base64
 import json
 import random
@@ -12,7 +12,6 @@ from tokenizer import load_tokenizer
 from errors import BadInput
 from options.tiktoken_files import encode_as
 
-import tiny
 from tiny import forked, one_run
 
 WORDS = ("the", " the", "ing", " think", "123", "    ", "\n\n", " \n", "é", "日本", "🙂", "'s", "'LL", "<|", "aaaa", " aa", 
@@ -87,26 +86,12 @@ made = lambda: dict(name="ours", pat_str=r"\\\\p{N}+|\\\\D", mergeable_ranks=ran
 tiktoken.registry._find_constructors()
 tiktoken.registry.ENCODING_CONSTRUCTORS["ours"] = made
 """
-REFUSES = """
-import requests, socket
-def no_network(*args, **kwargs):
-    raise requests.exceptions.ConnectionError("no route to host", request=requests.Request("GET", args[0]).prepare())
-requests.get = no_network
-"""
 
 
-def test_sft_begins_with_an_encoding_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
-    (tmp_path / "world").mkdir()
-    world = tiny.build(str(tmp_path / "world"))
-    keys = dict(max_iters=1)
-    cases = {"ours": [one_run("sft.py", (world.sft("out", tokenizer_path="tiktoken:ours", **keys), KNOWS))],
-             "offline": [one_run("sft.py", (world.sft("out", tokenizer_path="tiktoken:gpt2", **keys), REFUSES))],
-             "unknown": [one_run("sft.py", world.sft("out", tokenizer_path="tiktoken:gpt9", **keys))]}
-    results = {name: result for name, (result,) in forked(str(tmp_path), cases).items()}
-    assert results["ours"]["codes"] == [0], results["ours"]
+def test_sft_begins_with_an_encoding_by_its_name(world, tmp_path):
+    """Names that tiktoken does not know, or cannot load, are test_bad_input.py's."""
+    result, = forked(str(tmp_path), {"ours": [
+        one_run("sft.py", (world.sft("out", tokenizer_path="tiktoken:ours", max_iters=1), KNOWS))]})["ours"]
+    assert result["codes"] == [0], result
     saved = load_tokenizer(str(tmp_path / "ours" / "out" / "policy"))
     assert saved.encode_texts(["312"]) == [[ord("3"), 256]] and saved.eos_id == 257
-    for name, words in (("offline", ("tiktoken:gpt2", "TIKTOKEN_CACHE_DIR", "https://")), ("unknown", ("tiktoken:gpt9", "gpt2"))):
-        said = results[name]["stderr"][0]
-        assert results[name]["codes"] == [2] and said.count("\n") == 1 and all(word in said for word in words), results[name]

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import unicodedata
 from types import SimpleNamespace
 
 import pytest
@@ -25,30 +24,13 @@ from completions import sft_row
 
 import models_of_the_world as world
 import tiny
+from tiny import assistant, system, user
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("world")
-    return {name: world.make(root / name, name) for name in world.FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def tokenizers(folders):
+def tokenizers(families):
     """{name: (ours, transformers')}"""
-    return {name: (load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)) for name, folder in folders.items()}
-
-
-def user(text):
-    return dict(role="user", content=text)
-
-
-def assistant(text):
-    return dict(role="assistant", content=text)
-
-
-def system(text):
-    return dict(role="system", content=text)
+    return {name: (load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)) for name, folder in families.items()}
 
 
 def encoded(tokenizer, prompt, completion):
@@ -123,84 +105,71 @@ ROWS = {  # name: (prompt, completion, which families take it)
     "more thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))],
                       [name for name in world.CHATS if name != "qwen3"]),
 }
-ENDS = {"mistral": "</s>", "llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
-
-
-def said(name, text, last=True):
-    """What the model of a family says in a turn of this text, by hand, with its end of turn."""
-    if name in ("llama3.2", "gemma"):
-        return text.strip() + ENDS[name]
-    if name == "mistral":
-        return " " + text.strip() + "</s>"
-    if name == "qwen3":
-        answer = text.split("</think>")[-1].lstrip("\n") if "</think>" in text else text
-        thoughts = text.split("</think>")[0].removeprefix("<think>").strip("\n") if "</think>" in text else ""
-        text = f"<think>\n{thoughts}\n</think>\n\n" + answer.lstrip("\n") if last else answer
-    return unicodedata.normalize("NFC", text) + "<|im_end|>"  # Qwen's tokenizers normalize
-
-
-@pytest.mark.parametrize("name", world.CHATS)
-def test_rows_equal_apply_chat_template(tokenizers, name):
-    """Prompts, whole dialogues as reward models read them, and demonstrations up to the last end of turn; masks by hand."""
-    for row, (prompt, completion, families) in ROWS.items():
-        if name in families:
-            one_row(tokenizers, name, row, prompt, completion)
-
-
-def one_row(tokenizers, name, row, prompt, completion):
-    ours, theirs = tokenizers[name]
-    ids, trained = encoded(ours, prompt, completion)
-    whole = theirs.apply_chat_template(prompt + completion, return_dict=False)
-    assert ours.encode_scored([prompt], [completion]) == [whole]
-    assert ids == whole[:len(ids)] and ids[-1] in ours.eos_ids and not ours.eos_ids & {*whole[len(ids):]}
-    texts, roles = [m["content"] for m in completion if m["role"] == "assistant"], [m["role"] for m in completion]
-    # Qwen3 keeps the thoughts behind the last question only, and writes empty ones in the last message only
-    shown = [i == len(texts) - 1 or ("</think>" in text and "user" not in roles) for i, text in enumerate(texts)]
-    want = [said(name, text, last) for text, last in zip(texts, shown, strict=True)]
-    if row == "blanks" and name.startswith("qwen"):
-        want[0] = "\n" + want[0]  # the header's line break and the text's are one token
-    assert spans(ours, ids, trained) == want
-    # RL's prompts are their beginning
-    before = opened(ours, prompt)
-    assert before == theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    assert ids[:len(before)] == before or row == "blanks"
-
-
+OPENS, ENDS = '{{- "<|im_start|>assistant\\n" }}', '{{- "<|im_end|>\\n" }}'  # of an assistant's turn in Qwen3's template,
+SPOKEN = world.QWEN3.split(OPENS)[1].split(ENDS)[0]  # and what it writes between them
 # a family's turn in its template; the same in pieces: the header, what the assistant says with its end, what is behind it
 GENERATED = {
+    "qwen3": (OPENS + SPOKEN + ENDS, OPENS, SPOKEN + '{{- "<|im_end|>" }}', '{{- "\\n" }}'),
     "llama3.2": ('{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" + message["content"] | trim + "<|eot_id|>" }}',
                  '{{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" }}',
                  '{{- message["content"] | trim + "<|eot_id|>" }}', ''),
     "qwen2.5": ('{{- "<|im_start|>" + message["role"] + "\\n" + message["content"] + "<|im_end|>\\n" }}',
                 '{{- "<|im_start|>" + message["role"] + "\\n" }}', '{{- message["content"] + "<|im_end|>" }}', '{{- "\\n" }}'),
     "mistral": ('{{- " " + message["content"] | trim + eos_token }}',
-                '', '{{- " " + message["content"] | trim + eos_token }}', '')}
+                '', '{{- " " + message["content"] | trim + eos_token }}', ''),
+    "gemma": ('{{- "<start_of_turn>" + role + "\\n" + message["content"] | trim + "<end_of_turn>\\n" }}',
+              '{{- "<start_of_turn>" + role + "\\n" }}', '{{- message["content"] | trim + "<end_of_turn>" }}', '{{- "\\n" }}')}
+
+
+def marked(name):
+    """A family's template that marks {% generation %}, which tells transformers the tokens that are the assistant's."""
+    turn, head, text, behind = GENERATED[name]
+    assert world.FAMILIES[name]["template"].count(turn) == 1
+    return world.FAMILIES[name]["template"].replace(turn, (
+        head + "{%- if message['role'] == 'assistant' %}{%- generation -%}" + text + "{%- endgeneration -%}{%- else %}"
+        + text + "{%- endif %}" + behind))
+
+
+def is_as_transformers_has_it(tokenizers, name, prompt, completion):
+    """Prompts, whole dialogues as reward models read them, and demonstrations up to the last end of turn, with their mask."""
+    ours, theirs = tokenizers[name]
+    ids, trained = encoded(ours, prompt, completion)
+    want = theirs.apply_chat_template(prompt + completion, chat_template=marked(name), return_dict=True,
+                                      return_assistant_tokens_mask=True)
+    whole = want["input_ids"]
+    assert whole == theirs.apply_chat_template(prompt + completion, return_dict=False)
+    assert ours.encode_scored([prompt], [completion]) == [whole]
+    assert ids == whole[:len(ids)] and ids[-1] in ours.eos_ids and not ours.eos_ids & {*whole[len(ids):]}
+    # without the turns of the prompt
+    skip, turns = sum(m["role"] == "assistant" for m in prompt), 0
+    for one, before, mine in zip(want["assistant_masks"], [0, *want["assistant_masks"]], trained, strict=False):
+        turns += one > before
+        assert mine == (one == 1 and turns > skip), (prompt, completion)
+    before = opened(ours, prompt)
+    assert before == theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    return ids[:len(before)] == before  # what RL begins with is their beginning
+
+
+@pytest.mark.parametrize("name", world.CHATS)
+def test_rows_equal_apply_chat_template(tokenizers, name):
+    for row, (prompt, completion, families) in ROWS.items():
+        if name in families:
+            assert is_as_transformers_has_it(tokenizers, name, prompt, completion) or row == "blanks"
+
+
 PIECES = ["a", "Sure!", " ", "\n", "\n\n", "<think>", "</think>", "<", "assistant", "user", " Paris", "caf\u00e9", "\U0001f600",
           "1+2=3", "  ", "<tool_response>", "<|im_start", "[INST", "e\u0301", "\t", "It is", "."]
 
 
-@pytest.mark.parametrize("name", GENERATED)
-def test_what_is_trained_equals_the_mask_of_transformers(tokenizers, name):
-    """Templates that mark {% generation %} tell transformers which tokens are the assistant's: nonsense of every kind."""
-    (ours, theirs), rng = tokenizers[name], random.Random(5)
-    turn, head, text, behind = GENERATED[name]
-    marked = (head + "{%- if message['role'] == 'assistant' %}{%- generation -%}" + text + "{%- endgeneration -%}{%- else %}"
-              + text + "{%- endif %}" + behind)
-    assert turn in world.FAMILIES[name]["template"]
-    marked = world.FAMILIES[name]["template"].replace(turn, marked)
+@pytest.mark.parametrize("name", ["llama3.2", "qwen2.5", "mistral", "gemma"])
+def test_nonsense_equals_apply_chat_template(tokenizers, name):
+    rng = random.Random(5)
     for _ in range(60):
-        chat = [system("".join(rng.choices(PIECES, k=3)))] * (name != "mistral" and rng.random() < 0.3)
+        chat = [system("".join(rng.choices(PIECES, k=3)))] * (name not in ("mistral", "gemma") and rng.random() < 0.3)
         for _ in range(rng.randint(1, 3)):
             chat += [dict(role=role, content="".join(rng.choices(PIECES, k=rng.randint(1, 7)))) for role in ("user", "assistant")]
         first = rng.choice([i for i, m in enumerate(chat) if m["role"] == "assistant"])
-        ids, trained = encoded(ours, chat[:first], chat[first:])
-        want = theirs.apply_chat_template(chat, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
-        assert ids == want["input_ids"][:len(ids)], chat
-        # without the turns of the prompt
-        skip, turns = sum(m["role"] == "assistant" for m in chat[:first]), 0
-        for one, before, mine in zip(want["assistant_masks"], [0, *want["assistant_masks"]], trained, strict=False):
-            turns += one > before
-            assert mine == (one == 1 and turns > skip), (chat, first)
+        is_as_transformers_has_it(tokenizers, name, chat[:first], chat[first:])
 
 
 @pytest.mark.parametrize("name", world.CHATS)
@@ -213,7 +182,7 @@ def test_a_prefill(tokenizers, name):
         ids, trained = encoded(ours, prompt, completion)
         assert ids == theirs.apply_chat_template(whole, return_dict=False)[:len(ids)] and ids[-1] in ours.eos_ids
         # transformers drops a blank at the beginning of a text, if the tokenizer is in SentencePiece's manner
-        assert [span.strip() for span in spans(ours, ids, trained)] == ["is 3." + ENDS[name]]
+        assert [span.strip() for span in spans(ours, ids, trained)] == ["is 3." + theirs.decode(ids[-1:])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,27 +225,27 @@ def with_template(folder, root, text, **keys):
     return load_tokenizer(folder, str(root / "my.jinja"), **keys)
 
 
-def test_odd_templates(folders, tmp_path):
+def test_odd_templates(families, tmp_path):
     """Turns that have no end, or that become other ones, are refused."""
     several = [assistant("b"), user("c"), assistant("d")]
     for text in TEMPLATES.values():
         with pytest.raises(BadInput, match="my.jinja"):
-            encoded(with_template(folders["qwen2.5"], tmp_path, text), [user("a")], several)
-    off = load_tokenizer(folders["qwen3"], template_kwargs="enable_thinking=False")
+            encoded(with_template(families["qwen2.5"], tmp_path, text), [user("a")], several)
+    off = load_tokenizer(families["qwen3"], template_kwargs="enable_thinking=False")
     assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
     with pytest.raises(BadInput, match="qwen3"):
         encoded(off, [user("a")], several)
     with pytest.raises(BadInput, match="my.jinja.*<.endoftext.>.*eos_token"):  # alone, too
-        encoded(with_template(folders["qwen2.5"], tmp_path, TEMPLATES["no end"]), [user("a")], "b")
+        encoded(with_template(families["qwen2.5"], tmp_path, TEMPLATES["no end"]), [user("a")], "b")
     # earlier turns have an end at which no response ends, and the answers are alike
     other = HEAD + TURN.replace("'<|im_end|>\n'", "('<|im_end|>\n' if m['role'] == 'user' or loop.last else '<|endoftext|>\n')")
-    ours = with_template(folders["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "<end>") + "{% endfor %}"
+    ours = with_template(families["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "<end>") + "{% endfor %}"
                          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     assert spans(ours, *encoded(ours, [user("a")], "b")) == ["b<|im_end|>"]
     with pytest.raises(BadInput, match="<.im_end.>.*<end>.*train"):
         encoded(ours, [user("a")], [assistant("b"), user("c"), assistant("b")])
     # an empty one has no end at all, and the user's must not be taken for it
-    ours = with_template(folders["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "") + "{% endfor %}"
+    ours = with_template(families["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "") + "{% endfor %}"
                          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     with pytest.raises(BadInput, match="my.jinja"):
         encoded(ours, [user("a")], [assistant(""), user("c"), assistant("b")])
@@ -315,30 +284,32 @@ WANTED = {  # (how, the end of the generation prompt): {row: the texts that are 
     ("shortens", ""): {}, ("squeezes", ""): {}}
 
 
-def thinking(folders, root, how, opening):
+def thinking(families, root, how, opening):
     """Qwen3's tokenizer with a template that writes an assistant's message so, and opens a response with this text."""
-    return with_template(folders["qwen3"], root, HEAD + "{% if m['role'] == 'assistant' %}{{ '" + HEADER + "' + (" + THINKING[how]
-                         + ") + '<|im_end|>\n' }}{% else %}" + TURN + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '"
-                         + HEADER + opening + "' }}{% endif %}")
+    return with_template(families["qwen3"], root, (
+        HEAD + "{% if m['role'] == 'assistant' %}{{ '" + HEADER + "' + (" + THINKING[how] + ") + '<|im_end|>\n' }}{% else %}"
+        + TURN + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '" + HEADER + opening + "' }}{% endif %}"))
+
+
+def is_learned(ours, completion, texts):
+    """Of a completion these texts, by hand, and behind what the policy is given to answer; None: it is refused."""
+    row = sft_row(dict(prompt=[user("use <think> and </think>")], completion=completion))
+    if texts is None:
+        with pytest.raises(BadInput, match="^f, row 1: .*my.jinja.*--chat_template=FILE"):
+            encode_examples([row], "f", ours, 999)
+        return
+    ids, trained = encoded(ours, row["prompt"], row["completion"])
+    assert spans(ours, ids, trained) == [text + "<|im_end|>" for text in texts], completion
+    if len(completion) == 1:
+        assert ids[:trained.index(True)] == opened(ours, row["prompt"]), completion
 
 
 @pytest.mark.parametrize(("how", "opening"), WANTED)
-def test_a_message_is_learned_as_it_is_written_or_refused(folders, tmp_path, how, opening):
-    """By hand; and what stands before the only message that is learned is what the policy is given to answer."""
-    ours = thinking(folders, tmp_path, how, opening)
+def test_a_message_is_learned_as_it_is_written_or_refused(families, tmp_path, how, opening):
+    ours = thinking(families, tmp_path, how, opening)
     for row, completion in ONE.items():
-        texts, prompt = WANTED[how, opening].get(row), [user("use <think> and </think>")]
-        if (how, row) == ("glues", "both"):
-            continue  # the same thoughts once more in front of the content: this is not noticed
-        rows = [dict(prompt=prompt, completion=completion)]
-        if texts is None:
-            with pytest.raises(BadInput, match="^f, row 1: .*my.jinja.*train.*--template_kwargs.*--chat_template=FILE"):
-                encode_examples(rows, "f", ours, 999)
-            continue
-        ids, trained = encode_examples(rows, "f", ours, 999)[-1]
-        assert spans(ours, list(ids), trained) == [text + "<|im_end|>" for text in texts], row
-        if "two" not in row:
-            assert list(ids[:list(trained).index(1)]) == opened(ours, prompt), row
+        if (how, row) != ("glues", "both"):  # the same thoughts once more in front of the content: this is not noticed
+            is_learned(ours, completion, WANTED[how, opening].get(row))
 
 
 TWICE = dict(thinking=APART["reasoning"])
@@ -361,22 +332,14 @@ THINKING |= {"twice": "m['content'] + m['content']",
 
 
 @pytest.mark.parametrize(("how", "opening", "completion", "texts"), EXACT)
-def test_nothing_is_learned_beside_the_message(folders, tmp_path, how, opening, completion, texts):
-    """By hand, as rows are read; and the ids go on from the very ids that the policy is given."""
-    ours = thinking(folders, tmp_path, how, opening)
-    row = sft_row(dict(prompt=[user("1+2?")], completion=completion))
-    if texts is None:
-        with pytest.raises(BadInput, match="my.jinja.*--chat_template=FILE"):
-            encoded(ours, row["prompt"], row["completion"])
-        return
-    ids, trained = encoded(ours, row["prompt"], row["completion"])
-    assert spans(ours, ids, trained) == [text + "<|im_end|>" for text in texts]
-    assert ids[:trained.index(True)] == opened(ours, row["prompt"])
+def test_nothing_is_learned_beside_the_message(families, tmp_path, how, opening, completion, texts):
+    """Also where one token elsewhere is two here, for the ids go on from those that the policy is given."""
+    is_learned(thinking(families, tmp_path, how, opening), completion, texts)
 
 
-def test_thoughts_that_are_special_tokens_are_not_learned_as_letters(folders, tmp_path):
+def test_thoughts_that_are_special_tokens_are_not_learned_as_letters(families, tmp_path):
     """The template writes the token itself; in a message it would be letters, which the policy never samples."""
-    shutil.copytree(folders["qwen3"], tmp_path / "tokenizer")
+    shutil.copytree(families["qwen3"], tmp_path / "tokenizer")
     for file in (tmp_path / "tokenizer" / name for name in ("tokenizer.json", "tokenizer_config.json")):
         settings = json.loads(file.read_text())
         added = settings.get("added_tokens") or settings.get("added_tokens_decoder", {}).values()
@@ -432,9 +395,9 @@ BEGUN = {  # (how, the end of the generation prompt): {begun: what the policy go
 
 
 @pytest.mark.parametrize(("how", "opening"), BEGUN)
-def test_a_response_that_the_prompt_has_begun(folders, tmp_path, how, opening):
+def test_a_response_that_the_prompt_has_begun(families, tmp_path, how, opening):
     """The policy goes on from it, rules judge what it read, and SFT learns what stands behind it."""
-    ours, asked = thinking(folders, tmp_path, how, opening), [user("use <think> and </think>")]
+    ours, asked = thinking(families, tmp_path, how, opening), [user("use <think> and </think>")]
     for begun in ("<think>\nOkay", "Sure! It", FULL):
         prompt, text = [*asked, assistant(begun)], BEGUN[how, opening].get(begun)
         if text is None:
@@ -452,12 +415,12 @@ def test_a_response_that_the_prompt_has_begun(folders, tmp_path, how, opening):
         batch |= dict(rows=[dict(prompt=blank)], prompts=[ours.decode(opened(ours, blank))])
         assert whole_responses(batch) == [text.removeprefix(EMPTY) + " is</think>3"]
     # thoughts in a field of their own, which a rule must see
-    ours = thinking(folders, tmp_path, "reads", "")
+    ours = thinking(families, tmp_path, "reads", "")
     prompt = [*asked, assistant("So") | dict(reasoning_content="Okay")]
     batch = dict(rows=[dict(prompt=prompt)], prompts=[ours.decode(opened(ours, prompt))], completions=[" 3"])
     assert whole_responses(batch) == ["<think>\nOkay\n</think>\n\nSo 3"]
     with pytest.raises(BadInput, match="my.jinja"):
-        opened(thinking(folders, tmp_path, "plain", ""), prompt)
+        opened(thinking(families, tmp_path, "plain", ""), prompt)
 
 
 @pytest.mark.parametrize(("form", "roles"), [
@@ -478,9 +441,9 @@ def test_what_stands_before_a_string(form, roles):
     assert ours.encode_scored(["1+"], ["2"]) == [[*before, *b"1+2", ours.eos_id]]
 
 
-def test_several_named_templates(folders, tmp_path):
+def test_several_named_templates(families, tmp_path):
     """None of them is called default: one line that names them, or a file."""
-    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "named")
+    folder = shutil.copytree(families["qwen2.5"], tmp_path / "named")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     named = [dict(name=name, template=config["chat_template"]) for name in ("rag", "tool_use")]
     for more in ([], [dict(name="default", template=config["chat_template"])]):
@@ -504,33 +467,33 @@ def test_errors_name_file_and_row(tokenizers):
             call()
 
 
-def test_a_template_of_the_runs_own(folders, tmp_path):
+def test_a_template_of_the_runs_own(families, tmp_path):
     """The one of the docs is for base models: used, its end of turn counts, and the saved folder carries it."""
     docs = open(os.path.join(os.path.dirname(__file__), "..", "docs", "data.md"), encoding="utf-8").read()
     template = "\n".join(re.findall(r"^    (\{%.*)\n", docs, re.MULTILINE))
-    ours, saved = with_template(folders["pythia"], tmp_path, template), str(tmp_path / "saved")
+    ours, saved = with_template(families["pythia"], tmp_path, template), str(tmp_path / "saved")
     chat = [user("a"), assistant("b"), user("c"), assistant("d")]
     ids, trained = encoded(ours, chat[:1], chat[1:])
     assert spans(ours, ids, trained) == ["b<|endoftext|>", "d<|endoftext|>"]
-    shutil.copytree(folders["pythia"], saved)
+    shutil.copytree(families["pythia"], saved)
     ours.save(saved)
     theirs, again = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
     assert theirs.apply_chat_template(chat, return_dict=False)[:len(ids)] == ids == encoded(again, chat[:1], chat[1:])[0]
 
 
-def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
-    off, theirs = load_tokenizer(folders["qwen3"], template_kwargs="enable_thinking=False"), tokenizers["qwen3"][1]
+def test_template_kwargs_and_system_prompt(families, tokenizers, capsys):
+    off, theirs = load_tokenizer(families["qwen3"], template_kwargs="enable_thinking=False"), tokenizers["qwen3"][1]
     assert opened(off, [user("a")]) == theirs.apply_chat_template([user("a")], add_generation_prompt=True, enable_thinking=False,
                                                                   return_dict=False)
-    llama = load_tokenizer(folders["llama3.2"], template_kwargs="date_string='1 May, 1999'")
+    llama = load_tokenizer(families["llama3.2"], template_kwargs="date_string='1 May, 1999'")
     assert "Today Date: 1 May, 1999\n" in llama.decode(opened(llama, [user("a")])) and "date" not in capsys.readouterr().out
-    load_tokenizer(folders["llama3.2"])
+    load_tokenizer(families["llama3.2"])
     assert "date" in capsys.readouterr().out
     for text in ("a=1)+f(b=2", "enable_thinkin=False"):
         with pytest.raises(BadInput, match="template_kwargs"):
-            load_tokenizer(folders["qwen3"], template_kwargs=text)
+            load_tokenizer(families["qwen3"], template_kwargs=text)
     # the system message of chats that have none
-    ours, plain = load_tokenizer(folders["qwen2.5"], system_prompt="Be brief."), tokenizers["qwen2.5"][0]
+    ours, plain = load_tokenizer(families["qwen2.5"], system_prompt="Be brief."), tokenizers["qwen2.5"][0]
     whole = [system("Be brief."), user("a")]
     assert encoded(ours, [user("a")], "d") == encoded(plain, whole, "d")
     assert ours.encode_scored([[user("a")]], ["d"]) == plain.encode_scored([whole], ["d"])
@@ -542,7 +505,7 @@ def test_template_kwargs_and_system_prompt(folders, tokenizers, capsys):
 # ends of responses
 
 
-def test_all_ends_of_a_saved_policy(folders, tmp_path):
+def test_all_ends_of_a_saved_policy(families, tmp_path):
     """Those of generation_config.json, config.json, the tokenizer and its template; the makers' settings stay."""
     from checkpoint import save_model
     from load import load_model
@@ -550,23 +513,23 @@ def test_all_ends_of_a_saved_policy(folders, tmp_path):
     qwen = ["<|endoftext|>", "<|im_end|>"]
     for name, ends in (("llama3.2", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]), ("qwen2.5", qwen), ("mistral", ["</s>"]),
                        ("gemma", ["<eos>", "<end_of_turn>"]), ("gpt2", qwen[:1])):
-        ours, saved = load_tokenizer(folders[name]), str(tmp_path / name)
-        save_model(saved, load_model(folders[name]), ours)
+        ours, saved = load_tokenizer(families[name]), str(tmp_path / name)
+        save_model(saved, load_model(families[name]), ours)
         theirs, again = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
         wanted = sorted(theirs.convert_tokens_to_ids(ends))
         assert sorted(ours.eos_ids) == wanted and again.eos_ids == ours.eos_ids and again.fingerprint == ours.fingerprint
-        source = json.load(open(f"{folders[name]}/generation_config.json")) if world.FAMILIES[name]["generation"] else {}
+        source = json.load(open(f"{families[name]}/generation_config.json")) if world.FAMILIES[name]["generation"] else {}
         assert json.load(open(f"{saved}/generation_config.json")) == source | dict(eos_token_id=wanted, pad_token_id=ours.pad_id)
         assert GenerationConfig.from_pretrained(saved).eos_token_id == wanted
         text = "caf\u00e9 it's <b> \U0001f600 two  blanks \n"
-        assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(folders[name])(text)["input_ids"]
+        assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(families[name])(text)["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["bytes", "mistral"])
-def test_stop_strings(folders, name):
+def test_stop_strings(families, name):
     """Token by token, against the text of the whole response so far, for random tokens and for texts that have them."""
     strings = ["</a>", "\n\nQ:", "\u597d", " fox"]
-    ours, rng = tiny.byte_tokenizer() if name == "bytes" else load_tokenizer(folders[name]), random.Random(3)
+    ours, rng = tiny.byte_tokenizer() if name == "bytes" else load_tokenizer(families[name]), random.Random(3)
     assert ours.has_stop is None
     ours.stop_strings, hits = strings, 0
     for text in ("ab</a>cd", "xyz\n\nQ: what", "a\u4f60\u597d!b", "The quick brown fox jumps", "</</a", *[""] * 60):
@@ -580,14 +543,15 @@ def test_stop_strings(folders, name):
                 hits += 1
                 break
     assert hits >= 4
+    assert ours.decode_response(ours.encode_texts(["x</a>y fox z"])[0]).lstrip() == "x</a>"  # the first one of two
 
 
-def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):
+def test_a_tokenizer_that_has_more_tokens_than_the_model(families, tmp_path):
     """Gemma 3 1B's <image_soft_token> has the id 262144, and the model 262144 embeddings: no text becomes it."""
-    theirs = AutoTokenizer.from_pretrained(folders["pythia"])
+    theirs = AutoTokenizer.from_pretrained(families["pythia"])
     size = len(theirs)
     theirs.add_tokens(["<image>"], special_tokens=True)
-    theirs.save_pretrained(shutil.copytree(folders["pythia"], tmp_path / "more"))
+    theirs.save_pretrained(shutil.copytree(families["pythia"], tmp_path / "more"))
     ours = load_tokenizer(str(tmp_path / "more"))
     with pytest.raises(BadInput, match="some/path"):
         check_tokenizer_fits(ours, SimpleNamespace(config=SimpleNamespace(vocab_size=size - 1)), "some/path")

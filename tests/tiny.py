@@ -19,7 +19,7 @@ MARKERS = ["<think>", "</think>"]
 
 def jsonl(path, rows):
     with open(path, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_log(out_dir):
@@ -43,6 +43,7 @@ def distance(folder, other):
     assert a.keys() == b.keys()
     return max((a[n].double() - b[n].double()).abs().max().item() for n in a)
 
+
 def measured(record):
     """A record of a log without what no two runs share."""
     return {k: v for k, v in record.items() if not k.startswith(("time/", "mem/"))}
@@ -54,6 +55,36 @@ def alike(a, b, tolerance):
         return len(a) == len(b) and all(alike(x, y, tolerance) for x, y in zip(a, b, strict=True))
     same = [abs(a[k] - b[k]) <= tolerance * max(1, abs(a[k])) if isinstance(a[k], float) else a[k] == b[k] for k in a if k in b]
     return a.keys() == b.keys() and all(same)
+
+
+def assert_same_run(out, other, models=("policy",), tolerance=0.0):
+    """Two runs have sampled the same texts, and their figures and weights are the same within tolerance. Returns the log."""
+    a, b = ([measured(record) for record in read_log(folder)] for folder in (out, other))
+    assert len(a) > 1 and [r.get("objective/texts") for r in a] == [r.get("objective/texts") for r in b]
+    assert alike(a, b, tolerance), [(x, y) for x, y in zip(a, b, strict=False) if not alike([x], [y], tolerance)]
+    for model in models:
+        assert distance(f"{out}/{model}", f"{other}/{model}") <= tolerance, model
+    return b
+
+
+def is_one_line(result, script, words, code=2):
+    """All ranks of a run of forked.py ended with this code, and rank 0 alone has said why, in one line that has these words."""
+    said, *others = result["stderr"]
+    assert set(result["codes"]) == {code} and not any(others), result
+    assert said.startswith(f"{os.path.basename(script)}: error: ") and said.count("\n") == 1 and len(said) < 750, said
+    assert not [word for word in words if word not in said], said
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def assistant(text):
+    return dict(role="assistant", content=text)
+
+
+def system(text):
+    return dict(role="system", content=text)
 
 
 RULES = """
@@ -83,6 +114,13 @@ def fades(batch):  # the evaluation and the rollout of iteration 0, then nothing
     global calls
     calls += 1
     return letters(batch) if calls <= 2 else flat(batch)
+
+late = 0
+
+def raises_late(batch):
+    global late
+    late += 1
+    return raises(batch) if late > 3 else letters(batch)
 
 def raises(batch):
     return [row["missing"] for row in batch["rows"]]
@@ -166,6 +204,14 @@ class World:
             timeout=60, device_type="cpu")
         return arguments(defaults | keys)
 
+    def dpo(self, out_dir, **keys):
+        """--key=value for recipes/dpo.py."""
+        defaults = dict(
+            out_dir=out_dir, policy_path=self.policy, train_path=self.pairs_train, val_path=self.pairs_val, max_iters=3,
+            batch_size=7, micro_batch_size=3, warmup_iters=1, learning_rate=3e-3, eval_interval=2, eval_size=5, timeout=60,
+            checkpoint_interval=0, dtype="float64", device_type="cpu")
+        return arguments(defaults | keys)
+
 
 def byte_tokenizer(markers=MARKERS):
     """The built-in tokenizer with these markers."""
@@ -232,18 +278,27 @@ def build(folder):
 
 
 def add_qwen(world):
-    """world.qwen: a policy of another family, tied, with sizes that no number of ranks divides. Returns its tokenizer."""
+    """world.qwen: a policy of another family, tied, with sizes that no number of ranks divides."""
+    add_policy(world, "qwen", "qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+               head_dim=2, intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, vocab_size=263,
+               initializer_range=20**-0.5, seed=5)
+
+
+def add_policy(world, name, family, seed=1, noise=0.0, **sizes):
+    """A random policy of a family of transformers as world.NAME. noise: what is added to norms, biases and all else, too."""
+    import torch
+
     from checkpoint import save_model
-    from tokenizer import load_tokenizer
     from scratch import from_scratch
+    from tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(world.tokenizer)
-    config = dict(model_type="qwen3", hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                  head_dim=2, intermediate_size=41, max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=None,
-                  vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-                  initializer_range=20**-0.5)
-    save_model(f"{world.root}/qwen", from_scratch(config, seed=5), tokenizer)
-    return tokenizer
+    ids = dict(bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    model = from_scratch(dict(model_type=family, vocab_size=264) | sizes | ids, seed=seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.empty(p.shape).normal_(0, noise, generator=torch.Generator().manual_seed(p.numel())))
+    save_model(f"{world.root}/{name}", model, tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +318,6 @@ def run(script, *args, ranks=1, env=None, wrapper=None, stdin="", timeout=600):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONPATH=ROOT) | (env or {})
     return subprocess.run(command, cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, timeout=timeout)
-
 
 
 forker = None  # the process of forked.py, one for all tests: to import everything takes seconds
@@ -286,8 +340,29 @@ def stop_forker():
         forker.wait()
 
 
+class Runs(dict):
+    """{name: what came of a run}, with what the runs have left: each in folder/name."""
+
+    def __init__(self, folder, results):
+        super().__init__(results)
+        self.folder = str(folder)
+
+    def succeeded(self):
+        """These runs, of which each rank has come to its end."""
+        for name, results in self.items():
+            for result in results:
+                assert {result["kind"]} == {""} if "kind" in result else {*result["codes"]} == {0}, (name, results)
+        return self
+
+    def out(self, name):
+        return f"{self.folder}/{name}/out"
+
+    def log(self, name):
+        return read_log(self.out(name))
+
+
 def forked(folder, cases, at_once=2):
-    """{name: [run, ...]}, as forked.py takes them -> {name: [result of each]}. The runs' out_dir is "out" in folder/name."""
+    """{name: [run, ...]}, as forked.py takes them -> Runs, {name: [result of each]}. Their out_dir is "out" in folder/name."""
     for name in cases:
         os.makedirs(os.path.join(folder, name))
     with open(os.path.join(folder, "cases.json"), "w", encoding="utf-8") as f:
@@ -295,7 +370,7 @@ def forked(folder, cases, at_once=2):
     files = [os.path.join(folder, name) for name in ("cases.json", "results.json")]
     ask_forker([*files, at_once])
     with open(files[1], encoding="utf-8") as f:
-        return dict(zip(cases, json.load(f), strict=True))
+        return Runs(folder, zip(cases, json.load(f), strict=True))
 
 
 def ask_forker(message):
@@ -462,7 +537,7 @@ rows = itertools.count()
 
 def in_a_row(folder, jobs):
     """
-    {name: run, as one_run makes it} -> {name: [what came of it on each rank]}. The runs' out_dir is
+    {name: run, as one_run makes it} -> Runs, {name: [what came of it on each rank]}. Their out_dir is
     "out" in folder/name, or in folder/run["folder"]: a run of the same folder as the one before it goes
     on where that was left. A row has about 16 runs, or 8 of two ranks.
     """
@@ -485,4 +560,4 @@ def in_a_row(folder, jobs):
                 for rank in range(len(result["codes"]))]
         outcomes |= {job: [outcome[job] for outcome in each] for job in each[0]}
     assert outcomes.keys() == jobs.keys(), {name: outcomes[name] for name in outcomes if outcomes[name][0]["kind"]}
-    return outcomes
+    return Runs(folder, outcomes)
