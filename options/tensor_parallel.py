@@ -36,7 +36,7 @@ def split_copy(policy, dtype, device, n):
     """
     if "split" not in policy.__dict__:  # not an attribute that nn.Module would register
         policy.__dict__["split"] = make_split(
-            policy, dtype or policy.hf.dtype, device, neighbours(device, n))
+            policy, dtype or policy.hf.dtype, device, n)  # COLLECTIVE
     copy_weights_into(policy.__dict__["split"], policy)  # COLLECTIVE
     return policy.__dict__["split"]
 
@@ -50,15 +50,15 @@ def neighbours(device, n):
     return DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
 
 
-def make_split(policy, dtype, device, mesh):
+def make_split(policy, dtype, device, n):
     """
-    A Model of the policy's architecture, split over the ranks in the mesh, without weights. Raises
+    A collective: a Model of the policy's architecture, split over n ranks, without weights. Raises
     BadConfig where transformers cannot split the model.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    config, n = copy.deepcopy(policy.hf.config), mesh.size()
+    config = copy.deepcopy(policy.hf.config)
     # the table of embeddings and the head are split in different ways, so they cannot be tied
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     heads = getattr(config.get_text_config(), "num_key_value_heads", None)
@@ -70,13 +70,19 @@ def make_split(policy, dtype, device, mesh):
     rounded = set(map(id, matrices_of(Model(hf))))
     for p in (p for p in hf.parameters() if id(p) not in rounded):
         p.data = p.data.to(policy.hf.dtype)
-    try:
-        plan, *_ = hf._resolve_parallel_plans(DistributedConfig(tp_size=n))
-        apply_tensor_parallelism(hf, mesh, plan)
-    except (ValueError, RuntimeError, AttributeError, KeyError) as e:
-        raise BadConfig(f"generate_tp = {n}: transformers cannot split {policy.path} over so many "
-                        f"ranks: {first_line(e)}; leave generate_tp out") from e
-    for module in hf.modules():  # as to_empty does, but also with fake tensors (tools/memory.py)
+
+    def by_transformers(function, *args):
+        try:
+            return function(*args)
+        except (ValueError, RuntimeError, AttributeError, KeyError) as e:
+            raise BadConfig(f"generate_tp = {n}: transformers cannot split {policy.path} over so "
+                            f"many ranks: {first_line(e)}; leave generate_tp out") from e
+
+    plan, *_ = by_transformers(hf._resolve_parallel_plans, DistributedConfig(tp_size=n))
+    # not earlier: a rank that refuses must not leave while others still connect
+    mesh = neighbours(device, n)  # COLLECTIVE
+    by_transformers(apply_tensor_parallelism, hf, mesh, plan)
+    for module in hf.modules():  # as to_empty does
         for name, p in module.named_parameters(recurse=False):
             module._parameters[name] = nn.Parameter(torch.empty_like(p, device=device))
         for name, t in module.named_buffers(recurse=False):
