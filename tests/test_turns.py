@@ -22,6 +22,7 @@ from tokenizer import load_tokenizer
 import models_of_the_world as world
 import tiny
 from conftest import ROOT
+from tiny import assistant, user
 
 CHATML = os.path.join(ROOT, "options", "templates", "chatml.jinja")
 
@@ -30,14 +31,6 @@ CHATML = os.path.join(ROOT, "options", "templates", "chatml.jinja")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("world")
     return {name: world.make(root / name, name, context=1024) for name in ("llama3.2", "qwen2.5", "qwen3", "mistral")}
-
-
-def user(text):
-    return dict(role="user", content=text)
-
-
-def assistant(text):
-    return dict(role="assistant", content=text)
 
 
 def tool(text):
