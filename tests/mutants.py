@@ -37,7 +37,7 @@ TESTS = {
     "ppo.py": (16, "", "ppo"), "grpo.py": (14, "", "grpo"), "sft.py": (6, "", "sft"), "rm.py": (8, "", "rm"),
     "gae.py": (8, "gae", "ppo"), "loss.py": (14, "loss", "ppo or grpo or rm"), "relatives.py": (8, "grpo_loss", "grpo"),
     "rollout.py": (12, "rollout", "grpo"), "rewards.py": (8, "rewards, reward_models", "ppo or grpo"),
-    "prompts.py": (8, "prompts", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
+    "prompts.py": (8, "prompts, formats and epochs", "ppo or sft"), "parallel.py": (10, "parallel", "ppo or grpo"),
     "model.py": (10, "model", "ppo or rm"), "options/roles.py": (8, "roles, parallel and words", "generate or score or roles"),
     "run.py": (6, "ppo and sabotage", "ppo or grpo or sft"), "report.py": (0, "", "ppo or grpo"),
     "options/lora.py": (0, "lora", "rm or shared or adapters"),
