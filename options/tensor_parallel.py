@@ -71,17 +71,17 @@ def make_split(policy, dtype, device, n):
     for p in (p for p in hf.parameters() if id(p) not in rounded):
         p.data = p.data.to(policy.hf.dtype)
 
-    def by_transformers(function, *args):
+    def by_transformers(function):
         try:
-            return function(*args)
+            return function()
         except (ValueError, RuntimeError, AttributeError, KeyError) as e:
             raise BadConfig(f"generate_tp = {n}: transformers cannot split {policy.path} over so "
                             f"many ranks: {first_line(e)}; leave generate_tp out") from e
 
-    plan, *_ = by_transformers(hf._resolve_parallel_plans, DistributedConfig(tp_size=n))
+    plan, *_ = by_transformers(lambda: hf._resolve_parallel_plans(DistributedConfig(tp_size=n)))
     # not earlier: a rank that refuses must not leave while others still connect
     mesh = neighbours(device, n)  # COLLECTIVE
-    by_transformers(apply_tensor_parallelism, hf, mesh, plan)
+    by_transformers(lambda: apply_tensor_parallelism(hf, mesh, plan))
     for module in hf.modules():  # as to_empty does
         for name, p in module.named_parameters(recurse=False):
             module._parameters[name] = nn.Parameter(torch.empty_like(p, device=device))

@@ -46,7 +46,7 @@ TESTS = {
     "checkpoint.py": (0, "knobs and resumed_run", "ppo or grpo"), "examples.py": (0, "formats, loss", "sft or rm or ppo"),
     "options/ptx.py": (0, "", "ppo"), "options/refill.py": (0, "prompts", "grpo"),
     "audit.py": (0, "parallel, ppo and sabotage, roles and fails", "one and token"),
-    "estimates.py": (0, "", "rm"),
+    "estimates.py": (0, "loss and calibration", "rm"),
     "tools/policies.py": (0, "rollout", "one and token"),
     "tools/figures.py": (0, "eval", "one and token"), "tools/eval.py": (0, "eval", "one and token")}
 # of the runs by hand first a few, then those on one rank, then all: most mutants are noticed by the first

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from estimates import calibration_error
 from examples import preference_loss
 from loss import (gap, gap_limit, importance_weights, kl_estimate, masked_mean, masked_sum,
                   masked_whiten)
@@ -159,3 +160,11 @@ def test_responses_that_are_left_out_as_off_policy():
         assert is_off_policy(torch.full((1, 3), advantage), p, q, mask, limit).tolist() == [[want]]
     assert not is_off_policy(torch.full((1, 3), -1.0), q, p, mask, 0.01).any()  # likelier now
     assert not is_off_policy(torch.full((1, 3), -1.0), p, q, mask & False, 0.01).any()  # nothing was sampled
+
+
+@pytest.mark.parametrize("probabilities, error", [
+    ([0.9, 0.9, 0.1], 0.7 / 3),  # three guesses, 90 % sure, two of them right: a right and a wrong one cancel out
+    ([0.9, 0.2], 0.45),  # in two bins: 0.1 too modest, 0.8 too sure
+    ([0.5, 1.0], 0.0)])  # half of a guess is right, and is half sure
+def test_calibration_error(probabilities, error):
+    assert calibration_error(torch.tensor(probabilities, dtype=torch.float64)) == pytest.approx(error, abs=1e-12)
