@@ -352,7 +352,7 @@ class Run:
         self.store, port = start_store() if ranks > 1 else (None, 0)
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pids, self.began = {}, time.monotonic()
+        self.pids, self.began, self.wall = {}, time.monotonic(), time.time()
         for rank in range(ranks):
             fault = self.fault if self.fault and self.fault.rank == rank else None
             pid = os.fork()
@@ -374,7 +374,8 @@ class Run:
         if self.kick and now >= self.began + self.kick[0]:
             _, ranks, number = self.kick
             self.kick, self.kicked = None, [rank for rank in ranks if rank in alive]
-            self.logged = bool(read_records(self.folder))
+            log = os.path.join(self.folder, "out", "log.jsonl")  # which a run writes anew when it begins
+            self.logged = os.path.exists(log) and os.path.getmtime(log) >= self.wall
             for rank in self.kicked:
                 os.kill(self.pids[rank], number)
         late = self.ended and now > min(self.ended.values()) + TIMEOUT + GRACE or now > self.began + LONGEST
@@ -552,7 +553,7 @@ def kill(world, uninterrupted, faults, folder):
         # what was saved must stay: the log is written after the checkpoint that is due before it
         done = max((r["iteration"] for r in read_records(folder)), default=0)
         due = done // INTERVAL[job[0]] * INTERVAL[job[0]]
-        # a run that is asked, and has logged nothing yet, may just die of it: it had not set up its handler
+        # a run that is asked, and has not begun its log, may just die of it: it had not set up its handler
         if fault.kind == "signal" and not ended_well and (run.logged or -number not in run.codes.values()):
             problems.append(f"asked to stop, the ranks ended with {run.codes}")
         if fault.kind == "signal" and ended_well and differences(left_by(folder), whole):  # else it was about to end anyway
