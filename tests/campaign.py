@@ -592,7 +592,8 @@ def go_on(world, job, whole, result):
 def candidates(points, kind):
     """
     The faults of a kind, which is not time or signal, that a run with these points could have. Of the many that are alike (a
-    line broadcasts every parameter, a folder is synced or removed file by file), the first, the middle one and the last.
+    line broadcasts every parameter, a folder is synced or removed file by file), the first, the middle one and the last. The
+    lock stays open, so there is no moment after it was written.
     """
     whens = ("before", "empty", "half", "after") if kind == "write" else ("before", "after")
     alike = {}
@@ -601,7 +602,8 @@ def candidates(points, kind):
             verb, _, place = label.partition(" (")
             alike.setdefault((rank, verb.split()[0] if verb.startswith(("fsync", "unlink")) else verb, place), []).append(at)
     return [Fault(kind, rank, at, when) for (rank, _, _), ats in alike.items()
-            for at in sorted({ats[0], ats[len(ats) // 2], ats[-1]}) for when in whens]
+            for at in sorted({ats[0], ats[len(ats) // 2], ats[-1]}) for when in whens
+            if when != "after" or "/.lock (" not in points[kind, rank, at]]
 
 
 def draw(points, ranks, kind, rng):
