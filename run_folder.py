@@ -13,8 +13,11 @@ import hashlib
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from array import array
 
@@ -204,13 +207,24 @@ def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
         # First the old log is deleted, then the new config.json is written. In the other order a
         # kill between the two would leave the old log, and it would look like a log of this run.
         cut_log(out_dir, 0)
-    made_by = {"sha256": hashes, "format": FORMAT}
+    made_by = {"sha256": hashes, "format": FORMAT, "command": shlex.join(sys.argv),
+               "commit": commit()}
     if torch.cuda.is_initialized():
         from gpu import gpu
 
         made_by["gpu"] = gpu()
     write_json(os.path.join(out_dir, "config.json"), config | made_by)
     return folder, state
+
+
+def commit():
+    """The commit of this project's code; "" where it is not known."""
+    try:
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True,
+                               cwd=os.path.dirname(os.path.abspath(__file__)), text=True)
+    except OSError:  # there is no git
+        return ""
+    return asked.stdout.strip()
 
 
 def check_same_run(out_dir, before, config, must_match, hashes):

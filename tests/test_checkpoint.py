@@ -202,7 +202,8 @@ def test_another_runs_folder_is_refused_and_left_alone(tmp_path):
         (tmp_path / "config.json").write_text(text)
         refused(tmp_path, "seed = 1, not 2", CONFIG | {"seed": 2})
         assert open_run(str(tmp_path), CONFIG, MATCH)[1] == {"iteration": 4}
-        assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"sha256": {}, "format": 2}
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written == written | CONFIG | {"sha256": {}, "format": 2} and written["command"]
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_left_alone(tmp_path, monkeypatch):

@@ -302,6 +302,7 @@ def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):
     with open(page, encoding="utf-8") as f:
         source = f.read()
     assert HOSTILE not in source and source.count("<script") == 2
+    assert re.search(r'"facts": \{"status".*?"commit": ".*?", "command": "[^"]*(ppo|grpo)\.py ', source)  # how to make it again
     assert set(re.findall(r"\w+://[\w.]+", source)) <= {"http://www.w3.org"}  # the name of SVG's elements, which is never fetched
     assert not re.search(r"@import|url\(|fetch\(|import\(|XMLHttp", source)
     first, second = json.loads(re.search(r"<script[^>]*>(.*?)</script>", source, re.DOTALL)[1])

@@ -67,7 +67,7 @@ if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")
 # of the files that the run began with, of its machine; and nothing is reported to others
-others = "sha256", "gpu", "format"
+others = "sha256", "gpu", "format", "command", "commit"
 keys = {name: x for name, x in keys.items() if name not in others} | {"report_to": ""}
 for key in ("reward_functions", "environment", "tools"):
     files = run_folder.code_files({key: keys[key]})

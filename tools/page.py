@@ -52,7 +52,7 @@ def facts_of(curves, records, config):
     for name, metrics in FACTS.items():
         known = [metric for metric in metrics if metric in curves]
         facts[name] = f"{curves[known[0]][-1][1]:.3g}" if known else "-"
-    return facts
+    return facts | {name: config.get(name) or "-" for name in ("commit", "command")}
 
 
 def page_of(read):
