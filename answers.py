@@ -176,14 +176,14 @@ def labelled(lines):
     """The text behind the last label, or the paragraph below it; None if there is none."""
     for i in reversed(range(len(lines))):
         match = LABEL.match(lines[i])
-        stated = match["answer"].strip(" \t*") if match else ""
-        if not stated.strip("_-") and (match or answer_is(lines[i]) == ""):
+        answer = match["answer"].strip(" \t*") if match else ""
+        if not answer.strip("_-") and (match or answer_is(lines[i]) == ""):
             text = "\n".join(lines[i + 1:]).strip()
-            stated, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
-            stated = "" if more and not BEHIND.match(more[0]) else stated
-        if stated.strip("_-"):
-            last = stated.rpartition("\n")[2]
-            return answer_is(last) or concluded(last, label=True) or stated
+            answer, *more = re.split(r"\n[ \t]*\n", text, maxsplit=1)
+            answer = "" if more and not BEHIND.match(more[0]) else answer
+        if answer.strip("_-"):
+            last = answer.rpartition("\n")[2]
+            return answer_is(last) or concluded(last, label=True) or answer
     return None
 
 

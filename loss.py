@@ -136,8 +136,6 @@ def kl_estimate(logprobs, ref_logprobs, kind):
 # numbers that change from iteration to iteration
 
 
-
-
 def learning_rate_at(iteration, peak, warmup, max_iters, shape):
     """
     The learning rate of an iteration, counted from 0: a linear warm-up to peak over `warmup`

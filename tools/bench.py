@@ -183,7 +183,7 @@ def unpin():
 def iterations(script, folder, keys):
     """
     The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
-    warms up. keys: what the run shall have beside defaults.
+    warms up. keys: those of the run that are not defaults.
     The learning rate is so small that the lengths of the responses stay as they are.
     """
     keys = dict(

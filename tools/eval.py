@@ -53,7 +53,7 @@ prompts_path = "data/arithmetic/rl_val.jsonl"  # "prompt", and "answer" for accu
 fields = ""  # the data's names for ours: "question>prompt,solution>answer"
 limit = 0  # how many prompts, from all over the file, 0 = all [>= 0]
 out = "out/eval"  # OUT.json and OUT.jsonl are written, and replaced if they are there
-# sampling; what is empty is as in the run that left a policy
+# sampling; empty keys are as in the run that made a policy
 samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000]
 max_new_tokens = 0  # longest response; 0 = as in the run [0..1000000]
 temperature = 1.0  # of the samples [> 0]
@@ -85,7 +85,7 @@ dtype = "float32"  # 16 bits: autocast [float32 | bfloat16 | float16 | float64]
 timeout = 600  # seconds after which waiting for a lost rank is an error [1..1000000]
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
-# set-up: the ranks, what is judged by what, the prompts
+# set-up: the ranks, the policies and their judges, the prompts
 
 device = launch.init(device_type, timeout)
 rank, world_size = parallel.rank_and_size()
@@ -270,7 +270,7 @@ for other in names[1:]:
                           prompts=len(values), win_rate=won["mean"], error=won["error"]))
 
 # --------------------------------------------------------------------------------------------------
-# what is printed and written, by rank 0
+# the output of rank 0
 
 
 def shown(middle, error, form):

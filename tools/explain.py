@@ -151,7 +151,7 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
         exec(code, names)
 
 # --------------------------------------------------------------------------------------------------
-# the table: what the script's variables say of the first response
+# the table: the first response in the script's variables
 
 batch, tokenizer, mask = names["batch"], names["tokenizer"], names["batch"]["response_mask"]
 responses = batch["tokens"][:, -mask.shape[1]:]  # (B, R)

@@ -14,9 +14,8 @@ RUN_FILES = ("config.json", "log.jsonl", "samples.jsonl", "rollouts.jsonl")
 
 def check_writable(path, key="out", reads=(), made=b"(?!)"):
     """
-    Raise BadInput now, and not after hours, unless the file that the key names may be written: it
-    is new, or this tool has written it. This one function decides it for all tools; see fault_of.
-    The file's folder is made; nothing else is left.
+    Raise BadInput now, and not after hours, unless the file of this key may be written: it is new,
+    or this tool has written it (see fault_of). The file's folder is made; nothing else stays.
     """
     folder, name = os.path.split(path)
     if not name.removesuffix(".jsonl").removesuffix(".json"):
@@ -37,8 +36,8 @@ def check_writable(path, key="out", reads=(), made=b"(?!)"):
 
 def fault_of(path, reads, made):
     """
-    Why a tool must not write this file; "" where it may. reads: the files and model folders that
-    are read. made: a pattern, which the beginning of a file has if the tool has written it.
+    The reason why a tool must not write this file; "" where it may. reads: the files and model
+    folders that are read. made: a pattern for the beginning of files that the tool has written.
     """
     folder, name = os.path.split(path)
     near = os.listdir(folder or ".")
@@ -59,13 +58,13 @@ def fault_of(path, reads, made):
 
 
 def part_of(path):
-    """A name beside a file's, which no other file has."""
+    """A new name in the same folder as a file."""
     return f"{path}.{os.urandom(4).hex()}.part"
 
 
 @contextlib.contextmanager
 def written(path, mode="x"):
-    """A new file, which gets the name `path` where the block ends well, and else is removed."""
+    """A new file: it gets the name `path` if the block ends well, else it is removed."""
     part = part_of(path)
     try:
         with open(part, mode, encoding=None if "b" in mode else "utf-8") as f:

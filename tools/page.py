@@ -35,7 +35,7 @@ watch = False  # write it anew every 10 seconds, until the run is over; the brow
 config, _ = configure(globals())
 # --------------------------------------------------------------------------------------------------
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")  # without data
-# what the head of the page says of a run: the last of the first of these metrics that it has
+# the head of the page has of each run the last value of the first metric that the run has
 FACTS = {"score": ("eval/scores", "objective/scores"),
          "accuracy": ("eval/accuracy", "objective/accuracy"),
          "KL": ("eval/kl", "objective/kl"),

@@ -1,5 +1,5 @@
 """
-A policy that a tool asks: the keys with which it is loaded, what its run says of it, its answers.
+A policy that a tool asks: the keys with which it is loaded, the settings of its run, its answers.
 """
 import ast
 import contextlib
@@ -16,7 +16,7 @@ from tokenizer import load_tokenizer
 
 
 def plain(dtype="float32", **given):
-    """The shared keys as attributes, as a run has them that sets none but these."""
+    """The shared keys as attributes, with their defaults, but for the given ones."""
     folder = os.path.dirname(os.path.abspath(configurator.__file__))
     keys = [configurator.read_lines(os.path.join(folder, file))[0]
             for file in ("keys.py", "rl_keys.py")]
@@ -26,8 +26,8 @@ def plain(dtype="float32", **given):
 
 def from_run(path, key, default):
     """
-    A key of the run that left a policy, by the run's config.json beside it, or by its own card; the
-    default where neither says it.
+    The value of a key in the run that made a policy, by the run's config.json beside the policy, or
+    by the policy's card; the default where neither has the key.
     """
     folder, value = os.path.realpath(path), default
     config, card = os.path.join(folder, "..", "config.json"), os.path.join(folder, "README.md")
@@ -42,14 +42,14 @@ def from_run(path, key, default):
 
 
 def longest_response(paths, given):
-    """max_new_tokens, as it is given; or the largest of the runs that left these policies."""
+    """max_new_tokens: the given one, or the largest of the runs that made these policies."""
     return given or max(from_run(path, "max_new_tokens", 0) for path in paths) or 48
 
 
 def load_asked(path, system):
     """
-    (tokenizer, environment or None) of a policy that is asked as its run has trained it: its system
-    message, its stop strings and what its template is told are the run's, where none are given.
+    (tokenizer, environment or None) of a policy. Where no system message, stop strings or template
+    arguments are given, they are those of the policy's run.
     """
     keys = {key: getattr(system, key) or from_run(path, key, "")
             for key in ("template_kwargs", "system_prompt", "stop_strings")}

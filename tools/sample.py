@@ -39,7 +39,7 @@ fields = ""  # the data's names for ours: "question>prompt"
 limit = 0  # how many prompts of the file, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = none
-# sampling; what is empty is as in the run that left the policy
+# sampling; empty keys are as in the run that made the policy
 max_new_tokens = 0  # longest response; 0 = as in the run [0..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 top_k = 0  # sampled are only the k most likely tokens, 0 = all [>= 0]
