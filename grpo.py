@@ -44,7 +44,7 @@ from model import response_logprobs
 from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 import parallel
-from optimizers import MovingAverage, make_optimizer
+from optimizers import make_optimizer
 from run import Run, ranks_agree
 from checks import check_rl, check_system
 import audit
@@ -166,6 +166,8 @@ for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
     rows.ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
                               system.max_prompt_tokens, system.too_long)
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
+if ema_decay > 0:  # options are imported before the ranks compare their code
+    from options.ema import MovingAverage
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
 ranks_agree(config, [prompts_path, eval_path], models,  # COLLECTIVE

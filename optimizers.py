@@ -4,16 +4,12 @@ Optimizers. In this file, downwards:
     make_optimizer, step              the optimizer of a model, and one step of it
     optimizer_tensors, fill_optimizer an optimizer's state, for checkpoints
     overflowed                        the loss scale of float16
-    MovingAverage                     the moving average of a model's weights
 """
-import contextlib
-
 import torch
 
 import parallel
 from configurator import of_model
 from errors import Stop
-from model import at_least_float32
 from parallel import is_shard, my_part, split_like
 
 # --------------------------------------------------------------------------------------------------
@@ -139,56 +135,3 @@ def overflowed(state, norms, iteration):
         scale, clean = min(scale * 2, 2.0**24), 0
     state |= dict(loss_scale=scale, clean_steps=clean, skipped=(state["skipped"] + 1) * over)
     return over
-
-
-# --------------------------------------------------------------------------------------------------
-# the moving average
-
-
-class MovingAverage:
-    """
-    Exponential moving average of a model's trained parameters, in at least fp32 (DeepSpeed-Chat
-    keeps one of its actor, arXiv 2308.01320, section 2.2). After each step,
-
-        average = decay * average + (1 - decay) * weights
-
-    Where the weights are sharded, each rank averages its shards.
-    """
-
-    def __init__(self, model, decay):
-        self.decay = decay
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names, self.parameters = list(trained), list(trained.values())
-        self.begin()
-
-    def begin(self):
-        """Set the average to the present weights."""
-        self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
-
-    @torch.no_grad()
-    def update(self):
-        for average, p in zip(self.averages, self.parameters, strict=True):
-            average.lerp_(my_part(p.detach()).to(average.dtype), 1 - self.decay)
-
-    @contextlib.contextmanager
-    def in_place(self):
-        """In this block, the model has the averages as its weights."""
-        with torch.no_grad():
-            kept = [my_part(p.detach()).clone() for p in self.parameters]
-            for p, average in zip(self.parameters, self.averages, strict=True):
-                my_part(p.detach()).copy_(average)
-            try:
-                yield
-            finally:
-                for p, t in zip(self.parameters, kept, strict=True):
-                    my_part(p.detach()).copy_(t)
-
-    def tensors(self):
-        """{name: average, or this rank's part of it}: see parallel.whole."""
-        parts = zip(self.names, self.parameters, self.averages, strict=True)
-        return {name: parallel.part_of(t, p) for name, p, t in parts}
-
-    def fill(self, tensors):
-        """The inverse of tensors: {name: whole average} -> this rank's part of it."""
-        for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
-            average.copy_(my_part(split_like(p, tensors[name])))

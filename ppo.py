@@ -44,7 +44,7 @@ from models import (autocast, in_memory, load_policy, load_ref_policy, load_rewa
                     load_value_model)
 from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 import parallel
-from optimizers import MovingAverage, make_optimizer
+from optimizers import make_optimizer
 from run import Run, ranks_agree
 from checks import check_rl, check_system
 import audit
@@ -169,6 +169,8 @@ ptx = None
 if ptx_path:
     from options.ptx import Ptx
     ptx = Ptx(ptx_path, policy, tokenizer, system, device)
+if ema_decay > 0:  # options are imported before the ranks compare their code
+    from options.ema import MovingAverage
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
             (tokenizer, reward_tokenizer, judge))

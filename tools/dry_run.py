@@ -28,8 +28,9 @@ from folders import model_folders, read_json
 from load import has_experts, read_config, shapes, unread_parameters
 from model import Model, freeze, no_grad_forwards, response_logprobs, response_values
 from models import autocast, dtypes, in_memory, settle
-from optimizers import MovingAverage, inner, make_optimizer, step
+from optimizers import inner, make_optimizer, step
 from options import four_bits, optimizers as other_optimizers, shards
+from options.ema import MovingAverage
 from options.lora import Adapted, adapt
 from rollout import decoding_copy, draw
 from trunk import OnTrunk
