@@ -38,7 +38,7 @@ def chat_ids(tokenizer, messages, **how):
     with the template's own words where it refuses the messages.
     """
     if not tokenizer.template:
-        raise BadInput("here is a list of messages, but this tokenizer has no chat template; "
+        raise BadInput("this is a list of messages, but the tokenizer has no chat template; "
                        "write strings, or give one with --chat_template=FILE")
     try:
         with time_limit(RENDERING):

@@ -20,7 +20,7 @@ PAIR = "chosen", "rejected"  # the fields of a pair
 def sft_row(row):
     """{"prompt", "completion"} of a demonstration's row. Raises BadInput."""
     if isinstance(row.get("label"), bool):
-        raise BadInput("field 'label': a completion with a thumb up or down (KTO) is not learned "
+        raise BadInput("field 'label': completions with a thumb up or down (KTO) cannot be used "
                        "here; wanted pairs of chosen and rejected, or demonstrations alone")
     return dialogue(row, "completion")
 

@@ -43,7 +43,7 @@ def save_final(out_dir, name, model, tokenizer, config=None):
         if model.warning():
             say(f"{final}_adapter: {model.warning()}")
     if dtype != model.hf.dtype and name != "best_policy":
-        say(f"{final} is saved in {in_words(dtype)}, as the model was that the run began with; "
+        say(f"{final} is saved in {in_words(dtype)}, like the model with which the run began; "
             f"checkpoints are in {in_words(model.hf.dtype)}")
 
 

@@ -47,8 +47,8 @@ def read_model(folder, path, head, dtype, seed):
     model = Model(hf, head, path, file_dtype)
     model.processor = processor_files(folder)
     if model.max_positions < (getattr(model.config, "max_position_embeddings", None) or 0):
-        say(f"{path}: reads up to {model.max_positions} tokens: with longrope a longer row would "
-            "change the numbers of those beside it")
+        say(f"{path}: a text may have up to {model.max_positions} tokens: with longrope a longer "
+            "one would change the numbers of the texts beside it")
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in model.hf.named_parameters():
@@ -97,7 +97,8 @@ def read_config(folder, path, head="lm"):
     for name, kind in NUMBERS.items():
         value = getattr(text, name, None)
         if value is not None and not (type(value) in (int, kind) and abs(value) < 1e18):
-            raise BadInput(f"{path}: {name} = {shorten(value)} in its config.json makes no sense")
+            raise BadInput(f"{path}: {name} = {shorten(value)} in its config.json cannot be right; "
+                           "download the model again")
     if head == "scalar":
         want_one_score(config, path)
     return config
@@ -150,8 +151,9 @@ def check_tensors(found, hf, head, path):
         raise BadInput(f"{path}: tensor {name!r} has the shape {here}, and config.json says "
                        f"{wanted}")
     if extra:
-        raise BadInput(f"{path}: its weights hold {min(extra)!r} ({len(extra)} such), which is not "
-                       f"in a {type(hf).__name__}; the model would not be the one that was saved")
+        raise BadInput(f"{path}: its weights have a tensor {min(extra)!r} ({len(extra)} such in "
+                       f"all), which a {type(hf).__name__} does not have: this would not be the "
+                       "model that was saved; give another one")
     if found.get("error_msgs"):
         raise BadInput(f"{path}: {shorten(found['error_msgs'][0])}")
 

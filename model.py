@@ -295,8 +295,8 @@ def check_head(hf, path):
     """Raise BadInput where a sequence classifier's head is not a linear map to one score."""
     score = getattr(hf, "score", None)
     if not isinstance(score, nn.Linear) or score.out_features != 1 or score.bias is not None:
-        raise BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one score "
-                       "without a bias; give another model")
+        raise BadInput(f"{path}: the head of {type(hf).__name__} is not one linear map to one "
+                       "score, without a bias; give another model")
 
 
 @contextlib.contextmanager

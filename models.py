@@ -186,13 +186,12 @@ def load_ref_policy(policy_path, policy, tokenizer, system, device):
     shapes, wanted = ([tuple(p.shape) for p in model.parameters()]
                       for model in (ref_policy.hf, policy.hf))
     if type(ref_policy.hf) is not type(policy.hf) or shapes != wanted:
-        raise BadInput(f"ref_path {ref_path!r} is not of the policy's architecture, so the two "
-                       "cannot be compared as one model that has moved; give the model that "
-                       "policy_path began as")
+        raise BadInput(f"ref_path {ref_path!r} has another architecture than the policy; give the "
+                       "model from which the policy's training began")
     if load_tokenizer(ref_path).vocabulary != tokenizer.vocabulary:
         raise BadInput(f"ref_path {ref_path!r} has another tokenizer than the policy, so its "
-                       "log-probs would be of other tokens; give the model that policy_path began "
-                       "as")
+                       "log-probs would be of other tokens; give the model from which the policy's "
+                       "training began")
     return ref_policy
 
 

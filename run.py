@@ -298,8 +298,8 @@ class Run:
         if score > before and accuracy < first - chance:
             self.warn_once("accuracy", (
                 f"the held-out accuracy fell from {first:.3f} to {accuracy:.3f} while the score "
-                f"rose from {before:.3g} to {score:.3g}: what pleases the reward is wrong; look at "
-                "samples.jsonl, raise kl_coef or lower the learning rate"))
+                f"rose from {before:.3g} to {score:.3g}: the reward pays for wrong answers; look "
+                "at samples.jsonl, raise kl_coef or lower the learning rate"))
         if self.system.keep_best and report.is_better(score, self.state["best_score"]):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE

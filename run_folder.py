@@ -108,8 +108,8 @@ def check_ours(out_dir):
                        "choose another --out_dir")
     for path in (os.path.join(out_dir, f"{name}{tmp}") for name in WRITTEN for tmp in ("", ".tmp")):
         if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
-            raise BadInput(f"{path} is there, and no plain file, so a run cannot write it; choose "
-                           "another --out_dir")
+            raise BadInput(f"{path} exists and is not a plain file, so a run cannot write there; "
+                           "choose another --out_dir")
     file = os.path.join(out_dir, "config.json")
     try:
         ours = list_checkpoints(out_dir) or os.path.isfile(file) and "out_dir" in read_json(file)
@@ -118,8 +118,8 @@ def check_ours(out_dir):
     for path in (os.path.join(out_dir, name) for name in ("config.json", *PRODUCTS, *LOG_FILES)):
         # an empty log: a start was killed just before it wrote config.json
         if not ours and os.path.exists(path) and os.path.getsize(path) > 0:
-            raise BadInput(f"{path} is there, but no config.json of a run that has left it, and it "
-                           "would be overwritten; choose another --out_dir")
+            raise BadInput(f"{path} would be overwritten: the folder has no config.json of a run "
+                           "that wrote it; choose another --out_dir")
 
 
 def lock(out_dir):

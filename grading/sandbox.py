@@ -103,11 +103,11 @@ def check_sandbox():
         written, ending, _ = run_program(PROBE, [("probe", [])], b"", OUTPUT_LIMIT, timeout=5,
                                          memory_mib=256)
     except Stop as e:
-        raise BadInput(f"{e}. bwrap needs namespaces: a container must allow them (docker run "
-                       "--privileged, say), and so must Ubuntu from 23.10 on (sysctl "
+        raise BadInput(f"{e}. bwrap needs namespaces: a container must allow them (such as docker "
+                       "run --privileged), and so must Ubuntu from 23.10 on (sysctl "
                        "kernel.apparmor_restrict_unprivileged_userns=0)") from e
     if written != b"[]\n":
-        raise BadInput("the sandbox does not hold on this system; a program got "
+        raise BadInput("the sandbox does not protect this system: the program that tests it got "
                        f"{written.decode().strip() or ending}")
 
 
@@ -215,9 +215,9 @@ def start(command, **how):
             with open("/proc/sys/kernel/core_pattern") as f:
                 handler = f.read().strip()
             if handler.startswith("|"):
-                raise BadInput(f"programs that crash would be handed to {shorten(handler[1:])}, as "
-                               "root, since the hard limit of core files is 0 here; raise it "
-                               "(docker run --ulimit core=-1, say)") from e
+                raise BadInput(f"this system gives programs that crash to {shorten(handler[1:])}, "
+                               "which runs as root, because the hard limit of core files is 0; "
+                               "raise it, such as by docker run --ulimit core=-1") from e
         try:
             return subprocess.Popen(command, **how)
         finally:

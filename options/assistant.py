@@ -41,7 +41,7 @@ def learned_ids(tokenizer, prompt, completion):
     turns = [first + n for n, message in enumerate(completion)
              if message["role"] == "assistant" and is_learned(message)]
     if not turns:
-        raise BadInput("no message says that it is to be learned; leave the row out")
+        raise BadInput("no message of the completion is to be learned; leave the row out")
     ids, trained = chat_ids(tokenizer, messages[:turns[-1] + 1]), []
     special_ends = tokenizer.eos_ids & set(tokenizer.specials.values())
     for i in turns:

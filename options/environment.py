@@ -45,11 +45,11 @@ def check_environment(system):
     """Raise BadConfig where keys do not go together."""
     key = "environment" if system.environment else "tools"
     if system.environment and system.tools:
-        raise BadConfig("environment and tools are both given: tools are an environment, so let "
-                        "yours call the functions itself, or leave one of the two out")
+        raise BadConfig("environment and tools are both given, and tools are an environment, too; "
+                        "leave one of them out: your environment can call the functions itself")
     if system.generate_tp > 1:
-        raise BadConfig(f"{key} with generate_tp: ranks that decode together would each have to "
-                        "hear the same answers; type --generate_tp=1")
+        raise BadConfig(f"{key} with generate_tp: each of the ranks that decode together would ask "
+                        "for answers, and they must get the same; type --generate_tp=1")
 
 
 class Environment:
@@ -171,7 +171,7 @@ class Environment:
             replies.append(self.ask_one(dialogue, row, name))
             if len(replies) == 1 and self.ask_one(dialogue, row, name) != replies[0]:
                 raise Stop(f"{self.name} gives two answers to the same dialogue, so no run could "
-                           "be repeated; take what is by chance from a third parameter, seed")
+                           "be repeated; draw its random numbers from a third parameter, seed")
         return replies
 
     def ask_one(self, dialogue, row, name):

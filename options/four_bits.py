@@ -16,8 +16,8 @@ def check_four_bits(system, trained):
     """Raise BadConfig where keys do not go together. trained: the names of the trained models."""
     adapted = [name for name in trained if of_model(system.lora, name)]
     if not adapted:
-        raise BadConfig("quantize = '4bit' rounds a trunk that stays frozen, and adapters on it "
-                        "are trained; type --lora=16, or leave quantize out")
+        raise BadConfig("quantize = '4bit' rounds a frozen model, and trains adapters on it; type "
+                        "--lora=16, too, or leave quantize out")
     split = any(of_model(system.zero_stage, name) not in ("", "0") for name in adapted)
     if split or getattr(system, "generate_tp", 1) > 1:
         raise BadConfig("quantize = '4bit': a matrix in 4 bits cannot be split over ranks; leave "
@@ -51,7 +51,7 @@ def quantize(model, device, dtype):
                 small.register_forward_pre_hook(lambda linear, inputs: (inputs[0].to(dtype),))
                 setattr(parent, name, small.to(device))
     if not found:
-        raise BadInput(f"{model.path}: its layers have no maps of torch's class Linear, so nothing "
+        raise BadInput(f"{model.path}: no matrix of its layers is of torch's class Linear, so none "
                        "can have 4 bits; leave quantize out")
 
 

@@ -164,7 +164,8 @@ class Judge:
         least = len(self.encode_whole(row, [""] * len(responses)))
         if least > limit:
             raise BadInput(f"the question to the judge has {least} tokens without the response, "
-                           f"and its context {limit}; shorten the prompt or the template")
+                           f"and the judge's context has {limit}; shorten the prompt or the "
+                           "template")
         while len(ids) > limit:
             share = (limit - least) / (len(ids) - least)
             responses = [text[:int(share * (len(text) - 1))] for text in responses]

@@ -180,7 +180,7 @@ def adaptable(base, targets):
     names = [name for name in names if name.rpartition(".")[2] not in ROUTERS
              and f"{base.hf.base_model_prefix}.{name}.weight" not in base.unread]
     if has_experts(base.hf.config):
-        say("lora: the experts' own weights are no linear maps to an adapter, and stay frozen")
+        say("lora: the weights of the experts stay frozen, without an adapter")
     matching = set()
     for target in filter(None, targets.split(",")):
         # layers.0.self_attn.q_proj is q_proj, q, or self_attn.q_proj
@@ -287,8 +287,8 @@ def load_adapted(base, folder, head="lm", base_path=""):
     trained_on = str(settings.get("base_model_name_or_path") or "")
     both_here = os.path.isdir(trained_on) and os.path.isdir(base_path)
     if both_here and not same_folder(trained_on, base_path):
-        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}, "
-                       "where it would be noise")
+        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}; "
+                       "give the model that it was trained on")
     prefix = f"base_model.model.{base.hf.base_model_prefix}."
     names = [name.partition(".lora_A.")[0].removeprefix(prefix)
              for name in tensors if ".lora_A." in name]

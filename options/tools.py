@@ -84,7 +84,7 @@ class Tools:
                                f"{first_line(e)}") from e
         if not re.search(r"\btools\b", tokenizer.template or ""):
             raise BadInput(f"{where}: {tokenizer.name} has no variable tools, so the policy would "
-                           "not hear of them; give a template that has, as "
+                           "not read what tools there are; give a template that has it, such as "
                            "--chat_template=options/templates/chatml.jinja")
         tokenizer.kwargs["tools"] = schemas
         self.schemas, self.opened = schemas, ""

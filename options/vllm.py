@@ -75,8 +75,8 @@ def check_vllm(system, importance_cap):
                         "the whole policy; leave one of the two out")
     if system.staleness > 0 and importance_cap == 0:
         raise BadConfig("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
-                        "which are rounded differently; type --importance_cap=2, which has the "
-                        "policy itself read what an older one has sampled")
+                        "which are rounded differently; type --importance_cap=2: then it is to the "
+                        "policy's own log-probs of the texts")
 
 
 def begin_vllm(policy, tokenizer, system, device):
@@ -178,8 +178,8 @@ class VLLM:
             self.memory[end:end + t.numel()].view(t.shape).copy_(t)
             end, sent = end + t.numel(), sent + bits([t])
         if self.ask("hold", dict(tensors=tensors)) != sent:
-            raise Lost("vLLM does not hold the weights that it was sent, so it does not know this "
-                       "model's names for them")
+            raise Lost("vLLM has not taken all weights that were sent to it: it has other names "
+                       "for this model's tensors; type --sampler=own")
 
     def turns(self, tokenizer, noise, names, length, temperature, stop=None):
         """What rollout.turns returns, but sampled by vLLM, with its noise: other in each turn."""

@@ -172,7 +172,7 @@ def option_file(name):
 def fork(what, folder, options):
     """Fill a folder with what is asked for. Returns the scripts in it. Raises BadInput."""
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
-        raise BadInput(f"{folder} is there and not empty; name another folder")
+        raise BadInput(f"{folder} exists and is not empty; name another folder")
     changed, scripts = {}, {}  # {file: text}; {script: the script of ours that it was}
     if what in SCRIPTS or os.path.isfile(f"{RECIPES}/{what}.py"):
         script = what if what in SCRIPTS else f"{what}.py"

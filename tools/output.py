@@ -45,16 +45,16 @@ def fault_of(path, reads, made):
     if "manifest.json" in near or tensors and set(near).intersection(CONFIGS):
         return "would lie in the folder of a model or a checkpoint"
     if name in RUN_FILES and set(near).intersection(RUN_FILES):
-        return "is what a run has there"
+        return "is the name of a file of the run in that folder"
     if not os.path.lexists(path):
         return ""
     if os.path.islink(path) or not os.path.isfile(path):
-        return "is there, and no plain file"
+        return "exists and is not a plain file"
     if any(os.path.exists(source) and os.path.samefile(path, source) for source in reads):
         return "is read here"
     with open(path, "rb") as f:
         ours = re.match(made, f.read(2**24))
-    return "" if ours else "is there, and was not written by this tool as it is now (delete it)"
+    return "" if ours else "exists, and this tool, as it is now, has not written it (delete it)"
 
 
 def part_of(path):
