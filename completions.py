@@ -45,23 +45,6 @@ def preference_row(row):
     return made
 
 
-def scored_row(row):
-    """A row that a teacher scores: a preference_row if it has `chosen`, else an sft_row."""
-    return preference_row(row) if row.get("chosen") is not None else sft_row(row)
-
-
-def completions_of(rows, path):
-    """
-    The fields with completions in rows of scored_row: PAIR, or ("completion",). Raises BadInput
-    where some rows are pairs and some are not.
-    """
-    pairs = sum("chosen" in row for row in rows)
-    if 0 < pairs < len(rows):
-        raise BadInput(f"{path} has {pairs} pairs and {len(rows) - pairs} single responses; a run "
-                       "learns from the one or the other: give one of them alone")
-    return PAIR if pairs else ("completion",)
-
-
 def dialogue(row, *completions):
     """{"prompt", and each of the fields `completions`}: all strings, or all lists of messages."""
     made = {"prompt": prompt_of(row)}

@@ -19,13 +19,11 @@ import torch
 import launch
 import parallel
 from checks import check_system
-from completions import PAIR, completions_of, preference_row, scored_row, sft_row
+from completions import PAIR, preference_row, sft_row
 from configurator import configure
-from errors import BadConfig, BadInput, say, warn
-from estimates import agreement, calibration_error, correlation
-from examples import (centred, centring_loss, encode_scored, micro_batches_of, preference_loss,
-                      soft_preference_loss)
-from folders import several_paths
+from errors import BadConfig, say, warn
+from examples import (calibration_error, centring_loss, encode_scored, micro_batches_of,
+                      preference_loss)
 from loss import learning_rate_at
 from model import no_grad_forwards
 from models import autocast, in_memory, load
@@ -33,7 +31,7 @@ from optimizers import make_optimizer
 from prompts import batch_rows, iterations, right_pad, spread
 from rows import Rows, read_rows
 from run import Run, ranks_agree
-from tokenizer import check_tokenizer_fits, load_reader, load_tokenizer
+from tokenizer import check_tokenizer_fits, load_tokenizer
 
 # -------------------------------------------------------------------------------------------------
 # where to write
@@ -86,23 +84,22 @@ config, system = configure(globals(), "keys.py", checkpoint_interval=500,
 if system.too_long == "cut":
     raise BadConfig("too_long = 'cut': a score is read at the last token, so a pair cannot be cut; "
                     "type --too_long=drop")
-if teacher and (label_smoothing or centre_coef or use_confidence):
-    raise BadConfig("label_smoothing, centre_coef and use_confidence change the loss of labels, "
-                    "and with a teacher its scores are learned instead; leave them out")
-if teacher and score_coef == preference_coef == 0:
-    raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the teacher; "
-                    "type --score_coef=1")
+shape = preference_row
+if teacher:  # its scores are learned in the place of the labels
+    from options import teachers
+    teachers.check_teacher(score_coef, preference_coef, label_smoothing, centre_coef,
+                           use_confidence)
+    shape = teachers.scored_row
 
 device = launch.init(  # COLLECTIVE
     system.device_type, system.timeout, system.deterministic)
 precision = autocast(system, device)
 check_system(system, device, ("reward",))
-train_rows = read_rows(train_path, scored_row if teacher else preference_row, system.fields)
-completions = completions_of(train_rows, train_path)  # the fields: of a pair two
+train_rows = read_rows(train_path, shape, system.fields)
+completions = PAIR  # the fields of a row with completions
+if teacher:
+    completions = teachers.completions_of(train_rows, train_path, score_coef)
 k = len(completions)
-if k == 1 and score_coef == 0:
-    raise BadConfig(f"score_coef = 0, but {train_path} has single responses, of which nothing but "
-                    "the teacher's scores can be learned; type --score_coef=1")
 val_rows = read_rows(val_path, preference_row, system.fields) if val_path else Rows()
 demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
 tokenizer = load_tokenizer(init_from, system.chat_template, system.template_kwargs,
@@ -139,8 +136,10 @@ run = Run(  # COLLECTIVE
     sources=["train_path", "init_from"] + ["teacher"] * bool(teacher),
     token_ids=[ids for example in train_ids for ids in example])
 gradients = parallel.flatten_gradients(run.trained)
-say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}, {len(val_rows)} held out; "
-    f"{max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
+marked = [f" ({count} with a {field})" for field in ("margin", "confidence")
+          if (count := sum(field in row for row in train_rows))]
+say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}{''.join(marked)}, {len(val_rows)} "
+    f"held out; {max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
 alike = sum(k == 2 and row["chosen"] == row["rejected"] for row in train_rows)
 if alike:
     warn(f"in {alike} pairs chosen and rejected are one text: they teach nothing")
@@ -185,25 +184,20 @@ def all_scores(groups, model):
 
 def losses_of(scores, known):
     """
-    The losses of b examples with these scores (b, k), {name: (b,)}. known: each pair's margin, and
-    the probability that its label is right, (b, 2); or the teacher's scores (b, k).
+    The losses of b pairs with these scores (b, 2), {name: (b,)}. known: each pair's margin, and the
+    probability that its label is right, (b, 2).
     """
-    if not teacher:
-        margin, confidence = known.unbind(1)  # (b,) each
-        # (b,), the probability of a wrong label: it was wrong and label_smoothing does not swap it,
-        # or it was right and is swapped
-        wrong = (1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing
-        return {"loss/preference": preference_loss(*scores.unbind(1), margin, wrong),
-                "loss/centring": centring_loss(scores)}
-    losses = {"loss/score": (scores - known).square().mean(1)}
-    if k == 2:
-        chance = (known[:, 0] - known[:, 1]).sigmoid()  # that the first is the better one
-        losses["loss/preference"] = soft_preference_loss(scores[:, 0] - scores[:, 1], chance)
-    return losses
+    margin, confidence = known.unbind(1)  # (b,) each
+    # (b,), the probability of a wrong label: it was wrong and label_smoothing does not swap it, or
+    # it was right and is swapped
+    wrong = (1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing
+    return {"loss/preference": preference_loss(*scores.unbind(1), margin, wrong),
+            "loss/centring": centring_loss(scores)}
 
 
 weights = {"loss/preference": 1.0, "loss/centring": centre_coef}
 if teacher:
+    losses_of = teachers.losses_of
     weights = {"loss/score": score_coef, "loss/preference": preference_coef}
 
 
@@ -225,54 +219,27 @@ def evaluate():
     """A collective: judge the scores of the held-out pairs, and compare them with the teacher's."""
     run.enter("eval")
     scores = all_scores(eval_pairs, reward_model)  # (n, 2)
-    record, near = judge(scores), ""
-    if teacher:
-        record |= {"eval/agreement": agreement(scores, eval_known),
-                   "eval/correlation": correlation(scores, eval_known)}
-        near = (f"; as the teacher {record['eval/agreement']:.1%}, "
-                f"correlation {record['eval/correlation']:.3f}")
+    record = judge(scores)
     say(f"eval {run.iteration}: held-out loss {record['eval/loss']:.4f}, "
         f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
-        f"{record['eval/calibration_error']:.3f}{near}")
-    return record
+        f"{record['eval/calibration_error']:.3f}")
+    return record | teachers.compared(scores, eval_known) if teacher else record
 
 
 # -------------------------------------------------------------------------------------------------
-# known: for each example its margin and confidence; or the scores of the teacher, which reads all
-# examples once, now, and then leaves the memory
+# known: what the loss must know of each example, beside its ids
 
 known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
-if teacher:
-    known, eval_known = torch.zeros(len(train_ids), k), torch.zeros(len(eval_pairs), 2)
-    teachers = several_paths(teacher, "teacher")
-    for path in teachers:  # each reads the text, in its own tokens
-        model = load(path, "reward", system, device, head="scalar")
-        reader = load_reader(path, model, tokenizer)
-        ids = encode_scored(train_rows, train_path, reader, completions, model.max_positions)
-        known = known + centred(all_scores(ids, model)) / len(teachers)  # COLLECTIVE
-        if eval_pairs:
-            ids = encode_scored(val_rows, val_path, reader, PAIR, model.max_positions)
-            ids = [ids[i] for i in held_out]
-            eval_known = eval_known + centred(all_scores(ids, model)) / len(teachers)
-        del model
-    if known.std() < 1e-6:  # a rounding
-        raise BadInput(f"the teacher {teacher} gives all of {train_path} the same score; was it "
-                       "trained?")
+if teacher:  # it reads all examples once, now, and then leaves the memory
+    data = [(train_rows, train_path, completions, range(len(train_rows)))]
+    data += [(val_rows, val_path, PAIR, held_out)] * bool(eval_pairs)
+    known, *rest = teachers.teachers_scores(  # COLLECTIVE
+        teacher, data, tokenizer, all_scores, system, device)
     known = known.tolist()
-    if eval_pairs:
-        figures = judge(eval_known)
-        say(f"teacher: {figures['eval/accuracy']:.1%} of held-out pairs right, calibration error "
-              f"{figures['eval/calibration_error']:.3f}")
-else:
-    margins = [margin for margin, _ in known if margin != 0]
-    confidences = [confidence for _, confidence in known if confidence != 1]
-    if margins:
-        say(f"{len(margins)} pairs have a margin, {max(margins):g} at most")
-    if confidences:
-        say(f"{len(confidences)} pairs have a confidence, {min(confidences):g} at least")
-
-
+    for eval_known in rest:
+        say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "
+            "{eval/calibration_error:.3f}".format(**judge(eval_known)))
 # -------------------------------------------------------------------------------------------------
 # the loop
 

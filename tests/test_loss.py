@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from estimates import calibration_error
+from examples import calibration_error
 from examples import preference_loss
 from loss import (gap, gap_limit, importance_weights, kl_estimate, masked_mean, masked_sum,
                   masked_whiten)

@@ -1,0 +1,92 @@
+"""
+The key teacher of rm.py: frozen reward models, whose scores are learned in the place of labels.
+Several teachers count as one: the mean of their scores, each one's less their mean. A pair has k =
+2 completions; a teacher also scores single responses, k = 1.
+"""
+import torch
+
+from completions import PAIR, preference_row, sft_row
+from errors import BadConfig, BadInput, say
+from examples import encode_scored, soft_preference_loss
+from folders import several_paths
+from models import load
+from tokenizer import load_reader
+
+
+def check_teacher(score_coef, preference_coef, label_smoothing, centre_coef, use_confidence):
+    """Raise BadConfig where keys of rm.py do not go together."""
+    if label_smoothing or centre_coef or use_confidence:
+        raise BadConfig("label_smoothing, centre_coef and use_confidence change the loss of "
+                        "labels, and a teacher's scores are learned in their place; leave them out")
+    if score_coef == preference_coef == 0:
+        raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the "
+                        "teacher; type --score_coef=1")
+
+
+def scored_row(row):
+    """A row that a teacher scores: a preference_row if it has `chosen`, else an sft_row."""
+    return preference_row(row) if row.get("chosen") is not None else sft_row(row)
+
+
+def completions_of(rows, path, score_coef):
+    """
+    The fields with completions in rows of scored_row: PAIR, or ("completion",). Raises BadInput
+    where some rows are pairs and some are not, or where nothing can be learned of single responses.
+    """
+    pairs = sum("chosen" in row for row in rows)
+    if 0 < pairs < len(rows):
+        raise BadInput(f"{path} has {pairs} pairs and {len(rows) - pairs} single responses; a run "
+                       "learns from the one or the other: give one of them alone")
+    if not pairs and score_coef == 0:
+        raise BadConfig(f"score_coef = 0, but {path} has single responses, of which nothing but "
+                        "the teacher's scores can be learned; type --score_coef=1")
+    return PAIR if pairs else ("completion",)
+
+
+def teachers_scores(teacher, data, tokenizer, all_scores, system, device):
+    """
+    A collective: the mean of the teachers' scores of all completions, each one's less their mean:
+    for each of `data` a tensor (n, k). One teacher at a time is in memory.
+
+    teacher: the key. data: [(rows, their path, the fields of their completions, the numbers of n
+    rows), ...]; a teacher reads the texts in its own tokens. all_scores: a function of (n groups of
+    ids, model). Raises BadInput where all scores of the first data, those to learn, are the same.
+    """
+    paths, found = several_paths(teacher, "teacher"), [0.0] * len(data)
+    for path in paths:
+        model = load(path, "reward", system, device, head="scalar")
+        reader = load_reader(path, model, tokenizer)
+        for place, (rows, source, fields, numbers) in enumerate(data):
+            ids = encode_scored(rows, source, reader, fields, model.max_positions)
+            scores = all_scores([ids[number] for number in numbers], model)  # COLLECTIVE
+            found[place] = found[place] + (scores - scores.mean()) / len(paths)
+        del model
+    if found[0].std() < 1e-6:  # a rounding
+        raise BadInput(f"the teacher {teacher} gives all of {data[0][1]} the same score; was it "
+                       "trained?")
+    return found
+
+
+def losses_of(scores, known):
+    """
+    The losses of b examples with these scores (b, k), {name: (b,)}. known: the teacher's scores,
+    (b, k). loss/score is their mean squared distance. loss/preference, of pairs, is the
+    cross-entropy against the teacher's probability that the first one is the better.
+    """
+    losses = {"loss/score": (scores - known).square().mean(1)}
+    if scores.shape[1] == 2:
+        chance = (known[:, 0] - known[:, 1]).sigmoid()
+        losses["loss/preference"] = soft_preference_loss(scores[:, 0] - scores[:, 1], chance)
+    return losses
+
+
+def compared(scores, known):
+    """
+    The figures of scores of n held-out pairs beside a teacher's, (n, 2) both: agreement, the share
+    of the pairs that both put into the same order; correlation, Pearson's, 0 where one is constant.
+    """
+    same = (scores[:, 0] > scores[:, 1]) == (known[:, 0] > known[:, 1])
+    both = torch.stack([scores.flatten(), known.flatten()]).double()  # (2, 2 n)
+    agreement, correlation = same.double().mean().item(), torch.corrcoef(both)[0, 1].nan_to_num()
+    say(f"as the teacher: {agreement:.1%} of held-out pairs, correlation {correlation:.3f}")
+    return {"eval/agreement": agreement, "eval/correlation": correlation.item()}
