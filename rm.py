@@ -139,7 +139,8 @@ gradients = parallel.flatten_gradients(run.trained)
 marked = [f" ({count} with a {field})" for field in ("margin", "confidence")
           if (count := sum(field in row for row in train_rows))]
 say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}{''.join(marked)}, {len(val_rows)} "
-    f"held out; {max_iters} steps of {batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
+    f"held out; {max_iters} steps of {batch_size} are "
+    f"{max_iters * batch_size / len(train_rows):.1f} epochs")
 alike = sum(k == 2 and row["chosen"] == row["rejected"] for row in train_rows)
 if alike:
     warn(f"in {alike} pairs chosen and rejected are one text: they teach nothing")
