@@ -1,9 +1,6 @@
 """
-On-policy distillation on the toy: a teacher, the policy that PPO has trained, teaches a fresh SFT
-model. The policy answers; at each token the teacher's log-prob less the policy's is the reward
-(reverse KL), and there is no other reward. So the teacher is the reference, only the KL to it
-counts (kl_coef = 1), and each token answers for itself alone (gamma = 0). See "A teacher in the
-place of a reward" in docs/algorithms.md.
+On-policy distillation on the toy: the policy that PPO has trained teaches a fresh SFT model. "A
+teacher in the place of a reward" in docs/algorithms.md explains the keys.
 
 python ppo.py config/arithmetic_distill.py      # after runs/quickstart.sh
 """

@@ -1,8 +1,7 @@
 """
 Reward hacking on purpose: no KL penalty, and larger and more steps. The learned score keeps rising,
-while the true accuracy rises at first and then collapses. Far from the SFT model the policy finds
-answers that please the reward model and are wrong (Goodhart's law; Gao et al., arXiv 2210.10760).
-About two minutes on two CPU cores. Behind arithmetic_ppo.py:
+while the true accuracy rises at first and then collapses; docs/algorithms.md says why. About two
+minutes on two CPU cores. Behind arithmetic_ppo.py:
 
     python ppo.py config/arithmetic_ppo.py config/arithmetic_overoptimize.py
     python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize

@@ -1,8 +1,6 @@
 """
-CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5): the importance weight is clipped instead
-of the update, so every token has a gradient. Every token weighs the same; there is no KL. The
-paper clips the weight from above only: here the lower bound is 1 - cliprange = 0. Behind the config
-of a task:
+CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5), see docs/algorithms.md. The paper clips the
+weight from above only: here the lower bound is 1 - cliprange = 0. Behind the config of a task:
 
     python grpo.py config/arithmetic_grpo.py config/cispo.py --num_minibatches=4
 """

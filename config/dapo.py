@@ -1,7 +1,5 @@
 r"""
-DAPO (arXiv 2503.14476): clip-higher (equation 10), dynamic sampling (equation 11), every token
-weighs the same (equation 12), and the soft punishment of overlong responses (equation 13: the
-reward `length`); no KL. Behind the config of a task:
+DAPO (arXiv 2503.14476, equations 10 to 13), see docs/algorithms.md. Behind the config of a task:
 
     python grpo.py config/arithmetic_grpo.py config/dapo.py \
         "--reward_functions=2*accuracy,length" --refill_by=accuracy

@@ -1,8 +1,6 @@
 """
-Dr. GRPO, "GRPO done right" (arXiv 2503.20783, section 3.2 and figure 1). Advantages are not
-divided by the group's standard deviation, which favours questions that are too easy or too hard.
-Losses are not divided by the response's length, which excuses long wrong answers. No KL. Behind the
-config of a task:
+Dr. GRPO, "GRPO done right" (arXiv 2503.20783, section 3.2 and figure 1), see docs/algorithms.md.
+Behind the config of a task:
 
     python grpo.py config/arithmetic_grpo.py config/dr_grpo.py
 """

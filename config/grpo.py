@@ -1,7 +1,6 @@
 """
-GRPO as published (DeepSeekMath, arXiv 2402.03300, equation 3): advantages are divided by the
-group's standard deviation, every response weighs the same, and the KL is in the loss, by k3 with
-0.04. These are the defaults of grpo.py; a task's config may have others. Behind such a config:
+GRPO as published (DeepSeekMath, arXiv 2402.03300, equation 3). These are the defaults of grpo.py; a
+task's config may have others. Behind such a config:
 
     python grpo.py config/gsm8k_grpo.py config/grpo.py
 """

@@ -1,7 +1,6 @@
 """
-GSPO (arXiv 2507.18071, equations 5 to 7): one ratio for each response, the geometric mean of its
-tokens' ratios. It moves far less than a token's ratio, so its clip range is far smaller (section
-5.1: 3e-4 and 4e-4). No KL. Behind the config of a task:
+GSPO (arXiv 2507.18071, equations 5 to 7; the clip range: section 5.1), see docs/algorithms.md.
+Behind the config of a task:
 
     python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
 """

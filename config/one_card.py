@@ -1,15 +1,11 @@
 """
 GRPO on an 8B model with one card of 24 GB: the policy is an adapter on a trunk in 4 bits, which is
-the reference, too, and AdamW has states of 8 bits.
+the reference, too, and AdamW has states of 8 bits. docs/memory.md has the predicted memory. Loading
+takes 32 GB of the CPU's memory.
 
     pip install bitsandbytes
     python data/gsm8k/prepare.py --chat
     python grpo.py config/one_card.py
-
-By tools/memory.py: the layers' 7.0B numbers in 4.13 bits are 3.4 GiB; the embedding (32 bits) and
-the head (16 bits) 2.9 GiB; adapters of rank 16 with gradients and states 0.4 GiB. The rest is for
-keys and values of a rollout (192 KiB a token) and for the activations of one response;
-docs/memory.md has the peaks. Loading takes 32 GB of the CPU's memory.
 
 Nobody has run it: no GPU was there. A tiny model in 4 bits has run on CPUs
 (tests/test_four_bits.py). The model is on the Hugging Face hub, where it asks for your consent.

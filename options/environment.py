@@ -14,16 +14,10 @@ An environment is a function of the user's:
                                                  user), or {"role": "user" or "tool", "content"}
                        -> (message or None, reward)   what the turn before is worth, too
 
-messages is the dialogue so far, which ends with what the policy has said; row is the data's row.
-The function is pure: it gives the same answer to the same dialogue. So there is nothing to save, to
-send or to seed, and a resumed run, another rank or a batch of another size asks it the same. One
-that plays with chance has a third parameter, seed, a number that is a function of the run's seed
-and of which turn of which response it is.
-
-The ids of a dialogue are exact: the prompt's, the sampled ones, and what the chat template writes
-between the end of a turn and the next one. Nothing that was sampled is encoded again. A template
-that drops or rewrites earlier turns would later show the policy another dialogue than the one that
-it has learned from, so it is refused at the start.
+The function is pure: it gives the same answer to the same dialogue, so there is nothing to save, to
+send or to seed. The ids of a dialogue are exact: nothing that was sampled is encoded again. A
+template that drops or rewrites earlier turns would later show the policy another dialogue than the
+one that it has learned from, so it is refused at the start. docs/turns.md has both at length.
 """
 import contextlib
 import copy

@@ -1,19 +1,8 @@
 """
-Tools: the key tools, functions that the policy may call, as the environment of a run.
-
-    def multiply(a: int, b: int):
-        \"""
-        Multiply two numbers.
-
-        Args:
-            a: the first number
-            b: the second number
-        \"""
-        return a * b
-
-Their names, types and docstrings go into the prompt by the chat template (its variable `tools`).
-The policy calls one as the template's family writes calls. Most write JSON, Qwen3.5 and Qwen3-Coder
-tags, and gpt-oss a message to the function:
+Tools: the key tools, functions that the policy may call, as the environment of a run; docs/turns.md
+has an example. Their names, types and docstrings go into the prompt by the chat template (its
+variable `tools`). The policy calls one as the template's family writes calls. Most write JSON,
+Qwen3.5 and Qwen3-Coder tags, and gpt-oss a message to the function:
 
     <tool_call>
     {"name": "multiply", "arguments": {"a": 37, "b": 46}}

@@ -2,13 +2,11 @@
 # Several turns: a tiny model learns to ask a calculator.
 # Data -> SFT -> GRPO -> PPO -> a table and a picture.
 #   bash runs/calculator.sh [seed]
-# Every step is a command that you could type yourself; it is printed before it runs.
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 pin_threads
 
-# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
-# with another seed the run would be refused.
+# delete the folders of an earlier run, as quickstart.sh does
 for old in out/calculator_{sft,grpo,ppo}; do
     if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
 done

@@ -2,7 +2,6 @@
 # The second toy: one-line programs. The sandbox runs each program, and scores it.
 # Data -> SFT -> GRPO -> a table and a picture.
 #   bash runs/code.sh [seed]
-# Every step is a command that you could type yourself; it is printed before it runs.
 if ! command -v bwrap >/dev/null; then
     echo "code.sh: bwrap is missing, and model-written code runs nowhere else;" \
          "on Debian and Ubuntu: apt install bubblewrap" >&2
@@ -12,8 +11,7 @@ takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 pin_threads
 
-# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
-# with another seed the run would be refused.
+# delete the folders of an earlier run, as quickstart.sh does
 for old in out/code_sft out/code_grpo; do
     if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
 done

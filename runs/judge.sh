@@ -5,7 +5,6 @@
 # labels: judge -> pairs -> reward model -> PPO, to compare with quickstart.sh's PPO.
 # reward: judge -> GRPO, with the judge as the reward.
 # On two cores of a Zen 4 the first takes 173 s, the second 137 s.
-# Every step is a command that you could type yourself; it is printed before it runs.
 way="${2:-labels}"
 case "$way" in
     labels | reward) ;;
@@ -20,8 +19,7 @@ if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
     exit 2
 fi
 pin_threads
-# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
-# with another seed the run would be refused.
+# delete the folders of an earlier run, as quickstart.sh does
 for old in out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}; do
     if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
 done

@@ -6,7 +6,7 @@ python tools/eval.py --policies=out/arithmetic_ppo/policy
 python tools/eval.py --policies=out/arithmetic_sft/policy,out/arithmetic_ppo/policy \\
     --samples=8 --reward_path=out/arithmetic_rm/reward_model
 torchrun --nproc_per_node=8 tools/eval.py --policies=out/gsm8k_grpo/policy \\
-    --prompts_path=data/gsm8k/test.jsonl --samples=16 --dtype=bfloat16
+    --prompts_path=data/gsm8k/rl_val.jsonl --samples=16 --dtype=bfloat16
 
 Each prompt is answered once greedily, and `samples` times at the temperature. It prints a table,
 and leaves OUT.json, the table with all its digits, and OUT.jsonl, a line for each response. With

@@ -1,6 +1,6 @@
 """
-One response under the microscope: every number of a PPO or GRPO iteration, token by token. What
-the columns mean is in docs/algorithms.md.
+One response under the microscope: every number of a PPO or GRPO iteration, token by token;
+docs/algorithms.md explains one.
 
 python tools/explain.py --run=out/arithmetic_ppo --prompt="123+456="
 python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=579 --out=out/a.png
@@ -10,6 +10,12 @@ iteration, from the run's last checkpoint and with the run's keys, and looks at 
 the script then has. The prompt takes the first place of the iteration's batch; the others are the
 run's own. At the end the script goes over the batch once more without taking a step: what it then
 computes is the loss as one more step would see it. All this happens in a temporary folder.
+
+    policy, reference, new   log-probs; new: after the update
+    delta, raw, whitened     the advantage: of one token, of all later ones, and whitened
+    ret                      the return, raw + value
+    ratio, clipped, loss     exp(new - policy); whether the clip has taken the gradient away; and
+                             the loss of one more step
 """
 import contextlib
 import io
