@@ -110,13 +110,6 @@ def check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_miniba
         from options.vllm import check_vllm
 
         check_vllm(system, importance_cap)
-    beyond = (system.importance_floor, system.importance_level, system.importance_outside)
-    if importance_cap == 0 and beyond != (0.0, "token", "clip"):
-        raise BadConfig("importance_floor, importance_level and importance_outside shape the "
-                        "weights of importance_cap, which is 0; type --importance_cap=2")
-    if system.importance_floor > importance_cap > 0:
-        raise BadConfig(f"importance_floor = {system.importance_floor} is above importance_cap = "
-                        f"{importance_cap}; lower it")
     if num_minibatches > batch_size:
         raise BadConfig(f"num_minibatches = {num_minibatches} would leave minibatches of "
                         f"batch_size = {batch_size} empty; lower it")

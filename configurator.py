@@ -36,9 +36,12 @@ RENAMED = dict(  # keys of other programs; the nearest name would often be anoth
     device="device_type", loss="loss_type", lr="learning_rate", optimizer="optim",
     rewards="reward_functions", scale="scale_by", zero="zero_stage")
 RECIPES = dict(  # keys that a recipe adds to a script
-    critic_warmup_iters="critic_warmup", dual_clip="dual_clip", kl_coef_target="kl_controller",
-    kl_target="kl_controller", reward_clip="reward_clip", scale_scores="scale_scores",
-    target_kl="target_kl", whiten_rewards="whiten_rewards")
+    critic_warmup_iters="critic_warmup", dual_clip="dual_clip",
+    importance_floor="masked_importance", importance_level="masked_importance",
+    importance_outside="masked_importance", kl_coef_target="kl_controller",
+    kl_correction="deepseek_v32", kl_target="kl_controller", off_policy_limit="deepseek_v32",
+    reward_clip="reward_clip", scale_scores="scale_scores", target_kl="target_kl",
+    whiten_rewards="whiten_rewards")
 
 
 class Key(NamedTuple):

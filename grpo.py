@@ -37,8 +37,7 @@ from configurator import configure
 from rollout import add_columns, read_batch, sample_batch
 from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
                      score_batch)
-from relatives import (check_grpo, deviation_of, flat_groups, group_advantages, gspo_log_ratio,
-                       is_off_policy, token_weights)
+from relatives import check_grpo, flat_groups, group_advantages, gspo_log_ratio, token_weights
 from loss import importance_weights, kl_estimate, learning_rate_at, masked_sum
 from model import response_logprobs
 from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
@@ -88,7 +87,6 @@ aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-m
 kl_coef = 0.04  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_in = "loss"  # the KL enters the loss of each token, or the score of the response [reward | loss]
 kl_estimator = "k3"  # Schulman's; k1 if kl_in = "reward"; k2 has the KL's gradient [k1 | k2 | k3]
-kl_correction = False  # times the ratio: k1's and k3's gradients are the KL's, too (DeepSeek-V3.2)
 num_iterations = 1  # passes over the batch, mu [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
@@ -98,9 +96,6 @@ entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # in 16 bits, sampler and training forward give a token slightly different probabilities. As a
 # correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
 importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
-# a response worse than its group is left out where log(p(sampler) / p(now)) is above this on
-# average (DeepSeek-V3.2's off-policy mask, often 0.5); 0 = none is. See relatives.is_off_policy
-off_policy_limit = 0.0  # nats a token [>= 0]
 
 # optimizer: AdamW
 max_iters = 500  # * iterations [>= 1]
@@ -117,8 +112,6 @@ seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "keys.py", "rl_keys.py")
-correction = (importance_cap, system.importance_floor, system.importance_level,
-              system.importance_outside)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
 
@@ -130,8 +123,8 @@ terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
 check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
          eval_path)
-check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl_in, kl_estimator,
-           kl_correction, refill_by)
+check_grpo(terms, batch_size, group_size, refill_by, loss_type, importance,
+           kl_coef, kl_in, kl_estimator)
 train_rows, eval_rows = (read_prompts(path, terms, system.fields)
                          for path in (prompts_path, eval_path))
 
@@ -220,7 +213,7 @@ def score(purpose, iteration, batch):
 
 
 if max_refills > 0:
-    from options.refill import other_row, replace_rows
+    from options.refill import refill
 vllm = None
 if system.sampler == "vllm":  # another engine samples, with the policy's weights
     from options.vllm import begin_vllm
@@ -246,11 +239,10 @@ gradients = parallel.flatten_gradients(run.trained)
 if ahead:
     ahead.begin(run)  # COLLECTIVE
 # which model adds which column to a batch before the update. With one minibatch the forward of the
-# first step also gives the old log-probs; then the policy reads nothing before, unless the scores
-# need its log-probs
-reference = dict(ref_logprobs=ref_policy)
-readers = dict(old_logprobs=policy) | reference
-policy_reads = num_minibatches > 1 or kl_coef > 0 and kl_in == "reward"
+# first step also gives the policy's column; then the policy only reads before if the scores need it
+readers = first_readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
+if num_minibatches == 1 and not (kl_coef > 0 and kl_in == "reward"):
+    first_readers = dict(ref_logprobs=ref_policy)
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -294,33 +286,6 @@ def compared(batch):
     return batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)
 
 
-def refill(batch, row_numbers, flat):
-    """
-    A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group is flat if all of
-    its scores are equal: then all of its advantages are 0, and it teaches nothing. The group of
-    another prompt takes its place, up to max_refills times.
-
-    row_numbers: of the data rows in the batch, changed in place. flat: (B / G,) bool, which of its
-    groups are flat. Returns the batch, and which of its groups are still flat.
-    """
-    for attempt in range(max_refills):
-        slots = flat.nonzero().flatten().tolist()  # none, when no group is flat any more
-        for slot in slots:
-            key = seed, "refill", run.iteration, attempt, slot
-            row_numbers[slot] = other_row(row_numbers[slot], train_rows.mix, *key)
-        if not slots:
-            if ahead:
-                ahead.nothing_to_refill(f"refill {attempt}", run.iteration)
-            continue
-        fresh = rollout(  # COLLECTIVE
-            f"refill {attempt}", run.iteration, [row_numbers[slot] for slot in slots], slots)
-        rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
-        batch = replace_rows(batch, rows.flatten().to(device), fresh, tokenizer.pad_id)
-        batch["index"] = torch.arange(batch_size, device=device)
-        flat = flat_groups(compared(batch), group_size)
-    return batch, flat
-
-
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
     batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
@@ -351,18 +316,20 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
     age = ahead.age(iteration) if ahead else 0
     sampled = report.summarize(batch, "objective", reward_names)
-    sampled["objective/score_std"] = deviation_of(shape_scores(batch)).item()
+    sampled["objective/score_std"] = report.deviation_of(shape_scores(batch)).item()
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     if max_refills > 0:
-        batch, flat = refill(batch, rows_of(iteration), flat)  # COLLECTIVE
+        batch, flat = refill(  # COLLECTIVE
+            batch, flat, compared, group_size, rows_of(iteration), train_rows.mix, rollout, seed,
+            iteration, max_refills, tokenizer.pad_id, ahead)
     mask = batch["response_mask"]  # (B, R)
 
-    # 2) read: the log-probs of policy and reference before any update
+    # 2) read: the log-probs of policy and reference, before any update
     run.enter("score")
     if age > 0 and importance_cap == 0:  # the ratio is to the older policy that sampled
         batch["old_logprobs"] = batch["sampler_logprobs"]
-    read(batch, readers if policy_reads else reference, minibatches(iteration))  # COLLECTIVE
+    read(batch, first_readers, minibatches(iteration))  # COLLECTIVE
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     scores = shape_scores(batch)  # (B,)
@@ -372,25 +339,22 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
     audit.check_finite(dict(advantages=advantages), iteration)
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
-    # three masks: response_mask (B, R), the tokens that were sampled;
-    # counted (B, R), those of them that are trained on;
-    # learns (B,), the responses whose advantage is not 0
-    batch["counted"] = mask
+    counted = mask  # (B, R): the tokens that are trained on
     if truncated == "mask":
-        batch["counted"] = mask & batch["finished"][:, None]
+        counted = counted & batch["finished"][:, None]
     if max_refills > 0:  # groups that are flat even now are left out, as if they were not there
-        batch["counted"] = batch["counted"] & ~flat.repeat_interleave(group_size)[:, None]
-    learns = (advantages != 0) & batch["counted"].any(1)
+        counted = counted & ~flat.repeat_interleave(group_size)[:, None]
+    learns = (counted & (batch["advantages"] != 0)).any(1)  # (B,): the responses that teach
+    batch["counted"] = counted
     batch["weights"] = torch.zeros_like(batch["sampler_logprobs"])  # (B, R): filled before a step
 
-    # 4) update
+    # 4) update: a few clipped steps on the policy
     run.enter("update")
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
     # {metric: (sum, count)}, measured during the update; 0 where nothing can be learned
     sums = dict.fromkeys(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
                          torch.zeros(2, dtype=torch.float64, device=device))
-    sampler_gap, ratio_gap = None, 0.0
-    norms = {}
+    sampler_gap, ratio_gap, norms = None, 0.0, {}  # as they are without a step
     old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(num_iterations):
@@ -398,11 +362,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             # without any advantage, only momentum and the KL would move the policy: no step then
             if not learns[rows].any():
                 continue
-            # the weight of each token in this step: loss = sum of weight * token loss, over all
-            # micro-batches and ranks. In GRPO all responses weigh the same, and so do the tokens
-            # within a response
-            weights = token_weights(batch["counted"][rows], aggregation, max_new_tokens)
-            batch["weights"][rows] = weights.to(batch["weights"])  # (rows, R)
+            # the loss of the whole step is the sum of weight * token loss, over all micro-batches
+            # and ranks. In GRPO all responses weigh the same, and so do the tokens of a response
+            weights = token_weights(counted[rows], aggregation, max_new_tokens)  # (rows, R)
+            batch["weights"][rows] = weights.to(batch["weights"])
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
 
@@ -413,9 +376,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 logprobs, entropy = forward(policy, mb)  # (b, R) each
                 if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now
                     mb["old_logprobs"] = logprobs.detach()
-                old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
+                    old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
                 log_ratio = torch.where(m, logprobs - mb["old_logprobs"], 0)
-                token_ratio = log_ratio.exp()
                 if importance == "sequence":  # GSPO: all tokens of a response have one ratio
                     log_ratio = gspo_log_ratio(log_ratio, m)
                 ratio = log_ratio.exp()
@@ -427,28 +389,21 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 if loss_type == "cispo":  # REINFORCE with a weight: clipping bounds the gradient
                     pg_losses = -mb["advantages"] * clipped_ratio.detach() * logprobs
                     pg_clipped = clipped_ratio != ratio
-                pg_losses = pg_losses * importance_weights(mb, *correction)  # 1, if cap = 0
-                figures = {"policy/clipfrac": pg_clipped}  # (b, R) each
-                if off_policy_limit > 0:
-                    left_out = is_off_policy(mb["advantages"], logprobs, mb["sampler_logprobs"],
-                                             mb["response_mask"], off_policy_limit)  # (b, 1)
-                    pg_losses = torch.where(left_out, 0, pg_losses)
-                    figures["policy/left_out"] = left_out.expand_as(m)
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if 0
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
-                if kl_coef > 0:
+                if kl_coef > 0:  # it is measured also where it is in the score
                     kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
-                    kl_losses = kl_losses * token_ratio if kl_correction else kl_losses
-                    if kl_in == "loss":
-                        pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
+                if kl_coef > 0 and kl_in == "loss":
+                    pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
                 if entropy_coef > 0:
                     pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
                 (run.loss_scale * pg_loss).backward()
                 del pg_loss, entropy
 
-                figures |= {"loss/policy": pg_losses, "loss/kl": kl_losses}
-                gaps.append(report.measure(
-                    sums, mb, m, logprobs, system.dtype, age, steps, figures))
+                gaps.append(report.measure(sums, mb, m, logprobs, system.dtype, age, steps, {
+                    "loss/policy": pg_losses, "loss/kl": kl_losses,
+                    "policy/clipfrac": pg_clipped}))
 
             if "old_logprobs" not in batch:  # now they are complete
                 add_columns(batch, dict(old_logprobs=old_logprobs), iteration)  # COLLECTIVE
@@ -461,7 +416,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             norms = run.step(gradients, dict(policy=lr), grad_clip)
             steps += bool(norms)  # none, where a float16 gradient has overflowed
     if not learns.any():
-        report.say_nothing_learnt(iteration, flat, batch["counted"])
+        report.say_nothing_learnt(iteration, flat, counted)
         read(batch, readers, minibatches(iteration))  # COLLECTIVE
         sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
     if ahead:  # generators go on with these weights meanwhile
@@ -470,10 +425,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
     # KL and entropy of the batch that was trained; all else is of what was sampled before refills
-    trained = report.summarize(batch, "objective", reward_names, correction, age)
+    trained = report.summarize(batch, "objective", reward_names, importance_cap, age)
     record |= trained | sampled
     if max_refills > 0:
-        record |= report.summarize(batch, "trained", reward_names, correction, age)
+        record |= report.summarize(batch, "trained", reward_names, importance_cap, age)
         record["trained/flat_groups"] = flat.double().mean().item()
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {

@@ -66,42 +66,22 @@ def gap_limit(dtype, temperature):
     return {"float64": 1e-10, "float32": 1e-4}.get(dtype, 0.02) / min(temperature, 1.0)
 
 
-def importance_weights(mb, cap, floor=0.0, level="token", outside="clip"):
+def importance_weights(mb, cap):
     """
     The factor of each token's policy loss, (b, R), where the sampler's probabilities q differ a
-    little from the probabilities p of the training forward, as in 16 bits. It has no gradient. It
-    is not PPO's ratio: that is the policy's probability now / p, both by the training forward
-    (decoupled PPO, arXiv 2505.24298). cap = 0 is no correction: 1.
+    little from the probabilities p of the training forward, as in 16 bits: min(p / q, cap),
+    truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training", 2025). It has no gradient. cap = 0 is no correction: 1.
 
-        level      weight
-        token      p / q of the token
-        sequence   the product of p / q over all tokens of the response; all of them get it
-        outside    where the weight is outside [floor, cap]
-        clip       it becomes the nearer of the two
-        drop       it becomes 0: the token or response is left out
+    It is not PPO's ratio: that is the policy's probability now / p, both by the training forward
+    (decoupled PPO, arXiv 2505.24298). recipes/masked_importance.diff has other weights.
 
-    token, clip: truncated importance sampling (Yao et al., "Your efficient RL framework secretly
-    brings you off-policy RL training", 2025). token, drop: IcePop (arXiv 2510.18855). sequence,
-    drop: masked importance sampling (Liu et al., "When speed kills stability", 2025), the default
-    of TRL, with the cap 3.
-
-    mb: old_logprobs, log p; sampler_logprobs, log q; response_mask, (b, R) each. A response of two
-    tokens has q = 0.2, 0.5 and p = 0.3, 0.4. With floor = 0.9 and cap = 1.3 its weights are
-
-        token, clip      1.3, 0.9    of 1.5, 0.8
-        token, drop      0, 0
-        sequence, both   1.2, 1.2    of 1.5 * 0.8
+    mb: old_logprobs, log p; sampler_logprobs, log q; (b, R) each. For q = 0.2, 0.5 and p = 0.3, 0.4
+    the weights are 1.5, 0.8, and with cap = 1.3 they are 1.3, 0.8.
     """
     if cap == 0:
         return 1.0
-    log_weights = (mb["old_logprobs"] - mb["sampler_logprobs"]).detach()  # (b, R)
-    if level == "sequence":
-        total = torch.where(mb["response_mask"], log_weights, 0).sum(1, keepdim=True)  # (b, 1)
-        log_weights = total.expand_as(log_weights)
-    weights = log_weights.exp()
-    if outside == "clip":
-        return weights.clamp(floor, cap)
-    return torch.where((weights >= floor) & (weights <= cap), weights, 0)
+    return (mb["old_logprobs"] - mb["sampler_logprobs"]).detach().exp().clamp(max=cap)
 
 
 # --------------------------------------------------------------------------------------------------

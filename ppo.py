@@ -113,8 +113,6 @@ seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "keys.py", "rl_keys.py")
-correction = (importance_cap, system.importance_floor, system.importance_level,
-              system.importance_outside)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
 
@@ -382,7 +380,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
                 pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
-                pg_losses = pg_losses * importance_weights(mb, *correction)  # 1, if cap = 0
+                pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if 0
                 pg_loss = masked_sum(pg_losses, m) / token_count
                 if entropy_coef > 0:
                     pg_loss = pg_loss - entropy_coef * masked_sum(entropy, m) / token_count
@@ -417,7 +415,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    record |= report.summarize(batch, "objective", reward_names, correction, age)
+    record |= report.summarize(batch, "objective", reward_names, importance_cap, age)
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/non_score_reward": non_score_reward.item(),

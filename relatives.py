@@ -78,31 +78,8 @@ def flat_groups(scores, group_size):
     return lowest >= groups.masked_fill(none, -torch.inf).amax(1)
 
 
-def deviation_of(scores):
-    """The standard deviation of the scores (B,) that are not NaN; 0 if there are fewer than 2."""
-    known = scores[~scores.isnan()]
-    return known.std() if len(known) > 1 else torch.zeros(())
-
-
 # --------------------------------------------------------------------------------------------------
 # changes in the loss of each token
-
-
-def is_off_policy(advantages, logprobs, sampler_logprobs, mask, limit):
-    """
-    Which responses are left out of an update, (b, 1) bool: responses that are worse than their
-    group and that the policy would hardly sample any more (DeepSeek-V3.2, arXiv 2512.02556,
-    equation 9). To make them even less likely teaches little, and may do harm.
-
-        A < 0  and  mean over its tokens of log(q / p) > limit
-
-    advantages, logprobs (log p of the policy now), sampler_logprobs (log q): (b, R) each. mask: (b,
-    R), True on the tokens that the policy sampled. With q = 0.5, 0.4 and p = 0.25, 0.4 that mean is
-    log(2) / 2 = 0.347.
-    """
-    distance = torch.where(mask, (sampler_logprobs - logprobs).detach(), 0).sum(1, keepdim=True)
-    distance = distance / mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
-    return (advantages[:, :1] < 0) & (distance > limit)
 
 
 def gspo_log_ratio(log_ratio, response_mask):
@@ -166,8 +143,8 @@ def token_weights(mask, aggregation, max_length):
 # the keys
 
 
-def check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl_in, kl_estimator,
-               kl_correction, refill_by):
+def check_grpo(terms, batch_size, group_size, refill_by, loss_type, importance, kl_coef, kl_in,
+               kl_estimator):
     """Raise BadConfig where keys of grpo.py do not go together."""
     names = [name for _, name, _ in terms]
     if refill_by and refill_by not in names:
@@ -177,11 +154,7 @@ def check_grpo(terms, batch_size, group_size, loss_type, importance, kl_coef, kl
                         f"{group_size}; it counts responses, not prompts")
     if loss_type == "cispo" and importance == "sequence":
         raise BadConfig("loss_type = 'cispo' has a weight a token; leave importance = 'token'")
-    if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1" and not kl_correction:
+    if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1":
         raise BadConfig("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of "
                         "k1 is 0 on average in the first step and not the KL's in any other; "
-                        "type --kl_estimator=k2 or --kl_correction=True")
-    if kl_correction and (kl_in == "reward" or kl_estimator == "k2"):
-        raise BadConfig("kl_correction is for k1 and k3 in the loss: with kl_in = 'reward' there "
-                        "is no gradient, and times the ratio k2's is not the KL's any more; leave "
-                        "it False")
+                        "type --kl_estimator=k2")

@@ -23,14 +23,12 @@ from together import together
 # figures
 
 
-def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
+def summarize(batch, prefix, reward_names=(), importance_cap=0.0, age=0):
     """
     The figures of a batch, {"prefix/name": number}: means over its responses. age: the number of
-    updates since the policy that sampled the batch. correction: the arguments of
-    loss.importance_weights behind the first. With a cap there are also the mean of the weights, the
-    shares of weights at the cap and of dropped ones, and the effective sample size as a share of
-    the tokens (Kong, 1992); and in KL and entropy of an older batch each token counts with its
-    weight, up to the cap.
+    updates since the policy that sampled the batch. With an importance_cap there are also the
+    figures of the weights (loss.importance_weights); and in KL and entropy of an older batch each
+    token counts with its weight.
 
     KL and entropy are in nats a response, estimated from the sampled tokens (k1); they need the
     models' columns in the batch. reward_names: if there are several, the mean of each. Responses to
@@ -42,7 +40,7 @@ def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
     if "old_logprobs" in batch:
-        weights = importance_weights(batch, correction[0] if age else 0)  # 1, if 0
+        weights = importance_weights(batch, importance_cap if age else 0)  # 1, if 0
         figures["entropy"] = -(batch["old_logprobs"] * weights).sum(1).mean()
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]
@@ -63,20 +61,35 @@ def summarize(batch, prefix, reward_names=(), correction=(0.0,), age=0):
         if "failed_calls" in batch:
             figures["failed_calls"] = batch["failed_calls"].double().mean()
     figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
-    if correction[0] > 0:
-        weights = importance_weights(batch, *correction)[mask].double()  # (tokens,)
-        figures["policy/importance"] = weights.mean().item()
-        figures["policy/importance_capped"] = (weights == correction[0]).double().mean().item()
-        figures["policy/importance_dropped"] = (weights == 0).double().mean().item()
-        worth = weights.sum() ** 2 / (weights**2).sum().clamp(min=1e-30)  # tokens
-        figures["policy/effective_tokens"] = (worth / len(weights)).item()
+    if importance_cap > 0:
+        weights = importance_weights(batch, importance_cap)[mask]  # (tokens,)
+        figures |= figures_of_weights(weights, importance_cap)
     return figures
+
+
+def figures_of_weights(weights, cap):
+    """
+    The figures of importance weights, (tokens,): their mean, the share of weights at the cap, and
+    the effective sample size as a share of the tokens (Kong, 1992).
+    """
+    capped = weights == cap  # in their own dtype: 1.1 has other bits in float32 than in float64
+    weights = weights.double()
+    worth = weights.sum() ** 2 / (weights**2).sum().clamp(min=1e-30)  # tokens
+    return {"policy/importance": weights.mean().item(),
+            "policy/importance_capped": capped.double().mean().item(),
+            "policy/effective_tokens": (worth / len(weights)).item()}
 
 
 def mean_of(scores):
     """The mean of the scores (B,) that are not NaN; 0 where all are NaN."""
     known = scores[~scores.isnan()]
     return known.mean() if len(known) else torch.zeros(())
+
+
+def deviation_of(scores):
+    """The standard deviation of the scores (B,) that are not NaN; 0 if there are fewer than 2."""
+    known = scores[~scores.isnan()]
+    return known.std() if len(known) > 1 else torch.zeros(())
 
 
 def samples_of(batch, rows, row_numbers, tokenizer, iteration, reward_names):

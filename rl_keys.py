@@ -24,11 +24,6 @@ environment = ""  # FILE.py:env, a function of the messages so far and the row
 tools = ""  # FILE.py:f,FILE.py:g: functions that the policy may call, by its chat template
 max_turns = 8  # turns of the policy in a response [1..1000]
 
-# the weights of a script's importance_cap, p(training) / p(sampler): see loss.importance_weights
-importance_floor = 0.0  # the smallest weight [0..1]
-importance_level = "token"  # a weight for each token, or one for the response [token | sequence]
-importance_outside = "clip"  # a weight outside floor and cap becomes the nearer, or 0 [clip | drop]
-
 # scoring
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]

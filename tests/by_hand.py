@@ -733,7 +733,7 @@ def read_again(c, models, batch):
     """
     Decoupled PPO (arXiv 2505.24298): with importance_cap the ratio is to the policy of now, and what
     a token counts says how much likelier it is to that policy than to the one that has sampled it,
-    importance_cap times at most.
+    importance_cap times at most. A recipe has other rules of what a token counts.
     """
     for r in batch:
         if c.importance_cap:
@@ -757,11 +757,13 @@ def counted(c, batch, seen):
     capped = sum(count == c.importance_cap for count in counts)
     seen["capped"] += capped
     seen["counts less"] += sum(count < 1 for count in counts)
-    dropped = sum(count == 0 for count in counts)
-    seen["dropped"] += dropped
-    return {"policy/importance": mean(counts), "policy/importance_capped": capped / len(counts),
-            "policy/importance_dropped": dropped / len(counts),
-            "policy/effective_tokens": sum(counts)**2 / sum(count**2 for count in counts) / len(counts)}
+    figures = {"policy/importance": mean(counts), "policy/importance_capped": capped / len(counts),
+               "policy/effective_tokens": sum(counts)**2 / sum(count**2 for count in counts) / len(counts)}
+    if c.recipe == "masked_importance":
+        dropped = sum(count == 0 for count in counts)
+        seen["dropped"] += dropped
+        figures["policy/importance_dropped"] = dropped / len(counts)
+    return figures
 
 
 def drift(c, iteration, figures):

@@ -87,7 +87,7 @@ def test_which_kl_losses_have_the_kls_gradient():
     """
     On-policy: k2 as it is, k1 and k3 times the ratio. Off-policy, as from the second step of a batch on: only k1 and k3 times
     the ratio. k1 alone pushes nowhere, k3 alone towards another divergence; and k2 times the ratio is wrong even on-policy,
-    which is why grpo.py refuses it.
+    which is why recipes/deepseek_v32.diff, which multiplies by it, refuses k2; and grpo.py refuses k1.
     """
     right = {("k2", False, True), ("k1", True, True), ("k3", True, True), ("k1", True, False), ("k3", True, False)}
     theta, moved, ref = torch.randn(3, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

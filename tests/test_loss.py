@@ -11,7 +11,7 @@ from examples import preference_loss
 from loss import (gap, gap_limit, importance_weights, kl_estimate, masked_mean, masked_sum,
                   masked_whiten)
 from model import entropy_of, scaled_logits
-from relatives import is_off_policy
+from report import figures_of_weights
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 
@@ -122,44 +122,22 @@ def test_a_gap_is_the_largest_one_and_in_16_bits_the_mean():
     assert gap(nobody, nobody.bool(), "float32") == gap(nobody, nobody.bool(), "float16") == 0
 
 
-# p / q is 1.5, 0.8 in row 0, so the product 1.2; 2, 2 in row 1, behind a token that the policy did not sample; 0.25 in row 2
-Q = [[0.2, 0.5, 0.1], [0.1, 0.25, 0.2], [0.8, 0.5, 0.5]]
-P = [[0.3, 0.4, 0.9], [0.9, 0.5, 0.4], [0.2, 0.1, 0.1]]
-SAMPLED = [[True, True, False], [False, True, True], [True, False, False]]
+def test_weights_of_tokens():
+    """p / q is 1.5, 0.8 and 0.25."""
+    q, p = (torch.tensor([x], dtype=torch.float64).log() for x in ([0.2, 0.5, 0.8], [0.3, 0.4, 0.2]))
+    mb = dict(old_logprobs=p.requires_grad_(), sampler_logprobs=q)
+    for cap, want in ((1.3, [1.3, 0.8, 0.25]), (2.0, [1.5, 0.8, 0.25])):
+        weights = importance_weights(mb, cap)
+        assert not weights.requires_grad and weights.flatten().tolist() == pytest.approx(want, rel=1e-12)
+    assert importance_weights(mb, 0) == 1
 
 
-@pytest.mark.parametrize("cap, floor, level, outside, want", [
-    (1.3, 0.0, "token", "clip", [1.3, 0.8, 1.3, 1.3, 0.25]),
-    (1.3, 0.9, "token", "clip", [1.3, 0.9, 1.3, 1.3, 0.9]),
-    (1.3, 0.5, "token", "drop", [0, 0.8, 0, 0, 0]),
-    (2.5, 0.0, "token", "drop", [1.5, 0.8, 2, 2, 0.25]),
-    (1.3, 0.0, "sequence", "clip", [1.2, 1.2, 1.3, 1.3, 0.25]),
-    (3.0, 0.0, "sequence", "drop", [1.2, 1.2, 0, 0, 0.25]),
-    (5.0, 0.5, "sequence", "drop", [1.2, 1.2, 4, 4, 0])])
-def test_weights_of_tokens_and_of_responses(cap, floor, level, outside, want):
-    p, q, mask = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64), torch.tensor(SAMPLED)
-    p[~mask] = torch.nan  # what stands there has no say
-    mb = dict(old_logprobs=p.log().requires_grad_(), sampler_logprobs=q.log(), response_mask=mask)
-    weights = importance_weights(mb, cap, floor, level, outside)
-    assert not weights.requires_grad
-    assert torch.allclose(weights[mask], torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-
-
-def test_weights_of_a_long_response_do_not_overflow():
-    mb = dict(old_logprobs=torch.full((1, 4000), -0.1), sampler_logprobs=torch.full((1, 4000), -1.0),
-              response_mask=torch.ones(1, 4000, dtype=torch.bool))
-    assert (importance_weights(mb, 2.0, 0.0, "sequence", "clip") == 2).all()
-    assert (importance_weights(mb, 2.0, 0.0, "sequence", "drop") == 0).all()
-
-
-def test_responses_that_are_left_out_as_off_policy():
-    # log(q / p): log 2 and 0 over two tokens; the third token is not the policy's
-    q, p = (torch.tensor([x], dtype=torch.float64).log() for x in ([0.5, 0.4, 0.9], [0.25, 0.4, 0.1]))
-    mask = torch.tensor([[True, True, False]])
-    for advantage, limit, want in ((-1.0, 0.3465, True), (-1.0, 0.3466, False), (1.0, 0.3465, False), (0.0, 0.1, False)):
-        assert is_off_policy(torch.full((1, 3), advantage), p, q, mask, limit).tolist() == [[want]]
-    assert not is_off_policy(torch.full((1, 3), -1.0), q, p, mask, 0.01).any()  # likelier now
-    assert not is_off_policy(torch.full((1, 3), -1.0), p, q, mask & False, 0.01).any()  # nothing was sampled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_figures_of_weights(dtype):
+    """(1.1 + 1.1 + 0.8 + 0)^2 / (1.1^2 + 1.1^2 + 0.8^2) = 2.941 of 4 tokens; 1.1 has other bits in float32."""
+    figures = figures_of_weights(torch.tensor([9.0, 1.2, 0.8, 0.0], dtype=dtype).clamp(max=1.1), 1.1)
+    assert figures == pytest.approx({"policy/importance": 0.75, "policy/importance_capped": 0.5,
+                                     "policy/effective_tokens": 9 / 3.06 / 4}, rel=1e-6)
 
 
 @pytest.mark.parametrize("probabilities, error", [

@@ -296,7 +296,7 @@ def logs(tmp_path_factory):
     short = dict(max_iters=1)
     both = dict(max_iters=2, reward_functions=rewards, importance_cap=2, roles="train=1,generate=1,score=1", staleness=1)
     runs = dict(ppo=world.ppo("out", value_init="policy", ptx_path=world.texts, **both),
-                grpo=world.grpo("out", max_refills=1, off_policy_limit=0.5, **both),
+                grpo=world.grpo("out", max_refills=1, **both),
                 sft=world.sft("out", **short), rm=world.rm("out", **short),
                 taught=world.rm("out", teacher=world.second_reward, **short),
                 ppo_one=world.ppo("out", value_init="policy", **short),

@@ -64,6 +64,18 @@ CASES = {
     "gdpo": ("gdpo", "grpo.py", GRPO | dict(
         recipe="gdpo", mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5)),
     "maxrl": ("maxrl", "grpo.py", GRPO | dict(recipe="maxrl", gone=["scale_by"], scale_by="none", num_minibatches=1)),
+    # batches of an older policy, whose tokens, or whole responses, are left out where they do not fit to the policy of now
+    "masked_importance": ("masked_importance", "ppo.py", PPO | dict(
+        recipe="masked_importance", staleness=1, importance_cap=1.2, importance_floor=0.8, importance_level="token",
+        importance_outside="drop", max_iters=3)),
+    "masked_importance, deepseek_v32": ("masked_importance,deepseek_v32", "grpo.py", GRPO | dict(
+        recipe="masked_importance", staleness=1, importance_cap=1.3, importance_floor=0.5, importance_level="sequence",
+        importance_outside="drop", off_policy_limit=0.02, kl_correction=True, max_iters=3, num_minibatches=1, gaps=True,
+        max_new_tokens=8)),
+    "deepseek_v32": ("deepseek_v32", "grpo.py", GRPO | dict(  # the ratio of the KL is each token's, also where the clip's is not
+        importance="sequence", cliprange=0.02, cliprange_high=0.05, kl_estimator="k1", kl_correction=True,
+        off_policy_limit=0.0, truncated="mask", aggregation="seq-mean-token-mean", batch_size=8, group_size=4,
+        num_minibatches=3, seed=1)),
     "turn_credit": ("turn_credit", "grpo.py", GRPO | dict(
         recipe="turn_credit", turns=True, max_turns=4, mix=[(0.7, "environment"), (0.5, "letters")], missing_eos_penalty=0.3,
         batch_size=12, group_size=4, max_new_tokens=14, max_iters=3)),
@@ -79,6 +91,8 @@ BRANCHES = {
     "kl_penalty": ["penalty up", "penalty down"],
     "dppo": ["risen", "fallen"],
     "dppo, grpo": ["risen", "fallen"],
+    "masked_importance": ["dropped"],
+    "masked_importance, deepseek_v32": ["dropped", "left out, off-policy", "gap"],
     "turn_credit": ["turn alone", "turn of some", "turn credited"],
 }
 
@@ -103,9 +117,9 @@ def runs(tmp_path_factory, request):
     for name in asked & CASES.keys():
         recipe, script, keys = CASES[name]
         home = f"{folder}/home of {name}"
-        scripts, _ = fork.fork(recipe, home, ["foreign_rewards", "ptx", "environment"])
+        scripts, _ = fork.fork(recipe, home, ["foreign_rewards", "ptx", "environment", "roles", "ema"])
         new = next(new for new, old in scripts.items() if old == script)
-        code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"
+        code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}" + (test_by_hand.GAPS if keys["gaps"] else "")
         arguments = [argument.replace("HOME", home) for argument in command(world, script, keys)]
         cases[f"{name}, whole"] = [one_run(f"{home}/{new}", *[(arguments, code)] * 2)]
         cases[f"{name}, stopped"] = [one_run(f"{home}/{new}", *[(arguments, code + more)] * 2) for more in (tiny.stops(1), "")]
@@ -148,7 +162,12 @@ def test_another_kl_coef_counts_and_then_what_it_was_adapted_to(tmp_path):
 @pytest.mark.parametrize("recipe, script, keys, words", [
     ("dual_clip", "grpo", dict(dual_clip=1.0), ["dual_clip = 1.0", "> 1"]),
     ("dual_clip", "grpo", dict(loss_type="cispo"), ["dual_clip", "loss_type = 'clip'"]),
-    ("target_kl", "ppo", dict(staleness=1), ["target_kl", "staleness", "--importance_cap=2"])])
+    ("target_kl", "ppo", dict(staleness=1), ["target_kl", "staleness", "--importance_cap=2"]),
+    ("masked_importance", "ppo", dict(importance_cap=0.0), ["importance_cap = 0.0", "> 0"]),
+    ("masked_importance", "grpo", dict(importance_cap=0.4, importance_floor=0.5), ["importance_floor = 0.5", "0.4"]),
+    ("deepseek_v32", "grpo", dict(kl_in="reward"), ["kl_correction", "--kl_correction=False"]),
+    ("deepseek_v32", "grpo", dict(kl_estimator="k2"), ["kl_correction", "--kl_correction=False"]),
+    ("deepseek_v32", "grpo", dict(kl_estimator="k1", kl_correction=False, reward_functions="length"), ["--kl_estimator=k2"])])
 def test_what_does_not_go_with_a_recipe_is_one_line(tmp_path, recipe, script, keys, words):
     world, home = tiny.World(str(tmp_path)), f"{tmp_path}/home"
     fork.fork(recipe, home, [])
@@ -159,12 +178,14 @@ def test_what_does_not_go_with_a_recipe_is_one_line(tmp_path, recipe, script, ke
     assert result["codes"] == [2] and said.count("\n") == 1 and all(word in said for word in words), result
 
 
-def functions_of(recipe, *names):
-    """Functions that a recipe adds to ppo.py."""
-    (_, _, hunks), = fork.read_recipe(recipe)[1]
-    tree = ast.parse(fork.apply(hunks, fork.read(f"{ROOT}/ppo.py"), recipe))
+def functions_of(recipe, *names, **keys):
+    """Functions that a recipe adds to the first file that it names; keys: of the script, that they read."""
+    old, _, hunks = fork.read_recipe(recipe)[1][0]
+    new_file = old == "/dev/null"
+    source = "".join(f"{line[1:]}\n" for line in hunks[0]) if new_file else fork.apply(hunks, fork.read(f"{ROOT}/{old}"), recipe)
+    tree = ast.parse(source)
     tree.body = [node for node in tree.body if getattr(node, "name", "") in names or "KL_HORIZON" in ast.unparse(node)[:10]]
-    found = {}
+    found = dict(torch=torch, **keys)
     exec(compile(tree, recipe, "exec"), found)
     return [found[name] for name in names]
 
@@ -190,6 +211,55 @@ def test_a_kl_coef_that_adapts(kl, responses, factor):
     """The target is 6 nats: at most 20 % in 10,000 responses, and never more at once."""
     (adapt_kl_coef,) = functions_of("kl_controller", "adapt_kl_coef")
     assert adapt_kl_coef(0.1, kl, 6.0, responses) == pytest.approx(0.1 * factor, rel=1e-12)
+
+
+# p / q is 1.5, 0.8 in row 0, so the product 1.2; 2, 2 in row 1, behind a token that the policy did not sample; 0.25 in row 2
+Q = [[0.2, 0.5, 0.1], [0.1, 0.25, 0.2], [0.8, 0.5, 0.5]]
+P = [[0.3, 0.4, 0.9], [0.9, 0.5, 0.4], [0.2, 0.1, 0.1]]
+SAMPLED = [[True, True, False], [False, True, True], [True, False, False]]
+
+
+@pytest.mark.parametrize("cap, floor, level, outside, want", [
+    (1.3, 0.0, "token", "clip", [1.3, 0.8, 1.3, 1.3, 0.25]),
+    (1.3, 0.9, "token", "clip", [1.3, 0.9, 1.3, 1.3, 0.9]),
+    (1.3, 0.5, "token", "drop", [0, 0.8, 0, 0, 0]),
+    (2.5, 0.0, "token", "drop", [1.5, 0.8, 2, 2, 0.25]),
+    (1.3, 0.0, "sequence", "clip", [1.2, 1.2, 1.3, 1.3, 0.25]),
+    (3.0, 0.0, "sequence", "drop", [1.2, 1.2, 0, 0, 0.25]),
+    (5.0, 0.5, "sequence", "drop", [1.2, 1.2, 4, 4, 0])])
+def test_weights_of_tokens_and_of_responses(cap, floor, level, outside, want):
+    (masked_weights,) = functions_of("masked_importance", "masked_weights")
+    p, q, mask = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64), torch.tensor(SAMPLED)
+    p[~mask] = torch.nan  # what stands there has no say
+    mb = dict(old_logprobs=p.log().requires_grad_(), sampler_logprobs=q.log(), response_mask=mask)
+    weights = masked_weights(mb, cap, floor, level, outside)
+    assert not weights.requires_grad
+    assert torch.allclose(weights[mask], torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_weights_of_a_long_response_do_not_overflow():
+    (masked_weights,) = functions_of("masked_importance", "masked_weights")
+    mb = dict(old_logprobs=torch.full((1, 4000), -0.1), sampler_logprobs=torch.full((1, 4000), -1.0),
+              response_mask=torch.ones(1, 4000, dtype=torch.bool))
+    assert (masked_weights(mb, 2.0, 0.0, "sequence", "clip") == 2).all()
+    assert (masked_weights(mb, 2.0, 0.0, "sequence", "drop") == 0).all()
+
+
+def test_responses_that_are_left_out_as_off_policy():
+    # log(q / p): log 2 and 0 over two tokens; the third token is not the policy's
+    q, p = (torch.tensor([x], dtype=torch.float64).log() for x in ([0.5, 0.4, 0.9], [0.25, 0.4, 0.1]))
+    mask = torch.tensor([[True, True, False]])
+
+    def left_out(advantage, p, q, mask, limit):
+        (is_off_policy,) = functions_of("deepseek_v32", "is_off_policy", off_policy_limit=limit)
+        mb = dict(advantages=torch.full((1, 3), advantage), sampler_logprobs=q, response_mask=mask)
+        return is_off_policy(mb, p).tolist()
+
+    for advantage, limit, want in ((-1.0, 0.3465, True), (-1.0, 0.3466, False), (1.0, 0.3465, False), (0.0, 0.1, False),
+                                   (-1.0, 0.0, False)):  # 0: none is left out
+        assert left_out(advantage, p, q, mask, limit) == [[want]]
+    assert left_out(-1.0, q, p, mask, 0.01) == [[False]]  # likelier now
+    assert left_out(-1.0, p, q, mask & False, 0.01) == [[False]]  # nothing was sampled
 
 
 def test_each_recipe_is_run_and_says_what_it_is():
