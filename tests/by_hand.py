@@ -262,7 +262,8 @@ class AdamW:
             v += (1 - self.c.beta2) * (p.grad**2 - v)
             mean_m = m / (1 - self.c.beta1**self.steps)
             mean_v = v / (1 - self.c.beta2**self.steps)
-            p -= lr * self.c.weight_decay * p
+            if p.dim() > 1:  # norms and biases do not decay
+                p -= lr * self.c.weight_decay * p
             p -= lr * mean_m / (mean_v.sqrt() + self.c.adam_eps)
 
 

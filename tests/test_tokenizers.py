@@ -209,6 +209,17 @@ def test_strings_are_encoded_and_decoded_as_they_are(tokenizers, name):
             assert texts["completions"] == [completion], (prompt, completion)
 
 
+def test_a_prompt_that_is_cut_has_bos_in_front_if_it_had_it(families, tmp_path):
+    """Llama's tokenizer puts it before strings, and many templates for chats do not write it."""
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}")
+    ours = load_tokenizer(families["mistral"], str(tmp_path / "chat.jinja"))
+    rows = [dict(prompt=[user("a b c d e f g")]), dict(prompt="a b c d e f g")]
+    chat, string = (opened(ours, row["prompt"]) for row in rows)
+    found = encode_prompts(rows, "f", ours, 6, "the limit", "cut")
+    assert len(chat) > 6 < len(string) and ours.bos_ids == string[:1] != chat[:1]
+    assert [ids.tolist() for ids in found] == [chat[-6:], string[:1] + string[-5:]]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # special tokens
 
