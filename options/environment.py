@@ -207,7 +207,7 @@ class Environment:
         return between(self.tokenizer, message, ended)
 
     def before(self, prompt, turn):
-        """The prompt, if a turn of the policy continues it: the first one, or without a template."""
+        """The prompt, if this turn of the policy continues it: turn 0; all without a template."""
         return prompt if turn == 0 or not self.tokenizer.template else None
 
     def messages_of(self, ids, own, prompt=None):

@@ -187,8 +187,8 @@ def test_a_prefill(tokenizers, name):
         assert [span.strip() for span in spans(ours, ids, trained)] == ["is 3." + theirs.decode(ids[-1:])]
 
 
-BEHIND = [("Q: 1+2? A:", " 3"), ("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"), ("a", "\n\n b"), ("caf", "\u00e9 \u4f60"),
-          ("a", ""), ("a", "  "), ("", " b c")]
+BEHIND = [("Q: 1+2? A:", " 3"), ("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"), ("a", "\n\n b"),
+          ("caf", "\u00e9 \u4f60"), ("a", ""), ("a", "  "), ("", " b c")]
 
 
 @pytest.mark.parametrize("name", world.FAMILIES)
