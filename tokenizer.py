@@ -219,7 +219,7 @@ class Tokenizer:
                        return_attention_mask=False, verbose=False)["input_ids"]
 
     def encode_behind(self, texts):
-        """The ids of each of these strings as they stand behind another text, without a blank more."""
+        """The ids of each of these strings as they are behind another text: no blank is added."""
         if not self.adds_blank:
             return self.encode_texts(texts)
         return [ids[len(self.mark):] for ids in self.encode_texts([MARK + t for t in texts])]
