@@ -35,14 +35,19 @@ def encode_examples(rows, path, tokenizer, context, max_tokens=0, too_long="erro
         from options.assistant import learned_ids, say_unknown_fields
 
         say_unknown_fields(chats, path)
-    texts = iter(tokenizer.encode_texts([row[field] for row in rows for field in COMPLETED
-                                         if isinstance(row["prompt"], str)]))
+    strings = [row for row in rows if isinstance(row["prompt"], str)]
+    # a text without a prompt is in the place of the prompt
+    texts = iter(tokenizer.encode_texts([row["prompt"] or row["completion"] for row in strings]))
+    behind = iter(tokenizer.encode_behind([row["completion"] if row["prompt"] else ""
+                                           for row in strings]))
     found, at = [], at_row(rows, path)
     for number, row in enumerate(rows):
         with at(number):
             if isinstance(row["prompt"], str):
-                ids, more = tokenizer.bos_ids + next(texts), next(texts) + [tokenizer.eos_id]
-                ids, trained = ids + more, [False] * len(ids) + [True] * len(more)
+                ids, more = tokenizer.bos_ids + next(texts), next(behind) + [tokenizer.eos_id]
+                given = len(ids) if row["prompt"] else len(tokenizer.bos_ids)
+                ids += more
+                trained = [False] * given + [True] * (len(ids) - given)
             else:
                 ids, trained = learned_ids(tokenizer, row["prompt"], row["completion"])
             if row["prompt"] == "":  # nothing predicts a text's first token

@@ -56,4 +56,4 @@ lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on th
 # adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'
 optim = "adamw"  # adamw, adamw8bit or adafactor
 quantize = "none"  # 4bit: the frozen model under lora, by bitsandbytes [none | 4bit]
-weight_decay = 0.0  # of the optimizers [>= 0]
+weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]

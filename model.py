@@ -65,10 +65,7 @@ class Model(nn.Module):
         trunk = self.hf.base_model if self.compiled is None else self.compiled
         for layer in self.recomputed:
             layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        states = trunk(tokens, use_cache=False).last_hidden_state
-        for layer in self.recomputed:
-            layer.training = False
-        return states
+        return trunk(tokens, use_cache=False).last_hidden_state
 
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
@@ -168,7 +165,10 @@ class Model(nn.Module):
         enable(settings)
         # transformers does it where a layer's flag `training` is set. `states` sets the flag of
         # the layers alone: in the modules inside them it would switch dropout on
-        self.recomputed = self.layers()
+        self.recomputed = [m for m in self.layers() if getattr(m, "gradient_checkpointing", False)]
+        for layer in self.recomputed:
+            layer._gradient_checkpointing_func = without_dropout(
+                layer, layer._gradient_checkpointing_func)
 
     def owner(self):
         """The Model that has the trunk: this one; see trunk.py for other cases."""
@@ -284,6 +284,19 @@ def in_full(p):
     from options.four_bits import rounded
 
     return rounded(p)
+
+
+def without_dropout(layer, checkpointed):
+    """
+    The function `checkpointed`, by which transformers runs a layer that is computed again; but it
+    takes back the layer's flag `training` first, for some layers have dropout of their own (OPT,
+    Falcon).
+    """
+    def run(*args):
+        layer.training = False
+        return checkpointed(*args)
+
+    return run
 
 
 def freeze(model):

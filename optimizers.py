@@ -22,6 +22,11 @@ def make_optimizer(model, name, system, lr, betas, eps):
     name: of the model in the keys, policy, value or reward.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(params=parameters)]
+    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
+        matrices, vectors = ([p for p in parameters if (p.dim() < 2) == flat]
+                             for flat in (False, True))
+        groups = [dict(params=matrices)] + [dict(params=vectors, weight_decay=0.0)] * bool(vectors)
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay, fused=True)
     scale = 1.0  # a factor of the learning rate
@@ -33,9 +38,9 @@ def make_optimizer(model, name, system, lr, betas, eps):
     if system.zero_stage or system.offload:
         from options.shards import optimizer_of
 
-        optimizer = optimizer_of(model, name, system, parameters, kind, settings)
+        optimizer = optimizer_of(model, name, system, groups, kind, settings)
     else:
-        optimizer = kind(parameters, **settings)
+        optimizer = kind(groups, **settings)
     optimizer.scale = scale
     return optimizer
 

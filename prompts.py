@@ -65,9 +65,13 @@ def encode_prompts(rows, path, tokenizer, longest, limit_name, too_long="error")
                 raise BadInput("the prompt encodes to no token at all")
     kept = rows_that_fit(rows, path, list(map(len, found)), longest, limit_name, too_long)
     keep_rows(rows, kept)
-    bos = tokenizer.bos_ids if longest > len(tokenizer.bos_ids) else []
-    return [array("i", ids if len(ids) <= longest else bos + ids[len(ids) - longest + len(bos):])
-            for ids in (found[number] for number in kept)]
+    bos, cut = tokenizer.bos_ids, []
+    for ids in (found[number] for number in kept):
+        # strings have BOS, and chats if their template writes it
+        front = bos if len(bos) < longest and ids[:len(bos)] == bos else []
+        ids = ids if len(ids) <= longest else front + ids[len(ids) - longest + len(front):]
+        cut.append(array("i", ids))
+    return cut
 
 
 def say_special_tokens(rows, fields, tokenizer, path):
@@ -154,7 +158,8 @@ def batch_rows(seed, iteration, batch_size, n):
 
 def iterations(max_iters, epochs, n, batch_size):
     """max_iters; or, with epochs > 0, the iterations of batch_size rows that the epochs take."""
-    return math.ceil(epochs * n / batch_size) if epochs else max_iters
+    # rounded, because 1.1 * 50 is a little above 55
+    return math.ceil(round(epochs * n / batch_size, 6)) if epochs else max_iters
 
 
 def hashed_row(n, *key):

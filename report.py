@@ -119,7 +119,7 @@ def samples_of(batch, rows, row_numbers, tokenizer, iteration, reward_names):
     for i, number in enumerate(row_numbers):
         mask = batch["response_mask"][i]  # (R,)
         scores = {name: x[i] for name, x in columns.items()}
-        texts = texts_of([], {name: batch[name][i:i + 1] for name in (
+        texts = texts_of([(rows[number], ())], {name: batch[name][i:i + 1] for name in (
             "tokens", "attention_mask", "response_mask")}, tokenizer)
         samples.append(dict(
             iteration=iteration, row=number, prompt=rows[number]["prompt"],

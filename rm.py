@@ -168,7 +168,10 @@ def scores_of(groups, k, model):
     tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
     with precision:
         scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
-    return scores[:len(groups) * k].view(-1, k)
+    scores = scores[:len(groups) * k].view(-1, k)
+    # of two equal texts rounding may make one score higher; it is a tie
+    alike = torch.tensor([group[0] == group[-1] for group in groups], dtype=torch.bool)  # (b,)
+    return torch.where(alike.to(device)[:, None], scores[:, :1], scores)
 
 
 def all_scores(groups, model):
@@ -202,17 +205,22 @@ if teacher:
     weights = {"loss/score": score_coef, "loss/preference": preference_coef}
 
 
+def right(scores):
+    """(n,): whether the chosen one of each pair scores higher, scores (n, 2); a tie counts half."""
+    chosen, rejected = scores.unbind(1)  # (n,) each
+    return (chosen > rejected).double() + 0.5 * (chosen == rejected)
+
+
 def judge(scores):
     """
     Metrics of scores (n, 2) of the held-out pairs. loss: without margins, smoothing and centring.
-    accuracy: the share of the pairs in which the chosen one scores higher; a tie counts half.
+    accuracy: the share of the pairs in which the chosen one scores higher, see `right`.
     calibration_error: the distance from the truth of sigmoid(difference of the scores), the
     probability that the chosen one is better.
     """
     chosen, rejected = scores.unbind(1)  # (n,) each
-    right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
     return {"eval/loss": preference_loss(chosen, rejected).mean().item(),
-            "eval/accuracy": right.mean().item(),
+            "eval/accuracy": right(scores).mean().item(),
             "eval/calibration_error": calibration_error((chosen - rejected).sigmoid())}
 
 
@@ -266,8 +274,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         losses = losses_of(scores, targets.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()
-        right = {"train/accuracy": scores[:, 0] > scores[:, 1]} if k == 2 else {}
-        for name, x in (losses | right).items():
+        figures = losses | ({"train/accuracy": right(scores)} if k == 2 else {})
+        for name, x in figures.items():
             before, count = sums.get(name, (0.0, 0))
             sums[name] = [before + x.sum().item(), count + len(part)]
 

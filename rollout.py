@@ -400,12 +400,13 @@ def texts_of(wanted, part, tokenizer):
     tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
     texts = dict(rows=[one[0] for one in wanted],
                  prompts=[tokenizer.decode(one[1]) for one in wanted],
-                 completions=[tokenizer.decode_response(ids[m].tolist())
-                              for ids, m in zip(tokens, mask, strict=True)])
+                 completions=[tokenizer.decode_response(ids[m].tolist(), row["prompt"])
+                              for (row, _), ids, m in zip(wanted, tokens, mask, strict=True)])
     if tokenizer.messages_of:
         is_text = part["attention_mask"][:, -R:].cpu()
-        texts["dialogues"] = [tokenizer.messages_of(ids[t].tolist(), m[t].tolist())
-                              for ids, m, t in zip(tokens, mask, is_text, strict=True)]
+        texts["dialogues"] = [
+            tokenizer.messages_of(ids[t].tolist(), m[t].tolist(), row["prompt"])
+            for (row, _), ids, m, t in zip(wanted, tokens, mask, is_text, strict=True)]
         texts["completions"] = [messages[-1]["content"] for messages in texts["dialogues"]]
     return texts
 

@@ -22,6 +22,7 @@ from folders import CONFIGS, data_alone, model_folders, read_json, read_text
 
 # files with a tokenizer's vocabulary; one of them must be there
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+MARK = "\x01"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -185,6 +186,10 @@ class Tokenizer:
         text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
         found = [n for n in range(len(ids)) if ids[n:n + len(text)] == text]
         self.bos_ids = ids[:min(found, default=0)]
+        # SentencePiece puts a blank in front of a text, and takes one away from the text of ids;
+        # not so behind a mark: a character that it never joins with the next ones
+        self.mark = self.encode_texts([MARK])[0]
+        self.adds_blank = self.text_of(self.mark + self.encode_texts(["a"])[0]) == f"{MARK} a"
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.skipped_id, self.stop_strings, self.generation_config = None, [], {}
@@ -212,6 +217,12 @@ class Tokenizer:
             return []
         return self.hf(list(texts), add_special_tokens=False, split_special_tokens=True,
                        return_attention_mask=False, verbose=False)["input_ids"]
+
+    def encode_behind(self, texts):
+        """The ids of each of these strings as they are behind another text: no blank is added."""
+        if not self.adds_blank:
+            return self.encode_texts(texts)
+        return [ids[len(self.mark):] for ids in self.encode_texts([MARK + t for t in texts])]
 
     def encode_prompts(self, prompts, at=contextlib.nullcontext):
         """
@@ -263,14 +274,25 @@ class Tokenizer:
         # such as Llama 3's
         return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
-    def decode(self, ids):
-        """The text of ids without padding and ends. An end that is text (a line break) stays."""
+    def decode(self, ids, behind=False):
+        """
+        The text of ids without padding and ends. An end that is text (a line break) stays. behind:
+        the text continues another one; then its first blank stays, too.
+        """
         unseen = {self.eos_id, self.pad_id, *self.eos_ids.intersection(self.specials.values())}
-        return self.text_of([i for i in ids if i not in unseen])
+        kept = [i for i in ids if i not in unseen]
+        if behind and self.adds_blank:
+            return self.text_of(self.mark + kept)[1:]
+        return self.text_of(kept)
 
-    def decode_response(self, ids):
-        """The text of a response, cut right behind its first stop string, if it has one."""
-        text = self.decode(ids)
+    def decode_response(self, ids, prompt=None):
+        """
+        The text of a response, cut right behind its first stop string, if it has one. prompt: the
+        data's; the response continues it, if it is a string or ends with the assistant. In a new
+        turn of a chat a first blank is the template's.
+        """
+        continues = prompt and (isinstance(prompt, str) or prompt[-1]["role"] == "assistant")
+        text = self.decode(ids, behind=bool(continues))
         ends = [text.index(s) + len(s) for s in self.stop_strings if s in text]
         return text[:min(ends, default=len(text))]
 

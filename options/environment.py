@@ -102,7 +102,7 @@ class Environment:
                 paid[i] += [0.0] * count
                 logprobs[i] += old[n][:count]
                 if batch["finished"][n]:  # else nobody knows what it would have said
-                    text = tokenizer.decode_response(new)
+                    text = tokenizer.decode_response(new, self.before(rows[i]["prompt"], turn))
                     dialogues[i] = joined(dialogues[i], [dict(role="assistant", content=text)])
                     asked.append(i)
             replies = self.ask([dialogues[i] for i in asked], [rows[i] for i in asked], [
@@ -200,10 +200,15 @@ class Environment:
         """
         return between(self.tokenizer, message, ended)
 
-    def messages_of(self, ids, own):
+    def before(self, prompt, turn):
+        """The prompt, if this turn of the policy continues it: turn 0; all without a template."""
+        return prompt if turn == 0 or not self.tokenizer.template else None
+
+    def messages_of(self, ids, own, prompt=None):
         """
         The messages of a response, from its ids and which of them the policy sampled: lists of
         equal length. What the environment said is what stands between the marks of the template.
+        prompt: the data's.
         """
         messages, start = [], 0
         for n in range(1, len(ids) + 1):
@@ -211,10 +216,12 @@ class Environment:
                 continue
             part = ids[start:n]
             if own[start]:
-                text = self.tokenizer.decode_response(part)
+                text = self.tokenizer.decode_response(part, self.before(prompt, len(messages)))
                 messages.append(dict(role="assistant", content=text))
             else:
-                messages.append(self.unframed(self.tokenizer.text_of(part)))
+                whole = self.tokenizer.template  # its marks are a part of the text
+                messages.append(self.unframed(self.tokenizer.text_of(part) if whole else
+                                              self.tokenizer.decode(part, behind=True)))
             start = n
         return messages
 
@@ -262,7 +269,7 @@ def between(tokenizer, message, ended=True):
     one begins; see Environment.between. Without a template they are those of the content.
     """
     if not tokenizer.template:
-        return [tokenizer.eos_id] * (not ended) + tokenizer.encode_texts([message["content"]])[0]
+        return [tokenizer.eos_id] * (not ended) + tokenizer.encode_behind([message["content"]])[0]
     before = chat_ids(tokenizer, ASKED)
     ends = [n for n, i in enumerate(before) if i in tokenizer.turn_ends]
     if not ends:

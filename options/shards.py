@@ -335,8 +335,11 @@ class Shards:
 # optimizers, and their states in checkpoints
 
 
-def optimizer_of(model, name, system, parameters, kind, settings):
-    """An optimizer of this class and settings: split at stage 1, or with its states on the CPU."""
+def optimizer_of(model, name, system, groups, kind, settings):
+    """
+    An optimizer of these groups of parameters, of this class and settings: split at stage 1, or
+    with its states on the CPU.
+    """
     is_head = model.base is not None and not model.adapters
     stage, offload = stage_of(system, name), offload_of(system, name, True, is_head)
     if offload == "optimizer":
@@ -344,11 +347,11 @@ def optimizer_of(model, name, system, parameters, kind, settings):
     if stage == 1 and parallel.rank_and_size()[1] > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(parameters, kind, process_group=parallel.group, **settings)
-    split_ones = [p for p in parameters if is_shard(p)]
-    whole_ones = [p for p in parameters if not is_shard(p)]
-    # two groups, because a fused kernel cannot take shards and whole tensors together
-    return kind([dict(params=group) for group in (split_ones, whole_ones) if group], **settings)
+        return ZeroRedundancyOptimizer(groups, kind, process_group=parallel.group, **settings)
+    # a fused kernel cannot take shards and whole tensors together
+    groups = [group | dict(params=[p for p in group["params"] if is_shard(p) == split])
+              for group in groups for split in (True, False)]
+    return kind([group for group in groups if group["params"]], **settings)
 
 
 class OffloadedAdamW(torch.optim.AdamW):

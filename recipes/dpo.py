@@ -175,7 +175,10 @@ def rewards_of(log_ratio, pairs):
     number = torch.arange(len(lengths), device=log_ratio.device)
     owner = number.repeat_interleave(lengths)  # (n,): the completion of each token
     sums = log_ratio.new_zeros(len(lengths)).index_add(0, owner, log_ratio)
-    return (beta * sums).view(-1, 2).unbind(1)
+    chosen, rejected = (beta * sums).view(-1, 2).unbind(1)
+    # of two equal texts rounding may make one reward higher; it is a tie
+    alike = torch.tensor([one == other for one, other in pairs], dtype=torch.bool)  # (b,)
+    return chosen, torch.where(alike.to(chosen.device), chosen, rejected)
 
 
 def add_up(sums, prefix, losses, chosen, rejected):

@@ -262,7 +262,8 @@ class AdamW:
             v += (1 - self.c.beta2) * (p.grad**2 - v)
             mean_m = m / (1 - self.c.beta1**self.steps)
             mean_v = v / (1 - self.c.beta2**self.steps)
-            p -= lr * self.c.weight_decay * p
+            if p.dim() > 1:  # norms and biases do not decay
+                p -= lr * self.c.weight_decay * p
             p -= lr * mean_m / (mean_v.sqrt() + self.c.adam_eps)
 
 
@@ -1190,7 +1191,7 @@ def rm(c, data):
                 p = 1 / (1 + math.exp(theirs[1] - theirs[0]))
                 q = 1 / (1 + torch.exp(ours[1] - ours[0]))
                 entropies.append(-p * torch.log(q) - (1 - p) * torch.log(1 - q))
-                hits.append(float(ours[0] > ours[1]))
+                hits.append(0.5 if ours[0] == ours[1] else float(ours[0] > ours[1]))
         return distances, entropies, hits
 
     def compare(pairs, margin=0.0, smoothing=0.0, sure=False):
@@ -1262,7 +1263,7 @@ def rm(c, data):
         return (sum(losses) + c.centre_coef * sum(squares)) / len(losses), {
             "loss/preference": mean([x.item() for x in losses]),
             "loss/centring": mean([x.item() for x in squares]),
-            "train/accuracy": mean([float(p > 0.5) for p in chances])}
+            "train/accuracy": mean([hit(p) for p in chances])}
 
     log = train(c, adam, "reward_model", evaluate, learn, len(data.train), seen)
     zero = ([(row, "completion") for row in data.demonstrations or ()] or

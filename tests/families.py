@@ -27,6 +27,9 @@ VARIANTS = {
                                 residual_multiplier=0.5)),
     "phi3-longrope": ("phi3", dict(_base, num_key_value_heads=2, original_max_position_embeddings=12, rope_parameters=dict(
         rope_type="longrope", rope_theta=500.0, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.5, 4.0, 9.0, 16.0]))),
+    "opt-dropout": ("opt", dict(_base, ffn_dim=56, word_embed_proj_dim=32, dropout=0.4)),  # in the layer's own forward
+    "falcon-dropout": ("falcon", dict(_base, hidden_dropout=0.4, attention_dropout=0.4, new_decoder_architecture=False,
+                                      parallel_attn=False)),  # the same, from the config
     "mixtral": ("mixtral", dict(_base, num_key_value_heads=2, num_local_experts=4)),
 }
 NO_CLASSIFIER = ("cohere", "granite")

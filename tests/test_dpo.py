@@ -120,3 +120,13 @@ def test_a_pair_that_is_too_long_is_dropped_as_a_whole(world, tmp_path):
     run, = forked(str(tmp_path), {"dropped": [one_run("recipes/dpo.py", world.dpo(
         "out", train_path=f"{tmp_path}/long.jsonl", too_long="drop", max_iters=1))]})["dropped"]
     assert run["codes"] == [0] and "\n1 pairs, " in run["stdout"][0], run
+
+
+def test_equal_texts_are_a_tie(world, tmp_path):
+    """When the policy has moved, too, and the two have last bits of their own."""
+    ties = [dict(prompt=f"{i}=", chosen=f"{i}" * (1 + i % 4), rejected=f"{i}" * (1 + i % 4)) for i in range(20)]
+    jsonl(tmp_path / "ties.jsonl", ties)
+    runs = forked(str(tmp_path), {"ties": [one_run("recipes/dpo.py", world.dpo(
+        "out", val_path=f"{tmp_path}/ties.jsonl", eval_size=0, dtype="float64", micro_batch_size=3))]}).succeeded()
+    last = runs.log("ties")[-1]
+    assert last["eval/accuracy"] == 0.5 and last["eval/chosen_reward"] == last["eval/rejected_reward"] != 0

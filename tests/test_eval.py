@@ -8,6 +8,8 @@ import shutil
 import statistics
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import tiny
 from tiny import arguments, forked, one_run
@@ -100,6 +102,11 @@ def done(tmp_path_factory):
             f.write("{}")
     os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
 
+    shutil.copytree(world.policy, f"{world.root}/near")  # a policy that often says the same
+    weights, generator = tiny.read_weights(world.policy), torch.Generator().manual_seed(0)
+    save_file({n: t + 0.02 * torch.randn(t.shape, generator=generator) for n, t in weights.items()},
+              f"{world.root}/near/model.safetensors", metadata=dict(format="pt"))
+
     for name, length in (("short", 3), ("longer", 6), ("moved", 5)):  # policies of runs; of the last one the card alone is left
         shutil.copytree(world.policy, f"{folder}/runs/{name}/policy")
         with open(f"{folder}/runs/{name}/{'policy/README.md' if name == 'moved' else 'config.json'}", "w") as f:
@@ -132,6 +139,8 @@ def done(tmp_path_factory):
     cases["tasks"] = call(2, prompts_path=f"{folder}/tasks.jsonl", by="task", reward_path="")
     cases["other"] = call(policies=f"{world.policy},{world.qwen}", reward_functions=world.rule("letters"), reward_path="",
                            right_by="letters")
+    cases["near"] = call(policies=f"{world.policy},{world.root}/near", prompts_path=world.rl_train, samples=4, batch_size=7,
+                         micro_batch_size=5)
     results = forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
     first, again = results["one"]  # the same once more replaces its files
     assert first["codes"] == again["codes"] == [0], again
@@ -247,6 +256,18 @@ def test_a_policy_against_itself_is_a_tie(done):
     duel, = read(done[0], "one")[0]["win_rates"]
     assert (duel["win_rate"], duel["error"]) == (0.5, 0)
     assert (duel["by"], duel["responses"], duel["prompts"]) == ("scores", "sampled", 12)
+
+
+def test_equal_responses_of_two_policies_are_a_tie(done):
+    """A reward model's last bits depend on the texts beside a text."""
+    scores, writers = {}, {}
+    for r in read(done[0], "near")[1]:
+        said = r["row"], r["text"], r["finished"], r["length"]
+        assert scores.setdefault(said, r["scores"]) == r["scores"], r
+        assert r["scores"]["scores"] == pytest.approx(2 * r["scores"]["reward/letters"] + r["scores"]["reward/length"]
+                                                      + r["scores"]["reward/reward_model"])
+        writers.setdefault(said, set()).add(r["policy"])
+    assert sum(len(names) == 2 for names in writers.values()) > 20
 
 
 def test_a_policy_against_another_one(done):

@@ -1,5 +1,6 @@
 """How given rows become examples: rows that are too long, several files, and the keys that say which."""
 import json
+import math
 import re
 
 import pytest
@@ -64,12 +65,14 @@ def runs(world, tmp_path_factory):
     (folder / "numbers.json").write_text(json.dumps([dict(q=f"{i}+{i}=", a=2 * i) for i in range(1, 60)]))
     jsonl(folder / "more.jsonl", [dict(prompt="a long prompt, of 30 letters: ", answer="1"),
                                   *(dict(prompt=f"{i}=", answer=i) for i in range(9))])
+    jsonl(folder / "ties.jsonl", [dict(prompt=f"{i}", chosen="ab", rejected="ab") for i in range(9)])
     mix = f"{world.sft_train},0.25*{world.sft_val}"
     sft = dict(eval_size=0, init_from=world.policy, train_path=mix)
     jobs = {
         "mix": ("sft", sft | dict(val_path="", epochs=0.5, max_iters=99)),
         "drop": ("sft", sft | dict(max_tokens=10, too_long="drop")),
         "rm": ("rm", dict(val_path="", demonstrations_path="", epochs=1)),
+        "ties": ("rm", dict(train_path=f"{folder}/ties.jsonl", val_path=f"{folder}/ties.jsonl", max_iters=1)),
         "ppo": ("ppo", dict(prompts_path=f"{folder}/numbers.json", fields="q>prompt,a>answer", eval_path="", epochs=0.2,
                             reward_functions="accuracy", value_init="policy", max_prompt_tokens=5, too_long="drop")),
         "grpo": ("grpo", dict(prompts_path=f"{world.rl_train},2*{folder}/more.jsonl", eval_path="", max_prompt_tokens=6,
@@ -96,6 +99,12 @@ def test_reward_models_without_held_out_pairs_and_demonstrations(runs):
     with open(f"{runs.out('rm')}/reward_model/config.json") as f:
         assert json.load(f)["score_shift"] != 0
     assert "eval/loss" not in runs.log("rm")[0]
+
+
+def test_a_tie_is_half_right(runs):
+    first = runs.log("ties")[0]
+    assert first["train/accuracy"] == first["eval/accuracy"] == 0.5 and abs(first["loss/preference"] - math.log(2)) < 1e-12
+    assert "in 9 pairs" in runs["ties"][0]["stdout"][0]
 
 
 def test_prompts_with_other_names_and_no_evaluation(runs):

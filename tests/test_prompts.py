@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from options.refill import other_row
-from prompts import batch_rows, my_micro_batches, spread
+from prompts import batch_rows, iterations, my_micro_batches, spread
 
 
 @pytest.mark.parametrize("sizes, weights, batch_size", [
@@ -46,6 +46,13 @@ def test_an_evaluation_takes_rows_from_all_over_a_sorted_file(n, size):
             assert abs(share - len(rows) * (end - first) / max(n, 1)) < 2
         seen.update(rows)
     assert all(0 <= row < n for row in seen) and (len(seen) == n or n > 20 * size > 0 or len(seen) > 0.9 * n)
+
+
+def test_epochs_in_iterations():
+    """The fewest batches that have all rows, in whole numbers: 11 tenths of 50 rows are 55, though 1.1 * 50 is above 55."""
+    for tenths, n, batch_size in itertools.product(range(1, 35), (1, 3, 10, 50, 90, 170, 7473), (1, 2, 5, 16)):
+        assert iterations(7, tenths / 10, n, batch_size) == -(-tenths * n // (10 * batch_size)), (tenths, n, batch_size)
+    assert iterations(7, 0.0, 50, 5) == 7
 
 
 def test_micro_batches_by_enumeration():

@@ -11,6 +11,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from examples import encode_examples, encode_scored
 from prompts import encode_prompts
 from answers import whole_responses
+from rollout import texts_of
 from tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
 from errors import BadInput
 from completions import sft_row
@@ -183,6 +185,39 @@ def test_a_prefill(tokenizers, name):
         assert ids == theirs.apply_chat_template(whole, return_dict=False)[:len(ids)] and ids[-1] in ours.eos_ids
         # transformers drops a blank at the beginning of a text, if the tokenizer is in SentencePiece's manner
         assert [span.strip() for span in spans(ours, ids, trained)] == ["is 3." + theirs.decode(ids[-1:])]
+
+
+BEHIND = [("Q: 1+2? A:", " 3"), ("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"), ("a", "\n\n b"),
+          ("caf", "\u00e9 \u4f60"), ("a", ""), ("a", "  "), ("", " b c")]
+
+
+@pytest.mark.parametrize("name", world.FAMILIES)
+def test_strings_are_encoded_and_decoded_as_they_are(tokenizers, name):
+    """A completion stands right behind its prompt. SentencePiece puts a blank in front of a text, and takes one away from it."""
+    ours = tokenizers[name][0]
+    for prompt, completion in BEHIND:
+        ids, trained = encoded(ours, prompt, completion)
+        start, own = len(ours.encode_prompts([prompt])[0]), [i for i, one in zip(ids, trained, strict=True) if one]
+        assert ours.decode(ids[len(ours.bos_ids):]) == prompt + completion and ids[-1] == ours.eos_id
+        if prompt == "":  # a text of its own, as transformers has it
+            assert ids[:-1] == tokenizers[name][1].encode(completion)
+            continue
+        assert own == ids[start:] and ids[:start] == ours.encode_prompts([prompt])[0]
+        part = dict(response_mask=torch.ones(1, len(own), dtype=torch.bool), tokens=torch.tensor([ids]))
+        for asked in (prompt, [user("?"), assistant(prompt)]):
+            texts = texts_of([(dict(prompt=asked), ids[:start])], part, ours)
+            assert texts["completions"] == [completion], (prompt, completion)
+
+
+def test_a_prompt_that_is_cut_has_bos_in_front_if_it_had_it(families, tmp_path):
+    """Llama's tokenizer puts it before strings, and many templates for chats do not write it."""
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}")
+    ours = load_tokenizer(families["mistral"], str(tmp_path / "chat.jinja"))
+    rows = [dict(prompt=[user("a b c d e f g")]), dict(prompt="a b c d e f g")]
+    chat, string = (opened(ours, row["prompt"]) for row in rows)
+    found = encode_prompts(rows, "f", ours, 6, "the limit", "cut")
+    assert len(chat) > 6 < len(string) and ours.bos_ids == string[:1] != chat[:1]
+    assert [ids.tolist() for ids in found] == [chat[-6:], string[:1] + string[-5:]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

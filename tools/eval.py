@@ -195,6 +195,19 @@ records = [record for source in range(world_size)
            for record in together.from_rank(lambda: records, source)]
 records.sort(key=lambda r: (names.index(r["policy"]), r["mode"], r["row"], r["sample"]))
 
+# equal responses to a prompt are a tie: a model gives all of them the score of the first one, for
+# the last bits of its scores depend on the responses beside them
+known = {}
+for record in records:
+    said = json.dumps([record.get(name) for name in (
+        "row", "text", "messages", "finished", "length")])
+    scores = record["scores"]
+    for name in (f"reward/{name}" for _, name, function in terms if function is None):
+        scores[name] = known.setdefault((said, name), scores[name])
+    if "scores" in scores:
+        scores["scores"] = sum(weight * scores[f"reward/{name}"] for weight, name, _ in terms
+                               if f"reward/{name}" in scores)
+
 # --------------------------------------------------------------------------------------------------
 # figures: each is a mean over the prompts, of one number a prompt
 

@@ -161,7 +161,8 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
 
 batch, tokenizer, mask = names["batch"], names["tokenizer"], names["batch"]["response_mask"]
 responses = batch["tokens"][:, -mask.shape[1]:]  # (B, R)
-texts = rollout.texts_of([], batch, tokenizer)
+asked = [(names["train_rows"][i], ()) for i in batch["prompt"].tolist()]
+texts = rollout.texts_of(asked, batch, tokenizer)
 texts = [report.answer_of(dict(messages=messages)) for messages in texts["dialogues"]] \
     if "dialogues" in texts else texts["completions"]
 tensors = dict(policy=batch["old_logprobs"])  # column -> (B, R)
