@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 
 from errors import BadConfig, Lost, Stop
 from folders import read_json
-from load import refill
+from load import fill_model
 from model import in_full
 from optimizers import fill_optimizer, optimizer_tensors
 from parallel import rank_and_size, whole
@@ -41,7 +41,8 @@ from report import LOG_FILES, cut_log
 from together import alone, patience, together
 
 FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
-MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # the disk itself is well
+# of a damaged folder; other errors are the disk's, and stop the run
+MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
 
 
 # --------------------------------------------------------------------------------------------------
@@ -75,9 +76,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
             write_tensors(folder, "ema", average.tensors())
         if batches:
             write_tensors(folder, "batches", batches)
-        alone(partial(close, folder))
+        alone(partial(write_the_rest, folder))
 
-    def close(folder):
+    def write_the_rest(folder):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
         for file in (os.path.join(out_dir, name) for name in LOG_FILES):
@@ -86,7 +87,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, ke
         write_manifest(folder)
 
     def delete_older():
-        # a checkpoint of a later iteration is damaged: otherwise the run had resumed from it
+        # one of a later iteration is damaged: otherwise the run would have resumed from it
         folders = list_checkpoints(out_dir)
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in folders:
@@ -211,7 +212,7 @@ def load_checkpoint(folder, models, optimizers, average=None):
             if model.base is not None:
                 model.fill_own(os.path.join(folder, name))
             else:
-                refill(model, os.path.join(folder, name))
+                fill_model(model, os.path.join(folder, name))
             fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
         saved = read_tensors(folder, "ema") if average else {}
         if saved:

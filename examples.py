@@ -98,7 +98,7 @@ def micro_batches_of(items, tokens_of, micro_batch_size, micro_batch_tokens=0):
     ranks get equally many, some of them empty. tokens_of: a function, the tokens of an item.
     """
     lengths = [tokens_of(item) for item in items]
-    parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens)
+    parts = parallel.deal_rows(lengths, micro_batch_size, micro_batch_tokens)
     for number, part in enumerate(parts, 1):
         status.show(f"micro-batch {number} of {len(parts)}")
         yield [items[i] for i in part]

@@ -106,12 +106,6 @@ def choose_kernels(deterministic):
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def begin_thread(device):
-    """For a thread that computes: it begins on GPU 0, but must use this rank's GPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def join(rank, world_size, device, timeout, bound=True):
     """
     A collective: make the group of all ranks. Raises Lost, or BadInput for a bad WORLD_SIZE. bound:

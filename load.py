@@ -221,8 +221,8 @@ def probe(model):
         logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
         cache.batch_select_indices(torch.tensor([1], device=device))
         for t in (5, 6):
-            logits += model.next_logits(tokens[1:, t:t + 1], cache, mask[1:, :t + 1],
-                                        positions[1:, t:t + 1])  # (1, V)
+            logits.append(model.next_logits(tokens[1:, t:t + 1], cache, mask[1:, :t + 1],
+                                            positions[1:, t:t + 1])[0])  # (V,)
         decoded = scaled_logits(torch.stack(logits)).log_softmax(-1)  # (3, V)
         decoded = decoded.gather(-1, text[0, 2:, None]).squeeze(-1)  # (3,)
         target_mask = torch.arange(5, device=device)[None] >= 2  # (1, 5): the text's last 3 tokens
@@ -261,15 +261,15 @@ def load_like(model, folder):
 
 
 @torch.no_grad()
-def refill(model, folder):
+def fill_model(model, folder):
     """
     A collective if the model is sharded: give it the weights that are in a folder. Raises BadInput
     where they are another model's.
     """
     if is_sharded(model):
-        from options.shards import refill as refill_shards
+        from options.shards import fill_shards
 
-        refill_shards(model, folder)  # COLLECTIVE
+        fill_shards(model, folder)  # COLLECTIVE
         return
     read = load_like(model, folder)
     for p, saved in zip(model.hf.parameters(), read.hf.parameters(), strict=True):

@@ -95,7 +95,7 @@ class Model(nn.Module):
             of_tokens = logprobs.gather(-1, ids[:, None]).squeeze(-1)  # (.,)
             return of_tokens, entropy_of(logprobs) if entropy else torch.zeros_like(of_tokens)
 
-        states, ids = states_before(target_mask, self.states(tokens)), tokens[target_mask]
+        states, ids = states_before(self.states(tokens), target_mask), tokens[target_mask]
         if chunk == 0 or len(ids) <= chunk:
             return read(states, ids)
         parts = [checkpoint(read, *part, use_reentrant=False, preserve_rng_state=False)
@@ -107,7 +107,7 @@ class Model(nn.Module):
         The value of the state before each target token, (n,): of the moment when the token is not
         chosen yet. tokens, target_mask: as in `logprobs`.
         """
-        return self.scalars(states_before(target_mask, self.states(tokens)))
+        return self.scalars(states_before(self.states(tokens), target_mask))
 
     def scores(self, tokens, last):
         """
@@ -233,7 +233,7 @@ def in_rows(x, mask):
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
-def states_before(target_mask, states):
+def states_before(states, target_mask):
     """
     The states that choose the target tokens: states (b, T, d), target_mask (b, T) bool -> (n, d).
 

@@ -265,11 +265,11 @@ def in_memory(**models):
     return found
 
 
-def is_here(model):
+def has_weights(model):
     """Whether the run has this model (not None), and this rank has its weights, not only shapes."""
     return model is not None and not next(model.parameters()).is_meta
 
 
 def present(models):
-    """{name: model} of the models that are here, see is_here."""
-    return {name: model for name, model in models.items() if is_here(model)}
+    """{name: model} of the models whose weights this rank has."""
+    return {name: model for name, model in models.items() if has_weights(model)}

@@ -119,7 +119,7 @@ GROWTH = 200  # steps
 def overflowed(state, norms, iteration):
     """
     Whether a step in float16 must be skipped, because a gradient norm is not finite. The norms are
-    the same on all ranks, and so is the answer.
+    the same on all ranks, and so is the answer. state: of the run; checkpoints have it.
 
     The losses are multiplied by state["loss_scale"], because float16 rounds gradients below 6e-8 to
     0. It is halved after an overflow, and doubled after GROWTH steps without one (mixed precision,

@@ -10,7 +10,7 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
   1  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
   2  rollout  gather_rows           all_gather    B/n rows     all B responses
   3  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
-  4  score    together              all_gather    1            has a rule failed on any rank?
+  4  score    in_step               all_gather    1            has a rule failed on any rank?
   5  score    gather_rows           all_gather    B/n scores   the scores of all B responses
   6  score    stop_agreed           all_reduce    1            was any rank asked to stop?
   7  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
@@ -49,12 +49,12 @@ from errors import Lost
 phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank is reported with it
 
 # Where ranks have roles (the key roles), all functions here are for the ranks of one role: `group`
-# is their group, and its number 0 is the rank `first` of all ranks. None: there are no roles
+# is their group, and its number 0 is the rank `first` of all ranks. None: there are no roles.
+# others: the name of its ranks in an error
 group, first, others = None, 0, "the other ranks"
 roles, role = {}, ""  # {role: the range of its ranks}, and this rank's role; empty: no roles
 
 stop = False  # whether this rank, or a rank of another role, has been asked to stop
-trainers_left = False  # whether the ranks that train have left, where ranks have roles
 
 
 def rank_and_size():
@@ -92,14 +92,14 @@ def collective(operation, *args, **kwargs):
         raise lost(e, others) from e
 
 
-def lost(error, others):
+def lost(error, whom):
     """The Lost to raise for a collective that failed with this error; its line names the phase."""
     what_to_do = "The last checkpoint is good; resume with the same command"
     who = "one was killed, or hangs"
     if phase == "start":
         what_to_do = "Look at what it said, and type the same command again"
         who = "one could not start, was killed, or hangs"
-    return Lost(f"{phase}: lost touch with {others}: {who} ({reason(error)}). {what_to_do}")
+    return Lost(f"{phase}: lost touch with {whom}: {who} ({reason(error)}). {what_to_do}")
 
 
 def reason(error):
@@ -147,7 +147,7 @@ def my_share(items, together=1):
 PADDING = 256  # one more micro-batch takes about as much time as so many tokens
 
 
-def my_micro_batches(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
+def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
     """
     This rank's micro-batches of the rows of all ranks: lists of row numbers. All ranks have equally
     many micro-batches, some of them empty, because a forward of a sharded model is a collective.
@@ -406,14 +406,14 @@ def fill(p, tensor):
         p.copy_(split_like(p, tensor))
 
 
-def gather(t, p):
+def gather_parts(t, p):
     """
-    The whole tensor, on every rank. Each rank has a part t of it; the tensor is split as the
-    sharded parameter p is. A collective.
+    A collective: the whole tensor, on every rank. Each rank has a part t of it; the tensor is split
+    as the sharded parameter p is.
     """
     from options import shards
 
-    return shards.gather(t, p)
+    return shards.gather_parts(t, p)  # COLLECTIVE
 
 
 def part_of(t, p):

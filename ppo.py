@@ -23,8 +23,9 @@ One iteration: take batch_size prompts;
     value_model    values (B, R)           yes       reward model or policy (value_init)
 
 B responses in an iteration, P prompt length, R response length, T = P + R. A batch is a dict of
-tensors: tokens (B, T), response_mask (B, R), ... A micro-batch is a few of its rows, (b, ...), cut
-to the columns that these rows use. response_mask is True on the tokens that the policy sampled.
+tensors: tokens (B, T), response_mask (B, R), index (B,), ... A micro-batch is a few of its rows,
+(b, ...), cut to the columns that these rows use. response_mask is True on the tokens that the
+policy sampled; index is the number of the row, 0 to B - 1.
 
 COLLECTIVE marks a line that all ranks must reach together, because there they exchange data.
 N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031).
@@ -204,7 +205,7 @@ def rows_of(iteration):
 
 def sample(purpose, iteration, row_numbers, stop=parallel.stop_asked):
     """
-    A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
+    A collective: the policy answers the prompts of these data rows. Returns the whole batch.
     purpose: rollout; or eval: held-out prompts, always with the same noise. stop: see
     rollout.generate.
     """
@@ -265,9 +266,9 @@ def rollout(purpose, iteration, row_numbers):
     run.enter(purpose)
     batch = sample(purpose, iteration, row_numbers)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
-    if purpose == "rollout":
+    if purpose == "rollout":  # an evaluation is one phase
         run.enter("score")
-    with run.saved_if_it_fails():  # COLLECTIVE
+    with run.saved_if_it_fails():  # COLLECTIVE, if a reward fails on any rank
         batch = score(purpose, iteration, batch)  # COLLECTIVE
     run.leave_if_stop_asked()  # COLLECTIVE
     return batch
@@ -329,7 +330,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 2) read: the log-probs of policy and reference, and the values, before any update
     if age > 0 and importance_cap == 0:  # the ratio is to the older policy that sampled
         batch["old_logprobs"] = batch["sampler_logprobs"]
-    read(batch, minibatches(iteration))  # COLLECTIVE
+    read(batch, minibatches(iteration))  # COLLECTIVE; it leaves a column that is there
     sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
@@ -340,7 +341,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     rewards = -kl_coef * kl  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
-    if environment:  # the reward of each turn moves to the turn's last token
+    if environment:  # the score contains the rewards of the turns: each moves to its turn's end
         rewards += batch["turn_rewards"]
         rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
@@ -399,6 +400,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
 
+                # adds to sums, and returns the gap
                 gaps.append(report.measure(sums, mb, m, logprobs, system.dtype, age, steps, {
                     "loss/policy": pg_losses, "loss/value": vf_losses,
                     "policy/clipfrac": pg_clipped, "val/clipfrac": vf_clipped}))

@@ -222,7 +222,7 @@ def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, as_ran
         the second:       1 2            row 1
     """
     lengths = batch["attention_mask"].sum(1)[rows].tolist()
-    parts = parallel.my_micro_batches(lengths, micro_batch_size, micro_batch_tokens, as_rank)
+    parts = parallel.deal_rows(lengths, micro_batch_size, micro_batch_tokens, as_rank)
     made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
             for part in parts)
     # To make a micro-batch, the CPU waits for the GPU. So on a GPU all are made before the training

@@ -32,14 +32,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import audit
-import launch
 import parallel
 import status
 import together
 from answers import final_answer, whole_responses
 from errors import BadConfig, BadInput, Stop, say
 from model import no_grad_forwards
-from models import autocast, is_here
+from models import autocast, has_weights
 from prompts import right_pad
 from rollout import texts_of
 from rows import Rows, prompt_row, read_rows
@@ -53,8 +52,9 @@ from same import same_answer
 def accuracy(batch):
     """
     (B,): 1.0 where the final answer of the response is the row's `answer`, else 0.0; NaN where the
-    row has no answer. The row's answer may be bare ("72"), or end a worked solution, as in GSM8K
-    ("#### 72") and MATH ("\\boxed{72}"). There is no algebra: see the reward `math`.
+    row has no answer (check_rows refuses such rows if reward_functions names accuracy). The row's
+    answer may be bare ("72"), or end a worked solution, as in GSM8K ("#### 72") and MATH
+    ("\\boxed{72}"). There is no algebra: see the reward `math`.
     """
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
@@ -238,7 +238,7 @@ def score_batch(batch, rows, terms, reward_model, judge, tokenizer, reward_token
     batch = batch | parallel.gather_rows(columns, B)  # COLLECTIVE
     read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
     audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
-    add_up(batch, terms)
+    add_scores(batch, terms)
     known = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
     audit.check_finite(dict(scores=known), iteration)
     return batch
@@ -259,14 +259,15 @@ def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, mi
     to_read = {}  # name: (model, the ids of each response)
     with together.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
         given = mine | dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
-        thread.submit(launch.begin_thread, device)
+        if device.type == "cuda":  # a thread begins on GPU 0
+            thread.submit(torch.cuda.set_device, device)
         pending = thread.submit(call_rewards, terms, given)
-        if is_here(reward_model):  # the texts become ids while the rules work
+        if has_weights(reward_model):  # the texts become ids while the rules work
             to_read["reward_model"] = reward_model, reward_tokenizer.encode_scored(
                 [row["prompt"] for row in mine["rows"]],
                 as_read(mine, reward_tokenizer.template),
                 mine["finished"].tolist(), reward_model.max_positions)
-        if is_here(judge):
+        if has_weights(judge):
             to_read["judge"] = judge, [judge.encode(row, [text]) for row, text in zip(
                 mine["rows"], written(mine), strict=True)]
         try:
@@ -310,7 +311,8 @@ def call_rewards(terms, batch):
     """
     The scores of a batch from the rules among the rewards [(weight, name, function)]: {name: (B,)
     float64}; NaN where a rule does not apply to a response. The weights are not used here. No rule
-    is called for a batch without responses, which a rank may have.
+    is called for a batch without responses, which a rank may have. An error in a function of the
+    user's is a Stop (options/foreign_rewards.py).
     """
     return {name: torch.as_tensor(function(batch) if batch["completions"] else [],
                                   dtype=torch.float64)
@@ -340,7 +342,7 @@ def score_sequences(model, sequences, micro_batch_size, device, count=0):
     return scores
 
 
-def add_up(batch, terms):
+def add_scores(batch, terms):
     """
     Add the scores (B,) to a gathered batch: the weighted sums of its rewards. A reward that is NaN
     does not apply to the response (its function gave None) and adds nothing. Where no reward

@@ -52,8 +52,8 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     [0, 1, 0, 1].
     """
     rows = []
-    for name in response_seeds(seed, purpose, iteration, slots, samples):
-        generator = torch.Generator().manual_seed(name)
+    for number in response_seeds(seed, purpose, iteration, slots, samples):
+        generator = torch.Generator().manual_seed(number)
         rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
 
@@ -144,7 +144,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
     responses = torch.full((B, R), pad_id, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(B, R, dtype=wide_dtype(policy), device=device)
+    wide = torch.promote_types(policy.hf.dtype, torch.float32)
+    logprobs = torch.zeros(B, R, dtype=wide, device=device)
     lengths, finished = responses.new_zeros(B), responses.new_zeros(B).bool()
     rooms, at_once = rooms.to(device), batch_size or max(B, 1)
     for start in range(0, B, at_once):
@@ -162,11 +163,6 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
         response_mask=response_mask,
         sampler_logprobs=logprobs,
         finished=finished)
-
-
-def wide_dtype(policy):
-    """The dtype of a policy's log-probs: float32, or its own if that is wider."""
-    return torch.promote_types(policy.hf.dtype, torch.float32)
 
 
 # inference_mode is faster than no_grad. Training cannot use tensors that are made in it, but it can
@@ -192,7 +188,8 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, roo
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
     cache = decoding_cache(policy.hf.config)
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
-    which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)  # (n,)
+    # from here on each response has a row; which (n,): the number of its prompt
+    which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
     if len(numbers) < n:
         cache.batch_select_indices(which)
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
@@ -204,23 +201,23 @@ def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, roo
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
     # cache until a quarter of the rows have ended; its further tokens are dropped
-    live = going = torch.arange(n, device=device)  # going: the numbers of the rows that go on
+    live = going = torch.arange(n, device=device)  # going: the rows that go on
     for t in range(R):
         if truncation:
             kept = truncation(None, scaled_logits(logits, temperature or 1.0, vocab_size))
             logits = logits.masked_fill(kept == -torch.inf, -torch.inf)
         token, logprob = draw(logits, uniforms[live, t], temperature, vocab_size)  # (rows,) each
-        row = live[going]
-        responses[row, t], logprobs[row, t], lengths[row] = token[going], logprob[going], t + 1
+        i = live[going]  # the numbers of their responses
+        responses[i, t], logprobs[i, t], lengths[i] = token[going], logprob[going], t + 1
         ends = torch.isin(token, eos)  # (rows,)
         if has_stop:
-            found = [has_stop(ids) for ids in responses[row, :t + 1].tolist()]
+            found = [has_stop(ids) for ids in responses[i, :t + 1].tolist()]
             ends[going] |= torch.tensor(found, device=device)
-        finished[row] |= ends[going]
+        finished[i] |= ends[going]
         if stop is not None and stop():
             return True
-        on = ~finished[live] & (rooms[live] > t + 1)  # (rows,)
-        going = on.nonzero().squeeze(1)  # waits for the device
+        goes_on = ~finished[live] & (rooms[live] > t + 1)  # (rows,)
+        going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R:
             break
         status.show(f"token {t + 1} of {R}, {len(going)} of {n} responses go on")
@@ -286,12 +283,14 @@ def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, te
     response's prompt; slot, the prompt's place.
     """
     slots = range(len(row_numbers)) if slots is None else slots
-    # for each of the B responses: the number of its prompt, its slot, its sample
-    prompt, slot = ([x for x in given for _ in range(samples)] for given in (row_numbers, slots))
+    # for each of the B responses: the number of its prompt's row, its slot, its sample
+    prompt = [number for number in row_numbers for _ in range(samples)]
+    slot = [place for place in slots for _ in range(samples)]
     sample = list(range(samples)) * len(row_numbers)
+    B = len(prompt)
     width = max(len(rows.ids[number]) for number in row_numbers)  # one P for all ranks
     tp = system.generate_tp
-    numbers = parallel.my_share(range(len(prompt)), tp)  # neighbours decode together
+    numbers = parallel.my_share(range(B), tp)  # neighbours decode together
     ids = [rows.ids[prompt[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     if tp > 1:
@@ -310,11 +309,11 @@ def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, te
         sampled = respond(turn, [rows[prompt[i]] for i in numbers], ids, noise, names,
                           max_new_tokens, environment, width, stop)
     if tp > 1:  # this rank keeps only its own share
-        mine = parallel.my_share(range(len(prompt)))
+        mine = parallel.my_share(range(B))
         kept = [row for row, i in enumerate(numbers) if i in mine]
         sampled = {name: t[kept] for name, t in sampled.items()}
-    batch = parallel.gather_rows(sampled, len(prompt))  # COLLECTIVE
-    for name, column in dict(index=range(len(prompt)), prompt=prompt, slot=slot).items():
+    batch = parallel.gather_rows(sampled, B)  # COLLECTIVE
+    for name, column in dict(index=range(B), prompt=prompt, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
     return batch
 
@@ -336,16 +335,19 @@ def turns(policy, tokenizer, noise, names, length, temperature, stop=None, **how
     A function that samples turn number 0, 1, ... of some of B responses, as generate does. names:
     slots and samples of the B. length: R, the tokens that a response may have. how: for generate.
     """
-    uniforms = response_uniforms(*noise, names[0], length, names[1])  # (B, R)
+    slots, samples = names
+    uniforms = response_uniforms(*noise, slots, length, samples)  # (B, R)
 
     def turn(contexts, which, number, used, width=None):
         """
-        contexts: all ids before the turn; which: the numbers of these n responses; used: how many
-        tokens each has. Token t of a response has the same uniform, whichever turn it is in.
+        contexts: all ids before the turn; which: the numbers of these n responses; number: of the
+        turn, for vLLM's noise; used: how many tokens each response has. Token t of a response has
+        the same uniform, whichever turn it is in.
         """
         rooms = [length - n for n in used]
         R = max(rooms, default=length)
         column = torch.arange(R) + torch.tensor(used, dtype=torch.int64)[:, None]  # (n, R)
+        # a response ends before column `length`, so it uses no number from behind the %
         rest = uniforms[list(which)].gather(1, column % length)
         return generate(policy, contexts, R, temperature, tokenizer.eos_ids, tokenizer.pad_id,
                         tokenizer.vocab_size, rest, prompt_width=width, stop=stop,
@@ -368,7 +370,7 @@ def decoding_copy(policy, matrices, device, tp=1):
 
         yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
         return
-    if policy.owner().elsewhere:
+    if policy.owner().elsewhere:  # sharded
         from options.shards import gathered
 
         with gathered(policy.owner()):  # COLLECTIVE

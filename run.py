@@ -86,8 +86,9 @@ class Run:
 
         self.checkpoint, saved = open_run(  # COLLECTIVE
             out_dir, config, must_match, sources, token_ids, max_iters)
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0, skipped=0,
-                     first=None, warned=[])
+        fresh = dict(iteration=0, best_score=None, warned=[],
+                     first=None,  # accuracy and score of the first evaluation
+                     loss_scale=2.0**16, clean_steps=0, skipped=0)  # see optimizers.overflowed
         self.state = fresh | (saved or {})
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
@@ -234,13 +235,13 @@ class Run:
         check_finite({"the sampler": torch.tensor(worst)}, self.iteration)
         return worst
 
-    def must_agree(self, gap, what, checked=True):
+    def must_agree(self, worst, what, checked=True):
         """
         A collective: the largest gap of any rank, in nats, between log-probs that are equal in
         theory (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit):
         before any update the log-probs of `what` must be the policy's. checked=False: no Stop.
         """
-        worst = parallel.all_reduce_max(gap).item()  # COLLECTIVE
+        worst = parallel.all_reduce_max(worst).item()  # COLLECTIVE
         if checked and not worst <= self.gap_limit:  # also where worst is NaN
             find_cause(self.iteration)  # COLLECTIVE
             raise Stop(f"iteration {self.iteration}: before any update, the log-probs of {what} "
@@ -265,7 +266,7 @@ class Run:
         """
         norms = {name: parallel.clip_gradients(buffers, grad_clip)
                  for name, buffers in gradients.items()}
-        if self.system.dtype == "float16" and overflowed(
+        if self.system.dtype == "float16" and overflowed(  # it also changes the loss scale
                 self.state, norms.values(), self.iteration):
             return {}
         for name, norm in norms.items():

@@ -1,7 +1,8 @@
 """
 Models on another model's trunk. With value_init="shared" the value model is a scalar head on the
-policy: both losses train the policy's weights. With adapters (options/lora.py) several models stand
-on one frozen trunk.
+policy: both losses train the policy's weights, which stay in the policy's optimizer; that of the
+value model has the head alone. With adapters (options/lora.py) several models stand on one frozen
+trunk.
 """
 import copy
 import os

@@ -37,6 +37,7 @@ way = None  # the group in which roles send to each other
 sent = collections.defaultdict(collections.deque)  # to: messages on their way, on the first rank
 wait = None  # the time to wait for another role, a timedelta
 store = None  # all ranks see its entries
+trainers_left = False  # whether the ranks that train have left
 
 
 class Ended(Exception):
@@ -190,6 +191,7 @@ def watch_store():
     A thread: write "stop" into the store when this rank has got a signal, and read it. The main
     thread does not read the store: without a network a read takes a quarter of an hour.
     """
+    global trainers_left
     while True:
         time.sleep(0.2)
         try:
@@ -197,7 +199,7 @@ def watch_store():
                 store.set("stop", "")
             if store.check(["stop"]):
                 parallel.stop = True
-            parallel.trainers_left = store.check(["left"])
+            trainers_left = store.check(["left"])
         except RuntimeError:  # the store has ended; so does the run
             return
 

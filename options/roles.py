@@ -45,7 +45,7 @@ from checkpoint import read_tensors
 from errors import BadConfig, Lost, Stop
 from models import dtypes, present, matrices_of
 from options import messages
-from parallel import all_gather, fill, gather, is_shard, my_part, wire
+from parallel import all_gather, fill, gather_parts, is_shard, my_part, wire
 from prompts import micro_batch
 from rollout import read_batch
 from together import patience, together
@@ -181,7 +181,7 @@ class Ahead:
             checksum = checksum_of(my_weights(policy, matrices))  # COLLECTIVE
         # `send` makes one tensor after the other: all ranks gather a sharded tensor, and only the
         # first one keeps the whole, in the CPU's memory
-        whole = ((name, gather(t, p) if is_shard(p) else t)
+        whole = ((name, gather_parts(t, p) if is_shard(p) else t)  # COLLECTIVE
                  for name, p, t in my_weights(policy, matrices))
         messages.send("generate", ("weights", version), whole, self.keep, checksum=checksum)
 
@@ -341,7 +341,7 @@ def check_copy(policy, version, checksum, iteration):
 
 def trainers_have_left():
     """Whether the trainers have left: nobody waits for this rank's work."""
-    return parallel.trainers_left
+    return messages.trainers_left
 
 
 def leave_with_trainers():

@@ -207,7 +207,7 @@ def fill_from_rank_0(model, whole):
     model.new_head, model.score_shift = bool(facts[0]), facts[1].item()
 
 
-def refill(model, folder):
+def fill_shards(model, folder):
     """
     A collective: give a sharded model the weights that are in a folder. Raises BadInput where they
     are another model's.
@@ -282,8 +282,8 @@ def distribute(p, tensor):
     return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
 
-def gather(t, p):
-    """See parallel.gather."""
+def gather_parts(t, p):
+    """See parallel.gather_parts."""
     from torch.distributed.tensor import DTensor
 
     t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
@@ -430,7 +430,7 @@ def whole(t):
     if is_shard(t):
         return collective(t.full_tensor)
     if t.owner is None:
-        return gather(t.mine, t.like)
+        return gather_parts(t.mine, t.like)
     sent = torch.empty(t.shape, dtype=t.dtype, device=wire())
     if t.owner == rank_and_size()[0]:
         sent.copy_(t.mine)

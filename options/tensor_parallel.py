@@ -18,7 +18,7 @@ from errors import BadConfig, first_line
 from model import Model, freeze
 from load import auto_class
 from models import matrices_of
-from parallel import fill, gather, is_shard, my_part
+from parallel import fill, gather_parts, is_shard, my_part
 
 
 def check_split(n):
@@ -97,6 +97,6 @@ def copy_weights_into(split, policy):
     """A collective: give the split copy the policy's weights, a tensor at a time."""
     for name, part in split.hf.named_parameters():
         p = policy.hf.get_parameter(name)
-        W = gather(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
+        W = gather_parts(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
         W = policy.merged(name, W)
         fill(part, W.to(part.dtype))

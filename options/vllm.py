@@ -31,7 +31,7 @@ import parallel
 from errors import BadConfig, BadInput, Lost, first_line
 from folders import model_folders
 from model import in_full
-from parallel import gather, is_shard, my_part, wire
+from parallel import gather_parts, is_shard, my_part, wire
 from together import patience
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -60,7 +60,7 @@ def whole_weights(policy, vocab_size):
     hf = policy.hf
     by_id = [*hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()]
     for name, p in hf.named_parameters(remove_duplicate=False):
-        W = gather(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
+        W = gather_parts(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
         W = policy.merged(name, W)
         yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 

@@ -32,7 +32,7 @@ def two_layers(seed=0, dtype=torch.float32):
 
 
 def all_parts(lengths, ranks, *limits):
-    return [parallel.my_micro_batches(lengths, *limits, as_rank=(rank, ranks)) for rank in range(ranks)]
+    return [parallel.deal_rows(lengths, *limits, as_rank=(rank, ranks)) for rank in range(ranks)]
 
 
 def test_micro_batches_of_all_ranks():

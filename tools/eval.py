@@ -37,7 +37,7 @@ from errors import BadConfig, say, shorten, warn  # noqa: E402
 from load import outline  # noqa: E402
 from models import autocast, dtypes, in_memory, load, load_reward_model  # noqa: E402
 from options.judging import load_judge  # noqa: E402
-from rewards import add_up, read_prompts, reward_terms, score_responses  # noqa: E402
+from rewards import add_scores, read_prompts, reward_terms, score_responses  # noqa: E402
 from rows import files_of  # noqa: E402
 from tokenizer import check_tokenizer_fits  # noqa: E402
 from tools.curves import short_names  # noqa: E402
@@ -172,7 +172,7 @@ for name, path, (tokenizer, answers), ids in zip(names, paths, asked, prompts, s
             batch |= score_responses(batch, len(mine) * world_size, terms, reward_model, judge,
                                      reward_reader or tokenizer, micro_batch_size, system, device)
             if mine and terms:
-                add_up(batch, terms)
+                add_scores(batch, terms)
             texts = whole_responses(batch)
             for j, (i, sample) in enumerate(mine):
                 scores = {metric: batch[metric][j].item() for metric in metrics}
