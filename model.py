@@ -144,7 +144,8 @@ class Model(nn.Module):
 
     def layers(self):
         """The blocks of the trunk, which are sharded, or computed again, one at a time."""
-        kinds = set(self.hf._no_split_modules or ())
+        # GradientCheckpointingLayer: the class of blocks in families that do not name theirs
+        kinds = set(self.hf._no_split_modules or ["GradientCheckpointingLayer"])
         # FSDP makes a subclass of the block's class
         return [m for m in self.hf.base_model.modules()
                 if kinds & {kind.__name__ for kind in type(m).__mro__}]
@@ -159,6 +160,9 @@ class Model(nn.Module):
             # the second time with the same adapters as the first time
             settings["context_fn"] = lambda: (contextlib.nullcontext(),
                                               self.reading_with(self.active))
+        if not self.hf.supports_gradient_checkpointing:
+            raise BadInput(f"{self.path}: a {type(self.hf).__name__} cannot compute its layers "
+                           "again; leave gradient_checkpointing out")
         # transformers before 5.23 has another name for it
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
@@ -274,7 +278,9 @@ def at_least_float32(x):
 
 def is_linear(module):
     """Whether an adapter can be added to a module. GPT-2's Conv1D is a linear map, too."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    kind = type(module).__name__  # classes with these ends are made from nn.Linear, and do more
+    more = kind.endswith(("Router", "GroupedLinear"))
+    return kind == "Conv1D" or isinstance(module, nn.Linear) and not more
 
 
 def in_full(p):

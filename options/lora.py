@@ -29,7 +29,8 @@ from load import has_experts
 from model import at_least_float32, freeze, is_linear
 from trunk import OnTrunk
 
-ROUTERS = ("gate", "router", "shared_expert_gate")  # of mixtures: they choose experts
+# a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
+ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
 
 
 class Adapted(OnTrunk):
@@ -41,8 +42,8 @@ class Adapted(OnTrunk):
     def __init__(self, base, head="lm", rank=0, alpha=None, targets="", seed=0, names=None):
         """
         rank 0: no adapters. Otherwise base is frozen, and its linear maps get A and B of this rank,
-        scaled by alpha / rank (alpha None: 2 rank). targets: the maps, such as "q,v"; "": all.
-        names: or their whole names. head: "lm" is the base's; "scalar" a copy of the base's, if it
+        scaled by alpha / rank (alpha None: 2 rank). targets: the maps, see adaptable. names: or
+        their whole names. head: "lm" is the base's; "scalar" a copy of the base's, if it
         has one, or a new one. Raises BadInput.
         """
         super().__init__(base, head, seed)
@@ -172,15 +173,17 @@ def as_linear(linear, matrix):
 def adaptable(base, targets):
     """
     The names, in the trunk, of the linear maps that get an adapter. targets: such as "q,v" for
-    q_proj and v_proj, or the model's own names, "c_attn"; "": all. Raises BadInput.
+    q_proj and v_proj, or the model's own names, "c_attn"; "": all but routers, which need a name
+    that fits nothing else, "router.gate". Raises BadInput.
     """
     layers = set(base.layers())
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
              if layer in layers for inner, module in layer.named_modules() if is_linear(module)]
-    names = [name for name in names if name.rpartition(".")[2] not in ROUTERS
-             and f"{base.hf.base_model_prefix}.{name}.weight" not in base.unread]
+    names = [name for name in names
+             if f"{base.hf.base_model_prefix}.{name}.weight" not in base.unread]
     if has_experts(base.hf.config):
         say("lora: the weights of the experts stay frozen, without an adapter")
+    routers = {name for name in names if ROUTERS & set(name.split("."))}
     matching = set()
     for target in filter(None, targets.split(",")):
         # layers.0.self_attn.q_proj is q_proj, q, or self_attn.q_proj
@@ -189,8 +192,12 @@ def adaptable(base, targets):
             known = sorted({name.rpartition(".")[2] for name in names})
             raise BadInput(f"LoRA target {target!r}: this model has no such linear map; it has "
                            f"{', '.join(known)}")
-        matching |= fits
-    return [name for name in names if not matching or name in matching]
+        matching |= fits - routers or fits  # "gate" is gate_proj, and a router where that is all
+    matching = matching or set(names) - routers
+    if not matching:
+        raise BadInput(f"{base.path}: LoRA finds no linear maps in the layers of a "
+                       f"{type(base.hf).__name__}; leave lora out")
+    return [name for name in names if name in matching]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -128,11 +128,78 @@ def test_a_line_says_which_adapters_peft_misreads(kind, sizes, targets, wrong, t
     assert ("policy_adapter: peft" in capsys.readouterr().out) == wrong
     want = model.logprobs(TOKENS, CHOSEN)[0]
     assert (load_model(str(tmp_path / "out" / "policy")).logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < 1e-4
-    peft = pytest.importorskip("peft")
-    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out" / "policy_adapter")).eval()
-    logits = theirs.base_model.model(TOKENS).logits.log_softmax(-1)
-    found = logits[:, :-1].gather(-1, TOKENS[:, 1:, None])[..., 0][CHOSEN[:, 1:]]
+    found = read_by_peft(tmp_path / "out" / "policy_adapter")
     assert ((found - want).abs().max().item() > 0.01) == wrong
+
+
+def read_by_peft(adapter):
+    """The log-probs of the chosen tokens, computed by peft with the adapter in a folder."""
+    peft = pytest.importorskip("peft")
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(str(adapter)).eval()
+    logits = theirs.base_model.model(TOKENS).logits.log_softmax(-1)
+    return logits[:, :-1].gather(-1, TOKENS[:, 1:, None])[..., 0][CHOSEN[:, 1:]]
+
+
+ROUTERS = [  # family, sizes, a layer's maps that choose experts, a layer's other maps
+    ("hunyuan_v1_moe", EXPERTS | dict(moe_topk=2), "mlp/gate/wg", 7),
+    ("jetmoe", EXPERTS | dict(kv_channels=8, num_key_value_heads=2), "mlp/router/layer self_attention/experts/router/layer", 1),
+    ("gemma4_text", EXPERTS | dict(enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, sliding_window=8,
+                                   global_head_dim=8), "router/proj", 7),
+    ("dbrx", dict(vocab_size=260, d_model=16, n_heads=2, n_layers=2, max_seq_len=32, initializer_range=0.2,
+                  attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=1e4),
+                  ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2, hidden_size=16)), "ffn/router/layer", 2),
+    ("afmoe", EXPERTS | dict(num_dense_layers=0), "mlp/router/gate", 8)]
+
+
+@pytest.mark.parametrize("kind, sizes, routers, others", ROUTERS)
+@torch.no_grad()
+def test_routers_get_adapters_only_by_name(kind, sizes, routers, others, tmp_path):
+    """Also where the map is in a module of its own; peft and the merged model agree on both adapters."""
+    from_scratch(dict(model_type=kind, **sizes), seed=1).hf.save_pretrained(tmp_path / "base")
+    routers, numbers = set(routers.split()), "01"
+    for targets in ("", ",".join(".".join(name.split("/")[-2:]) for name in routers)):
+        model = filled(Adapted(load_model(str(tmp_path / "base")), "lm", 3, 5, targets))
+        inside = [key.split("/", 2)[2] for key in model.adapters]
+        chooses = [name for name in inside if name in routers]
+        assert len(chooses) == (len(routers) * len(numbers) if targets else 0) and set(chooses) <= routers
+        assert len(inside) - len(chooses) == (0 if targets else others * len(numbers)), inside
+        out = tmp_path / f"out{targets}"
+        save_final(str(out), "policy", model, tiny.byte_tokenizer())
+        want = model.logprobs(TOKENS, CHOSEN)[0]
+        assert (load_model(str(out / "policy")).logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < 1e-4
+        if not model.warning():  # that it is needed where it comes, and only there, the test above shows
+            assert (read_by_peft(out / "policy_adapter") - want).abs().max() < 1e-4
+
+
+def test_the_short_name_of_an_mlps_gate_is_no_routers(tmp_path):
+    """AFMoE's dense layer, then a mixture's: q, k, v, o and the gate of the attention; in the MLP gate, up, down."""
+    kind, sizes, *_ = ROUTERS[-1]
+    base = from_scratch(dict(model_type=kind, **sizes | dict(num_dense_layers=1)))
+    keys = Adapted(base, "lm", 2, targets="gate,up").adapters.keys()
+    assert {key for key in keys if "mlp" in key} == {
+        "layers/0/mlp/gate_proj", "layers/0/mlp/up_proj", "layers/1/mlp/shared_experts/gate_proj",
+        "layers/1/mlp/shared_experts/up_proj"}
+
+
+def test_a_map_that_does_more_than_a_product_gets_no_adapter():
+    """Phi-MoE's router is made from nn.Linear, but gives weights and the numbers of experts."""
+    base = from_scratch(dict(model_type="phimoe", **EXPERTS))
+    assert len(Adapted(base, "lm", 2).adapters) == 2 * 4
+    with pytest.raises(BadInput, match="'router'"):
+        Adapted(base, "lm", 2, targets="q,router")
+
+
+def test_blocks_that_a_family_does_not_name_are_found_or_refused():
+    """BioGPT's class does not name its blocks, six maps each; nor does CTRL's, and its blocks are of no class that is known."""
+    small = dict(vocab_size=260, eos_token_id=258, pad_token_id=0, bos_token_id=257)
+    base = from_scratch(dict(model_type="biogpt", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                             intermediate_size=24, max_position_embeddings=32, **small))
+    assert len(base.layers()) == 2 and len(Adapted(base, "lm", 2).adapters) == 12
+    base = from_scratch(dict(model_type="ctrl", n_embd=16, dff=24, n_layer=2, n_head=2, n_positions=32, **small))
+    with pytest.raises(BadInput, match="leave lora out"):
+        Adapted(base, "lm", 2)
+    with pytest.raises(BadInput, match="leave gradient_checkpointing out"):
+        base.recompute()
 
 
 def test_other_adapters_are_refused(tmp_path):
