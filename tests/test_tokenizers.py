@@ -212,12 +212,16 @@ def test_special_tokens_in_texts_stay_letters(tokenizers, name):
 
 HEAD = "{% for m in messages %}"
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-TEMPLATES = {
-    "no end": HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-                     "{% if add_generation_prompt %}assistant: {% endif %}",
-    "counts": "{{ messages | length }}" + HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}"
-              "{{ '<|im_start|>assistant\n' }}{% endif %}",
-}
+ASK = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+NO_END = HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+OTHER = HEAD + TURN.replace("'<|im_end|>\n'", "('<|im_end|>\n' if m['role'] == 'user' or loop.last else 'END\n')") + ASK
+ODD = [  # a template, the answers of one or two turns, what the line names where they are refused
+    (NO_END, ["b"], "my.jinja.*<.endoftext.>.*eos_token"), (NO_END, ["b", "d"], "my.jinja"),
+    ("{{ messages | length }}" + HEAD + TURN + ASK, ["b", "d"], "my.jinja"),  # turns that become other ones
+    # earlier turns have an end at which no response ends, and the answers are alike
+    (OTHER.replace("END", "<end>"), ["b"], ""), (OTHER.replace("END", "<end>"), ["b", "b"], "<.im_end.>.*<end>.*train"),
+    # an empty one has no end at all, and the user's must not be taken for it
+    (OTHER.replace("END", ""), ["", "b"], "my.jinja")]
 
 
 def with_template(folder, root, text, **keys):
@@ -226,29 +230,18 @@ def with_template(folder, root, text, **keys):
 
 
 def test_odd_templates(families, tmp_path):
-    """Turns that have no end, or that become other ones, are refused."""
-    several = [assistant("b"), user("c"), assistant("d")]
-    for text in TEMPLATES.values():
-        with pytest.raises(BadInput, match="my.jinja"):
-            encoded(with_template(families["qwen2.5"], tmp_path, text), [user("a")], several)
+    for template, answers, refused in ODD:
+        ours = with_template(families["qwen2.5"], tmp_path, template)
+        completion = [assistant(answers[0]), user("c"), assistant(answers[-1])][:2 * len(answers) - 1]
+        if refused:
+            with pytest.raises(BadInput, match=refused):
+                encoded(ours, [user("a")], completion)
+        else:
+            assert spans(ours, *encoded(ours, [user("a")], completion)) == [f"{text}<|im_end|>" for text in answers]
     off = load_tokenizer(families["qwen3"], template_kwargs="enable_thinking=False")
     assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
     with pytest.raises(BadInput, match="qwen3"):
-        encoded(off, [user("a")], several)
-    with pytest.raises(BadInput, match="my.jinja.*<.endoftext.>.*eos_token"):  # alone, too
-        encoded(with_template(families["qwen2.5"], tmp_path, TEMPLATES["no end"]), [user("a")], "b")
-    # earlier turns have an end at which no response ends, and the answers are alike
-    other = HEAD + TURN.replace("'<|im_end|>\n'", "('<|im_end|>\n' if m['role'] == 'user' or loop.last else '<|endoftext|>\n')")
-    ours = with_template(families["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "<end>") + "{% endfor %}"
-                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-    assert spans(ours, *encoded(ours, [user("a")], "b")) == ["b<|im_end|>"]
-    with pytest.raises(BadInput, match="<.im_end.>.*<end>.*train"):
-        encoded(ours, [user("a")], [assistant("b"), user("c"), assistant("b")])
-    # an empty one has no end at all, and the user's must not be taken for it
-    ours = with_template(families["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "") + "{% endfor %}"
-                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-    with pytest.raises(BadInput, match="my.jinja"):
-        encoded(ours, [user("a")], [assistant(""), user("c"), assistant("b")])
+        encoded(off, [user("a")], [assistant("b"), user("c"), assistant("d")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
