@@ -39,6 +39,7 @@ PAIRS = r"""
 5½   !=   5/2
 1/2   !=   1/20
 3\frac{1}{2}   ==   3 1/2
+2 3/2   !=   7/2
 1/2/3   !=   1/6
 \frac{\sqrt{3}}{2}   !=   \sqrt{3/2}
 \$18   ==   18 dollars   !=   18 cents
@@ -236,10 +237,9 @@ def test_what_is_not_the_answer():
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
           "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
           "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "mi/hs", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
-          "\ud800",
-          "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
-          "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n",
-          "\\text{answer ", "½", "–", "\\boxed ", "\\boxed{5 \\fbox 6"]
+          "\ud800", "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
+          "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n", "\\text{answer ", "½", "–", "\\boxed ",
+          "\\boxed{5 \\fbox 6"]
 
 
 def test_hostile_text():
@@ -283,7 +283,7 @@ FOUND = [
     (r"\boxed{}", ""), (r"\boxed{1}<answer>2</answer>#### 3", "1"), ("<answer> 2 </answer>#### 3", "2"),
     ("work\n#### 1,234\n\nDone.", "1,234"), ("so 30 + 4.\n\nAnswer: $34$", "$34$"), ("**Final Answer:** 34\nBye.", "34"),
     ("<think>Answer: 1</think>2", "2"), ("The answer is 4. No, the answer is 5.", "5"), ("2 and 3 make\n**5**", "5"),
-    ("**5** or so", "**5** or so"), ("\\boxed{1}" + " " * 20_000 + "2", "2")]
+    ("**5** or so", "**5** or so"), ("\\boxed{1}" + " " * 20_000 + "2", "2"), (r"\boxed{1 + \boxed{2}}", "2")]
 
 
 def test_where_the_answer_is():
@@ -292,10 +292,10 @@ def test_where_the_answer_is():
 
 def test_accuracy():
     cases = [("16 - 3 - 4 = 9\n#### 72", "So 72.\n#### 72", 1), ("#### 71", "72", 0), (r"\boxed{\$72.00}", "72", 1),
-             (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1), (r"\boxed{\frac12}", r"So \boxed{0.5}.",
-             1),
-             (r"72 \boxed{}", "72", 0), (r"<think>\boxed{72}", "72", 0), ("72 or 73", "72", 0), ("", "72", 0), ("7", 7, 1),
-             ("the answer is not 42", "42", 0), *((response, answer, 1) for response, answer in STATED)]
+             (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1),
+             (r"\boxed{\frac12}", r"So \boxed{0.5}.", 1), (r"72 \boxed{}", "72", 0), (r"<think>\boxed{72}", "72", 0),
+             ("72 or 73", "72", 0), ("", "72", 0), ("7", 7, 1), ("the answer is not 42", "42", 0),
+             *((response, answer, 1) for response, answer in STATED)]
     batch = dict(completions=[c for c, _, _ in cases] + ["7"], rows=[dict(prompt="?", answer=a) for _, a, _ in cases] + [{}])
     scores = accuracy(batch)
     assert scores[:-1].tolist() == [s for _, _, s in cases] and scores[-1].isnan()  # no answer is known

@@ -193,7 +193,7 @@ def test_gsm8k(tmp_path, source, run_here):
         kept = [row for row in made if row[2]]
         assert [row["answer"] for row in rows] == [answer for _, _, answer in kept]
         for row, (question, _, _) in zip(rows, kept, strict=True):
-            assert question.strip() in row["prompt"] and row["prompt"].endswith("\n<think>")
+            assert f"User: {question.strip()} Reason " in row["prompt"] and row["prompt"].endswith("\n<think>")
         rewards = reward_terms("accuracy,0.5*format", ".")
         check_rows(rewards, rows, name)
         boxed = [f"{int(answer):,}" if answer != "0.5" else r"\frac12" for _, _, answer in kept]
