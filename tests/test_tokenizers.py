@@ -238,6 +238,8 @@ def test_odd_templates(families, tmp_path):
                 encoded(ours, [user("a")], completion)
         else:
             assert spans(ours, *encoded(ours, [user("a")], completion)) == [f"{text}<|im_end|>" for text in answers]
+    two = with_template(families["qwen2.5"], tmp_path, HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK)
+    assert two.turn_ends == {two.specials["<|im_end|>"]}
     off = load_tokenizer(families["qwen3"], template_kwargs="enable_thinking=False")
     assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
     with pytest.raises(BadInput, match="qwen3"):
@@ -424,7 +426,7 @@ def test_a_response_that_the_prompt_has_begun(families, tmp_path, how, opening):
     prompt = [*asked, assistant("So") | dict(reasoning_content="Okay")]
     batch = dict(rows=[dict(prompt=prompt)], prompts=[ours.decode(opened(ours, prompt))], completions=[" 3"])
     assert whole_responses(batch) == ["<think>\nOkay\n</think>\n\nSo 3"]
-    assert "<think>\nOkay\n</think>\n\nSo 3<|im_end|>" in ours.hf.decode(encoded(ours, prompt, " 3")[0])
+    assert "<think>\nOkay\n</think>\n\nSo 3<|im_end|>" in ours.hf.decode(ours.encode_scored([prompt], [" 3"])[0])
     with pytest.raises(BadInput, match="my.jinja"):
         opened(thinking(families, tmp_path, "plain", ""), prompt)
 

@@ -37,6 +37,83 @@ OURS = {
                     generation=dict(eos_token_id=["<|return|>", "<|endoftext|>", "<|call|>"]))}
 
 
+# a user's file
+MINE = '''
+import os, sys, time
+
+# environments
+echo = lambda messages, row: messages[-1]["content"][:3]
+pays = lambda messages, row: (messages[-1]["content"][:3], 0.5)
+raises = lambda messages, row: row["missing"]
+wrong_role = lambda messages, row: dict(role="system", content="x")
+number = lambda messages, row: 7
+nan = lambda messages, row: (None, float("nan"))
+chance = lambda messages, row, asked=[]: asked.append(1) or str(len(asked))
+hangs = lambda messages, row: time.sleep(1.2)
+spoils = lambda messages, row: messages[-1].update(content="spoilt") or messages.clear()
+
+def counts(messages, row):
+    said = messages[-1]["content"]
+    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
+
+# tools
+def multiply(a: int, b: int = 2):
+    """
+    Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    print("a tool may print")
+    return a * b
+
+def slow(seconds: float):
+    """
+    Wait.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "slept"
+
+def leaves():
+    """End the process."""
+    os._exit(3)
+
+def table():
+    """A table."""
+    return {"a": [1, None]}
+
+def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
+    """
+    Show.
+
+    Args:
+        text: a text
+        flag: a flag
+        items: some
+        either: one or the other
+    """
+    return repr((text, flag, items, either))
+
+def bare(a):
+    return a
+
+# a reward
+def score(batch):
+    return list(map(len, batch["completions"]))
+'''
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mine") / "mine.py"
+    file.write_text(MINE)
+    return str(file)
+
+
 @pytest.fixture(scope="module")
 def folders(families, tmp_path_factory):
     """{name: the folder of a language model}: the families, and two more."""
@@ -51,9 +128,9 @@ def tokenizer_of(folders, name):
     return load_tokenizer(folders[name], chat_template=file.get(name, ""))
 
 
-def environment_of(function, tokenizer, **keys):
-    """One of the functions of this file as the environment of a run."""
-    defaults = dict(environment=f"{__file__}:{function}", tools="", max_turns=9, reward_timeout=9)
+def environment_of(environment, tokenizer, **keys):
+    """The environment of a run with these keys."""
+    defaults = dict(environment=environment, tools="", max_turns=9, reward_timeout=9)
     return Environment(SimpleNamespace(**defaults | keys), tokenizer)
 
 
@@ -107,10 +184,10 @@ def test_ends_that_are_too_many_or_too_few(folders):
 
 
 @pytest.mark.parametrize("name", ["llama3.2", "qwen2.5", "qwen3", "mistral"])
-def test_a_dialogue_turn_by_turn_has_the_ids_of_the_whole(folders, name):
+def test_a_dialogue_turn_by_turn_has_the_ids_of_the_whole(folders, mine, name):
     """What transformers makes of all messages; and the messages are found again in the ids."""
     tokenizer = tokenizer_of(folders, name)
-    env = environment_of("echo", tokenizer)
+    env = environment_of(f"{mine}:echo", tokenizer)
     messages = [user("What is 1+2?"), assistant("1+2=3, isn't it?"), user("Sure?  One more: 17*23"), assistant("391\n\n- one")]
     whole = tokenizer.hf.apply_chat_template(messages, return_dict=False)
     ids = tokenizer.hf.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
@@ -127,9 +204,9 @@ def test_a_dialogue_turn_by_turn_has_the_ids_of_the_whole(folders, name):
     assert [m["content"].strip() for m in found] == [m["content"] for m in messages[1:]]
 
 
-def test_a_turn_that_a_stop_string_has_ended_gets_its_end(folders):
+def test_a_turn_that_a_stop_string_has_ended_gets_its_end(folders, mine):
     tokenizer = tokenizer_of(folders, "qwen2.5")
-    env = environment_of("echo", tokenizer)
+    env = environment_of(f"{mine}:echo", tokenizer)
     extra = env.between(user("c"), ended=False)
     assert extra[0] in tokenizer.turn_ends and extra[1:] == env.between(user("c"), ended=True)
     said = tokenizer.encode_texts(["</answer>"])[0]
@@ -282,10 +359,9 @@ def conversed(env, prompt, turns, length):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_call_is_read_and_answered_and_the_ids_are_those_of_the_whole(folders, tmp_path, name):
-    (tmp_path / "mine.py").write_text(TOOLS)
+def test_a_call_is_read_and_answered_and_the_ids_are_those_of_the_whole(folders, mine, name):
     tokenizer = tokenizer_of(folders, name)
-    env = environment_of("", tokenizer, tools=f"{tmp_path}/mine.py:multiply,{tmp_path}/mine.py:table", max_turns=3)
+    env = environment_of("", tokenizer, tools=f"{mine}:multiply,{mine}:table", max_turns=3)
     batch = conversed(env, DIALOGUE[:1], [tokenizer.hf.encode(text, add_special_tokens=False) for text in SAMPLED[name]], 400)
     env.tools.process.kill()
     prompt, = tokenizer.encode_prompts([DIALOGUE[:1]])
@@ -314,149 +390,62 @@ def test_each_end_of_a_turn_of_gpt_oss_is_followed_by_the_same(folders):
 # ---------------------------------------------------------------------------------------------------------------------
 # environments
 
-asked = []  # by the functions below
-
-
-def echo(messages, row):
-    return messages[-1]["content"][:3]
-
-
-def raises(messages, row):
-    return row["missing"]
-
-
-def wrong_role(messages, row):
-    return dict(role="system", content="x")
-
-
-def number(messages, row):
-    return 7
-
-
-def nan(messages, row):
-    return None, float("nan")
-
-
-def chance(messages, row):
-    asked.append(1)
-    return str(len(asked))
-
-
-def hangs(messages, row):
-    time.sleep(1.2)
-
-
-def spoils(messages, row):
-    messages[-1]["content"] = "spoilt"
-    messages.clear()
-
-
-def dialogue_with(function, texts, length=30, max_turns=4):
+def dialogue_with(environment, texts, length=30, max_turns=4):
     """The batch of one response whose turns are these texts: each ends with EOS but for one that ends with a blank."""
-    env = environment_of(function, tiny.byte_tokenizer(), max_turns=max_turns, reward_timeout=1)
+    env = environment_of(environment, tiny.byte_tokenizer(), max_turns=max_turns, reward_timeout=1)
     turns = [[*text.encode()] + [env.tokenizer.eos_id] * (not text.endswith(" ")) for text in texts]
     return conversed(env, "12", turns, length)
 
 
-def test_masks_of_a_dialogue():
+def test_masks_of_a_dialogue(mine):
     """abcd EOS | abc | xy EOS | xy | z: the last turn has no end, and the response no more room."""
-    batch = dialogue_with("echo", ["abcd", "xy", "z "], length=14)
+    batch = dialogue_with(f"{mine}:pays", ["abcd", "xy", "z "], length=14)
     e, pad = 258, 259
     assert batch["tokens"].tolist() == [[pad, 49, 50, *b"abcd", e, *b"abc", *b"xy", e, *b"xy", *b"z"]]
     own = "TTTTTFFFTTTFFT"
     assert batch["response_mask"].tolist() == [[c == "T" for c in own]]
     assert batch["attention_mask"].tolist() == [[False] + [True] * 16]
     assert batch["sampler_logprobs"].tolist() == [[-1, -2, -3, -4, -5, 0, 0, 0, -1, -2, -3, 0, 0, -1]]
-    assert batch["finished"].tolist() == [False] and batch["turn_rewards"].sum() == 0
+    assert batch["turn_rewards"].tolist() == [[0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0.5, 0, 0, 0]]
+    assert batch["finished"].tolist() == [False]
 
 
 @pytest.mark.parametrize("texts, length, max_turns, tokens", [
     (["abcd", "x"], 30, 2, 5 + 3 + 2),  # no more turns: what is said to the last one is left out
     (["abcd", "x"], 8, 4, 5),  # no room for a token behind what would be said
     (["abcd", "x"], 9, 4, 9), (["ab "], 9, 4, 3)])
-def test_where_a_dialogue_is_cut_it_is_not_finished(texts, length, max_turns, tokens):
-    batch = dialogue_with("echo", texts, length, max_turns)
+def test_where_a_dialogue_is_cut_it_is_not_finished(mine, texts, length, max_turns, tokens):
+    batch = dialogue_with(f"{mine}:echo", texts, length, max_turns)
     assert batch["attention_mask"].sum() == 2 + tokens and not batch["finished"].any()
     assert batch["response_mask"][0, tokens - 1]
 
 
 @pytest.mark.parametrize("function, message", [
-    ("raises", r"failed at .*test_turns\.py, line \d+: KeyError: 'missing'"), ("wrong_role", "wanted None, a string"),
+    ("raises", r"failed at .*mine\.py, line \d+: KeyError: 'missing'"), ("wrong_role", "wanted None, a string"),
     ("number", "answered 7: wanted None"), ("nan", "reward nan, which is no finite number"),
     ("chance", "two answers to the same dialogue.*third parameter, seed"), ("hangs", "has not answered for 1 s")])
-def test_an_environment_that_is_no_good_ends_in_one_line(function, message):
+def test_an_environment_that_is_no_good_ends_in_one_line(mine, function, message):
     with pytest.raises(Stop, match=f"^environment = .*{message}"):
-        dialogue_with(function, ["abcd"] * 4)
+        dialogue_with(f"{mine}:{function}", ["abcd"] * 4)
 
 
-def test_an_environment_cannot_spoil_the_dialogue():
-    assert dialogue_with("spoils", ["abcd"])["finished"].tolist() == [True]
+def test_an_environment_cannot_spoil_the_dialogue(mine):
+    assert dialogue_with(f"{mine}:spoils", ["abcd"])["finished"].tolist() == [True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tools
 
-TOOLS = '''
-import os, sys, time
-
-def multiply(a: int, b: int = 2):
-    """
-    Multiply two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    print("a tool may print")
-    return a * b
-
-def slow(seconds: float):
-    """
-    Wait.
-
-    Args:
-        seconds: how long
-    """
-    time.sleep(seconds)
-    return "slept"
-
-def leaves():
-    """End the process."""
-    os._exit(3)
-
-def table():
-    """A table."""
-    return {"a": [1, None]}
-
-def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
-    """
-    Show.
-
-    Args:
-        text: a text
-        flag: a flag
-        items: some
-        either: one or the other
-    """
-    return repr((text, flag, items, either))
-
-def bare(a):
-    return a
-
-def score(batch):  # as a reward
-    return list(map(len, batch["completions"]))
-'''
 NAMES = ("multiply", "slow", "leaves", "table", "show")
 
 
 @pytest.fixture
-def tools_of(folders, tmp_path):
+def tools_of(folders, mine):
     """The tools of a run, of a family or with another tokenizer."""
     made = []
 
     def tools_of(name, tokenizer=None, seconds=10):
-        (tmp_path / "mine.py").write_text(TOOLS)
-        named = ",".join(f"{tmp_path}/mine.py:{name}" for name in NAMES)
+        named = ",".join(f"{mine}:{name}" for name in NAMES)
         system = SimpleNamespace(tools=named, reward_timeout=2 * seconds, max_turns=2)
         made.append(Tools(system, tokenizer or tokenizer_of(folders, name)))
         return made[-1]
@@ -551,9 +540,12 @@ def test_long_nonsense_is_read_in_no_time(tools_of, name):
 
 
 def test_a_tool_that_fails_hangs_or_dies_costs_its_own_answer(tools_of):
-    tools, began = tools_of("qwen3", seconds=2), time.monotonic()
+    tools = tools_of("qwen3")
+    assert said(tools, call("table")) == (['{"a": [1, null]}'], [0])  # its process has begun, which may take long
+    tools.seconds, began = 1, time.monotonic()
     contents, failed = said(tools, call("slow", seconds=99), call("multiply", a=4))
-    assert contents == ["error: it has not answered within 2 s", "8"] and failed == [1, 0] and time.monotonic() - began < 4
+    assert contents == ["error: it has not answered within 1 s", "8"] and failed == [1, 0] and time.monotonic() - began < 4
+    tools.seconds = 10
     assert said(tools, call("leaves")) == (["error: its process has ended"], [1])
     contents, failed = said(tools, call("multiply", a=5), call("multiply", b=1), call("multiply", a="x", c=2))
     assert contents[0] == "10" and re.match("error: TypeError: .*missing", contents[1]) and failed == [0, 1, 1]
@@ -611,13 +603,12 @@ def test_a_pattern_that_takes_for_ever_costs_its_turn(reading):
     assert failed == [1, 0] and time.monotonic() - began < 10
 
 
-def test_tools_that_cannot_be_described(folders, tmp_path):
-    (tmp_path / "mine.py").write_text(TOOLS)
+def test_tools_that_cannot_be_described(folders, mine):
     tokenizer = tokenizer_of(folders, "mistral")
-    for names, message in (("mine.py", "wanted FILE.py:FUNCTION"), ("mine.py:none", "has no 'none'"),
-                           ("mine.py:bare", "cannot be described to the policy"), ("mine.py:table", "no variable tools")):
+    for name, message in (("", "wanted FILE.py:FUNCTION"), (":none", "has no 'none'"), (":table", "no variable tools"),
+                          (":bare", "cannot be described to the policy")):
         with pytest.raises(BadInput, match=message):
-            environment_of("", tokenizer, tools=f"{tmp_path}/{names}")
+            environment_of("", tokenizer, tools=mine + name)
 
 
 def test_keys_that_do_not_go_together():
@@ -631,19 +622,10 @@ def test_keys_that_do_not_go_together():
 # ---------------------------------------------------------------------------------------------------------------------
 # runs
 
-ENVIRONMENT = """
-def env(messages, row):
-    said = messages[-1]["content"]
-    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
-"""
-
-
-def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(world, tmp_path):
-    (tmp_path / "mine.py").write_text(ENVIRONMENT)
-
+def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(world, mine, tmp_path):
     def run(iterations):
         return one_run("grpo.py", world.grpo(
-            "out", environment=f"{tmp_path}/mine.py:env", reward_functions="environment", max_new_tokens=12, max_turns=3,
+            "out", environment=f"{mine}:counts", reward_functions="environment", max_new_tokens=12, max_turns=3,
             max_iters=iterations, lr_decay="constant", checkpoint_interval=1, save_rollouts=1, learning_rate=1e-3))
 
     runs = forked(tmp_path, dict(whole=[run(2)], parts=[run(1), run(2)])).succeeded()
@@ -658,14 +640,13 @@ def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(world, tmp_path):
             assert reply == user(f"{len(said['content'])}\n")
 
 
-def test_runs_with_tools_begin_and_log_failed_calls(folders, tmp_path):
+def test_runs_with_tools_begin_and_log_failed_calls(folders, mine, tmp_path):
     """With each template of ours: random models that call nothing."""
-    (tmp_path / "mine.py").write_text(TOOLS)
     tiny.jsonl(tmp_path / "chats.jsonl", [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")])
     templates = dict(qwen3=CHATML) | {name: f"{TEMPLATES}/{name}.jinja" for name in OURS}
     runs = in_a_row(tmp_path, {name: one_run("grpo.py", tiny.arguments(dict(
         out_dir="out", policy_path=folders[name], prompts_path=tmp_path / "chats.jsonl", chat_template=template,
-        tools=f"{tmp_path}/mine.py:multiply", reward_functions=f"{tmp_path}/mine.py:score", kl_coef=0.0, max_iters=1,
+        tools=f"{mine}:multiply", reward_functions=f"{mine}:score", kl_coef=0.0, max_iters=1,
         batch_size=4, group_size=2, max_new_tokens=5, checkpoint_interval=0, device_type="cpu")))
         for name, template in templates.items()}).succeeded()
     assert all(runs.log(name)[0]["objective/failed_calls"] == 0 for name in templates)
