@@ -163,7 +163,7 @@ def test_runs_with_reward_models_of_others(folders, families, tmp_path):
         name: one_run("grpo.py", arguments(keys | dict(reward_path=folder)))
         for name, folder in (("grpo", zero), ("refused", folders["gpt2"]))}).items()}
     assert not done["grpo"]["kind"], done["grpo"]
-    assert done["refused"]["kind"] == "BadInput" and "here is a list of messages" in done["refused"]["message"]
+    assert done["refused"]["kind"] == "BadInput" and "--chat_template=FILE" in done["refused"]["message"]
     # the score of each sample of the evaluation is transformers', of its text
     theirs = AutoModelForSequenceClassification.from_pretrained(folders["llama3.2"]).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders["llama3.2"])
