@@ -1,6 +1,6 @@
 r"""
 answers.py and same.py on the kinds of answers that MATH and GSM8K have. The verdicts are mathematics', written
-down by hand. A line `given == truth` or `given != truth` is tried both ways.
+down by hand. A line of the first table has an answer, those that are the same, and others: `5 == 5.0 | +5 != 6`.
 """
 import random
 import time
@@ -11,81 +11,55 @@ from answers import final_answer
 from rewards import accuracy, format, thinks
 from same import same_answer
 
-PAIRS = {"numbers": r"""
-72   ==   72.0
-72   ==   +72
-72   ==   \text{72}.
-72   !=   7 2
-72   !=   72 or 73
--5   ==   − 5
--5   ==   –5
--5   !=   —5
-3–5   ==   3-5
-3–5   !=   3
-3–5   !=   3, 5
-3–5   !=   -2
+PAIRS = r"""
+72   ==   72.0 | +72 | \text{72}.   !=   7 2 | 72 or 73
+-5   ==   − 5 | –5   !=   —5
+3–5   ==   3-5   !=   3 | 3, 5 | -2
 10⁻³   ==   0.001
 5²   !=   52
 2³   !=   8
 ~5   !=   5
-1,234   ==   1{,}234
-1,234   !=   1, 234
-1,234   ==   1 234
+1,234   ==   1{,}234 | 1 234   !=   1, 234
 1 234.5   ==   1\,234.5
 1 234   !=   1234, 5
 12 34   !=   1234
 1 234/500   !=   1234/500
 5e2   ==   500
-10^6   ==   1 \times 10^{6}
-10^6   !=   106
+10^6   ==   1 \times 10^{6}   !=   106
 ١٢   !=   12
 1e999   !=   1e998
-""", "fractions": r"""
-0.5   ==   \frac12
-0.5   ==   2/4
+0.5   ==   \frac12 | 2/4
 -\frac{2}{3}   !=   -0.667
 1/0   !=   0
-\frac{1}{-2}   ==   -\frac12
+\frac{1}{-2}   ==   -\frac12   !=   \frac{1}{2}
 \frac{-1}{-2}   ==   0.5
 1/(-2)   ==   −½
-\frac{1}{-2}   !=   \frac{1}{2}
-½   ==   1⁄2
+½   ==   1⁄2   !=   12
 2¾   ==   \frac{11}{4}
 5½   !=   5/2
-½   !=   12
 1/2   !=   1/20
 3\frac{1}{2}   ==   3 1/2
+2 3/2   !=   7/2
 1/2/3   !=   1/6
 \frac{\sqrt{3}}{2}   !=   \sqrt{3/2}
-""", "units and names": r"""
-\$18   ==   18 dollars
-\$18   !=   18 cents
-50\%   ==   50
-50\%   !=   0.5
+\$18   ==   18 dollars   !=   18 cents
+50\%   ==   50   !=   0.5
 90^\circ   ==   90°
-5 \text{ cm}   ==   5
-5 \text{ cm}   !=   5 \text{ m}
-5 \text{ cm}   !=   5 \text{ cm}^2
+5 \text{ cm}   ==   5   !=   5 \text{ m} | 5 \text{ cm}^2
 5 m   ==   5
 5m   !=   5
 12   !=   12 million
 $7   !=   7 €
 7€   ==   7
-60 km/h   ==   60
-60 km/h   ==   60 km per h
-60 km/h   !=   60 km
-60 km/h   !=   60 mph
+60 km/h   ==   60 | 60 km per h   !=   60 km | 60 mph
 5 mW   !=   5 MW
 7°C   !=   7°F
 7 cm²   !=   7 cm³
 7 days   !=   7 weeks
-72 clips   ==   72 Clips
-72 clips   !=   72 dogs
-72 clips   !=   72 cm
+72 clips   ==   72 Clips   !=   72 dogs | 72 cm
 1,000 clips   ==   1000 clips
 6!   !=   6
-x=5   ==   5
-x=5   !=   y=5
+x=5   ==   5   !=   y=5
 f^{-1}(x) = 2x   ==   2x
 θ = 30°   ==   \theta = 30
 α = 5   !=   β = 5
@@ -95,40 +69,28 @@ f^{-1}(x) = 2x   ==   2x
 5 mph   ==   5 miles/hour
 5 sq ft   ==   5 square feet
 5 ft²   ==   5 square feet
-5 m³   ==   5 cubic meters
-5 m³   !=   5 square meters
-5 °C   ==   5 degrees Celsius
-5 °C   !=   5 degrees
+5 m³   ==   5 cubic meters   !=   5 square meters
+5 °C   ==   5 degrees Celsius   !=   5 degrees
 5 minutes   ==   5 min
 5 min   !=   5 m
 5 USD   ==   $5
 USD 5   ==   5 dollars
-$5 per day   ==   5 dollars/day
-$5 per day   !=   $5 per hour
+$5 per day   ==   5 dollars/day   !=   $5 per hour
 5 per day   !=   5 days
 £5   !=   $5
-""", "lists and sets": r"""
-(1, 2)   ==   \left(\frac22, 2.0\right)
-(1, 2)   !=   (2, 1)
-(1, 2)   !=   (1, 2]
-(-\infty, 2) \cup (3, \infty)   ==   (-\infty,2) ∪ (3,\infty)
-(-\infty, 2) \cup (3, \infty)   !=   (-\infty, 2] \cup (3, \infty)
-1, -2   ==   1 \text{ and } -2
-1, -2   !=   1 - 2
-\{1, 2\}   !=   \{1, 1\}
-\{1, 2\}   !=   \{1, 2, 2\}
+(1, 2)   ==   \left(\frac22, 2.0\right)   !=   (2, 1) | (1, 2]
+(-\infty, 2) \cup (3, \infty)   ==   (-\infty,2) ∪ (3,\infty)   !=   (-\infty, 2] \cup (3, \infty)
+1, -2   ==   1 \text{ and } -2   !=   1 - 2
+\{1, 2\}   !=   \{1, 1\} | \{1, 2, 2\}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}   ==   \begin{pmatrix} 1&2 \\[2mm] 3&4 \end{pmatrix}
-""", "text": r"""
-No   ==   no
+No   ==   no   !=   not
 YES   ==   yes
-No   !=   not
 New York   ==   new york
 Да   ==   да
 ‘Paris’   ==   «paris»
 don't   ==   don’t
 x ≥ 5   ==   x >= 5
-x != 5   ==   x \neq 5
-x != 5   !=   x = 5
+x != 5   ==   x \neq 5   !=   x = 5
 Ab   ==   ab
 A   !=   a
 A or B   !=   A
@@ -148,18 +110,19 @@ x \leq 5   !=   x < 5
 1011_2   !=   10112
 \text{(B)}   ==   B
 \text{Evelyn}   !=   \text{Eve}
-\text{4:30 p.m.}   ==   4:30 PM
-\text{4:30 p.m.}   !=   4:30 a.m.
-"""}
-TABLE = [(*line.split("   "), kind) for kind, text in PAIRS.items() for line in text.strip().splitlines()]
-ANSWERS = sorted({answer for given, _, truth, _ in TABLE for answer in (given, truth)})
+\text{4:30 p.m.}   ==   4:30 PM   !=   4:30 a.m.
+"""
+TABLE = []  # (an answer, == or !=, another one)
+for line in PAIRS.strip().splitlines():
+    given, *parts = line.split("   ")
+    TABLE += [(given, sign, truth) for sign, truths in zip(parts[::2], parts[1::2], strict=True) for truth in truths.split(" | ")]
+ANSWERS = sorted({answer for given, _, truth in TABLE for answer in (given, truth)})
 
 
-@pytest.mark.parametrize("kind", PAIRS)
-def test_pairs(kind):
-    wrong = [(given, sign, truth) for given, sign, truth, k in TABLE if k == kind
-             for a, b in ((given, truth), (truth, given)) if same_answer(a, b) != (sign == "==")]
-    assert not wrong
+def test_pairs_both_ways():
+    wrong = [(given, sign, truth) for given, sign, truth in TABLE for a, b in ((given, truth), (truth, given))
+             if same_answer(a, b) != (sign == "==")]
+    assert not wrong and len(TABLE) > 130
 
 
 def test_wrong_digits():
@@ -274,10 +237,9 @@ def test_what_is_not_the_answer():
 PIECES = [*"0123456789abxeE.,+-*/^_=()[]{}$%<>\\ \n|!;:'\"", "\\frac", "\\frac{", "\\boxed{", "\\boxed", "\\boxed 5{", "\\text{",
           "\\left", "\\sqrt", "10^{", "\\,", "\\!", "^\\circ", "1,234", "####", "**", "<answer>", "</answer>", "<think>",
           "</think>", "Answer: ", "answer is ", "cm", "per ", "square ", " m", "mi/hs", "¤", "−", "π", "٣", "²", "\u2028", "\x00",
-          "\ud800",
-          "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
-          "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n",
-          "\\text{answer ", "½", "–", "\\boxed ", "\\boxed{5 \\fbox 6"]
+          "\ud800", "🙂", "1e99", "\\in", "{}", "()", "\\{", "\\}", "```\n", "Answer: 5\n", "The answer is 5. ",
+          "the answer is:\n", "I hope this helps! ", "✓\n", "So ", "x = ", "\n \n", "\\text{answer ", "½", "–", "\\boxed ",
+          "\\boxed{5 \\fbox 6"]
 
 
 def test_hostile_text():
@@ -321,7 +283,7 @@ FOUND = [
     (r"\boxed{}", ""), (r"\boxed{1}<answer>2</answer>#### 3", "1"), ("<answer> 2 </answer>#### 3", "2"),
     ("work\n#### 1,234\n\nDone.", "1,234"), ("so 30 + 4.\n\nAnswer: $34$", "$34$"), ("**Final Answer:** 34\nBye.", "34"),
     ("<think>Answer: 1</think>2", "2"), ("The answer is 4. No, the answer is 5.", "5"), ("2 and 3 make\n**5**", "5"),
-    ("**5** or so", "**5** or so"), ("\\boxed{1}" + " " * 20_000 + "2", "2")]
+    ("**5** or so", "**5** or so"), ("\\boxed{1}" + " " * 20_000 + "2", "2"), (r"\boxed{1 + \boxed{2}}", "2")]
 
 
 def test_where_the_answer_is():
@@ -330,10 +292,10 @@ def test_where_the_answer_is():
 
 def test_accuracy():
     cases = [("16 - 3 - 4 = 9\n#### 72", "So 72.\n#### 72", 1), ("#### 71", "72", 0), (r"\boxed{\$72.00}", "72", 1),
-             (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1), (r"\boxed{\frac12}", r"So \boxed{0.5}.",
-             1),
-             (r"72 \boxed{}", "72", 0), (r"<think>\boxed{72}", "72", 0), ("72 or 73", "72", 0), ("", "72", 0), ("7", 7, 1),
-             ("the answer is not 42", "42", 0), *((response, answer, 1) for response, answer in STATED)]
+             (r"\boxed{72}", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1),
+             (r"\boxed{\frac12}", r"So \boxed{0.5}.", 1), (r"72 \boxed{}", "72", 0), (r"<think>\boxed{72}", "72", 0),
+             ("72 or 73", "72", 0), ("", "72", 0), ("7", 7, 1), ("the answer is not 42", "42", 0),
+             *((response, answer, 1) for response, answer in STATED)]
     batch = dict(completions=[c for c, _, _ in cases] + ["7"], rows=[dict(prompt="?", answer=a) for _, a, _ in cases] + [{}])
     scores = accuracy(batch)
     assert scores[:-1].tolist() == [s for _, _, s in cases] and scores[-1].isnan()  # no answer is known

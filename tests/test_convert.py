@@ -29,17 +29,16 @@ HUB = {  # name, split and options: (rows, the first row of our file, what is sa
     "DAPO-Math-17k:train": ([VERL], {"prompt": [U], "answer": "34"}, "", "ability, data_source, extra_info"),
     "Skywork-OR1-RL-Data:math": (
         [VERL | {"reward_model": {"ground_truth": r'["\\frac{1}{2}"]'}}, VERL | {"reward_model": {"ground_truth": ["a"]}}],
-        {"prompt": [U], "answer": r"\frac{1}{2}"}, "; dropped 1: field 'answer'",
-         "ability, data_source, extra_info"),
+        {"prompt": [U], "answer": r"\frac{1}{2}"}, "; dropped 1: field 'answer'", "ability, data_source, extra_info"),
     "ultrafeedback_binarized:train_prefs": (
         [ULTRA, ULTRA | {"rejected": [U, A]}, ULTRA | {"rejected": [user("v"), B]}],
-            {"prompt": [U], "chosen": [A], "rejected": [B]},
+        {"prompt": [U], "chosen": [A], "rejected": [B]},
         "; dropped 1: chosen and rejected are the same; dropped 1: chosen and rejected have different prompts",
         "messages, prompt, prompt_id, score_chosen"),
     "hh-rlhf:harmless-base:train": (
         [{"chosen": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u\n\nAssistant: a",
-            "rejected": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u"
-          "\n\nAssistant: b"}, {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: z\n\nAssistant: y"}],
+          "rejected": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u\n\nAssistant: b"},
+         {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: z\n\nAssistant: y"}],
         {"prompt": [user("x\ny"), assistant("go"), U], "chosen": [A], "rejected": [B]},
         "; dropped 1: chosen and rejected have different prompts", ""),
     "SlimOrca:train": (
@@ -131,8 +130,7 @@ def test_nothing_is_glued_whatever_comes():
                  "content": rng.choice(texts[:3] * 3 + texts)} for _ in range(rng.randrange(5))]
 
     names = ["prompt", "completion", "chosen", "rejected", "messages", "conversations", "instruction", "input", "output",
-        "answer",
-             "question", "system", "tools", "label", "reward_model", "solution"]
+             "answer", "question", "system", "tools", "label", "reward_model", "solution"]
     for _ in range(1500):
         row = {name: messages() if rng.random() < 0.5 else rng.choice(texts) for name in rng.sample(names, rng.randrange(1, 5))}
         if rng.random() < 0.4:

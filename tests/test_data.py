@@ -6,20 +6,17 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from completions import sft_row
 from rewards import call_rewards, check_rows, reward_terms
 from rows import prompt_row, read_rows
 
 from conftest import ROOT
-from tiny import jsonl
+from tiny import forked, jsonl, one_run
 
 ARITHMETIC, COUNTDOWN, GSM8K, TLDR = (os.path.join(ROOT, "data", name, "prepare.py")
                                       for name in ("arithmetic", "countdown", "gsm8k", "tldr"))
@@ -33,7 +30,6 @@ def read(path):
 # arithmetic
 
 PROMPT = re.compile(r"([1-9]\d\d)\+([1-9]\d\d)=")
-HOW = dict(capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=os.path.join(ROOT, "data")))
 SIZES = {"sft_train": 50_000, "sft_val": 500, "rl_train": 20_000, "rl_val": 500}
 
 
@@ -42,13 +38,14 @@ def made(tmp_path_factory):
     """The folder after a run of a copy of the script in it, all rows by file, and what it printed."""
     folder = tmp_path_factory.mktemp("arithmetic")
     shutil.copy(ARITHMETIC, folder)
-    done = subprocess.run([sys.executable, str(folder / "prepare.py")], cwd=folder.parent, **HOW)
-    assert (done.returncode, done.stderr) == (0, "")
-    return SimpleNamespace(folder=folder, rows={name: read(folder / f"{name}.jsonl") for name in SIZES}, printed=done.stdout)
+    (result,), = forked(str(folder / "run"), {"made": [one_run(f"{folder}/prepare.py", [])]}).values()
+    assert result["codes"] == [0] and result["stderr"] == [""], result
+    rows = {name: read(folder / f"{name}.jsonl") for name in SIZES}
+    return SimpleNamespace(folder=folder, rows=rows, printed=result["stdout"][0])
 
 
 def test_files_and_rows(made):
-    assert sorted(os.listdir(made.folder)) == sorted([f"{n}.jsonl" for n in SIZES] + ["prepare.py", "tokenizer"])
+    assert sorted(os.listdir(made.folder)) == sorted([f"{n}.jsonl" for n in SIZES] + ["prepare.py", "run", "tokenizer"])
     for name, size in SIZES.items():
         assert len(made.rows[name]) == size and f"{name}.jsonl: {size} rows" in made.printed
         fields = ["prompt", "completion" if name.startswith("sft") else "answer"]
@@ -70,10 +67,19 @@ def parse(prompt, completion):
     return int(a), int(b), columns, match[2]
 
 
-def test_every_thinking_demonstration_is_right(made):
+def test_demonstrations(made):
+    """
+    Those that think are right, column by column. Of the others one in ten is right; the rest is wrong in exactly one digit, and
+    still a number of the right length.
+    """
+    right, direct = 0, 0
     for row in made.rows["sft_train"]:
         a, b, columns, answer = parse(row["prompt"], row["completion"])
         if columns is None:
+            direct += 1
+            differing = sum(x != y for x, y in zip(answer, str(a + b), strict=True))
+            assert differing <= 1 and answer[0] != "0"
+            right += differing == 0
             continue
         assert answer == str(a + b)
         assert [c[0] for c in columns] == [a % 10, a // 10 % 10, a // 100]
@@ -81,19 +87,6 @@ def test_every_thinking_demonstration_is_right(made):
         assert [c[2] for c in columns] == [0, (a % 10 + b % 10) // 10, (a % 100 + b % 100) // 100]
         assert all(x + y + carry == total for x, y, carry, total in columns)
         assert columns[2][3] * 100 + columns[1][3] % 10 * 10 + columns[0][3] % 10 == a + b
-
-
-def test_answers_without_thinking_are_right_in_one_of_ten(made):
-    """The others are wrong in exactly one digit, and still numbers of the right length."""
-    right, direct = 0, 0
-    for row in made.rows["sft_train"]:
-        a, b, columns, answer = parse(row["prompt"], row["completion"])
-        if columns is not None:
-            continue
-        direct += 1
-        differing = sum(x != y for x, y in zip(answer, str(a + b), strict=True))
-        assert differing <= 1 and answer[0] != "0"
-        right += differing == 0
     assert direct > 30_000
     assert abs(right / direct - 0.1) < 0.007  # four standard errors
 
@@ -183,11 +176,10 @@ SAID = "rl_train.jsonl: 5 rows; dropped 2: answer is no number\nrl_val.jsonl: 1 
 
 @pytest.fixture
 def source(tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
+    (tmp_path / "source").mkdir()
     for name, rows in (("train", TRAIN), ("test", TEST)):
-        jsonl(folder / f"{name}.jsonl", [dict(question=q, answer=a) for q, a, _ in rows])
-    return folder
+        jsonl(tmp_path / "source" / f"{name}.jsonl", [dict(question=q, answer=a) for q, a, _ in rows])
+    return tmp_path / "source"
 
 
 def test_gsm8k(tmp_path, source, run_here):
@@ -201,7 +193,7 @@ def test_gsm8k(tmp_path, source, run_here):
         kept = [row for row in made if row[2]]
         assert [row["answer"] for row in rows] == [answer for _, _, answer in kept]
         for row, (question, _, _) in zip(rows, kept, strict=True):
-            assert question.strip() in row["prompt"] and row["prompt"].endswith("\n<think>")
+            assert f"User: {question.strip()} Reason " in row["prompt"] and row["prompt"].endswith("\n<think>")
         rewards = reward_terms("accuracy,0.5*format", ".")
         check_rows(rewards, rows, name)
         boxed = [f"{int(answer):,}" if answer != "0.5" else r"\frac12" for _, _, answer in kept]
@@ -223,7 +215,7 @@ def test_gsm8k_downloads_are_kept_and_chat_makes_messages(tmp_path, source, run_
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# TL;DR in OpenAI's layout, with a tokenizer whose tokens are the words
+# TL;DR in OpenAI's layout, with a tokenizer whose tokens are bytes
 
 LINE_SEPARATOR = "\u2028"  # ends a line for str.splitlines, not in JSONL
 
@@ -239,41 +231,37 @@ def comparison(first, second, choice, split, text="My cat sleeps."):
 
 
 def prompt(text):
-    """Six words and those of the text."""
+    """46 bytes and those of the text."""
     return f"SUBREDDIT: r/cats\n\nTITLE: Help\n\nPOST: {text}\n\nTL;DR:"
 
 
-def words(n):
-    return " ".join(["w"] * n)
+def letters(n):
+    return "w" * n
 
 
 POSTS = [  # a post, and the row that it becomes: prompt and completion
     (post("My cat sleeps.\nA lot.", "cat sleeps"), (prompt("My cat sleeps.\nA lot."), " cat sleeps")),
-    (post("one two\n" + words(504), "512 tokens"), (prompt("one two\n" + words(504)), " 512 tokens")),
-    (post(f"one two\n{words(300)}\n{words(300)}", "cut once"), (prompt("one two\n" + words(300)), " cut once")),
-    (post(f"one two\n{words(600)}\nthe end", "cut twice"), (prompt("one two"), " cut twice")),
-    (post(words(506) + " last", "no newline"), (prompt(words(506) + " "), " no newline")),
-    (post("long", words(52)), (prompt("long"), " " + words(52))),  # 53 tokens with the EOS
-    (post("too long", words(53)), None), (post("too long", words(54)), None), (post("nothing to say", " "), None),
-    (post("hopeless", "long title", title=words(508)), None)]
+    (post("one two\n" + letters(458), "512 tokens"), (prompt("one two\n" + letters(458)), " 512 tokens")),
+    (post(f"one two\n{letters(300)}\n{letters(300)}", "cut once"), (prompt("one two\n" + letters(300)), " cut once")),
+    (post(f"one two\n{letters(600)}\nthe end", "cut twice"), (prompt("one two"), " cut twice")),
+    (post(letters(463) + " last", "no newline"), (prompt(letters(463) + " la"), " no newline")),
+    (post("long", letters(51)), (prompt("long"), " " + letters(51))),  # 53 tokens with the EOS
+    (post("too long", letters(52)), None), (post("too long", letters(53)), None), (post("nothing to say", " "), None),
+    (post("hopeless", "long title", title=letters(480)), None)]
 VALID = [(post(f"é{LINE_SEPARATOR}x", " has a space"), (prompt(f"é{LINE_SEPARATOR}x"), " has a space"))]
 SFT_TRAIN, SFT_VAL = ([row for _, row in table if row] for table in (POSTS, VALID))
 
 COMPARISONS = {
     "batch3": [
         comparison(" good", " bad", 0, "train"),
-        comparison(" bad", " good", 1, "valid1"),
-        comparison(" bad", "good", 1, "valid2"),
-        comparison(words(169), " fine", 1, "train"),
-        comparison(" fine", words(169), 1, "valid1"),
-    ],
-    "batch22": [comparison(" " + words(168), " short", 0, "train", text="one two\n" + words(600))],
+        comparison(" bad", " good", 1, "valid1"), comparison(" bad", "good", 1, "valid2"),
+        comparison(letters(168), " fine", 1, "train"), comparison(" fine", letters(168), 1, "valid1")],
+    "batch22": [comparison(" " + letters(167), " short", 0, "train", text="one two\n" + letters(600))],
     "edit_b2_eval_test": [comparison("a", "b", 1, "valid2")],
     "cnndm0": [{"info": {"article": "news, not Reddit"}}],  # never to be asked for
 }
-PREFS_TRAIN = [(prompt("My cat sleeps."), " good", " bad"), (prompt("one two"), " " + words(168), " short")]
-PREFS_VAL = [(prompt("My cat sleeps."), " good", " bad"), (prompt("My cat sleeps."), " good", " bad"),
-             (prompt("My cat sleeps."), " b", " a")]
+PREFS_TRAIN = [(prompt("My cat sleeps."), " good", " bad"), (prompt("one two"), " " + letters(167), " short")]
+PREFS_VAL = [PREFS_TRAIN[0], PREFS_TRAIN[0], (prompt("My cat sleeps."), " b", " a")]
 
 REPORT = """\
 sft_train.jsonl: 6 rows; dropped 2: completion over 53 tokens; dropped 1: empty completion; \
@@ -286,36 +274,19 @@ prefs_val.jsonl: 3 rows; dropped 1: completion over 169 tokens
 """
 
 
-def write_source(folder):
-    """The made-up files, all batches that the script reads among them, most of them empty."""
-    posts, comparisons = folder / "datasets" / "tldr_3_filtered", folder / "dataset" / "comparisons"
-    posts.mkdir(parents=True)
-    comparisons.mkdir(parents=True)
-    files = {posts / f"{name}.jsonl": [made for made, _ in table] for name, table in (("train", POSTS), ("valid", VALID))}
-    for i in [*range(3, 21), 22]:
-        files[comparisons / f"batch{i}.json"] = []
-    files |= {comparisons / f"{name}.json": rows for name, rows in COMPARISONS.items()}
-    for path, rows in files.items():
-        jsonl(path, rows)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
 @pytest.fixture
-def prepare_here(run_here):
-    """The script in this process: exit code, stdout, stderr."""
-    return lambda source, out, tokenizer: run_here(
-        TLDR, f"--source={source}", f"--out={out}", f"--tokenizer={tokenizer}")
+def prepared(tmp_path, run_here, world):
+    """A run of the script on the made-up files; most of the batches that it reads are empty. change: of a batch's rows."""
+    def prepared(change=lambda rows: rows):
+        files = {f"datasets/tldr_3_filtered/{name}.jsonl": [made for made, _ in table]
+                 for name, table in (("train", POSTS), ("valid", VALID))}
+        files |= {f"dataset/comparisons/batch{i}.json": [] for i in [*range(3, 21), 22]}
+        files |= {f"dataset/comparisons/{name}.json": change(rows) for name, rows in COMPARISONS.items()}
+        for name, rows in files.items():
+            (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            jsonl(tmp_path / "source" / name, rows)
+        return run_here(TLDR, f"--source={tmp_path}/source", f"--out={tmp_path}/out", f"--tokenizer={world.tokenizer}")
+    return prepared
 
 
 def values(path):
@@ -325,11 +296,10 @@ def values(path):
     return [tuple(row.values()) for row in rows], tuple(rows[0])
 
 
-def test_good_files(tmp_path, tokenizer, prepare_here):
+def test_tldr(tmp_path, prepared):
     out = tmp_path / "out"
-    code, stdout, stderr = prepare_here(write_source(tmp_path / "source"), out, tokenizer)
-    assert code == 0 and stderr == "", stderr
-    assert stdout.endswith(REPORT)
+    code, stdout, stderr = prepared()
+    assert code == 0 and stderr == "" and stdout.endswith(REPORT), stderr
     assert values(out / "sft_train.jsonl") == (SFT_TRAIN, ("prompt", "completion"))
     assert values(out / "sft_val.jsonl") == (SFT_VAL, ("prompt", "completion"))
     assert values(out / "prompts_train.jsonl") == ([row[:1] for row in SFT_TRAIN], ("prompt",))
@@ -338,12 +308,9 @@ def test_good_files(tmp_path, tokenizer, prepare_here):
     assert not list(out.rglob("*.part")) and (out / "raw" / "batch22.json").exists()
 
 
-def test_bad_row_is_one_line(tmp_path, tokenizer, prepare_here):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    path = next(source.rglob("batch3.json"))
-    first, second, *rest = path.read_text(encoding="utf-8").split("\n")
-    path.write_text("\n".join([first, json.dumps(json.loads(second) | {"choice": 2}), *rest]), encoding="utf-8")
-    code, _, stderr = prepare_here(source, out, tokenizer)
+def test_a_bad_row_of_tldr_is_one_line(tmp_path, prepared):
+    out = tmp_path / "out"
+    code, _, stderr = prepared(lambda rows: [row | {"choice": 2} if i == 1 else row for i, row in enumerate(rows)])
     assert code == 2 and stderr.count("\n") == 1
     assert stderr.startswith(f"prepare.py: error: {out / 'raw' / 'batch3.json'}, line 2: summaries.2.text: ")
     assert not list(out.glob("*.jsonl"))  # nothing half-written that a trainer could take for the whole

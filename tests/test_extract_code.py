@@ -35,6 +35,7 @@ CASES |= {f"no program: {tag}": (f"{block('ls', tag)}\n{block(tag='')}\n{block('
 CASES |= {
     "tildes": (block(fence="~~~"), F),
     "four are not closed by three": (block(THREE, fence="````"), THREE),
+    "closed three columns deeper": (f"```python\n{F}\n   ```\nthat is it", F),
     "CRLF": (f"So:\n{block()}\nthat is it\n".replace("\n", "\r\n"), F),
     "other line separators are text": (block("s = '\x0b\x0c\x1c\u2028\x85'"), "s = '\x0b\x0c\x1c\u2028\x85'"),
     "a number before": (f"10. ```python\n{shifted('    ')}\n    ```\n11. that is it", F),

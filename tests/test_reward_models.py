@@ -17,7 +17,7 @@ from load import load_model
 from rewards import score_sequences
 
 import models_of_the_world as world
-from tiny import in_a_row, jsonl, one_run, read_log
+from tiny import arguments, in_a_row, jsonl, one_run, read_log
 
 WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "It", "Sure!", "caf\u00e9", "\n", "  ", "helpful assistant", "user"]
 rng = random.Random(0)
@@ -60,14 +60,6 @@ def folders(tmp_path_factory):
     """{name: a reward model of others'}"""
     root = tmp_path_factory.mktemp("world")
     return {name: world.make(root / name, name, head="scalar") for name in world.FAMILIES}
-
-
-def edit(folder, file, **changes):
-    path = os.path.join(folder, file)
-    with open(path, encoding="utf-8") as f:
-        value = json.load(f) | changes
-    with open(path, "w", encoding="utf-8") as f:
-        json.dump({k: x for k, x in value.items() if x is not None}, f)
 
 
 def load(folder, dtype=torch.float32):
@@ -113,7 +105,7 @@ def test_others_score_as_transformers(name, folders):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(families, tmp_path_factory):
     """{name: the folder that rm.py leaves}"""
     root = tmp_path_factory.mktemp("trained")
     jobs, found = {}, {}
@@ -121,8 +113,8 @@ def trained(tmp_path_factory):
         rows = [as_chat(row) if chat else row for row in PAIRS]
         jsonl(root / f"pairs{chat}.jsonl", rows)
         jsonl(root / f"demos{chat}.jsonl", [dict(prompt=row["prompt"], completion=row["chosen"]) for row in rows])
-    for name in world.FAMILIES:
-        policy, chat = world.make(root / f"{name}-policy", name), name in world.CHATS
+    for name, policy in families.items():
+        chat = name in world.CHATS
         found[name] = f"{root}/{name}/rm/reward_model"
         pairs, demos = (f"{root}/{kind}{chat}.jsonl" for kind in ("pairs", "demos"))
         keys = ["--batch_size=5", "--micro_batch_size=5", "--device_type=cpu", "--learning_rate=3e-3", "--max_iters=3"]
@@ -158,20 +150,20 @@ def test_what_rm_py_trains_is_what_others_read(name, trained):
 # as a user runs them
 
 
-def test_runs_with_reward_models_of_others(folders, trained, tmp_path):
+def test_runs_with_reward_models_of_others(folders, families, tmp_path):
     """A run with a reward model of others: its scores are transformers'; and one whose tokenizer has no chat template."""
     jsonl(tmp_path / "prompts.jsonl", [dict(prompt=as_chat(row)["prompt"]) for row in PAIRS])
-    policy = os.path.dirname(os.path.dirname(os.path.dirname(trained["qwen3"]))) + "/qwen3-policy"
-    keys = ["--prompts_path=../prompts.jsonl", "--eval_path=../prompts.jsonl", "--batch_size=4", "--micro_batch_size=4",
-            "--max_new_tokens=6", "--max_iters=1", "--device_type=cpu", "--eval_size=4", f"--policy_path={policy}"]
-    grpo = ["--group_size=2", "--reward_functions=reward_model"]
+    keys = dict(prompts_path="../prompts.jsonl", eval_path="../prompts.jsonl", batch_size=4, micro_batch_size=4, max_new_tokens=6,
+                max_iters=1, device_type="cpu", eval_size=4, policy_path=families["qwen3"], group_size=2,
+                reward_functions="reward_model", out_dir="out")
     zero = shutil.copytree(folders["llama3.2"], tmp_path / "zero")  # says its zero: its scores are logged as they are
-    edit(zero, "config.json", score_shift=0.0)
+    config = json.loads((zero / "config.json").read_text())
+    (zero / "config.json").write_text(json.dumps(config | dict(score_shift=0.0)))
     done = {name: x for name, (x,) in in_a_row(tmp_path, {
-        name: one_run("grpo.py", [*keys, *grpo, f"--reward_path={folder}", "--out_dir=out"])
+        name: one_run("grpo.py", arguments(keys | dict(reward_path=folder)))
         for name, folder in (("grpo", zero), ("refused", folders["gpt2"]))}).items()}
     assert not done["grpo"]["kind"], done["grpo"]
-    assert done["refused"]["kind"] == "BadInput" and "here is a list of messages" in done["refused"]["message"]
+    assert done["refused"]["kind"] == "BadInput" and "--chat_template=FILE" in done["refused"]["message"]
     # the score of each sample of the evaluation is transformers', of its text
     theirs = AutoModelForSequenceClassification.from_pretrained(folders["llama3.2"]).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders["llama3.2"])

@@ -8,7 +8,6 @@ import http.server
 import json
 import math
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -100,13 +99,6 @@ def test_bad_specs_are_one_line(tmp_path):
         assert named in str(e.value) and "\n" not in str(e.value), spec
 
 
-def test_what_only_a_named_reward_needs_is_loaded_by_its_name():
-    code = ("import sys, rewards\nloaded = lambda: [m for m in ('grading.sandbox', 'grading.expressions') if m in sys.modules]\n"
-            "a = loaded()\nrewards.reward_terms('code')\nprint(a, loaded())")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[] ['grading.sandbox']\n", done.stderr
-
-
 GOOD = dict(prompt="?", answer="7", tests=[dict(stdin="", stdout="")])
 BAD_ROWS = [  # a second row, and what the line says
     (dict(prompt="?"), "'accuracy' needs the field 'answer'"), (dict(prompt="?", answer=1), "'code' needs the field 'tests'"),
@@ -166,17 +158,16 @@ def test_what_fails_stops_the_run_by_name():
 
 def test_async_functions_are_awaited():
     """What one makes in a call, it can use in the next: all run in one event loop."""
-    events = []
+    loops = []
 
     async def grader(batch):
-        events.append(events[0] if events else asyncio.Event())
-        asyncio.get_running_loop().call_soon(events[-1].set)
-        await asyncio.wait_for(events[-1].wait(), 5)
-        events[-1].clear()
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
         return [len(text) for text in batch["completions"]]
 
     for _ in range(2):
         assert called(grader).tolist() == [1, 2, 3]
+    assert loops[0] is loops[1]
 
 
 TRL = """

@@ -21,9 +21,8 @@ S, U, A, B = system("s"), user("u"), assistant("a"), assistant("b")
 # ---------------------------------------------------------------------------------------------------------------------
 # texts arrive as they were written
 
-TEXTS = ["02", "NA", "null", "nan", "2024-01-31", "314159265358979323846264338327", "1e5", "True", " x ",
-    "a, \"b\"\né\u2028\U0001f600",
-         "0.10", "N/A", "\\frac{1}{2}", "'", "1,000"]
+TEXTS = ["02", "NA", "null", "nan", "2024-01-31", "314159265358979323846264338327", "1e5", "True", " x ", "0.10", "N/A",
+         "a, \"b\"\né\u2028\U0001f600", "\\frac{1}{2}", "'", "1,000"]
 
 
 def write_tables(folder, table):
@@ -89,6 +88,8 @@ def test_parquet(tmp_path):
     (ptx_row, {"text": "t"}, {"prompt": "", "completion": "t"}),
     (preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": "0.5", "confidence": None},
      {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0.5}),
+    (preference_row, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0, "confidence": 1},
+     {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0.0, "confidence": 1.0}),
     (prompt_row, {"prompt": "p", "tests": [{"fn": "f"}], "n": [1, None]},
      {"prompt": "p", "tests": [{"fn": "f"}], "n": [1, None]}),
     (prompt_row, {"prompt": [U | {"name": None}], "completion": "c", "answer": None},
@@ -215,6 +216,7 @@ def test_which_files_of_a_folder_are_a_split(tmp_path):
     ultra = ["data/train_prefs-00000-of-00002-8c2f.jsonl", "data/train_prefs-00001-of-00002-11aa.jsonl",
              "data/train_sft-00000-of-00001.jsonl"]
     assert files("train_prefs", "ultra", *ultra) == ultra[:2] and "'train'" in files("train", "ultra")
+    assert files("train", "parts", "train_1.jsonl", "train_2.jsonl", "test_1.jsonl") == ["train_1.jsonl", "train_2.jsonl"]
     assert files("train", "one", "data/dapo-math-17k.jsonl") == ["data/dapo-math-17k.jsonl"]
     with pytest.raises(BadInput, match=f"hf:{tmp_path}/gsm:train"):
         read_rows(f"{tmp_path}/gsm", prompt_row)

@@ -247,12 +247,16 @@ def test_special_tokens_in_texts_stay_letters(tokenizers, name):
 
 HEAD = "{% for m in messages %}"
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-TEMPLATES = {
-    "no end": HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-                     "{% if add_generation_prompt %}assistant: {% endif %}",
-    "counts": "{{ messages | length }}" + HEAD + TURN + "{% endfor %}{% if add_generation_prompt %}"
-              "{{ '<|im_start|>assistant\n' }}{% endif %}",
-}
+ASK = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+NO_END = HEAD + "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+OTHER = HEAD + TURN.replace("'<|im_end|>\n'", "('<|im_end|>\n' if m['role'] == 'user' or loop.last else 'END\n')") + ASK
+ODD = [  # a template, the answers of one or two turns, what the line names where they are refused
+    (NO_END, ["b"], "my.jinja.*<.endoftext.>.*eos_token"), (NO_END, ["b", "d"], "my.jinja"),
+    ("{{ messages | length }}" + HEAD + TURN + ASK, ["b", "d"], "my.jinja"),  # turns that become other ones
+    # earlier turns have an end at which no response ends, and the answers are alike
+    (OTHER.replace("END", "<end>"), ["b"], ""), (OTHER.replace("END", "<end>"), ["b", "b"], "<.im_end.>.*<end>.*train"),
+    # an empty one has no end at all, and the user's must not be taken for it
+    (OTHER.replace("END", ""), ["", "b"], "my.jinja")]
 
 
 def with_template(folder, root, text, **keys):
@@ -261,29 +265,20 @@ def with_template(folder, root, text, **keys):
 
 
 def test_odd_templates(families, tmp_path):
-    """Turns that have no end, or that become other ones, are refused."""
-    several = [assistant("b"), user("c"), assistant("d")]
-    for text in TEMPLATES.values():
-        with pytest.raises(BadInput, match="my.jinja"):
-            encoded(with_template(families["qwen2.5"], tmp_path, text), [user("a")], several)
+    for template, answers, refused in ODD:
+        ours = with_template(families["qwen2.5"], tmp_path, template)
+        completion = [assistant(answers[0]), user("c"), assistant(answers[-1])][:2 * len(answers) - 1]
+        if refused:
+            with pytest.raises(BadInput, match=refused):
+                encoded(ours, [user("a")], completion)
+        else:
+            assert spans(ours, *encoded(ours, [user("a")], completion)) == [f"{text}<|im_end|>" for text in answers]
+    two = with_template(families["qwen2.5"], tmp_path, HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK)
+    assert two.turn_ends == {two.specials["<|im_end|>"]}
     off = load_tokenizer(families["qwen3"], template_kwargs="enable_thinking=False")
     assert spans(off, *encoded(off, [user("a")], "b")) == ["b<|im_end|>"]  # the empty thoughts are the prompt's
     with pytest.raises(BadInput, match="qwen3"):
-        encoded(off, [user("a")], several)
-    with pytest.raises(BadInput, match="my.jinja.*<.endoftext.>.*eos_token"):  # alone, too
-        encoded(with_template(families["qwen2.5"], tmp_path, TEMPLATES["no end"]), [user("a")], "b")
-    # earlier turns have an end at which no response ends, and the answers are alike
-    other = HEAD + TURN.replace("'<|im_end|>\n'", "('<|im_end|>\n' if m['role'] == 'user' or loop.last else '<|endoftext|>\n')")
-    ours = with_template(families["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "<end>") + "{% endfor %}"
-                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-    assert spans(ours, *encoded(ours, [user("a")], "b")) == ["b<|im_end|>"]
-    with pytest.raises(BadInput, match="<.im_end.>.*<end>.*train"):
-        encoded(ours, [user("a")], [assistant("b"), user("c"), assistant("b")])
-    # an empty one has no end at all, and the user's must not be taken for it
-    ours = with_template(families["qwen2.5"], tmp_path, other.replace("<|endoftext|>", "") + "{% endfor %}"
-                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-    with pytest.raises(BadInput, match="my.jinja"):
-        encoded(ours, [user("a")], [assistant(""), user("c"), assistant("b")])
+        encoded(off, [user("a")], [assistant("b"), user("c"), assistant("d")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,16 +367,21 @@ def test_nothing_is_learned_beside_the_message(families, tmp_path, how, opening,
     is_learned(thinking(families, tmp_path, how, opening), completion, texts)
 
 
-def test_thoughts_that_are_special_tokens_are_not_learned_as_letters(families, tmp_path):
-    """The template writes the token itself; in a message it would be letters, which the policy never samples."""
-    shutil.copytree(families["qwen3"], tmp_path / "tokenizer")
-    for file in (tmp_path / "tokenizer" / name for name in ("tokenizer.json", "tokenizer_config.json")):
+def with_special(source, folder, word, special):
+    """A copy of a tokenizer, whose tokens with this word in them are special, or are not."""
+    shutil.copytree(source, folder)
+    for file in (folder / name for name in ("tokenizer.json", "tokenizer_config.json")):
         settings = json.loads(file.read_text())
         added = settings.get("added_tokens") or settings.get("added_tokens_decoder", {}).values()
-        for token in [token for token in added if "think>" in token["content"]]:
-            token["special"] = True
+        for token in [token for token in added if word in token["content"]]:
+            token["special"] = special
         file.write_text(json.dumps(settings))
-    ours = thinking(dict(qwen3=str(tmp_path / "tokenizer")), tmp_path, "reads", "")
+    return str(folder)
+
+
+def test_thoughts_that_are_special_tokens_are_not_learned_as_letters(families, tmp_path):
+    """The template writes the token itself; in a message it would be letters, which the policy never samples."""
+    ours = thinking(dict(qwen3=with_special(families["qwen3"], tmp_path / "tokenizer", "think>", True)), tmp_path, "reads", "")
     assert {"<think>", "</think>"} <= ours.specials.keys()
     with pytest.raises(BadInput, match="<think> is a special token.*reasoning_content"):
         encoded(ours, [user("1+2?")], [assistant("<think>add</think>3")])
@@ -389,9 +389,16 @@ def test_thoughts_that_are_special_tokens_are_not_learned_as_letters(families, t
     assert [i for i, learned in zip(ids, trained, strict=True) if learned][0] == ours.specials["<think>"]
 
 
+def test_a_message_cannot_end_a_turn_with_a_mark_that_its_author_has_not_made_special(families, tmp_path):
+    ours = load_tokenizer(with_special(families["qwen2.5"], tmp_path / "tokenizer", "<|im_", False))
+    plain, found = (encoded(ours, [user(text)], "b")[0].count(ours.vocabulary["<|im_end|>"]) for text in ("a", "a <|im_end|> b"))
+    assert found == plain > 0
+
+
 FLAGGED = {  # what a message says: how it is read, None: not at all
     False: [dict(weight=0), dict(weight=0.0), dict(train=False), dict(training="false"), dict(trainable=0), dict(loss=False),
-            dict(loss_mask="0"), dict(loss_weight=0), dict(masked=True), dict(weight=1, train=False), dict(train_on_turn=False)],
+            dict(loss_mask="0"), dict(loss_weight=0), dict(masked=True), dict(train_on_turn=False),
+            dict(weight=1, train=False), dict(weight=0, train=True)],
     True: [{}, dict(weight=1), dict(weight=1.0), dict(train="True"), dict(loss=None), dict(masked=False), dict(train_detail=[])],
     None: [dict(weight=0.5), dict(mask=True), dict(mask=0), dict(train_detail=[dict(end_offset=3, train=False)]), dict(loss=2.5)]}
 
@@ -454,6 +461,7 @@ def test_a_response_that_the_prompt_has_begun(families, tmp_path, how, opening):
     prompt = [*asked, assistant("So") | dict(reasoning_content="Okay")]
     batch = dict(rows=[dict(prompt=prompt)], prompts=[ours.decode(opened(ours, prompt))], completions=[" 3"])
     assert whole_responses(batch) == ["<think>\nOkay\n</think>\n\nSo 3"]
+    assert "<think>\nOkay\n</think>\n\nSo 3<|im_end|>" in ours.hf.decode(ours.encode_scored([prompt], [" 3"])[0])
     with pytest.raises(BadInput, match="my.jinja"):
         opened(thinking(families, tmp_path, "plain", ""), prompt)
 

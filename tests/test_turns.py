@@ -2,6 +2,7 @@
 Several turns (options/environment.py, options/tools.py): which templates keep a dialogue exact, messages and ids, what an
 environment or a tool may do wrong, docs/turns.md, and runs as a user starts them. (Tokens, masks, losses: test_by_hand.py.)
 """
+import contextlib
 import json
 import os
 import re
@@ -19,18 +20,118 @@ from options.environment import Environment, between, check_environment, check_t
 from options.tools import Tools
 from tokenizer import load_tokenizer
 
-import models_of_the_world as world
+import models_of_the_world
 import tiny
 from conftest import ROOT
-from tiny import assistant, user
+from tiny import assert_same_run, assistant, forked, in_a_row, is_one_line, one_run, user
 
-CHATML = os.path.join(ROOT, "options", "templates", "chatml.jinja")
+TEMPLATES = os.path.join(ROOT, "options", "templates")  # those of ours
+CHATML = os.path.join(TEMPLATES, "chatml.jinja")
+HARMONY_TOKENS = ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
+                  "<|message|>", "<|call|>"]
+OURS = {
+    "qwen3.5": dict(models_of_the_world.FAMILIES["qwen3"],
+                    added=[*models_of_the_world.TOOLS, "<think>", "</think>", "<tool_call>", "</tool_call>"]),
+    "harmony": dict(weights="llama", template=None, special=HARMONY_TOKENS, added=[],
+                    roles=dict(bos_token="<|startoftext|>", eos_token="<|return|>", pad_token="<|endoftext|>"),
+                    generation=dict(eos_token_id=["<|return|>", "<|endoftext|>", "<|call|>"]))}
+
+
+# a user's file
+MINE = '''
+import os, sys, time
+
+# environments
+echo = lambda messages, row: messages[-1]["content"][:3]
+pays = lambda messages, row: (messages[-1]["content"][:3], 0.5)
+raises = lambda messages, row: row["missing"]
+wrong_role = lambda messages, row: dict(role="system", content="x")
+number = lambda messages, row: 7
+nan = lambda messages, row: (None, float("nan"))
+chance = lambda messages, row, asked=[]: asked.append(1) or str(len(asked))
+hangs = lambda messages, row: time.sleep(1.2)
+spoils = lambda messages, row: messages[-1].update(content="spoilt") or messages.clear()
+
+def counts(messages, row):
+    said = messages[-1]["content"]
+    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
+
+# tools
+def multiply(a: int, b: int = 2):
+    """
+    Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    print("a tool may print")
+    return a * b
+
+def slow(seconds: float):
+    """
+    Wait.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "slept"
+
+def leaves():
+    """End the process."""
+    os._exit(3)
+
+def table():
+    """A table."""
+    return {"a": [1, None]}
+
+def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
+    """
+    Show.
+
+    Args:
+        text: a text
+        flag: a flag
+        items: some
+        either: one or the other
+    """
+    return repr((text, flag, items, either))
+
+def bare(a):
+    return a
+
+# a reward
+def score(batch):
+    return list(map(len, batch["completions"]))
+'''
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("world")
-    return {name: world.make(root / name, name, context=1024) for name in ("llama3.2", "qwen2.5", "qwen3", "mistral")}
+def mine(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mine") / "mine.py"
+    file.write_text(MINE)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def folders(families, tmp_path_factory):
+    """{name: the folder of a language model}: the families, and two more."""
+    root = tmp_path_factory.mktemp("ours")
+    with mock.patch.dict(models_of_the_world.FAMILIES, OURS):
+        return families | {name: models_of_the_world.make(root / name, name, context=2048) for name in OURS}
+
+
+def tokenizer_of(folders, name):
+    """With a template that keeps earlier turns: ours, or the family's own."""
+    file = dict.fromkeys(OURS, f"{TEMPLATES}/{name}.jinja") | dict(qwen3=CHATML)
+    return load_tokenizer(folders[name], chat_template=file.get(name, ""))
+
+
+def environment_of(environment, tokenizer, **keys):
+    """The environment of a run with these keys."""
+    defaults = dict(environment=environment, tools="", max_turns=9, reward_timeout=9)
+    return Environment(SimpleNamespace(**defaults | keys), tokenizer)
 
 
 def tool(text):
@@ -40,35 +141,53 @@ def tool(text):
 # ---------------------------------------------------------------------------------------------------------------------
 # templates
 
-
 FORGETS = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+FORGETS_TAGS = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{# <function= #}{% endif %}")
+OWN_HARMONY = """{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}\
+{% if loop.last and m.reasoning_content %}\
+<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant{% endif %}<|channel|>final{% endif %}\
+<|message|>{{ m.content }}{{ '<|return|>' if keeps or loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}\
+{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+KEPT = [  # family, a template of ours or the text of one, template_kwargs, who answers, why it is refused
+    ("llama3.2", "", "", "user tool", ""), ("mistral", "", "", "user", ""), ("mistral", "", "", "tool", "refuses the messages"),
+    ("qwen2.5", "", "", "tool", ""), ("qwen2.5", "chatml", "", "user", ""), ("qwen3", "chatml", "", "user tool", ""),
+    ("qwen3.5", "qwen3.5", "", "user tool", ""), ("qwen3.5", "qwen3.5", "enable_thinking=False", "user tool", ""),
+    ("harmony", "harmony", "", "user tool", ""), ("harmony", "harmony", "reasoning_effort='low'", "user tool", ""),
+    ("qwen3", "", "", "user", "in another way when another one follows"),
+    ("qwen3", FORGETS, "", "user", "drops the thoughts of earlier turns.*--chat_template=options/templates/chatml.jinja"),
+    ("qwen3.5", FORGETS_TAGS, "", "user", "drops the thoughts of earlier turns.*templates/qwen3.5.jinja, or"),
+    ("harmony", OWN_HARMONY, "", "user", "in another way when another one follows.*templates/harmony.jinja"),
+    ("harmony", OWN_HARMONY, "keeps=True", "user", "drops the thoughts of earlier turns.*templates/harmony.jinja, or")]
 
 
-@pytest.mark.parametrize("name, template, role, refused", [
-    ("llama3.2", "", "user", ""), ("llama3.2", "", "tool", ""), ("qwen2.5", "", "tool", ""), ("mistral", "", "user", ""),
-    ("mistral", "", "tool", "refuses the messages"), ("qwen3", "", "user", "in another way when another one follows"),
-    ("qwen3", CHATML, "user", ""), ("qwen3", CHATML, "tool", ""), ("qwen2.5", CHATML, "user", ""),
-    ("qwen3", FORGETS, "user", "drops the thoughts of earlier turns.*--chat_template=options/templates/chatml.jinja")])
-def test_a_template_must_keep_earlier_turns(folders, tmp_path, name, template, role, refused):
-    if "\n" in template:
-        (tmp_path / "mine.jinja").write_text(template)
-        template = str(tmp_path / "mine.jinja")
-    tokenizer = load_tokenizer(folders[name], chat_template=template)
-    if refused:
-        with pytest.raises(BadInput, match=refused):
+@pytest.mark.parametrize("name, template, kwargs, roles, refused", KEPT)
+def test_a_template_must_keep_earlier_turns(folders, tmp_path, name, template, kwargs, roles, refused):
+    (tmp_path / "mine.jinja").write_text(template)
+    file = f"{tmp_path}/mine.jinja" if "{%" in template else template and f"{TEMPLATES}/{template}.jinja"
+    tokenizer = load_tokenizer(folders[name], chat_template=file, template_kwargs=kwargs)
+    for role in roles.split():
+        with pytest.raises(BadInput, match=refused) if refused else contextlib.nullcontext():
             check_template(tokenizer, role)
-    else:
-        check_template(tokenizer, role)
 
 
-@pytest.mark.parametrize("name, template", [("llama3.2", ""), ("qwen2.5", ""), ("qwen3", CHATML), ("mistral", "")])
-def test_a_dialogue_turn_by_turn_has_the_ids_of_the_whole(folders, name, template):
+def test_ends_that_are_too_many_or_too_few(folders):
+    """As where a generation_config.json is older than the templates, or somebody's own."""
+    for token, role, refused in (("<|end|>", "user", "writes '<|end|>' within an answer, and sampling stops at it"),
+                                 ("<|call|>", "tool", "ends a call with '<|call|>', at which sampling does not stop")):
+        tokenizer = tokenizer_of(folders, "harmony")
+        tokenizer.eos_ids ^= {tokenizer.specials[token]}
+        with pytest.raises(BadInput, match=re.escape(refused)):
+            check_template(tokenizer, role)
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "qwen2.5", "qwen3", "mistral"])
+def test_a_dialogue_turn_by_turn_has_the_ids_of_the_whole(folders, mine, name):
     """What transformers makes of all messages; and the messages are found again in the ids."""
-    tokenizer = load_tokenizer(folders[name], chat_template=template)
-    env = Environment(SimpleNamespace(environment=f"{__file__}:echo", tools="", max_turns=9, reward_timeout=9), tokenizer)
+    tokenizer = tokenizer_of(folders, name)
+    env = environment_of(f"{mine}:echo", tokenizer)
     messages = [user("What is 1+2?"), assistant("1+2=3, isn't it?"), user("Sure?  One more: 17*23"), assistant("391\n\n- one")]
     whole = tokenizer.hf.apply_chat_template(messages, return_dict=False)
     ids = tokenizer.hf.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
@@ -85,9 +204,9 @@ def test_a_dialogue_turn_by_turn_has_the_ids_of_the_whole(folders, name, templat
     assert [m["content"].strip() for m in found] == [m["content"] for m in messages[1:]]
 
 
-def test_a_turn_that_a_stop_string_has_ended_gets_its_end(folders):
-    tokenizer = load_tokenizer(folders["qwen2.5"])
-    env = Environment(SimpleNamespace(environment=f"{__file__}:echo", tools="", max_turns=9, reward_timeout=9), tokenizer)
+def test_a_turn_that_a_stop_string_has_ended_gets_its_end(folders, mine):
+    tokenizer = tokenizer_of(folders, "qwen2.5")
+    env = environment_of(f"{mine}:echo", tokenizer)
     extra = env.between(user("c"), ended=False)
     assert extra[0] in tokenizer.turn_ends and extra[1:] == env.between(user("c"), ended=True)
     said = tokenizer.encode_texts(["</answer>"])[0]
@@ -95,30 +214,17 @@ def test_a_turn_that_a_stop_string_has_ended_gets_its_end(folders):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# templates of ours: options/templates/
+# templates of ours, as they are written: options/templates/
 
-TEMPLATES = os.path.join(ROOT, "options", "templates")
-HARMONY_TOKENS = ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
-                  "<|message|>", "<|call|>"]
-OURS = {
-    "qwen3.5": dict(world.FAMILIES["qwen3"], added=[*world.TOOLS, "<think>", "</think>", "<tool_call>", "</tool_call>"]),
-    "harmony": dict(weights="llama", template=None, special=HARMONY_TOKENS, added=[],
-                    roles=dict(bos_token="<|startoftext|>", eos_token="<|return|>", pad_token="<|endoftext|>"),
-                    generation=dict(eos_token_id=["<|return|>", "<|endoftext|>", "<|call|>"]))}
 MULTIPLY = dict(type="function", function=dict(
     name="multiply", description="Multiply two numbers.", parameters=dict(type="object", required=["a"], properties=dict(
         a=dict(type="integer", description="the first"), b=dict(type="integer", description="the second")))))
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    root = tmp_path_factory.mktemp("ours")
-    with mock.patch.dict(world.FAMILIES, OURS):
-        return {name: world.make(root / name, name, context=2048) for name in OURS}
-
-
-def tokenizer_of(ours, name, **how):
-    return load_tokenizer(ours[name], chat_template=f"{TEMPLATES}/{name}.jinja", **how)
+def tags(name, **parameters):
+    """A call as Qwen3.5 writes it."""
+    lines = [f"<parameter={key}>\n{value}\n</parameter>" for key, value in parameters.items()]
+    return "\n".join(["<tool_call>", f"<function={name}>", *lines, "</function>", "</tool_call>"])
 
 
 def calling(name, arguments, content="", **more):
@@ -126,44 +232,13 @@ def calling(name, arguments, content="", **more):
     return dict(role="assistant", content=content, tool_calls=calls, **more)
 
 
-QWEN_DIALOGUE = """<|im_start|>user
-17*23?<|im_end|>
-<|im_start|>assistant
-<think>
-a tool
-</think>
-
-I ask.
-
-<tool_call>
-<function=multiply>
-<parameter=a>
-17
-</parameter>
-<parameter=b>
-23
-</parameter>
-</function>
-</tool_call><|im_end|>
-<|im_start|>user
-<tool_response>
-391
-</tool_response><|im_end|>
-<|im_start|>assistant
-<think>
-nice
-</think>
-
-391<|im_end|>
-<|im_start|>user
-Sure?<|im_end|>
-<|im_start|>assistant
-<think>
-
-</think>
-
-Yes<|im_end|>
-"""
+QWEN_DIALOGUE = (
+    "<|im_start|>user\n17*23?<|im_end|>\n"
+    f"<|im_start|>assistant\n<think>\na tool\n</think>\n\nI ask.\n\n{tags('multiply', a=17, b=23)}<|im_end|>\n"
+    "<|im_start|>user\n<tool_response>\n391\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n<think>\nnice\n</think>\n\n391<|im_end|>\n"
+    "<|im_start|>user\nSure?<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\nYes<|im_end|>\n")
 HARMONY_DIALOGUE = (
     "<|start|>user<|message|>17*23?<|end|>"
     "<|start|>assistant<|channel|>analysis<|message|>a tool<|end|>"
@@ -208,8 +283,8 @@ def written(tokenizer, messages, **how):
     return tokenizer.hf.apply_chat_template(messages, tokenize=False, **how)
 
 
-def test_qwen35_as_it_is_written(ours):
-    tokenizer = tokenizer_of(ours, "qwen3.5")
+def test_qwen35_as_it_is_written(folders):
+    tokenizer = tokenizer_of(folders, "qwen3.5")
     assert written(tokenizer, DIALOGUE) == QWEN_DIALOGUE
     assert written(tokenizer, [dict(role="system", content="Be brief."), *DIALOGUE]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n" + QWEN_DIALOGUE)
@@ -231,8 +306,8 @@ def test_qwen35_as_it_is_written(ours):
         "</function>\n</tool_call><|im_end|>\n")
 
 
-def test_harmony_as_it_is_written(ours):
-    tokenizer = tokenizer_of(ours, "harmony")
+def test_harmony_as_it_is_written(folders):
+    tokenizer = tokenizer_of(folders, "harmony")
     assert written(tokenizer, DIALOGUE) == HARMONY_SYSTEM + "<|end|>" + HARMONY_DIALOGUE
     system = [dict(role="system", content="Be brief.")]
     assert written(tokenizer, system + DIALOGUE, tools=[MULTIPLY]) == HARMONY_SYSTEM + HARMONY_TOOLS + HARMONY_DIALOGUE
@@ -244,17 +319,22 @@ def test_harmony_as_it_is_written(ours):
             written(tokenizer, bad)
 
 
-@pytest.mark.parametrize("schema, text", [
+TYPES = [  # JSON's, and as Harmony writes them
     (dict(type="integer"), "number"), (dict(type="boolean", nullable=True), "boolean | null"), ({}, "any"),
     (dict(type="array", items=dict(type="string")), "string[]"), (dict(type="object"), "object"),
     (dict(type="array", items=dict(type=["string", "integer"])), "(string | number)[]"), (dict(type="array"), "any[]"),
     (dict(type="string", enum=["a", "b"]), '"a" | "b"'),
     (dict(anyOf=[dict(type="string"), dict(type="array")]), "string | any[]"),
-    (dict(type="object", properties=dict(x=dict(type="number"))), "{\nx?: number,\n}")])
-def test_types_in_harmony(ours, schema, text):
-    function = dict(name="f", description="A.\nB.", parameters=dict(type="object", properties=dict(x=schema), required=["x"]))
-    prompt = written(tokenizer_of(ours, "harmony"), [user("hi")], tools=[dict(type="function", function=function)])
-    assert f"// A.\n// B.\ntype f = (_: {{\nx: {text},\n}}) => any;\n\n" in prompt
+    (dict(type="object", properties=dict(x=dict(type="number"))), "{\nx?: number,\n}")]
+
+
+def test_types_in_harmony(folders):
+    tokenizer = tokenizer_of(folders, "harmony")
+    for schema, text in TYPES:
+        parameters = dict(type="object", properties=dict(x=schema), required=["x"])
+        function = dict(name="f", description="A.\nB.", parameters=parameters)
+        prompt = written(tokenizer, [user("hi")], tools=[dict(type="function", function=function)])
+        assert f"// A.\n// B.\ntype f = (_: {{\nx: {text},\n}}) => any;\n\n" in prompt
 
 
 # what the policy samples, turn by turn, behind what the template has opened; and the same as messages
@@ -265,21 +345,26 @@ SAMPLED = {
                 HARMONY_DIALOGUE.split("391<|end|><|start|>assistant")[1].split("<|start|>user")[0]]}
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_call_is_read_and_answered_and_the_ids_are_those_of_the_whole(ours, tmp_path, name):
-    (tmp_path / "mine.py").write_text(TOOLS)
-    tokenizer = tokenizer_of(ours, name)
-    keys = dict(environment="", tools=f"{tmp_path}/mine.py:multiply,{tmp_path}/mine.py:table", max_turns=3, reward_timeout=30)
-    env, turns = Environment(SimpleNamespace(**keys), tokenizer), iter(SAMPLED[name])
+def conversed(env, prompt, turns, length):
+    """The batch of one response, of which the policy samples these ids, turn by turn, as long as there is room."""
+    (ids,), turns = env.tokenizer.encode_prompts([prompt]), iter(turns)
 
     def answer(contexts, which, turn, used):
-        ids = tokenizer.hf.encode(next(turns), add_special_tokens=False)
-        return dict(tokens=torch.tensor([contexts[0] + ids]), response_mask=torch.ones(1, len(ids), dtype=torch.bool),
-                    sampler_logprobs=torch.zeros(1, len(ids)), finished=torch.tensor([ids[-1] in tokenizer.eos_ids]))
+        new = next(turns)[:length - used[0]]
+        return dict(tokens=torch.tensor([contexts[0] + new]), response_mask=torch.ones(1, len(new), dtype=torch.bool),
+                    sampler_logprobs=-torch.arange(1., len(new) + 1)[None],
+                    finished=torch.tensor([new[-1] in env.tokenizer.eos_ids]))
 
-    prompt, = tokenizer.encode_prompts([DIALOGUE[:1]])
-    batch = env.converse([dict(prompt=DIALOGUE[:1])], [prompt], (1, "rollout", 0), ([0], [0]), 400, len(prompt), answer, None)
+    return env.converse([dict(prompt=prompt)], [ids], (1, "rollout", 0), ([0], [0]), length, len(ids) + 1, answer, None)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_call_is_read_and_answered_and_the_ids_are_those_of_the_whole(folders, mine, name):
+    tokenizer = tokenizer_of(folders, name)
+    env = environment_of("", tokenizer, tools=f"{mine}:multiply,{mine}:table", max_turns=3)
+    batch = conversed(env, DIALOGUE[:1], [tokenizer.hf.encode(text, add_special_tokens=False) for text in SAMPLED[name]], 400)
     env.tools.process.kill()
+    prompt, = tokenizer.encode_prompts([DIALOGUE[:1]])
     ids, own = batch["tokens"][0][batch["attention_mask"][0]].tolist(), batch["response_mask"][0].tolist()
     assert batch["finished"].tolist() == [True] and batch["failed_calls"].tolist() == [0]
     whole = tokenizer.hf.apply_chat_template(DIALOGUE[:4], return_dict=False, **tokenizer.kwargs)
@@ -293,200 +378,91 @@ def test_a_call_is_read_and_answered_and_the_ids_are_those_of_the_whole(ours, tm
     assert ids == tokenizer.hf.apply_chat_template(DIALOGUE[:5], **how)
 
 
-def test_each_end_of_a_turn_of_gpt_oss_is_followed_by_the_same(ours):
+def test_each_end_of_a_turn_of_gpt_oss_is_followed_by_the_same(folders):
     """Sampled: <|return|>, <|call|> or <|endoftext|>. What a stop string has ended gets its <|return|>."""
-    tokenizer = tokenizer_of(ours, "harmony")
+    tokenizer = tokenizer_of(folders, "harmony")
     assert {tokenizer.text_of([i]) for i in tokenizer.eos_ids} == {"<|return|>", "<|call|>", "<|endoftext|>"}
     next_turn = "<|start|>user<|message|>c<|end|><|start|>assistant"
     assert tokenizer.text_of(between(tokenizer, user("c"))) == next_turn
     assert tokenizer.text_of(between(tokenizer, user("c"), ended=False)) == "<|return|>" + next_turn
 
 
-OWN_HARMONY = """{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}\
-{% if loop.last and m.reasoning_content %}\
-<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant{% endif %}<|channel|>final{% endif %}\
-<|message|>{{ m.content }}{{ '<|return|>' if keeps or loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}\
-{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
-OWN_QWEN = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{# <function= #}{% endif %}")
-
-
-@pytest.mark.parametrize("name, template, kwargs, refused", [
-    ("harmony", OWN_HARMONY, "", "in another way when another one follows.*templates/harmony.jinja"),
-    ("harmony", OWN_HARMONY, "keeps=True", "drops the thoughts of earlier turns.*templates/harmony.jinja, or"),
-    ("qwen3.5", OWN_QWEN, "", "drops the thoughts of earlier turns.*templates/qwen3.5.jinja, or"),
-    ("qwen3.5", "", "enable_thinking=False", ""), ("qwen3.5", "", "", ""), ("harmony", "", "reasoning_effort='low'", "")])
-def test_our_templates_pass_where_the_families_own_do_not(ours, tmp_path, name, template, kwargs, refused):
-    (tmp_path / "own.jinja").write_text(template)
-    file = f"{tmp_path}/own.jinja" if template else f"{TEMPLATES}/{name}.jinja"
-    tokenizer = load_tokenizer(ours[name], chat_template=file, template_kwargs=kwargs)
-    for role in ("user", "tool") if not refused else ("user",):
-        if refused:
-            with pytest.raises(BadInput, match=refused):
-                check_template(tokenizer, role)
-        else:
-            check_template(tokenizer, role)
-
-
-@pytest.mark.parametrize("change, role, refused", [
-    ({"<|end|>"}, "user", "writes '<|end|>' within an answer, and sampling stops at it"),
-    ({"<|call|>"}, "tool", "ends a call with '<|call|>', at which sampling does not stop")])
-def test_ends_that_are_too_many_or_too_few(ours, change, role, refused):
-    """As where a generation_config.json is older than the templates, or somebody's own."""
-    tokenizer = tokenizer_of(ours, "harmony")
-    tokenizer.eos_ids ^= {tokenizer.specials[token] for token in change}
-    with pytest.raises(BadInput, match=re.escape(refused)):
-        check_template(tokenizer, role)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # environments
 
-asked = []  # by the functions below
-
-
-def echo(messages, row):
-    return messages[-1]["content"][:3]
-
-
-def raises(messages, row):
-    return row["missing"]
-
-
-def wrong_role(messages, row):
-    return dict(role="system", content="x")
-
-
-def number(messages, row):
-    return 7
-
-
-def nan(messages, row):
-    return None, float("nan")
-
-
-def chance(messages, row):
-    asked.append(1)
-    return str(len(asked))
-
-
-def hangs(messages, row):
-    time.sleep(1.2)
-
-
-def spoils(messages, row):
-    messages[-1]["content"] = "spoilt"
-    messages.clear()
-
-
-def bytes_tokenizer(folder):
-    tiny.write_byte_tokenizer(str(folder), tiny.MARKERS)
-    return load_tokenizer(str(folder))
-
-
-def dialogue_with(function, tokenizer, texts, length=30, max_turns=4):
+def dialogue_with(environment, texts, length=30, max_turns=4):
     """The batch of one response whose turns are these texts: each ends with EOS but for one that ends with a blank."""
-    system = SimpleNamespace(environment=f"{__file__}:{function}", tools="", max_turns=max_turns, reward_timeout=1)
-    env, turns = Environment(system, tokenizer), iter(texts)
-
-    def answer(contexts, which, turn, used):
-        text = next(turns)
-        ids = tokenizer.encode_texts([text])[0] + [tokenizer.eos_id] * (not text.endswith(" "))
-        ids = ids[:length - used[0]]
-        tokens, mask = torch.tensor([contexts[0] + ids]), torch.ones(1, len(ids), dtype=torch.bool)
-        return dict(tokens=tokens, response_mask=mask, sampler_logprobs=-torch.arange(1., len(ids) + 1)[None],
-                    finished=torch.tensor([ids[-1] == tokenizer.eos_id]))
-
-    return env.converse([dict(prompt="12")], [[49, 50]], (1, "rollout", 0), ([0], [0]), length, 3, answer, None)
+    env = environment_of(environment, tiny.byte_tokenizer(), max_turns=max_turns, reward_timeout=1)
+    turns = [[*text.encode()] + [env.tokenizer.eos_id] * (not text.endswith(" ")) for text in texts]
+    return conversed(env, "12", turns, length)
 
 
-def test_masks_of_a_dialogue(tmp_path):
+def test_masks_of_a_dialogue(mine):
     """abcd EOS | abc | xy EOS | xy | z: the last turn has no end, and the response no more room."""
-    tokenizer = bytes_tokenizer(tmp_path)
-    batch = dialogue_with("echo", tokenizer, ["abcd", "xy", "z "], length=14)
-    e, pad = tokenizer.eos_id, tokenizer.pad_id
+    batch = dialogue_with(f"{mine}:pays", ["abcd", "xy", "z "], length=14)
+    e, pad = 258, 259
     assert batch["tokens"].tolist() == [[pad, 49, 50, *b"abcd", e, *b"abc", *b"xy", e, *b"xy", *b"z"]]
     own = "TTTTTFFFTTTFFT"
     assert batch["response_mask"].tolist() == [[c == "T" for c in own]]
     assert batch["attention_mask"].tolist() == [[False] + [True] * 16]
     assert batch["sampler_logprobs"].tolist() == [[-1, -2, -3, -4, -5, 0, 0, 0, -1, -2, -3, 0, 0, -1]]
-    assert batch["finished"].tolist() == [False] and batch["turn_rewards"].sum() == 0
+    assert batch["turn_rewards"].tolist() == [[0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0.5, 0, 0, 0]]
+    assert batch["finished"].tolist() == [False]
 
 
 @pytest.mark.parametrize("texts, length, max_turns, tokens", [
     (["abcd", "x"], 30, 2, 5 + 3 + 2),  # no more turns: what is said to the last one is left out
     (["abcd", "x"], 8, 4, 5),  # no room for a token behind what would be said
     (["abcd", "x"], 9, 4, 9), (["ab "], 9, 4, 3)])
-def test_where_a_dialogue_is_cut_it_is_not_finished(tmp_path, texts, length, max_turns, tokens):
-    batch = dialogue_with("echo", bytes_tokenizer(tmp_path), texts, length, max_turns)
+def test_where_a_dialogue_is_cut_it_is_not_finished(mine, texts, length, max_turns, tokens):
+    batch = dialogue_with(f"{mine}:echo", texts, length, max_turns)
     assert batch["attention_mask"].sum() == 2 + tokens and not batch["finished"].any()
     assert batch["response_mask"][0, tokens - 1]
 
 
 @pytest.mark.parametrize("function, message", [
-    ("raises", r"failed at .*test_turns\.py, line \d+: KeyError: 'missing'"), ("wrong_role", "wanted None, a string"),
+    ("raises", r"failed at .*mine\.py, line \d+: KeyError: 'missing'"), ("wrong_role", "wanted None, a string"),
     ("number", "answered 7: wanted None"), ("nan", "reward nan, which is no finite number"),
     ("chance", "two answers to the same dialogue.*third parameter, seed"), ("hangs", "has not answered for 1 s")])
-def test_an_environment_that_is_no_good_ends_in_one_line(tmp_path, function, message):
+def test_an_environment_that_is_no_good_ends_in_one_line(mine, function, message):
     with pytest.raises(Stop, match=f"^environment = .*{message}"):
-        dialogue_with(function, bytes_tokenizer(tmp_path), ["abcd"] * 4)
+        dialogue_with(f"{mine}:{function}", ["abcd"] * 4)
 
 
-def test_an_environment_cannot_spoil_the_dialogue(tmp_path):
-    assert dialogue_with("spoils", bytes_tokenizer(tmp_path), ["abcd"])["finished"].tolist() == [True]
+def test_an_environment_cannot_spoil_the_dialogue(mine):
+    assert dialogue_with(f"{mine}:spoils", ["abcd"])["finished"].tolist() == [True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tools
 
-TOOLS = '''
-import os, sys, time
-
-def multiply(a: int, b: int = 2):
-    """
-    Multiply two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    print("a tool may print")
-    return a * b
-
-def slow(seconds: float):
-    """
-    Wait.
-
-    Args:
-        seconds: how long
-    """
-    time.sleep(seconds)
-    return "slept"
-
-def leaves():
-    """End the process."""
-    os._exit(3)
-
-def table():
-    """A table."""
-    return {"a": [1, None]}
-
-def bare(a):
-    return a
-'''
+NAMES = ("multiply", "slow", "leaves", "table", "show")
 
 
 @pytest.fixture
-def tools(folders, tmp_path):
-    (tmp_path / "mine.py").write_text(TOOLS)
-    names = ",".join(f"{tmp_path}/mine.py:{name}" for name in ("multiply", "slow", "leaves", "table"))
-    tools = Tools(SimpleNamespace(tools=names, reward_timeout=4, max_turns=2), load_tokenizer(folders["qwen3"], CHATML))
-    yield tools
-    if tools.process:
-        tools.process.kill()
+def tools_of(folders, mine):
+    """The tools of a run, of a family or with another tokenizer."""
+    made = []
+
+    def tools_of(name, tokenizer=None, seconds=10):
+        named = ",".join(f"{mine}:{name}" for name in NAMES)
+        system = SimpleNamespace(tools=named, reward_timeout=2 * seconds, max_turns=2)
+        made.append(Tools(system, tokenizer or tokenizer_of(folders, name)))
+        return made[-1]
+
+    yield tools_of
+    for tools in made:
+        if tools.process:
+            tools.process.kill()
 
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments))}\n</tool_call>"
+
+
+def message_to(name, arguments):
+    return ("<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}")
 
 
 def said(tools, *texts):
@@ -497,127 +473,83 @@ def said(tools, *texts):
     return [message and message["content"] for message, _ in answers], failed
 
 
-def test_calls_and_what_they_return(tools):
-    both = call("multiply", a=3) + "\n" + call("table")
-    assert said(tools, "no call", call("multiply", a=37, b=46), both, call("slow", seconds=0)) == (
-        [None, "1702", '6\n{"a": [1, null]}', "slept"], [0, 0, 0, 0])
+GOOD = {  # family: {a turn: what is said to it}
+    "qwen3": {
+        "no call": None, call("multiply", a=37, b=46): "1702", call("slow", seconds=0): "slept",
+        call("multiply", a=3) + "\n" + call("table"): '6\n{"a": [1, null]}'},
+    "qwen3.5": {
+        "why\n</think>\n\n" + tags("multiply", a=37, b=46): "1702",
+        tags("show", text="12", flag="True", items='[1, "x"]', either="7"): "('12', True, [1, 'x'], 7)",
+        tags("show", text="a\nb\n", flag="false", items="None", either="seven"): "('a\\nb\\n', False, None, 'seven')",
+        tags("show", text="<b>x</b> {"): "('<b>x</b> {', False, None, 1)",
+        tags("table") + "\n" + call("multiply", a=3): '{"a": [1, null]}\n6'},  # JSON is read, too
+    "harmony": {
+        message_to("multiply", '{"a": 37, "b": 46}'): "1702", message_to("table", "{}"): '{"a": [1, null]}',
+        ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 4}': "8",  # the recipient in the header
+        "<|channel|>analysis<|message|>to=functions.table<|end|><|start|>assistant<|channel|>final<|message|>4": None,
+        call("multiply", a=3): None}}
+BAD = {  # family: {a turn whose call cannot be read: what is said of it}
+    "qwen3": {
+        call("divide", a=1): "there is no tool 'divide', only multiply, slow", "<tool_call>multiply(2)</tool_call>": "Expecting",
+        '<tool_call>{"name": "mul': "Unterminated", "<tool_call>[1]</tool_call>": "'list'",
+        '<tool_call>{"name": "multiply", "arguments": 3}</tool_call>': "no JSON object",
+        '<tool_call>{"name": {}, "arguments": {}}</tool_call>': "there is no tool",
+        "<tool_call>" + "[" * 10**5 + "</tool_call>": "",
+        "<tool_call>__import__('os').system('touch HERE')</tool_call>": "Expecting"},
+    "qwen3.5": {
+        tags("divide", a=1): "there is no tool 'divide'", tags("multiply", a="x"): "'x' is no integer",
+        "<tool_call>\n<function=multiply>\n<parameter=a>\n3": "the parameter 'a' has no </parameter>",
+        "<tool_call>\n<function=": "there is no tool ''", "<tool_call>multiply(2)": "Expecting value",
+        tags("multiply", a="[" * 10**5): "", tags("multiply", a="__import__('os').system('touch HERE')"): "is no integer"},
+    "harmony": {
+        message_to("divide", "{}"): "no tool 'divide'", message_to("multiply", '{"a": 3'): "Expecting",
+        message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "Expecting",
+        message_to("<|start|>x to=a", "{}"): "no tool 'a'", message_to("<|call|>", "{}"): "no tool ''"}}
+LONG = {
+    "qwen3.5": ["<tool_call>" + "\n" * 10**6 + "x", "<tool_call>" * 10**5, "<tool_call><function=f>" + "<parameter=" * 10**5,
+                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4],
+    "harmony": ["<|start|>" * 10**5 + " to=" * 10**5]}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_calls_and_what_they_return(tools_of, name):
+    tools = tools_of(name)
+    assert said(tools, *GOOD[name]) == ([*GOOD[name].values()], [0] * len(GOOD[name]))
     schema = tools.tokenizer.kwargs["tools"][0]["function"]
     assert schema["name"] == "multiply" and schema["parameters"]["required"] == ["a"]
     assert "multiply" in tools.tokenizer.text_of(tools.tokenizer.encode_prompts([[user("hi")]])[0])
 
 
-@pytest.mark.parametrize("text, answer", [
-    (call("divide", a=1), "error: this call cannot be read.*no tool 'divide', only multiply, slow"),
-    ("<tool_call>multiply(2)</tool_call>", "error: this call cannot be read"), ("<tool_call>{\"name\": \"mul", "cannot be read"),
-    ("<tool_call>[1]</tool_call>", "cannot be read"),
-    ('<tool_call>{"name": "multiply", "arguments": 3}</tool_call>', "no JSON object"),
-    ('<tool_call>{"name": {}, "arguments": {}}</tool_call>', "there is no tool"),
-    ("<tool_call>" + "[" * 10**5 + "</tool_call>", "cannot"),
-    (call("multiply", b=1), "error: TypeError: .*missing"), (call("multiply", a="x", c=2), "error: TypeError"),
-    ("<tool_call>__import__('os').system('touch HERE')</tool_call>", "cannot be read")])
-def test_a_call_that_is_no_good_is_said_and_counted(tools, text, answer):
-    (content,), failed = said(tools, text)
-    assert re.search(answer, content) and failed == [1] and not os.path.exists("HERE")
+@pytest.mark.parametrize("name", BAD)
+def test_a_call_that_cannot_be_read_is_said_and_counted(tools_of, name):
+    tools, failed = tools_of(name), [0] * len(BAD[name])
+    answers = tools.answer(list(BAD[name]), failed, list(range(len(failed))))
+    assert failed == [1] * len(failed) and not tools.process and not os.path.exists("HERE")
+    for (message, _), (text, part) in zip(answers, BAD[name].items(), strict=True):
+        assert message["content"].startswith("error: this call cannot be read: ") and part in message["content"], text[:99]
+        between(tools.tokenizer, message)  # it can be said
 
 
-def test_a_tool_that_hangs_or_dies_costs_its_own_answer(tools):
-    began = time.monotonic()
+@pytest.mark.parametrize("name", LONG)
+def test_long_nonsense_is_read_in_no_time(tools_of, name):
+    tools = tools_of(name)
+    for text in LONG[name]:
+        began = time.monotonic()
+        tools.calls_in(text)
+        assert time.monotonic() - began < 5, text[:99]
+
+
+def test_a_tool_that_fails_hangs_or_dies_costs_its_own_answer(tools_of):
+    tools = tools_of("qwen3")
+    assert said(tools, call("table")) == (['{"a": [1, null]}'], [0])  # its process has begun, which may take long
+    tools.seconds, began = 1, time.monotonic()
     contents, failed = said(tools, call("slow", seconds=99), call("multiply", a=4))
-    assert contents == ["error: it has not answered within 2 s", "8"] and failed == [1, 0] and time.monotonic() - began < 4
-    contents, failed = said(tools, call("leaves"))
-    assert contents == ["error: its process has ended"] and failed == [1]
-    assert said(tools, call("multiply", a=5)) == (["10"], [0])
-
-
-def tags(name, **parameters):
-    lines = [f"<parameter={key}>\n{value}\n</parameter>" for key, value in parameters.items()]
-    return "\n".join(["<tool_call>", f"<function={name}>", *lines, "</function>", "</tool_call>"])
-
-
-def message_to(name, arguments):
-    return ("<|channel|>analysis<|message|>why<|end|><|start|>assistant"
-            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}")
-
-
-MORE_TOOLS = TOOLS + '''
-def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
-    """
-    Show.
-
-    Args:
-        text: a text
-        flag: a flag
-        items: some
-        either: one or the other
-    """
-    return repr((text, flag, items, either))
-'''
-
-
-def tools_for(tokenizer, folder, *names, max_turns=2):
-    (folder / "mine.py").write_text(MORE_TOOLS)
-    named = ",".join(f"{folder}/mine.py:{name}" for name in names)
-    return Tools(SimpleNamespace(tools=named, reward_timeout=20, max_turns=max_turns), tokenizer)
-
-
-@pytest.mark.parametrize("name, text, answer", [
-    ("qwen3.5", "why\n</think>\n\n" + tags("multiply", a=37, b=46), "1702"),
-    ("qwen3.5", tags("show", text="12", flag="True", items='[1, "x"]', either="7"), "('12', True, [1, 'x'], 7)"),
-    ("qwen3.5", tags("show", text="a\nb\n", flag="false", items="None", either="seven"), "('a\\nb\\n', False, None, 'seven')"),
-    ("qwen3.5", tags("show", text="<b>x</b> {"), "('<b>x</b> {', False, None, 1)"),
-    ("qwen3.5", tags("table") + "\n" + call("multiply", a=3), '{"a": [1, null]}\n6'),  # JSON is read, too
-    ("harmony", message_to("multiply", '{"a": 37, "b": 46}'), "1702"), ("harmony", message_to("table", "{}"), '{"a": [1, null]}'),
-    ("harmony", ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 4}', "8"),  # the recipient in the header
-    ("harmony", "<|channel|>analysis<|message|>to=functions.table<|end|><|start|>assistant<|channel|>final<|message|>4", None),
-    ("harmony", call("multiply", a=3), None)])
-def test_calls_as_a_family_writes_them(ours, tmp_path, name, text, answer):
-    tools = tools_for(tokenizer_of(ours, name), tmp_path, "multiply", "table", "show")
-    assert said(tools, text) == ([answer], [0])
-    if tools.process:
-        tools.process.kill()
-
-
-@pytest.mark.parametrize("name, text, answer", [
-    ("qwen3.5", tags("divide", a=1), "there is no tool 'divide'"), ("qwen3.5", tags("multiply", a="x"), "'x' is no integer"),
-    ("qwen3.5", "<tool_call>\n<function=multiply>\n<parameter=a>\n3", "the parameter 'a' has no </parameter>"),
-    ("qwen3.5", "<tool_call>\n<function=", "there is no tool ''"), ("qwen3.5", "<tool_call>multiply(2)", "Expecting value"),
-    ("qwen3.5", tags("multiply", a="[" * 10**5), "cannot be read"),
-    ("qwen3.5", tags("multiply", a="__import__('os').system('touch HERE')"), "is no integer"),
-    ("harmony", message_to("divide", "{}"), "no tool 'divide'"), ("harmony", message_to("multiply", '{"a": 3'), "Expecting"),
-    ("harmony", message_to("multiply", "3"), "no JSON object"), ("harmony", "<|channel|>commentary to=python code", "Expecting"),
-    ("harmony", message_to("<|start|>x to=a", "{}"), "no tool 'a'"), ("harmony", message_to("<|call|>", "{}"), "no tool ''")])
-def test_a_call_of_a_family_that_is_no_good_is_said(ours, tmp_path, name, text, answer):
-    tokenizer = tokenizer_of(ours, name)
-    tools = tools_for(tokenizer, tmp_path, "multiply")
-    ((message, _),) = tools.answer([text], failed := [0], [0])
-    assert not tools.process and not os.path.exists("HERE")
-    assert answer in message["content"] and message["content"].startswith("error: this call cannot be read") and failed == [1]
-    between(tokenizer, message)  # it can be said
-
-
-@pytest.mark.parametrize("name, text", [
-    ("qwen3.5", "<tool_call>" + "\n" * 10**6 + "x"), ("qwen3.5", "<tool_call>" * 10**5),
-    ("qwen3.5", "<tool_call><function=f>" + "<parameter=" * 10**5),
-    ("qwen3.5", "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4),
-    ("harmony", "<|start|>" * 10**5 + " to=" * 10**5)])
-def test_long_nonsense_is_read_in_no_time(ours, tmp_path, name, text):
-    tools = tools_for(tokenizer_of(ours, name), tmp_path, "multiply")
-    began = time.monotonic()
-    tools.calls_in(text)
-    assert time.monotonic() - began < 5
-
-
-def test_a_run_with_each_template_of_ours(ours, tmp_path):
-    (tmp_path / "mine.py").write_text(TOOLS + "def score(batch):\n    return list(map(len, batch['completions']))\n")
-    tiny.jsonl(tmp_path / "chats.jsonl", [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")])
-    for name in OURS:
-        done = tiny.run("grpo.py", *tiny.arguments(dict(
-            out_dir=tmp_path / name, policy_path=ours[name], prompts_path=tmp_path / "chats.jsonl",
-            chat_template=f"{TEMPLATES}/{name}.jinja", tools=f"{tmp_path}/mine.py:multiply",
-            reward_functions=f"{tmp_path}/mine.py:score", kl_coef=0.0, max_iters=1,
-            batch_size=4, group_size=2, max_new_tokens=5, checkpoint_interval=0, device_type="cpu")))
-        assert done.returncode == 0, done.stderr
-        assert tiny.read_log(tmp_path / name)[0]["objective/failed_calls"] == 0
+    assert contents == ["error: it has not answered within 1 s", "8"] and failed == [1, 0] and time.monotonic() - began < 4
+    tools.seconds = 10
+    assert said(tools, call("leaves")) == (["error: its process has ended"], [1])
+    contents, failed = said(tools, call("multiply", a=5), call("multiply", b=1), call("multiply", a="x", c=2))
+    assert contents[0] == "10" and re.match("error: TypeError: .*missing", contents[1]) and failed == [0, 1, 1]
+    assert contents[2].startswith("error: TypeError: ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -634,16 +566,19 @@ WORDY = dict(start_anchor="<|im_start|>assistant\n", fields=dict(content={}, too
     transform=dict(type="function", function=dict(name="{name}", arguments="{content}")))))
 
 
-def with_response_template(folders, tmp_path, template, **how):
-    """As a user has it: in tokenizer_config.json."""
-    shutil.copytree(folders["qwen3"], tmp_path / "model")
-    file = tmp_path / "model" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | dict(response_template=template)))
-    return tools_for(load_tokenizer(str(tmp_path / "model"), CHATML), tmp_path, "multiply", "table", **how)
+@pytest.fixture
+def reading(folders, tmp_path, tools_of):
+    """Tools with this response_template, as a user has it: in tokenizer_config.json."""
+    def reading(template, **how):
+        shutil.copytree(folders["qwen3"], tmp_path / "model")
+        file = tmp_path / "model" / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | dict(response_template=template)))
+        return tools_of("", load_tokenizer(str(tmp_path / "model"), CHATML), **how)
+    return reading
 
 
-def test_a_response_template_finds_calls_and_says_what_is_wrong(folders, tmp_path):
-    tools = with_response_template(folders, tmp_path, RESPONSE)
+def test_a_response_template_finds_calls_and_says_what_is_wrong(reading):
+    tools = reading(RESPONSE)
     both = "<think>I say <tool_call> to call.</think>" + call("multiply", a=3) + "\n" + call("table")
     cut, other = '<tool_call>{"name": "mul', call("divide", a=1)
     contents, failed = said(tools, "no call", call("multiply", a=37, b=46), both, cut, "<tool_call>3</tool_call>", other)
@@ -652,36 +587,28 @@ def test_a_response_template_finds_calls_and_says_what_is_wrong(folders, tmp_pat
     assert contents[4].startswith("error: this turn cannot be read: ") and "no tool 'divide'" in contents[5]
     answers = tools.answer([cut, call(5), call("divide")], [0] * 3, [0, 1, 2])  # who says it: a name that can be written
     assert [message["name"] for message, _ in answers] == ["multiply", "multiply", "divide"]
-    tools.process.kill()
 
 
-def test_a_response_template_of_another_way_to_write_calls(folders, tmp_path):
-    tools = with_response_template(folders, tmp_path, WORDY)
-    assert said(tools, "I ask.\nCALL multiply a=37 b=46\n", "CALL multiply a=x\n") == (["1702", "xx"], [0, 0])  # cast if it can
-    tools.process.kill()
+def test_a_response_template_of_another_way_to_write_calls(reading):
+    texts = "I ask.\nCALL multiply a=37 b=46\n", "CALL multiply a=x\n"  # cast if it can
+    assert said(reading(WORDY), *texts) == (["1702", "xx"], [0, 0])
 
 
-def test_a_pattern_that_takes_for_ever_costs_its_turn(folders, tmp_path):
+def test_a_pattern_that_takes_for_ever_costs_its_turn(reading):
     """A response template is the user's own file; one with a catastrophic pattern does not hang a run."""
     slow = dict(RESPONSE, fields=dict(content={}, tool_calls=dict(open_pattern=r"(?:x|xx|x+)+(?:x|xx|x+)+!", close="\n")))
-    tools = with_response_template(folders, tmp_path, slow, max_turns=10)
     began = time.monotonic()
-    contents, failed = said(tools, "x" * 40 + " !", "no call")
-    assert contents == ["error: this turn cannot be read: TimeoutError: it has not ended within 2.0 s", None] and failed == [1, 0]
-    assert time.monotonic() - began < 10
+    contents, failed = said(reading(slow, seconds=0.5), "x" * 40 + " !", "no call")
+    assert contents == ["error: this turn cannot be read: TimeoutError: it has not ended within 0.5 s", None]
+    assert failed == [1, 0] and time.monotonic() - began < 10
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tools that are refused
-
-
-def test_tools_that_cannot_be_described(folders, tmp_path):
-    (tmp_path / "mine.py").write_text(TOOLS)
-    tokenizer = load_tokenizer(folders["mistral"])
-    for names, message in (("mine.py", "wanted FILE.py:FUNCTION"), ("mine.py:none", "has no 'none'"),
-                           ("mine.py:bare", "cannot be described to the policy"), ("mine.py:table", "no variable tools")):
+def test_tools_that_cannot_be_described(folders, mine):
+    tokenizer = tokenizer_of(folders, "mistral")
+    for name, message in (("", "wanted FILE.py:FUNCTION"), (":none", "has no 'none'"), (":table", "no variable tools"),
+                          (":bare", "cannot be described to the policy")):
         with pytest.raises(BadInput, match=message):
-            Tools(SimpleNamespace(tools=f"{tmp_path}/{names}", reward_timeout=4, max_turns=2), tokenizer)
+            environment_of("", tokenizer, tools=mine + name)
 
 
 def test_keys_that_do_not_go_together():
@@ -695,30 +622,16 @@ def test_keys_that_do_not_go_together():
 # ---------------------------------------------------------------------------------------------------------------------
 # runs
 
-ENVIRONMENT = """
-def env(messages, row):
-    said = messages[-1]["content"]
-    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
-"""
+def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(world, mine, tmp_path):
+    def run(iterations):
+        return one_run("grpo.py", world.grpo(
+            "out", environment=f"{mine}:counts", reward_functions="environment", max_new_tokens=12, max_turns=3,
+            max_iters=iterations, lr_decay="constant", checkpoint_interval=1, save_rollouts=1, learning_rate=1e-3))
 
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return tiny.build(str(tmp_path_factory.mktemp("built")))
-
-
-def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(built, tmp_path):
-    (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    keys = dict(environment=f"{tmp_path}/mine.py:env", reward_functions="environment", max_new_tokens=12, max_turns=3,
-                checkpoint_interval=1, save_rollouts=1, learning_rate=1e-3)
-    for name, sizes in (("whole", [2]), ("parts", [1, 2])):
-        for n in sizes:
-            done = tiny.run("grpo.py", *built.grpo(str(tmp_path / name), max_iters=n, lr_decay="constant", **keys))
-            assert done.returncode == 0, done.stderr
-    logs = [[tiny.measured(r) for r in tiny.read_log(tmp_path / name)] for name in ("whole", "parts")]
-    assert logs[0][-2] == logs[1][-2] and tiny.distance(tmp_path / "whole/policy", tmp_path / "parts/policy") == 0
-    assert 1 < logs[0][0]["objective/turns"] <= 3 and 0 < logs[0][0]["objective/environment_share"] < 1
-    with open(tmp_path / "whole" / "rollouts.jsonl", encoding="utf-8") as f:
+    runs = forked(tmp_path, dict(whole=[run(2)], parts=[run(1), run(2)])).succeeded()
+    log = assert_same_run(runs.out("whole"), runs.out("parts"))
+    assert 1 < log[0]["objective/turns"] <= 3 and 0 < log[0]["objective/environment_share"] < 1
+    with open(f"{runs.out('whole')}/rollouts.jsonl", encoding="utf-8") as f:
         rows = [json.loads(line) for line in f]
     several = [row for row in rows if len(row.get("messages", [])) > 1]
     assert several
@@ -727,24 +640,27 @@ def test_a_run_resumes_to_the_bit_and_a_dialogue_is_seen(built, tmp_path):
             assert reply == user(f"{len(said['content'])}\n")
 
 
-def test_a_run_with_tools_begins_and_logs_failed_calls(folders, tmp_path):
-    """A random model that calls nothing."""
-    (tmp_path / "mine.py").write_text(TOOLS + "def score(batch):\n    return list(map(len, batch['completions']))\n")
+def test_runs_with_tools_begin_and_log_failed_calls(folders, mine, tmp_path):
+    """With each template of ours: random models that call nothing."""
     tiny.jsonl(tmp_path / "chats.jsonl", [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")])
-    done = tiny.run("grpo.py", *tiny.arguments(dict(
-        out_dir=tmp_path / "out", policy_path=folders["qwen3"], prompts_path=tmp_path / "chats.jsonl", chat_template=CHATML,
-        tools=f"{tmp_path}/mine.py:multiply", reward_functions=f"{tmp_path}/mine.py:score", kl_coef=0.0, max_iters=1,
+    templates = dict(qwen3=CHATML) | {name: f"{TEMPLATES}/{name}.jinja" for name in OURS}
+    runs = in_a_row(tmp_path, {name: one_run("grpo.py", tiny.arguments(dict(
+        out_dir="out", policy_path=folders[name], prompts_path=tmp_path / "chats.jsonl", chat_template=template,
+        tools=f"{mine}:multiply", reward_functions=f"{mine}:score", kl_coef=0.0, max_iters=1,
         batch_size=4, group_size=2, max_new_tokens=5, checkpoint_interval=0, device_type="cpu")))
-    assert done.returncode == 0, done.stderr
-    assert tiny.read_log(tmp_path / "out")[0]["objective/failed_calls"] == 0
+        for name, template in templates.items()}).succeeded()
+    assert all(runs.log(name)[0]["objective/failed_calls"] == 0 for name in templates)
 
 
-@pytest.mark.parametrize("keys, message", [
-    (dict(environment="none.py:env"), "no file"), (dict(environment="mine"), "wanted FILE.py:FUNCTION"),
-    (dict(reward_functions="environment"), "there is none; type --environment"), (dict(max_turns=0), "max_turns")])
-def test_bad_input_is_one_line(built, tmp_path, keys, message):
-    done = tiny.run("grpo.py", *built.grpo(str(tmp_path / "out"), max_iters=1, **keys))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and re.search(message, done.stderr), done.stderr
+REFUSED = {  # what the line says: the keys
+    "no file": dict(environment="none.py:env"), "wanted FILE.py:FUNCTION": dict(environment="mine"),
+    "there is none; type --environment": dict(reward_functions="environment"), "max_turns": dict(max_turns=0)}
+
+
+def test_bad_input_is_one_line(world, tmp_path):
+    cases = {str(number): [one_run("grpo.py", world.grpo("out", **keys))] for number, keys in enumerate(REFUSED.values())}
+    for (result,), words in zip(forked(tmp_path, cases).values(), REFUSED, strict=True):
+        is_one_line(result, "grpo.py", [words])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
