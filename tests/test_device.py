@@ -2,7 +2,6 @@
 What would go wrong on a GPU, found without one: tensors in two places, operations without an exact kernel, memory that was never
 written, an impossible token. tests/test_gpu.py has what needs a GPU, and computes with it what is computed here.
 """
-import json
 import os
 
 import pytest
@@ -14,7 +13,7 @@ from model import freeze
 from scratch import from_scratch
 from rollout import draw, generate
 
-from tiny import assert_same_run, forked, one_run
+from tiny import assert_same_run, forked, one_run, read_json
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,12 +77,10 @@ def test_all_tensors_of_a_run_are_on_the_gpu(pretended, name):
     """And it uses no operation that has no exact kernel there, or deterministic = True would be an error."""
     result, = pretended[name]
     assert result["codes"] == [0], result["stderr"][0][-3000:]
-    with open(f"{pretended.folder}/{name}/seen.json", encoding="utf-8") as f:
-        seen = json.load(f)
+    seen = read_json(f"{pretended.folder}/{name}/seen.json")
     assert seen["operations"] > 50 and seen["inexact"] == []
     assert result["stdout"][0].count("a pretended GPU, torch") == 1
-    with open(f"{pretended.out(name)}/config.json", encoding="utf-8") as f:
-        said = json.load(f)["gpu"]
+    said = read_json(f"{pretended.out(name)}/config.json")["gpu"]
     assert (said["tf32"], said["sums_in_16_bits"], said["deterministic"]) == (False, False, name == "ppo")
 
 

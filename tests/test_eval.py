@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 import tiny
-from tiny import arguments, forked, one_run
+from tiny import arguments, forked, is_one_line, one_run, read_json, read_jsonl, read_text
 from tools.figures import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,9 +35,6 @@ def test_best_of_k_is_the_mean_over_all_subsets(scores):
             best = max(scores[i] for i in subset)
             found.append(statistics.mean(values[i] for i in subset if scores[i] == best))
         assert best_of_k(scores, values, k) == pytest.approx(statistics.mean(found), abs=1e-12)
-    assert best_of_k([3, 1, 2], [3, 1, 2], 2) == pytest.approx(8 / 3)
-    right = [1.0, 0.0, 1.0, 0.0]
-    assert best_of_k(right, right, 2) == pytest.approx(pass_at_k(4, 2, 2))  # by the truth itself it is pass@k
 
 
 @pytest.mark.parametrize("answers, place", [
@@ -86,39 +83,27 @@ def done(tmp_path_factory):
     world = tiny.build(f"{folder}/world")
     tiny.add_qwen(world)
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
-    rows = [json.loads(line) for line in open(world.rl_val, encoding="utf-8")]
-    tiny.jsonl(f"{folder}/tasks.jsonl", [row | ({} if i == 2 else dict(task="ab"[i % 2])) for i, row in enumerate(rows)])
+    tiny.jsonl(f"{folder}/tasks.jsonl", [row | ({} if i == 2 else dict(task="ab"[i % 2]))
+                                         for i, row in enumerate(read_jsonl(world.rl_val))])
     tiny.jsonl(f"{folder}/read.jsonl", [dict(prompt="1+1=", answer="2")])
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
                 batch_size=5, micro_batch_size=2, reward_path=world.other_reward, timeout=60, reward_timeout=30, out="eval",
                 reward_functions=f"2*{world.rule('letters')},length", device_type="cpu")
-    os.makedirs(f"{folder}/ran")  # the log of a run, which is not to be lost
-    tiny.jsonl(f"{folder}/ran/log.jsonl", [dict(iteration=0)])
-    os.makedirs(f"{folder}/run/checkpoint-000001")
-    for name in ("manifest", "state"):
-        with open(f"{folder}/run/checkpoint-000001/{name}.json", "w", encoding="utf-8") as f:
-            f.write("{}")
     os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
 
-    for name, length in (("short", 3), ("longer", 6), ("moved", 5)):  # policies of runs; of the last one the card alone is left
+    for name, keys_of_run in dict(short=dict(max_new_tokens=3), longer=dict(max_new_tokens=6), moved=None, stopped=dict(
+            max_new_tokens=8, stop_strings="['1', '2', '3']", system_prompt=None)).items():  # policies of runs
         shutil.copytree(world.policy, f"{folder}/runs/{name}/policy")
-        with open(f"{folder}/runs/{name}/{'policy/README.md' if name == 'moved' else 'config.json'}", "w") as f:
-            f.write(f"Settings:\n\n    max_new_tokens = {length}\n" if name == "moved" else
-                    json.dumps(dict(out_dir="out", max_new_tokens=length), indent=name == "short" and 2 or None))
-
-    shutil.copytree(world.policy, f"{folder}/runs/stopped/policy")
-    with open(f"{folder}/runs/stopped/config.json", "w") as f:
-        json.dump(dict(max_new_tokens=8, stop_strings="['1', '2', '3']", system_prompt=None), f)
+        file = f"{folder}/runs/{name}/{'config.json' if keys_of_run else 'policy/README.md'}"  # of one the card alone is left
+        with open(file, "w", encoding="utf-8") as f:
+            f.write(json.dumps(keys_of_run) if keys_of_run else "Settings:\n\n    max_new_tokens = 5\n")
 
     def call(ranks=1, **more):
         return [one_run("tools/eval.py", *[arguments(keys | more)] * ranks)]
 
     wrong = dict(
-        nothing=dict(policies=" "), head=dict(reward_path=world.policy), out=dict(out="/dev/null/x"),
+        nothing=dict(policies=" "), head=dict(reward_path=world.policy), column=dict(by="tusk"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
-        log=dict(out=f"{folder}/ran/log"),
-        column=dict(by="tusk"),
-        state=dict(out=f"{folder}/run/checkpoint-000001/state"),
         vocabulary=dict(out=f"{world.judge}/tokenizer"), data=dict(out=f"{world.root}/sft_val"),
         task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
         # the second policy is wrong: that is said before the first one answers
@@ -143,17 +128,15 @@ def done(tmp_path_factory):
 
 
 def read(folder, name):
-    with open(f"{folder}/{name}/eval.jsonl", encoding="utf-8") as f:
-        records = [json.loads(line) for line in f]
-    with open(f"{folder}/{name}/eval.json", encoding="utf-8") as f:
-        return json.load(f), records
+    """The figures and the records of an evaluation."""
+    return read_json(f"{folder}/{name}/eval.json"), read_jsonl(f"{folder}/{name}/eval.jsonl")
 
 
 def test_two_ranks_make_the_same_files(done):
     folder, results = done
     assert results["two"][0]["codes"] == [0, 0], results["two"]
     for file in OUT:
-        one, two = (open(f"{folder}/{name}/{file}", encoding="utf-8").read() for name in ("one", "two"))
+        one, two = (read_text(f"{folder}/{name}/{file}") for name in ("one", "two"))
         assert one == two and one
     table = [line.split() for line in results["two"][0]["stdout"][0].splitlines()]
     mean = read(folder, "two")[0]["policies"]["policy"]["sampled pass@2"]["mean"]
@@ -202,9 +185,8 @@ def test_responses_are_as_long_as_those_of_the_run(done, name, longest):
     if name != "both":
         edges = [12 * i // 5 for i in range(6)]
         assert table["prompts"] == 5 and [sum(row >= edge for edge in edges) for row in rows] == [1, 2, 3, 4, 5]
-        with open(f"{done[0]}/world/rl_val.jsonl", encoding="utf-8") as f:
-            prompts = [json.loads(line)["prompt"] for line in f]
-        assert all(record["prompt"] == prompts[record["row"]] for record in records)
+        asked = read_jsonl(f"{done[0]}/world/rl_val.jsonl")
+        assert all(record["prompt"] == asked[record["row"]]["prompt"] for record in records)
 
 
 def test_figures_of_each_task(done):
@@ -277,14 +259,10 @@ def test_without_answers(done):
 
 
 @pytest.mark.parametrize("name, words", dict(
-    read="../read.jsonl", nothing="policies", head="score", out="/dev/null/x", log="log.jsonl", state="state.json",
-    vocabulary="tokenizer.json",
-    data="sft_val.jsonl",
-    task="'tests'", long="row 1", column="tusk",
-    gone="nowhere").items())
+    read="../read.jsonl", nothing="policies", head="score", vocabulary="tokenizer.json", data="sft_val.jsonl",
+    task="'tests'", long="row 1", column="tusk", gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[1][name]
-    assert result["codes"] == [2], result
-    assert len(result["stderr"][0].splitlines()) == 1 and words in result["stderr"][0]
+    is_one_line(result, "tools/eval.py", [words])
     assert not [file for file in os.listdir(f"{done[0]}/{name}") if "eval" in file]
     assert " responses\n" not in result["stdout"][0]

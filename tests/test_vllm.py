@@ -3,7 +3,6 @@ vLLM as the sampler. Everything but vLLM itself is tested with a stand-in (tests
 samples with our own model: a run with it must be the run without it. What needs the real one is skipped without it.
 """
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -86,8 +85,7 @@ def test_several_turns(world, tmp_path):
     texts = {}
     for sampler, (result,) in forked(str(tmp_path), runs).items():
         assert result["codes"] == [0], result["stderr"]
-        with open(f"{tmp_path}/{sampler}/out/rollouts.jsonl", encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f]
+        rows = tiny.read_jsonl(f"{tmp_path}/{sampler}/out/rollouts.jsonl")
         texts[sampler] = [[m["content"] for m in row["messages"]] for row in rows]
         assert max(map(len, texts[sampler])) >= 3 and all(row["length"] <= 14 for row in rows)
     assert [of[0] for of in texts["own"]] == [of[0] for of in texts["vllm"]]

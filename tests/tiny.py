@@ -22,10 +22,23 @@ def jsonl(path, rows):
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def read_text(path):
+    with open(path, encoding="utf-8") as f:
+        return f.read()
+
+
+def read_json(path):
+    return json.loads(read_text(path))
+
+
+def read_jsonl(path):
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
 def read_log(out_dir):
     """The records of out_dir/log.jsonl."""
-    with open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+    return read_jsonl(os.path.join(out_dir, "log.jsonl"))
 
 
 def read_weights(folder):
