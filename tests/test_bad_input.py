@@ -55,7 +55,6 @@ TABLE = {
     "a cut pair in dpo": ("recipes/dpo.py", dict(too_long="cut"), ["too_long", "--too_long=drop"]),
     # models
     "no model": ("recipes/dpo.py", dict(policy_path="nowhere"), ["nowhere"]),
-    "NaN, rm": ("rm.py", dict(init_from="NAN_RM"), ["nan_rm", "NaN"]),
     "NaN, ppo": ("ppo.py", dict(policy_path="NAN"), ["nan", "lm_head.weight"]),
     "the folder of a run": ("ppo.py", dict(policy_path="RUN"), ["run/policy"]),
     "no score head": ("grpo.py", dict(reward_functions="reward_model", reward_path="POLICY"), ["policy", "head"]),
@@ -134,6 +133,10 @@ requests.get = no_network
 """}
 
 
+CUTS = """{% for m in messages %}{{ '#' + m['content'].split('</think>')[-1] + eos_token }}{% endfor %}
+{%- if add_generation_prompt %}#{% endif %}"""
+
+
 def spoil(source, folder, name, change):
     """A copy of a model with another tensor: what a function makes of it."""
     shutil.copytree(source, folder)
@@ -162,21 +165,14 @@ def runs(world, tmp_path_factory):
             long=[row, row | dict(prompt="1=", completion="123456789", rejected="123456789")],
             longer=[row, row | dict(rejected="1" * 40)]).items():
         jsonl(f"{folder}/{name}.jsonl", rows)
-    with open(f"{folder}/cuts.jinja", "w", encoding="utf-8") as f:
-        f.write("{% for m in messages %}{{ '#' + m['content'].split('</think>')[-1] + eos_token }}{% endfor %}"
-                "{% if add_generation_prompt %}#{% endif %}")
     os.mkfifo(f"{folder}/pipe")
     spoil(world.policy, f"{folder}/nan", "lm_head.weight", with_nan)
-    spoil(world.policy, f"{folder}/nan_rm", "transformer.wte.weight", with_nan)  # rm.py has no use for the other
     spoil(world.reward, f"{folder}/zeros", "score.weight", torch.zeros_like)
     shutil.copytree(world.reward, f"{folder}/no_zero")
-    with open(f"{folder}/no_zero/config.json", encoding="utf-8") as f:
-        config = json.load(f)
-    del config["score_shift"]
-    with open(f"{folder}/no_zero/config.json", "w", encoding="utf-8") as f:
-        json.dump(config, f)
+    unshifted = {key: value for key, value in tiny.read_json(f"{world.reward}/config.json").items() if key != "score_shift"}
     os.makedirs(f"{folder}/run/policy")
-    for name, text in (("run/config.json", '{"out_dir": "out"}'), ("run/policy/config.json", "{}")):
+    for name, text in (("no_zero/config.json", json.dumps(unshifted)), ("run/config.json", '{"out_dir": "out"}'),
+                       ("run/policy/config.json", "{}"), ("cuts.jinja", CUTS)):
         with open(f"{folder}/{name}", "w", encoding="utf-8") as f:
             f.write(text)
 
@@ -193,8 +189,8 @@ def runs(world, tmp_path_factory):
             arguments = getattr(world, os.path.basename(script)[:-3])("out", **keys)
         return one_run(script, *[(arguments, CODE.get(name, ""))] * (2 if name in ON_TWO else 1))
 
-    cases = {name: [run(name, keys) for keys in (BEFORE.get(name), given) if keys] for name, (_, given, _) in TABLE.items()}
-    return forked(folder, cases)
+    return forked(folder, {name: [run(name, keys) for keys in (BEFORE.get(name), given) if keys]
+                           for name, (_, given, _) in TABLE.items()})
 
 
 @pytest.mark.parametrize("name", TABLE)
