@@ -72,15 +72,12 @@ def test_a_mean_and_its_interval(values, mean, error):
 # ---------------------------------------------------------------------------------------------------------------------
 # from end to end
 
-OUT = ("eval.json", "eval.jsonl")
 SCORES = "accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"  # of "one"
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """The folder, and {name: result} of evaluations."""
+def done(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("eval"))
-    world = tiny.build(f"{folder}/world")
     tiny.add_qwen(world)
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
     tiny.jsonl(f"{folder}/tasks.jsonl", [row | ({} if i == 2 else dict(task="ab"[i % 2]))
@@ -120,32 +117,32 @@ def done(tmp_path_factory):
     results = forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
     first, again = results["one"]  # the same once more replaces its files
     assert first["codes"] == again["codes"] == [0], again
-    _, records = read(folder, "one")  # the same once more, where the second sample of each prompt is right
+    _, records = read(results, "one")  # the same once more, where the second sample of each prompt is right
     tiny.jsonl(f"{folder}/right.jsonl", [dict(prompt=r["prompt"], answer=r["answer"].strip() or "0") for r in records if (
         r["policy"], r["mode"], r["sample"]) == (records[0]["policy"], "sampled", 1)])
-    return folder, results | forked(folder, {"right": call(prompts_path=f"{folder}/right.jsonl", policies=world.policy,
-                                                           reward_functions="", reward_path="")})
+    return tiny.Runs(folder, results | forked(folder, {"right": call(
+        prompts_path=f"{folder}/right.jsonl", policies=world.policy, reward_functions="", reward_path="")}))
 
 
-def read(folder, name):
+def read(done, name):
     """The figures and the records of an evaluation."""
-    return read_json(f"{folder}/{name}/eval.json"), read_jsonl(f"{folder}/{name}/eval.jsonl")
+    return read_json(f"{done.folder}/{name}/eval.json"), read_jsonl(f"{done.folder}/{name}/eval.jsonl")
 
 
 def test_two_ranks_make_the_same_files(done):
-    folder, results = done
-    assert results["two"][0]["codes"] == [0, 0], results["two"]
-    for file in OUT:
-        one, two = (read_text(f"{folder}/{name}/{file}") for name in ("one", "two"))
+    result, = done["two"]
+    assert result["codes"] == [0, 0], result
+    for file in ("eval.json", "eval.jsonl"):
+        one, two = (read_text(f"{done.folder}/{name}/{file}") for name in ("one", "two"))
         assert one == two and one
-    table = [line.split() for line in results["two"][0]["stdout"][0].splitlines()]
-    mean = read(folder, "two")[0]["policies"]["policy"]["sampled pass@2"]["mean"]
+    table = [line.split() for line in result["stdout"][0].splitlines()]
+    mean = read(done, "two")[0]["policies"]["policy"]["sampled pass@2"]["mean"]
     assert ["sampled", "pass@2", f"{mean:.3f}"] in [words[:3] for words in table]
 
 
 def test_the_figures_are_those_of_the_samples(done):
     """Computed once more from the JSONL, in another way."""
-    figures, records = read(done[0], "one")
+    figures, records = read(done, "one")
     assert len(records) == 2 * 12 * (1 + 3) and figures["prompts"] == 12
     policy = records[0]["policy"]
     mine = [r for r in records if r["policy"] == policy]
@@ -176,41 +173,41 @@ def test_the_figures_are_those_of_the_samples(done):
 
 
 @pytest.mark.parametrize("name, longest", dict(short=3, moved=5, longer=2, both=6).items())
-def test_responses_are_as_long_as_those_of_the_run(done, name, longest):
+def test_responses_are_as_long_as_those_of_the_run(done, world, name, longest):
     """Unless the command line says another length; of several runs the longest. And a limit takes rows from all over the file."""
-    assert set(done[1][name][0]["codes"]) == {0}, done[1][name]
-    table, records = read(done[0], name)
+    assert set(done[name][0]["codes"]) == {0}, done[name]
+    table, records = read(done, name)
     assert max(record["length"] for record in records) == longest == table["config"]["max_new_tokens"]
     rows = sorted({record["row"] for record in records})
     if name != "both":
         edges = [12 * i // 5 for i in range(6)]
         assert table["prompts"] == 5 and [sum(row >= edge for edge in edges) for row in rows] == [1, 2, 3, 4, 5]
-        asked = read_jsonl(f"{done[0]}/world/rl_val.jsonl")
+        asked = read_jsonl(world.rl_val)
         assert all(record["prompt"] == asked[record["row"]]["prompt"] for record in records)
 
 
 def test_figures_of_each_task(done):
     """They are means over its prompts; a row without the field is a task of its own."""
-    found, records = read(done[0], "tasks")
+    found, records = read(done, "tasks")
     task = {row: "None" if row == 2 else "ab"[row % 2] for row in {r["row"] for r in records}}
     assert {value: its["prompts"] for value, its in found["groups"].items()} == collections.Counter(task.values())
     for value, its in found["groups"].items():
         for name, figures in its["policies"].items():
             lengths = [r["length"] for r in records if task[r["row"]] == value and (r["policy"], r["mode"]) == (name, "sampled")]
             assert figures["sampled length"]["mean"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-12)
-    assert done[1]["tasks"][0]["stdout"][0].count("with task = 'a'") == 1
+    assert done["tasks"][0]["stdout"][0].count("with task = 'a'") == 1
 
 
 def test_stop_strings_are_those_of_the_run(done):
-    result, = done[1]["stopped"]
+    result, = done["stopped"]
     assert result["codes"] == [0] and "as in its run, stop_strings = " in result["stdout"][0], result
-    _, records = read(done[0], "stopped")
+    _, records = read(done, "stopped")
     assert not any(set(record["text"][:-1]) & set("123") for record in records)
     assert any(record["text"][-1:] in "123" and record["finished"] and 1 < record["length"] < 8 for record in records)
 
 
 def test_the_majority_is_not_the_best(done):
-    figures, records = read(done[0], "right")
+    figures, records = read(done, "right")
     its, = figures["policies"].values()
     voted, any_right = [], []
     for row in range(12):
@@ -226,14 +223,14 @@ def test_the_majority_is_not_the_best(done):
 
 def test_a_policy_against_itself_is_a_tie(done):
     """Both policies have the same noise, so their samples are the same, prompt by prompt."""
-    duel, = read(done[0], "one")[0]["win_rates"]
+    duel, = read(done, "one")[0]["win_rates"]
     assert (duel["win_rate"], duel["error"]) == (0.5, 0)
     assert (duel["by"], duel["responses"], duel["prompts"]) == ("scores", "sampled", 12)
 
 
 def test_a_policy_against_another_one(done):
     """Who wins is counted once more, over all pairs of samples; right is where the reward is 1."""
-    figures, records = read(done[0], "other")
+    figures, records = read(done, "other")
     duel, = figures["win_rates"]
     assert (duel["policy"], duel["against"], duel["by"]) == ("policy", "qwen", "reward/letters")
     of = {name: [[r["scores"]["reward/letters"] for r in records if (r["policy"], r["mode"], r["row"]) == (name, "sampled", row)]
@@ -249,10 +246,10 @@ def test_a_policy_against_another_one(done):
 
 
 def test_without_answers(done):
-    result, = done[1]["plain"]
+    result, = done["plain"]
     assert result["codes"] == [0], result
     assert "has no answers" in result["stdout"][0]
-    figures, records = read(done[0], "plain")
+    figures, records = read(done, "plain")
     its, = figures["policies"].values()
     assert len(records) == 4 and len({r["text"] for r in records}) == 1  # with top_k = 1 a sample is the greedy response
     assert not any("@" in key or "accuracy" in key for key in its) and "sampled length" in its
@@ -262,7 +259,7 @@ def test_without_answers(done):
     read="../read.jsonl", nothing="policies", head="score", vocabulary="tokenizer.json", data="sft_val.jsonl",
     task="'tests'", long="row 1", column="tusk", gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
-    result, = done[1][name]
+    result, = done[name]
     is_one_line(result, "tools/eval.py", [words])
-    assert not [file for file in os.listdir(f"{done[0]}/{name}") if "eval" in file]
+    assert not [file for file in os.listdir(f"{done.folder}/{name}") if "eval" in file]
     assert " responses\n" not in result["stdout"][0]
