@@ -5,9 +5,9 @@ folder stays as it is; bad input gets one line.
 The run of PPO saves a checkpoint at every iteration. The tool is given a copy that ends with the second, so it must compute what
 the run itself has computed next, and the third has the weights after that update.
 """
-import hashlib
 import math
 import os
+import pathlib
 import re
 import shutil
 from types import SimpleNamespace
@@ -52,13 +52,8 @@ def batch_rows(world):
 
 
 def contents(folder):
-    """{file: sha256} of a folder."""
-    found = {}
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            with open(os.path.join(parent, name), "rb") as f:
-                found[os.path.join(parent, name)] = hashlib.sha256(f.read()).hexdigest()
-    return found
+    """{file: its bytes} of a folder."""
+    return {str(path): path.read_bytes() for path in pathlib.Path(folder).rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,7 @@ def explained(world, runs, batch_rows):
     assert not os.path.exists(f"{runs}/ran")  # no code that a folder names has run
     results |= {name: result for name, (result,) in forked(f"{folder}/again", named).items()}
     os.remove(f"{runs}/ran")
-    after = {path: sha for path, sha in contents(runs).items() if not path.startswith(folder)}
+    after = {path: content for path, content in contents(runs).items() if not path.startswith(folder)}
     assert before == after and len(before) > 20  # the runs' folders are as they were
     return results, folder
 

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import ROOT
 from tools import memory
-from tiny import arguments, build, forked, jsonl, one_run, read_json, read_text
+from tiny import arguments, forked, jsonl, one_run, read_json, read_text
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=8, intermediate_size=16, num_hidden_layers=8,
              num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=32, max_position_embeddings=64,
@@ -55,16 +55,14 @@ def read_table(text):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A tiny world with a Llama-like policy, a reward model, an adapter on the policy, and prompts of one length."""
+def world(world):
+    """The tiny world with a Llama-like policy, a reward model, an adapter on the policy, and prompts of one length."""
     from options.lora import Adapted, save_adapter
     from checkpoint import save_model
     from tokenizer import load_tokenizer
     from scratch import from_scratch
 
-    folder = str(tmp_path_factory.mktemp("memory"))
-    world = build(folder)
-    tokenizer = load_tokenizer(world.tokenizer)
+    folder, tokenizer = world.root, load_tokenizer(world.tokenizer)
     settings = {k: v for k, v in LLAMA.items() if k != "architectures"} | dict(
         hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
