@@ -40,25 +40,17 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), 0.01, (0.9, 0.95), 1e-8, 0.1, fused=True)
 
 
-def begun(out_dir):
-    """A folder as open_run leaves it; returns its path."""
-    os.makedirs(out_dir, exist_ok=True)
-    for name, text in (("config.json", json.dumps(CONFIG)), ("log.jsonl", "")):
-        if not os.path.exists(os.path.join(out_dir, name)):
-            with open(os.path.join(out_dir, name), "w") as f:
-                f.write(text)
-    return str(out_dir)
-
-
 def listing(out_dir):
     """What is in a run's folder beside what every run has there."""
     return sorted(set(os.listdir(out_dir)) - {"config.json", "log.jsonl", ".lock"})
 
 
 def save(out_dir, iteration, keep=9, seed=0, state=None):
-    """A checkpoint of an untrained tiny model."""
+    """A checkpoint of an untrained tiny model, in a folder as open_run leaves it."""
     model = tiny(seed=seed)
-    begun(out_dir)
+    for name, text in (("config.json", json.dumps(CONFIG)), ("log.jsonl", "")):
+        if not (out_dir / name).exists():
+            (out_dir / name).write_text(text)
     save_checkpoint(str(out_dir), iteration, {"policy": model}, {"policy": adamw(model)}, state or {}, TOKENIZER, keep)
 
 

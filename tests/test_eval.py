@@ -82,7 +82,9 @@ def done(world, tmp_path_factory):
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
     tiny.jsonl(f"{folder}/tasks.jsonl", [row | ({} if i == 2 else dict(task="ab"[i % 2]))
                                          for i, row in enumerate(read_jsonl(world.rl_val))])
-    tiny.jsonl(f"{folder}/read.jsonl", [dict(prompt="1+1=", answer="2")])
+    # as if eval.py had written it; and a file of others under the name of the figures
+    tiny.jsonl(f"{folder}/read.jsonl", [dict(policy="p", mode="greedy", row=0, sample=0, prompt="1+1=", answer="2")])
+    tiny.jsonl(f"{folder}/notes.json", [dict(theirs=1)])
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
                 batch_size=5, micro_batch_size=2, reward_path=world.other_reward, timeout=60, reward_timeout=30, out="eval",
                 reward_functions=f"2*{world.rule('letters')},length", device_type="cpu")
@@ -101,7 +103,7 @@ def done(world, tmp_path_factory):
     wrong = dict(
         nothing=dict(policies=" "), head=dict(reward_path=world.policy), column=dict(by="tusk"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
-        vocabulary=dict(out=f"{world.judge}/tokenizer"), data=dict(out=f"{world.root}/sft_val"),
+        notes=dict(out="../notes"), data=dict(out=f"{world.root}/sft_val"),
         task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
         # the second policy is wrong: that is said before the first one answers
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
@@ -256,7 +258,7 @@ def test_without_answers(done):
 
 
 @pytest.mark.parametrize("name, words", dict(
-    read="../read.jsonl", nothing="policies", head="score", vocabulary="tokenizer.json", data="sft_val.jsonl",
+    read="../read.jsonl", nothing="policies", head="score", notes="notes.json", data="sft_val.jsonl",
     task="'tests'", long="row 1", column="tusk", gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
     result, = done[name]

@@ -152,7 +152,7 @@ patch(torch.optim.AdamW, "step", step)
 # what goes wrong; what is said; how many optimizer steps come before; ranks, script and keys
 STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatches
 FIRST = "iteration 0: before any update, the log-probs of "
-LATE = dict(sync_check_interval=1000, max_iters=3, checkpoint_interval=1)  # no audit looks between
+LATE = dict(sync_check_interval=1000, max_iters=3, checkpoint_interval=1)  # no audit looks between, but before a save
 MATRIX = r"parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight"
 APART = rf"iteration 2: the ranks have drifted apart: policy, {MATRIX}, differs on rank 0 and rank 1"
 CHANGED = rf"iteration 2: the frozen ref_policy has changed: {MATRIX} is not what it was at the start on rank "
@@ -160,7 +160,7 @@ GRADIENT = r"iteration 1: the gradient of {}'s \w\S+ is not finite; stopped befo
 CASES = {
     "rank 1's policy": ("the policy", APART, 2 * STEPS, 2, "ppo", {}),
     # the log-probs differ first: the model is named all the same
-    "rank 1's policy, late audit": ("the policy", APART, 2 * STEPS, 2, "ppo", LATE),
+    "rank 1's policy, late audit": ("the policy", APART, 2 * STEPS, 2, "ppo", LATE | dict(checkpoint_interval=0)),
     "reference": ("a bit of the reference everywhere", CHANGED + "0 and rank 1", 2 * STEPS, 2, "ppo", {}),
     "sharded reference": ("a bit of the reference", CHANGED + "1", 2 * STEPS, 2, "ppo", dict(zero_stage="ref=3")),
     "score": ("a score", r"iteration 1: reward/reward_model is not finite \(first in response \d ", STEPS, 2, "ppo", {}),
@@ -208,4 +208,4 @@ def test_sabotage_stops_all_ranks_before_the_step(sabotaged, case):
         assert steps is None or (os.path.getsize(file) if steps else os.path.exists(file)) == steps
     saved = glob.glob(f"{sabotaged.out(case)}/checkpoint-*/**/*.safetensors", recursive=True)
     assert all(t.isfinite().all() for file in saved for t in load_file(file).values())
-    assert saved or "checkpoint_interval" not in CASES[case][-1]
+    assert saved or not CASES[case][-1].get("checkpoint_interval")
