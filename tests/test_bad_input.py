@@ -53,6 +53,7 @@ TABLE = {
     "a cut pair": ("rm.py", dict(too_long="cut"), ["too_long"]),
     "a cut pair in dpo": ("recipes/dpo.py", dict(too_long="cut"), ["too_long", "--too_long=drop"]),
     # models
+    "no model": ("recipes/dpo.py", dict(policy_path="nowhere"), ["nowhere"]),  # no folder, and the hub is out of reach
     "NaN, ppo": ("ppo.py", dict(policy_path="NAN"), ["nan", "lm_head.weight"]),
     "the folder of a run": ("ppo.py", dict(policy_path="RUN"), ["run/policy"]),
     "no score head": ("grpo.py", dict(reward_functions="reward_model", reward_path="POLICY"), ["policy", "head"]),
