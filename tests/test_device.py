@@ -2,7 +2,6 @@
 What would go wrong on a GPU, found without one: tensors in two places, operations without an exact kernel, memory that was never
 written, an impossible token. tests/test_gpu.py has what needs a GPU, and computes with it what is computed here.
 """
-import json
 import os
 
 import pytest
@@ -14,7 +13,7 @@ from model import freeze
 from scratch import from_scratch
 from rollout import draw, generate
 
-from tiny import assert_same_run, forked, one_run
+from tiny import assert_same_run, forked, one_run, read_json
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,7 +65,7 @@ def pretended(world, tmp_path_factory):
                       ema_decay=0.5, eval_path="", head_chunk=5, ppo_epochs=1),
         grpo=world.grpo("out", max_iters=1, max_refills=1, reward_functions=odd, grad_clip=0.1, rollout_batch_size=4,
                         reward_path=world.other_reward, gradient_checkpointing=True, num_iterations=1, eval_path="",
-                        optim="adafactor", offload="reward=params,ref=params"),
+                        optim="adafactor", offload="reward=params,ref=params", cuda_graphs=False),
         sft=world.sft("out", max_iters=1), rm=world.rm("out", max_iters=1))
     cases = {name: [one_run(f"{name}.py", (args, PRETEND))] for name, args in runs.items()}
     cases["on the CPU"] = [one_run("ppo.py", runs["ppo"])]
@@ -78,12 +77,11 @@ def test_all_tensors_of_a_run_are_on_the_gpu(pretended, name):
     """And it uses no operation that has no exact kernel there, or deterministic = True would be an error."""
     result, = pretended[name]
     assert result["codes"] == [0], result["stderr"][0][-3000:]
-    with open(f"{pretended.folder}/{name}/seen.json", encoding="utf-8") as f:
-        seen = json.load(f)
+    seen = read_json(f"{pretended.folder}/{name}/seen.json")
     assert seen["operations"] > 50 and seen["inexact"] == []
     assert result["stdout"][0].count("a pretended GPU, torch") == 1
-    with open(f"{pretended.out(name)}/config.json", encoding="utf-8") as f:
-        said = json.load(f)["gpu"]
+    assert ("decoding without CUDA graphs: " in result["stdout"][0]) == (name == "ppo")  # tried, unless the key forbids it
+    said = read_json(f"{pretended.out(name)}/config.json")["gpu"]
     assert (said["tf32"], said["sums_in_16_bits"], said["deterministic"]) == (False, False, name == "ppo")
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
-from tiny import arguments, forked, one_run
+from tiny import arguments, forked, is_one_line, one_run, read_json, read_jsonl, read_text
 from tools.figures import best_of_k, majority, majority_at_k, mean_and_error, pass_at_k
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -37,9 +37,6 @@ def test_best_of_k_is_the_mean_over_all_subsets(scores):
             best = max(scores[i] for i in subset)
             found.append(statistics.mean(values[i] for i in subset if scores[i] == best))
         assert best_of_k(scores, values, k) == pytest.approx(statistics.mean(found), abs=1e-12)
-    assert best_of_k([3, 1, 2], [3, 1, 2], 2) == pytest.approx(8 / 3)
-    right = [1.0, 0.0, 1.0, 0.0]
-    assert best_of_k(right, right, 2) == pytest.approx(pass_at_k(4, 2, 2))  # by the truth itself it is pass@k
 
 
 @pytest.mark.parametrize("answers, place", [
@@ -77,29 +74,22 @@ def test_a_mean_and_its_interval(values, mean, error):
 # ---------------------------------------------------------------------------------------------------------------------
 # from end to end
 
-OUT = ("eval.json", "eval.jsonl")
 SCORES = "accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"  # of "one"
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """The folder, and {name: result} of evaluations."""
+def done(world, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("eval"))
-    world = tiny.build(f"{folder}/world")
     tiny.add_qwen(world)
     tiny.jsonl(f"{folder}/no_answers.jsonl", [dict(prompt="1+1=")])
-    rows = [json.loads(line) for line in open(world.rl_val, encoding="utf-8")]
-    tiny.jsonl(f"{folder}/tasks.jsonl", [row | ({} if i == 2 else dict(task="ab"[i % 2])) for i, row in enumerate(rows)])
-    tiny.jsonl(f"{folder}/read.jsonl", [dict(prompt="1+1=", answer="2")])
+    tiny.jsonl(f"{folder}/tasks.jsonl", [row | ({} if i == 2 else dict(task="ab"[i % 2]))
+                                         for i, row in enumerate(read_jsonl(world.rl_val))])
+    # as if eval.py had written it; and a file of others under the name of the figures
+    tiny.jsonl(f"{folder}/read.jsonl", [dict(policy="p", mode="greedy", row=0, sample=0, prompt="1+1=", answer="2")])
+    tiny.jsonl(f"{folder}/notes.json", [dict(theirs=1)])
     keys = dict(policies=f"{world.policy},{world.policy}/../policy2", prompts_path=world.rl_val, samples=3, max_new_tokens=8,
                 batch_size=5, micro_batch_size=2, reward_path=world.other_reward, timeout=60, reward_timeout=30, out="eval",
                 reward_functions=f"2*{world.rule('letters')},length", device_type="cpu")
-    os.makedirs(f"{folder}/ran")  # the log of a run, which is not to be lost
-    tiny.jsonl(f"{folder}/ran/log.jsonl", [dict(iteration=0)])
-    os.makedirs(f"{folder}/run/checkpoint-000001")
-    for name in ("manifest", "state"):
-        with open(f"{folder}/run/checkpoint-000001/{name}.json", "w", encoding="utf-8") as f:
-            f.write("{}")
     os.symlink("policy", f"{world.root}/policy2")  # the same policy by another name: all is a tie
 
     shutil.copytree(world.policy, f"{world.root}/near")  # a policy that often says the same
@@ -107,26 +97,20 @@ def done(tmp_path_factory):
     save_file({n: t + 0.02 * torch.randn(t.shape, generator=generator) for n, t in weights.items()},
               f"{world.root}/near/model.safetensors", metadata=dict(format="pt"))
 
-    for name, length in (("short", 3), ("longer", 6), ("moved", 5)):  # policies of runs; of the last one the card alone is left
+    for name, keys_of_run in dict(short=dict(max_new_tokens=3), longer=dict(max_new_tokens=6), moved=None, stopped=dict(
+            max_new_tokens=8, stop_strings="['1', '2', '3']", system_prompt=None)).items():  # policies of runs
         shutil.copytree(world.policy, f"{folder}/runs/{name}/policy")
-        with open(f"{folder}/runs/{name}/{'policy/README.md' if name == 'moved' else 'config.json'}", "w") as f:
-            f.write(f"Settings:\n\n    max_new_tokens = {length}\n" if name == "moved" else
-                    json.dumps(dict(out_dir="out", max_new_tokens=length), indent=name == "short" and 2 or None))
-
-    shutil.copytree(world.policy, f"{folder}/runs/stopped/policy")
-    with open(f"{folder}/runs/stopped/config.json", "w") as f:
-        json.dump(dict(max_new_tokens=8, stop_strings="['1', '2', '3']", system_prompt=None), f)
+        file = f"{folder}/runs/{name}/{'config.json' if keys_of_run else 'policy/README.md'}"  # of one the card alone is left
+        with open(file, "w", encoding="utf-8") as f:
+            f.write(json.dumps(keys_of_run) if keys_of_run else "Settings:\n\n    max_new_tokens = 5\n")
 
     def call(ranks=1, **more):
         return [one_run("tools/eval.py", *[arguments(keys | more)] * ranks)]
 
     wrong = dict(
-        nothing=dict(policies=" "), head=dict(reward_path=world.policy), out=dict(out="/dev/null/x"),
+        nothing=dict(policies=" "), head=dict(reward_path=world.policy), column=dict(by="tusk"),
         read=dict(prompts_path="../read.jsonl", out="../read", policies="nowhere", reward_path="nowhere"),
-        log=dict(out=f"{folder}/ran/log"),
-        column=dict(by="tusk"),
-        state=dict(out=f"{folder}/run/checkpoint-000001/state"),
-        vocabulary=dict(out=f"{world.judge}/tokenizer"), data=dict(out=f"{world.root}/sft_val"),
+        notes=dict(out="../notes"), data=dict(out=f"{world.root}/sft_val"),
         task=dict(reward_functions="code"), long=dict(max_new_tokens=31),
         # the second policy is wrong: that is said before the first one answers
         gone=dict(policies=f"{world.policy},{folder}/nowhere"))
@@ -144,34 +128,32 @@ def done(tmp_path_factory):
     results = forked(folder, cases | {name: call(**more) for name, more in wrong.items()})
     first, again = results["one"]  # the same once more replaces its files
     assert first["codes"] == again["codes"] == [0], again
-    _, records = read(folder, "one")  # the same once more, where the second sample of each prompt is right
+    _, records = read(results, "one")  # the same once more, where the second sample of each prompt is right
     tiny.jsonl(f"{folder}/right.jsonl", [dict(prompt=r["prompt"], answer=r["answer"].strip() or "0") for r in records if (
         r["policy"], r["mode"], r["sample"]) == (records[0]["policy"], "sampled", 1)])
-    return folder, results | forked(folder, {"right": call(prompts_path=f"{folder}/right.jsonl", policies=world.policy,
-                                                           reward_functions="", reward_path="")})
+    return tiny.Runs(folder, results | forked(folder, {"right": call(
+        prompts_path=f"{folder}/right.jsonl", policies=world.policy, reward_functions="", reward_path="")}))
 
 
-def read(folder, name):
-    with open(f"{folder}/{name}/eval.jsonl", encoding="utf-8") as f:
-        records = [json.loads(line) for line in f]
-    with open(f"{folder}/{name}/eval.json", encoding="utf-8") as f:
-        return json.load(f), records
+def read(done, name):
+    """The figures and the records of an evaluation."""
+    return read_json(f"{done.folder}/{name}/eval.json"), read_jsonl(f"{done.folder}/{name}/eval.jsonl")
 
 
 def test_two_ranks_make_the_same_files(done):
-    folder, results = done
-    assert results["two"][0]["codes"] == [0, 0], results["two"]
-    for file in OUT:
-        one, two = (open(f"{folder}/{name}/{file}", encoding="utf-8").read() for name in ("one", "two"))
+    result, = done["two"]
+    assert result["codes"] == [0, 0], result
+    for file in ("eval.json", "eval.jsonl"):
+        one, two = (read_text(f"{done.folder}/{name}/{file}") for name in ("one", "two"))
         assert one == two and one
-    table = [line.split() for line in results["two"][0]["stdout"][0].splitlines()]
-    mean = read(folder, "two")[0]["policies"]["policy"]["sampled pass@2"]["mean"]
+    table = [line.split() for line in result["stdout"][0].splitlines()]
+    mean = read(done, "two")[0]["policies"]["policy"]["sampled pass@2"]["mean"]
     assert ["sampled", "pass@2", f"{mean:.3f}"] in [words[:3] for words in table]
 
 
 def test_the_figures_are_those_of_the_samples(done):
     """Computed once more from the JSONL, in another way."""
-    figures, records = read(done[0], "one")
+    figures, records = read(done, "one")
     assert len(records) == 2 * 12 * (1 + 3) and figures["prompts"] == 12
     policy = records[0]["policy"]
     mine = [r for r in records if r["policy"] == policy]
@@ -202,42 +184,41 @@ def test_the_figures_are_those_of_the_samples(done):
 
 
 @pytest.mark.parametrize("name, longest", dict(short=3, moved=5, longer=2, both=6).items())
-def test_responses_are_as_long_as_those_of_the_run(done, name, longest):
+def test_responses_are_as_long_as_those_of_the_run(done, world, name, longest):
     """Unless the command line says another length; of several runs the longest. And a limit takes rows from all over the file."""
-    assert set(done[1][name][0]["codes"]) == {0}, done[1][name]
-    table, records = read(done[0], name)
+    assert set(done[name][0]["codes"]) == {0}, done[name]
+    table, records = read(done, name)
     assert max(record["length"] for record in records) == longest == table["config"]["max_new_tokens"]
     rows = sorted({record["row"] for record in records})
     if name != "both":
         edges = [12 * i // 5 for i in range(6)]
         assert table["prompts"] == 5 and [sum(row >= edge for edge in edges) for row in rows] == [1, 2, 3, 4, 5]
-        with open(f"{done[0]}/world/rl_val.jsonl", encoding="utf-8") as f:
-            prompts = [json.loads(line)["prompt"] for line in f]
-        assert all(record["prompt"] == prompts[record["row"]] for record in records)
+        asked = read_jsonl(world.rl_val)
+        assert all(record["prompt"] == asked[record["row"]]["prompt"] for record in records)
 
 
 def test_figures_of_each_task(done):
     """They are means over its prompts; a row without the field is a task of its own."""
-    found, records = read(done[0], "tasks")
+    found, records = read(done, "tasks")
     task = {row: "None" if row == 2 else "ab"[row % 2] for row in {r["row"] for r in records}}
     assert {value: its["prompts"] for value, its in found["groups"].items()} == collections.Counter(task.values())
     for value, its in found["groups"].items():
         for name, figures in its["policies"].items():
             lengths = [r["length"] for r in records if task[r["row"]] == value and (r["policy"], r["mode"]) == (name, "sampled")]
             assert figures["sampled length"]["mean"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-12)
-    assert done[1]["tasks"][0]["stdout"][0].count("with task = 'a'") == 1
+    assert done["tasks"][0]["stdout"][0].count("with task = 'a'") == 1
 
 
 def test_stop_strings_are_those_of_the_run(done):
-    result, = done[1]["stopped"]
+    result, = done["stopped"]
     assert result["codes"] == [0] and "as in its run, stop_strings = " in result["stdout"][0], result
-    _, records = read(done[0], "stopped")
+    _, records = read(done, "stopped")
     assert not any(set(record["text"][:-1]) & set("123") for record in records)
     assert any(record["text"][-1:] in "123" and record["finished"] and 1 < record["length"] < 8 for record in records)
 
 
 def test_the_majority_is_not_the_best(done):
-    figures, records = read(done[0], "right")
+    figures, records = read(done, "right")
     its, = figures["policies"].values()
     voted, any_right = [], []
     for row in range(12):
@@ -253,7 +234,7 @@ def test_the_majority_is_not_the_best(done):
 
 def test_a_policy_against_itself_is_a_tie(done):
     """Both policies have the same noise, so their samples are the same, prompt by prompt."""
-    duel, = read(done[0], "one")[0]["win_rates"]
+    duel, = read(done, "one")[0]["win_rates"]
     assert (duel["win_rate"], duel["error"]) == (0.5, 0)
     assert (duel["by"], duel["responses"], duel["prompts"]) == ("scores", "sampled", 12)
 
@@ -261,7 +242,7 @@ def test_a_policy_against_itself_is_a_tie(done):
 def test_equal_responses_of_two_policies_are_a_tie(done):
     """A reward model's last bits depend on the texts beside a text."""
     scores, writers = {}, {}
-    for r in read(done[0], "near")[1]:
+    for r in read(done, "near")[1]:
         said = r["row"], r["text"], r["finished"], r["length"]
         assert scores.setdefault(said, r["scores"]) == r["scores"], r
         assert r["scores"]["scores"] == pytest.approx(2 * r["scores"]["reward/letters"] + r["scores"]["reward/length"]
@@ -272,7 +253,7 @@ def test_equal_responses_of_two_policies_are_a_tie(done):
 
 def test_a_policy_against_another_one(done):
     """Who wins is counted once more, over all pairs of samples; right is where the reward is 1."""
-    figures, records = read(done[0], "other")
+    figures, records = read(done, "other")
     duel, = figures["win_rates"]
     assert (duel["policy"], duel["against"], duel["by"]) == ("policy", "qwen", "reward/letters")
     of = {name: [[r["scores"]["reward/letters"] for r in records if (r["policy"], r["mode"], r["row"]) == (name, "sampled", row)]
@@ -288,24 +269,20 @@ def test_a_policy_against_another_one(done):
 
 
 def test_without_answers(done):
-    result, = done[1]["plain"]
+    result, = done["plain"]
     assert result["codes"] == [0], result
     assert "has no answers" in result["stdout"][0]
-    figures, records = read(done[0], "plain")
+    figures, records = read(done, "plain")
     its, = figures["policies"].values()
     assert len(records) == 4 and len({r["text"] for r in records}) == 1  # with top_k = 1 a sample is the greedy response
     assert not any("@" in key or "accuracy" in key for key in its) and "sampled length" in its
 
 
 @pytest.mark.parametrize("name, words", dict(
-    read="../read.jsonl", nothing="policies", head="score", out="/dev/null/x", log="log.jsonl", state="state.json",
-    vocabulary="tokenizer.json",
-    data="sft_val.jsonl",
-    task="'tests'", long="row 1", column="tusk",
-    gone="nowhere").items())
+    read="../read.jsonl", nothing="policies", head="score", notes="notes.json", data="sft_val.jsonl",
+    task="'tests'", long="row 1", column="tusk", gone="nowhere").items())
 def test_bad_input_is_one_line(done, name, words):
-    result, = done[1][name]
-    assert result["codes"] == [2], result
-    assert len(result["stderr"][0].splitlines()) == 1 and words in result["stderr"][0]
-    assert not [file for file in os.listdir(f"{done[0]}/{name}") if "eval" in file]
+    result, = done[name]
+    is_one_line(result, "tools/eval.py", [words])
+    assert not [file for file in os.listdir(f"{done.folder}/{name}") if "eval" in file]
     assert " responses\n" not in result["stdout"][0]

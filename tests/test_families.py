@@ -106,8 +106,8 @@ def test_a_family_does_what_the_docs_say_and_transformers_loads_what_is_saved(ru
     from load import load_model
 
     runs = runs(name)
-    with open(os.path.join(tiny.ROOT, "docs", "scale.md"), encoding="utf-8") as f:
-        rows = [line.strip("| \n").split(" | ", 1) for line in f if line.startswith("| ")]
+    page = tiny.read_text(os.path.join(tiny.ROOT, "docs", "scale.md"))
+    rows = [line.strip("| ").split(" | ", 1) for line in page.splitlines() if line.startswith("| ")]
     assert [said for names, said in rows if name in names.split(", ")] == [verdicts(runs, name)]
     for script in ("ppo", "grpo"):
         if verdict(runs, name, script) != "yes":

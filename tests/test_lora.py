@@ -41,37 +41,31 @@ def filled(model, noise=0.3):
     return model
 
 
-@pytest.mark.parametrize("family, targets, count", [
-    ("llama", "", 14), ("llama", "q,v", 4), ("gpt2", "", 8), ("gpt2", "attn.c_proj", 2)])
+@pytest.mark.parametrize("family, targets, count, rank, alpha, rslora, scale", [
+    ("llama", "", 14, 3, 5, None, 5 / 3), ("llama", "q,v", 4, 3, 5, None, 5 / 3),
+    ("gpt2", "", 8, 3, 5, None, 5 / 3), ("gpt2", "attn.c_proj", 2, 3, 5, None, 5 / 3),
+    ("llama", "", 14, 4, 6, True, 3.0), ("llama", "", 14, 4, 6, False, 1.5), ("llama", "", 14, 9, 2, True, 2 / 3)])
 @torch.no_grad()
-def test_the_formula(family, targets, count, tmp_path):
-    """W + alpha / rank B A, by hand on the matrices of a second copy, gives what the adapter gives."""
-    model = filled(Adapted(base_in(tmp_path / "base", family, dtype=torch.float64), "lm", 3, 5, targets))
-    plain = load_model(str(tmp_path / "base"), dtype=torch.float64)
+def test_the_formula(family, targets, count, rank, alpha, rslora, scale, tmp_path):
+    """
+    W + scale B A, by hand on the matrices of a second copy, gives what the adapter gives, also one of peft's, alone and merged.
+    The scale is alpha / sqrt(rank) with use_rslora (arXiv 2312.03732), else alpha / rank.
+    """
+    base, adapter = str(tmp_path / "base"), tmp_path / "adapter"
+    model = filled(Adapted(base_in(base, family, dtype=torch.float64), "lm", rank, alpha, targets))
+    plain = load_model(base, dtype=torch.float64)
     assert len(model.adapters) == count
     for key, a in model.adapters.items():
-        weight = plain.hf.base_model.get_submodule(key.replace("/", ".")).weight
-        delta = 5 / 3 * a.B @ a.A
-        weight += delta.t() if family == "gpt2" else delta
-    found, wanted = (m.logprobs(TOKENS, CHOSEN)[0] for m in (model, plain))
-    assert (found - wanted).abs().max() < (1e-12 if family == "gpt2" else 1e-5)
-
-
-@pytest.mark.parametrize("rank, alpha, rslora, scale", [
-    (4, 6, True, 3.0), (4, 6, False, 1.5), (9, 2, True, 2 / 3), (3, 5, None, 5 / 3)])
-@torch.no_grad()
-def test_the_scale_of_an_adapter_of_pefts(rank, alpha, rslora, scale, tmp_path):
-    """alpha / sqrt(r) with use_rslora (arXiv 2312.03732), else alpha / r; alone and merged."""
-    base, plain = (base_in(tmp_path / "base", dtype=torch.float64) for _ in range(2))
-    model = filled(Adapted(base, "lm", rank, alpha))
-    save_adapter(model, str(tmp_path / "adapter"), str(tmp_path / "base"))
-    file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | dict(use_rslora=rslora)))
-    for key, a in model.adapters.items():
-        plain.hf.base_model.get_submodule(key.replace("/", ".")).weight += scale * a.B @ a.A
+        delta = scale * a.B @ a.A
+        plain.hf.base_model.get_submodule(key.replace("/", ".")).weight += delta.t() if family == "gpt2" else delta
     want = plain.logprobs(TOKENS, CHOSEN)[0]
-    for found in (load_adapted(load_model(str(tmp_path / "base"), dtype=torch.float64), str(tmp_path / "adapter")),
-                  load_model(str(tmp_path / "adapter"), dtype=torch.float64)):
+    if rslora is None:
+        assert (model.logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < (1e-12 if family == "gpt2" else 1e-5)
+    save_adapter(model, str(adapter), base)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(use_rslora=rslora)))
+    for found in (load_adapted(load_model(base, dtype=torch.float64), str(adapter)),
+                  load_model(str(adapter), dtype=torch.float64)):
         assert (found.logprobs(TOKENS, CHOSEN)[0] - want).abs().max() < 1e-5
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import ROOT
 from tools import memory
-from tiny import arguments, build, forked, jsonl, one_run
+from tiny import arguments, forked, jsonl, one_run, read_json, read_text
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=8, intermediate_size=16, num_hidden_layers=8,
              num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=32, max_position_embeddings=64,
@@ -55,16 +55,14 @@ def read_table(text):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A tiny world with a Llama-like policy, a reward model, an adapter on the policy, and prompts of one length."""
+def world(world):
+    """The tiny world with a Llama-like policy, a reward model, an adapter on the policy, and prompts of one length."""
     from options.lora import Adapted, save_adapter
     from checkpoint import save_model
     from tokenizer import load_tokenizer
     from scratch import from_scratch
 
-    folder = str(tmp_path_factory.mktemp("memory"))
-    world = build(folder)
-    tokenizer = load_tokenizer(world.tokenizer)
+    folder, tokenizer = world.root, load_tokenizer(world.tokenizer)
     settings = {k: v for k, v in LLAMA.items() if k != "architectures"} | dict(
         hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         vocab_size=tokenizer.vocab_size + 3, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
@@ -116,8 +114,7 @@ def test_peaks(name, world, tmp_path):
         one_run(f"{script}.py", *[(arguments(keys | dict(out_dir="out")), TRACKED)] * ranks),
         one_run("tools/memory.py", [*arguments(keys), f"--world-size={ranks}"])]})["it"]
     assert set(run["codes"] + tool["codes"]) == {0}, (run["stderr"], tool["stderr"])
-    with open(tmp_path / "it" / "peaks-0.json", encoding="utf-8") as f:
-        took = json.load(f)
+    took = read_json(tmp_path / "it" / "peaks-0.json")
     took["reading"] = took["score"]
     _, said = read_table(tool["stdout"][0])
     assert said == {phase: pytest.approx(took[phase], rel=0.05 if phase != "reading" else 1) for phase in said}
@@ -179,7 +176,6 @@ def test_one_card(tmp_path, capsys):
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, vocab_size=128256, max_position_embeddings=131072)))
     memory.show(*memory.predict(*memory.read_run([os.path.join(ROOT, "config/one_card.py"), f"--policy_path={tmp_path}"]), 1)[:2])
-    with open(os.path.join(ROOT, "docs", "memory.md"), encoding="utf-8") as f:
-        page = f.read()
+    page = read_text(os.path.join(ROOT, "docs", "memory.md"))
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert "\n".join(f"    {line}".rstrip() for line in said) in page, "\n".join(said)

@@ -2,11 +2,8 @@
 parallel.py, and audit.py: micro-batches of all ranks, what is gathered, and an audit that misses nothing. (What the
 collectives sum, and that a number that is not finite stops all, test_by_hand.py and test_ppo.py hold.)
 """
-import ast
-import glob
 import itertools
 import json
-import os
 import re
 
 import pytest
@@ -16,7 +13,6 @@ import parallel
 from options import roles
 import audit
 
-import tiny
 from tiny import forked, one_run
 
 
@@ -168,36 +164,3 @@ def test_three_ranks_gather_every_bit_and_audit_every_bit(tmp_path):
     assert re.match("iteration 1: the ranks have drifted apart: policy, parameter 1.weight, differs on rank 1 ", policy)
     assert "reward_model, parameter 1.weight, differs on rank 2 " in reward
     assert frozen.startswith("iteration 3: the frozen reward_model has changed: parameter 1.weight")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the marks of collectives, and the list in the docstring of parallel.py
-
-SCRIPTS = ("ppo.py", "grpo.py", "options/roles.py", "rollout.py", "rewards.py", "run.py")
-OTHERS = r"(torch|math|os|os\.path)\.\w+|'[^']*'\.join|iterations|self\.to_save"  # no collectives
-
-
-def parsed(script):
-    with open(os.path.join(tiny.ROOT, script), encoding="utf-8") as f:
-        source = f.read()
-    return ast.parse(source), {n for n, line in enumerate(source.split("\n"), 1) if "# COLLECTIVE" in line}
-
-
-def test_every_collective_is_marked_and_nothing_else():
-    """A call of what says "A collective" in its docstring is marked # COLLECTIVE, or the class whose __init__ calls some."""
-    files = [os.path.relpath(path, tiny.ROOT) for folder in ("", "options")
-             for path in glob.glob(f"{tiny.ROOT}/{folder}/*.py")]
-    collectives = {"Run", "first_batch", "sample_now", "score_here", "work"}
-    for file in files:
-        collectives |= {node.name for node in ast.walk(parsed(file)[0]) if isinstance(node, ast.FunctionDef)
-                        and (ast.get_docstring(node) or "").startswith("A collective")}
-    for script in SCRIPTS:
-        tree, marked = parsed(script)
-        used = set()
-        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
-            function = ast.unparse(call.func)
-            if function.split(".")[-1] in collectives and not re.fullmatch(OTHERS, function):
-                marks = marked & set(range(call.lineno, call.end_lineno + 1))
-                assert marks, f"{script}:{call.lineno}: {function} is a collective"
-                used |= marks
-        assert used == marked, f"{script}: no collective is called on lines {sorted(marked - used)}"

@@ -1,14 +1,15 @@
 """The scripts as a user runs them, each once; then sabotage: what one rank computes otherwise stops all before the step."""
-import json
+import glob
 import math
 import os
 import re
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 import tiny
-from tiny import forked, one_run
+from tiny import forked, in_a_row, one_run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,36 +29,23 @@ def chain(world, tmp_path_factory):
 
 
 def test_each_script_logs_its_figures(chain):
-    """At every iteration, and those of evaluations where there was one; all are finite."""
+    """At every iteration, and those of evaluations where there was one; all are finite. (Which they are: test_readme.py.)"""
     sft, rm, ppo = (tiny.read_log(f"{chain}/{name}") for name in ("sft", "rm", "ppo"))
     assert [[r["iteration"] for r in log] for log in (sft, rm, ppo)] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]]
     assert sft[-1]["eval/loss"] < sft[0]["eval/loss"]
-    assert {"eval/loss", "eval/accuracy", "loss/preference", "train/accuracy", "reward_model/grad_norm"} <= rm[0].keys()
     evaluation = {"eval/scores", "eval/kl", "eval/entropy", "eval/length", "eval/finished", "eval/accuracy", "eval/thinks"}
     assert evaluation <= ppo[0].keys() and evaluation <= ppo[-1].keys() and not evaluation & ppo[1].keys()
-    wanted = {"objective/texts", "objective/accuracy", "policy/ratio_gap", "policy/sampler_gap", "time/rollout", "time/score",
-              "time/update", "time/iteration", "mem/peak_mib"}  # the others are by_hand.py's
-    for record in ppo[:-1]:
-        assert wanted <= record.keys() and all(math.isfinite(v) for v in record.values() if not isinstance(v, str))
-    assert ppo[0]["objective/kl"] == ppo[0]["eval/kl"] == 0 != ppo[1]["objective/kl"]
-
-
-def card_of(folder):
-    """(the YAML head, the text) of a model card."""
-    with open(os.path.join(folder, "README.md"), encoding="utf-8") as f:
-        _, head, text = f.read().split("---\n", 2)
-    return yaml.safe_load(head), text
+    assert all(math.isfinite(v) for record in sft + rm + ppo for v in record.values() if not isinstance(v, str))
 
 
 def test_model_cards_say_what_a_model_is(chain):
     for run, name in (("sft", "policy"), ("rm", "reward_model"), ("ppo", "policy"), ("ppo", "best_policy"),
                       ("ppo", "value_model")):
-        head, text = card_of(f"{chain}/{run}/{name}")
+        _, head, text = tiny.read_text(f"{chain}/{run}/{name}/README.md").split("---\n", 2)
         scalar = name in ("reward_model", "value_model")
-        assert head == dict(library_name="transformers", tags=["quartet"],
-                            pipeline_tag="text-classification" if scalar else "text-generation")
-        with open(f"{chain}/{run}/config.json", encoding="utf-8") as f:
-            keys = json.load(f).keys() - {"sha256", "format", "command", "commit"}
+        assert yaml.safe_load(head) == dict(library_name="transformers", tags=["quartet"],
+                                            pipeline_tag="text-classification" if scalar else "text-generation")
+        keys = tiny.read_json(f"{chain}/{run}/config.json").keys() - {"sha256", "format", "command", "commit"}
         assert keys and all(re.search(rf"^    {key} = ", text, re.MULTILINE) for key in keys)
         assert chain not in text and f"{run}.py" in text and ("made from `" in text or run == "sft")
 
@@ -73,7 +61,7 @@ def test_sample(chain, world, tmp_path):
     for (result,) in results.values():
         assert result["codes"] == [0] and result["stderr"] == [""], result
     one, chat, six = (result["stdout"][0] for (result,) in results.values())
-    prompts = [json.loads(line)["prompt"] for line in open(world.rl_val, encoding="utf-8")][:3]
+    prompts = [row["prompt"] for row in tiny.read_jsonl(world.rl_val)][:3]
     assert [line[2:] for line in six.split("\n") if line.startswith("> ")] == prompts
     assert len(re.findall(r"\(score -?\d+\.\d\d\)$", six, re.M)) == 18
     # the first line of a chat draws the noise of the first prompt: the same question, the same answer
@@ -84,42 +72,54 @@ def test_sample(chain, world, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # sabotage
 
+# what DEED names goes wrong; in iteration 1, unless a run ends in iteration 0, and on the last rank, unless it says otherwise
 SABOTAGE = """
-import json, torch
-import prompts, model, parallel, rewards, rollout
-case, now, held, steps = os.environ.get("CASE"), -1, {}, 0
+import torch
+import model, parallel, prompts, rewards, rollout
+now, held = -1, []
 
 def patch(owner, name, change):
     original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+    original = getattr(original, "original", original)  # another run of this process may have been here
+    def changed(*args, **kwargs):
+        return change(original, *args, **kwargs)
+    changed.original = original
+    setattr(owner, name, changed)
 
-def hurt(name):
-    held[name].get_parameter("hf.transformer.h.0.mlp.c_fc.weight").data[1, 2] += 0.25
+def due(*deeds):
+    return now == 1 and RANK == RANKS - 1 and DEED in deeds
+
+def matrix(number):
+    return parallel.my_part(held[number].get_parameter("hf.transformer.h.0.mlp.c_fc.weight").data)
 
 def broadcast(original, models):
-    models = list(models)
-    held.update(zip(("policy", "ref_policy", "reward_model", "value_model"), models))
+    held[:] = models = list(models)
     original(models)
-    if case == "another reference":
-        hurt("ref_policy")
+    if DEED == "another reference everywhere":
+        matrix(1)[1, 2] += 0.25
 
-def batch_rows(original, seed, iteration, *rest):
+def batch_rows(original, seed, iteration, *rest):  # may be called twice
     global now
     now = iteration
-    if now == 1 and case == "ref_policy on all ranks":
-        hurt("ref_policy")
+    if due("a bit of the reference") or now == 1 and DEED == "a bit of the reference everywhere":
+        matrix(1).view(torch.int32).flatten()[3] += 1
+    if due("a weight of model 0", "a weight of model 3"):  # the audit of this iteration has passed
+        parallel.my_part(list(held[int(DEED[-1])].parameters())[-1].data).view(-1)[0] = torch.nan
     return original(seed, iteration, *rest)
 
-def step(original, optimizer, *args):
-    global steps
-    steps += 1
-    if now == 1 and RANK == 1 and case.startswith("policy"):  # not earlier, or the on-policy check would notice first
-        hurt("policy")
-    return original(optimizer, *args)
+def step(original, optimizer, *args, **kwargs):
+    with open(f"steps-{RANK}", "a") as f:
+        f.write(".")
+    if due("the policy"):  # not earlier, or the on-policy check would notice first
+        matrix(0)[1, 2] += 0.25
+    if due("a moment"):
+        state = list(optimizer.state.values())[-1]
+        parallel.my_part(state["exp_avg"]).view(-1)[0] = torch.nan
+    return original(optimizer, *args, **kwargs)
 
 def scores(original, *args):
     x = original(*args)
-    if now == 1 and RANK == 1 and case == "NaN score":
+    if due("a score"):
         x[0] = torch.nan
     return x
 
@@ -127,82 +127,85 @@ def spoil(name):
     def change(original, *args, **kwargs):  # the number is right, its gradient is not
         said = original(*args, **kwargs)
         x = said[0] if name == "policy" else said
-        if now == 1 and RANK == 1 and case == f"NaN {name}" and x.requires_grad:
+        if due(f"the gradient of the {name}") and x.requires_grad:
             x.register_hook(lambda gradient: gradient * torch.nan)
         return said
     return change
 
 def generate(original, policy, prompts, n, temperature, *rest, **kwargs):
-    return original(policy, prompts, n, temperature * (1.2 if case == "sampler" else 1), *rest, **kwargs)
+    return original(policy, prompts, n, temperature * (1.2 if DEED == "the sampler" else 1), *rest, **kwargs)
 
 def logits(original, self, states):
-    if torch.is_grad_enabled() and case.startswith("NaN forward") and RANK in (1, case.endswith("alone") - 1):
+    if torch.is_grad_enabled() and DEED == "NaN forward" and RANK == RANKS - 1:
         states = states * torch.nan
-    return original(self, states * (1.01 if case == "forward" and torch.is_grad_enabled() else 1))
+    return original(self, states * (1.01 if DEED == "the forward" and torch.is_grad_enabled() else 1))
 
 patch(prompts, "batch_rows", batch_rows)
 patch(parallel, "broadcast_parameters", broadcast)
 patch(rewards, "score_sequences", scores)
 patch(model, "response_logprobs", spoil("policy"))
-patch(model, "response_values", spoil("value_model"))
+patch(model, "response_values", spoil("value model"))
 patch(rollout, "generate", generate)
 patch(model.Model, "logits", logits)
 patch(torch.optim.AdamW, "step", step)
 """
-
-# Runs the script, and writes what it raised, instead of ending as it would.
-RAISED = """
-import runpy
-def run_path(original, *args, **kwargs):
-    kind, message = "nothing", ""
-    try:
-        original(*args, **kwargs)
-    except Exception as e:
-        kind, message = type(e).__name__, str(e)
-    finite = all(bool(p.isfinite().all()) for m in ("policy", "value_model") for p in held[m].parameters())
-    with open(f"said{RANK}.json", "w") as f:
-        json.dump(dict(kind=kind, message=message, steps=steps, finite=finite), f)
-patch(runpy, "run_path", run_path)
-"""
-
+# what goes wrong; what is said; how many optimizer steps come before; ranks, script and keys
 STEPS = 2 * 2 * 2  # of both optimizers in an iteration: 2 epochs of 2 minibatches
-CASES = {  # case -> what is said, optimizer steps before
-    "policy on rank 1": (r"iteration 2: .*: policy, parameter \S+, differs on rank 0 and rank 1", 2 * STEPS),
-    # between two audits, the log-probs differ first: the model is named all the same
-    "policy on rank 1, late audit": (r"iteration 2: the ranks have drifted apart: policy, parameter \S+, differs on", 2 * STEPS),
-    "ref_policy on all ranks": (
-        r"iteration 2: the frozen ref_policy has changed: parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight", 2 * STEPS),
-    "NaN score": (r"iteration 1: reward/reward_model is not finite \(first in response \d ", STEPS),
-    "NaN policy": (r"iteration 1: the gradient of policy's \w\S+ is not finite; stopped before the step", STEPS),
-    "NaN value_model": (r"iteration 1: the gradient of value_model's \w\S+ is not finite; stopped before the step", STEPS),
-    "another reference": (r"iteration 0: before any update, the log-probs of the reference differ", 0),
-    "sampler": (r"iteration 0: before any update, the log-probs of the sampler differ .*temperature", 0),
-    "forward": (r"iteration 0: before any update, the log-probs of the training forward differ", 0),
-    "NaN forward": (r"iteration 0: before any update, the log-probs of the training forward differ", 0),
-    "NaN forward alone": (r"iteration 0: before any update, the log-probs of the training forward differ", 0),
+FIRST = "iteration 0: before any update, the log-probs of "
+LATE = dict(sync_check_interval=1000, max_iters=3, checkpoint_interval=1)  # no audit looks between, but before a save
+MATRIX = r"parameter hf\.transformer\.h\.0\.mlp\.c_fc\.weight"
+APART = rf"iteration 2: the ranks have drifted apart: policy, {MATRIX}, differs on rank 0 and rank 1"
+CHANGED = rf"iteration 2: the frozen ref_policy has changed: {MATRIX} is not what it was at the start on rank "
+GRADIENT = r"iteration 1: the gradient of {}'s \w\S+ is not finite; stopped before the step"
+CASES = {
+    "rank 1's policy": ("the policy", APART, 2 * STEPS, 2, "ppo", {}),
+    # the log-probs differ first: the model is named all the same
+    "rank 1's policy, late audit": ("the policy", APART, 2 * STEPS, 2, "ppo", LATE | dict(checkpoint_interval=0)),
+    "reference": ("a bit of the reference everywhere", CHANGED + "0 and rank 1", 2 * STEPS, 2, "ppo", {}),
+    "sharded reference": ("a bit of the reference", CHANGED + "1", 2 * STEPS, 2, "ppo", dict(zero_stage="ref=3")),
+    "score": ("a score", r"iteration 1: reward/reward_model is not finite \(first in response \d ", STEPS, 2, "ppo", {}),
+    "gradient": ("the gradient of the policy", GRADIENT.format("policy"), STEPS, 2, "ppo", {}),
+    "another gradient": ("the gradient of the value model", GRADIENT.format("value_model"), STEPS, 2, "ppo", {}),
+    "another reference": ("another reference everywhere", FIRST + "the reference differ", 0, 2, "ppo", {}),
+    "sampler": ("the sampler", FIRST + "the sampler differ .*temperature", 0, 2, "ppo", {}),
+    "forward": ("the forward", FIRST + "the training forward differ", 0, 2, "ppo", {}),
+    "NaN forward": ("NaN forward", FIRST + "the training forward differ", 0, 2, "ppo", {}),
+    "NaN forward alone": ("NaN forward", FIRST + "the training forward differ", 0, 1, "ppo", {}),
+    # what is not finite is named by model and parameter
+    **{name: (deed, f"iteration [12]: .*{words}", None, ranks, script, LATE | keys)
+       for name, deed, words, ranks, script, keys in (
+           ("weight", "a weight of model 0", "policy's hf.lm_head.weight", 1, "ppo", {}),
+           ("weight of a shard", "a weight of model 0", "policy's hf.lm_head.weight is not finite on rank 1", 2, "grpo",
+            dict(zero_stage="3")),
+           ("weight of the value model", "a weight of model 3", "value_model's hf.score.weight", 1, "ppo", {}),
+           ("weight of rm", "a weight of model 0", "reward_model's hf.score.weight", 1, "rm", {}),
+           ("moment", "a moment", "the optimizer's state of policy's hf.lm_head.weight", 1, "grpo", {}),
+           ("moment at stage 1", "a moment", "the optimizer's state of policy's hf.", 2, "grpo", dict(zero_stage="1")),
+           ("moment of an adapter", "a moment", "the optimizer's state of reward_model's adapters.", 1, "rm", dict(lora="2")))},
 }
 
 
 @pytest.fixture(scope="module")
 def sabotaged(world, tmp_path_factory):
-    """What each of two ranks, or the only one, raised in each case: {case: [rank 0's, rank 1's]}."""
-    out, runs = tmp_path_factory.mktemp("sabotage"), {}
-    for case in CASES:
-        code = f"import os\nos.environ['CASE'] = {case!r}\n{SABOTAGE}{RAISED}"
-        late = dict(sync_check_interval=1000, max_iters=3) if "late audit" in case else dict(max_iters=2)
-        args = world.ppo("out", **dict(sync_check_interval=1, timeout=20, eval_path="") | late)
-        runs[case] = [one_run("ppo.py", *[(args, code)] * (1 if "alone" in case else 2))]
-    results = {case: result for case, (result,) in forked(str(out), runs, at_once=4).items()}
-    assert all(set(result["codes"]) == {0} for result in results.values()), results
-    return {case: [json.loads((out / case / f"said{rank}.json").read_text()) for rank in range(len(result["codes"]))]
-            for case, result in results.items()}
+    jobs = {}
+    for case, (deed, _, _, ranks, script, keys) in CASES.items():
+        keys = dict(max_iters=2, sync_check_interval=1) | keys
+        args = getattr(world, script)("out", **keys)
+        jobs[case] = one_run(f"{script}.py", *[(args, f"DEED, RANKS = {deed!r}, {ranks}\n{SABOTAGE}")] * ranks)
+    return in_a_row(tmp_path_factory.mktemp("sabotage"), jobs)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sabotage_stops_all_ranks_before_the_step(sabotaged, case):
-    pattern, steps = CASES[case]
-    for said in sabotaged[case]:
-        assert said["kind"] == "Stop", said
-        assert re.search(pattern, said["message"]) and "\n" not in said["message"], said
-        assert said["steps"] == steps and said["finite"], said
-    assert sabotaged[case][0]["message"] == sabotaged[case][-1]["message"]
+    """And what a run that resumes begins with is finite."""
+    _, pattern, steps, *_ = CASES[case]
+    first, last = sabotaged[case][0], sabotaged[case][-1]
+    assert first["kind"] == last["kind"] == "Stop" and first["message"] == last["message"], (first, last)
+    message = first["message"]
+    assert re.match(pattern, message) and "\n" not in message and "sampler_logprobs" not in message, message
+    for rank in range(len(sabotaged[case])):
+        file = f"{sabotaged.folder}/{case}/steps-{rank}"
+        assert steps is None or (os.path.getsize(file) if steps else os.path.exists(file)) == steps
+    saved = glob.glob(f"{sabotaged.out(case)}/checkpoint-*/**/*.safetensors", recursive=True)
+    assert all(t.isfinite().all() for file in saved for t in load_file(file).values())
+    assert saved or not CASES[case][-1].get("checkpoint_interval")

@@ -2,7 +2,6 @@
 What must not happen, made to happen: ranks that start from different things, that hang or have a bug, slow and full disks, a
 second signal. (Kills at every point, and that a resumed run has the same bits, are tests/campaign.py's.)
 """
-import glob
 import os
 import re
 import shutil
@@ -11,7 +10,6 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tokenizer import load_tokenizer
 from load import load_model
@@ -248,62 +246,6 @@ def test_what_is_edited_damaged_or_cut_before_a_resume_is_said(edited, script):
     if script == "grpo":  # what was damaged was replaced
         best = load_model(f"{edited.out('grpo')}/best_policy")
         assert all(p.isfinite().all() for p in best.parameters()) and load_tokenizer(best.path)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a number that is wrong, in a model or an optimizer, in the middle of iteration 1
-
-NAN = tiny.NOW + """
-import torch
-import parallel
-held, broadcast, draw, adamw = [], parallel.broadcast_parameters, prompts.batch_rows, torch.optim.AdamW.step
-adamw = getattr(adamw, "plain", adamw)  # another run of this process may have been here
-def remember(models):
-    held[:] = models = list(models)
-    broadcast(models)
-def part_of(p):
-    return p.to_local() if hasattr(p, "to_local") else p
-def spoil(seed, iteration, *rest):  # the audit of iteration 1 has passed
-    if iteration == 1 and RANK == RANKS - 1 and MODEL is not None:
-        part_of(list(held[MODEL].parameters())[-1].data).view(-1)[0] = float("nan")
-    return draw(seed, iteration, *rest)
-def step(self, *args, **kwargs):
-    if now == 1 and STATE and RANK == RANKS - 1:
-        for state in list(self.state.values())[-1:]:
-            part_of(state[STATE]).view(-1)[0] = float("nan")
-    return adamw(self, *args, **kwargs)
-step.plain = adamw
-parallel.broadcast_parameters, prompts.batch_rows, torch.optim.AdamW.step = remember, spoil, step
-"""
-BROKEN = {  # (script, keys, ranks, number of the model, the optimizers' state, what is not finite)
-    "policy": ("ppo.py", {}, 1, 0, "", "policy's hf.lm_head.weight"),
-    "sharded": ("grpo.py", dict(zero_stage="3"), 2, 0, "", "policy's hf.lm_head.weight is not finite on rank 1"),
-    "value model": ("ppo.py", {}, 1, 3, "", "value_model's hf.score.weight"),
-    "rm": ("rm.py", {}, 1, 0, "", "reward_model's hf.score.weight"),
-    "first moment": ("grpo.py", {}, 1, None, "exp_avg", "optimizer's state of policy's hf.lm_head.weight"),
-    "a moment at stage 1": ("grpo.py", dict(zero_stage="1"), 2, None, "exp_avg", "optimizer's state of policy's hf."),
-    "a moment of an adapter": ("rm.py", dict(lora="2"), 1, None, "exp_avg", "optimizer's state of reward_model's adapters."),
-}
-
-
-@pytest.fixture(scope="module")
-def broken(world, tmp_path_factory):
-    jobs = {}
-    for name, (script, keys, ranks, number, state, _) in BROKEN.items():
-        code = f"RANKS, MODEL, STATE = {ranks}, {number}, {state!r}\n{NAN}"
-        keys = dict(max_iters=3, checkpoint_interval=1, sync_check_interval=1000) | keys
-        jobs[name] = one_run(script, *[(getattr(world, script[:-3])("out", **keys), code)] * ranks)
-    return tiny.in_a_row(tmp_path_factory.mktemp("broken"), jobs)
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_number_that_is_not_finite_is_named_by_model_and_parameter(broken, name):
-    """And what a run that resumes begins with has none."""
-    for outcome in broken[name]:
-        assert outcome["kind"] == "Stop" and re.search(r"^iteration [12]: ", outcome["message"]), outcome
-        assert BROKEN[name][-1] in outcome["message"] and "sampler_logprobs" not in outcome["message"]
-    saved = glob.glob(f"{broken.out(name)}/checkpoint-*/**/*.safetensors", recursive=True)
-    assert saved and all(t.isfinite().all() for file in saved for t in load_file(file).values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -204,6 +204,13 @@ def resumed(world, tmp_path_factory):
     return forked(tmp_path_factory.mktemp("resumed"), cases, at_once=3)
 
 
+def miss(result, who):
+    """In a run of THREE, all ranks but this one have ended, and each says in one line whom it misses."""
+    for rank in {0, 1, 2} - {who}:
+        assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
+        assert ": lost touch with the ranks that " in result["stderr"][rank], result
+
+
 def test_a_run_that_a_generator_stops_goes_on_without_it(resumed):
     """The batches that were sampled ahead are in the checkpoint, and nothing is sampled twice."""
     first, refused, second = resumed["asked"]
@@ -215,12 +222,9 @@ def test_a_run_that_a_generator_stops_goes_on_without_it(resumed):
 
 
 def test_a_run_whose_ranks_are_killed_one_after_the_other_goes_on_to_the_same_bits(resumed):
-    """The other ranks end at once, and each says in one line whom it misses."""
     *killed, last = resumed["killed"]
     for (who, role), result in zip(enumerate(WHEN), killed, strict=True):
-        for rank in {0, 1, 2} - {who}:
-            assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
-            assert ": lost touch with the ranks that " in result["stderr"][rank], result
+        miss(result, who)
         assert any(f"lost touch with the ranks that {role}" in text for text in result["stderr"]), result
     assert set(last["codes"]) == {0} and "resuming from out/checkpoint-" in last["stdout"][0], last
     assert_same_run(resumed.out("whole 2"), resumed.out("killed"))
@@ -282,9 +286,8 @@ def failures(world, tmp_path_factory):
 @pytest.mark.parametrize("role", ["train", "generate"])
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failures, role):
     (result,), who = failures[f"{role} hangs"], list(WHEN).index(role)
-    for rank in {0, 1, 2} - {who}:
-        assert result["codes"][rank] == 1 and result["stderr"][rank].count("\n") == 1, result
-        assert "lost touch with the ranks that " in result["stderr"][rank] and result["seconds"][rank] < 20, result
+    miss(result, who)
+    assert all(seconds < 20 for rank, seconds in enumerate(result["seconds"]) if rank != who), result
 
 
 def test_the_last_ones_may_take_their_time(failures):

@@ -272,8 +272,7 @@ def test_steps_as_a_graph_has_them(variant, tmp_path, monkeypatch):
     monkeypatch.setattr(decoding_graph, "COLUMNS", 8)
     monkeypatch.setattr(decoding_graph, "MULTIPLE", 4)
     monkeypatch.setattr(decoding_graph.Steps, "capture", capture)
-    make(variant).save_pretrained(tmp_path)
-    policy = freeze(load_model(str(tmp_path), dtype=torch.float64))
+    policy = load(variant, tmp_path)
     for prompts, rows in ((PROMPTS, 3), (PROMPTS[:1], 1)):  # one row is never padded
         want, got = (generate(policy, prompts, 30, eos_ids=range(0, 97, 24), graphs=graphs) for graphs in (False, True))
         assert torch.equal(got["tokens"], want["tokens"]) and torch.equal(got["finished"], want["finished"])

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from conftest import ROOT
 from prompts import batch_rows
-from tiny import arguments, forked, in_a_row, one_run
+from tiny import arguments, forked, in_a_row, is_one_line, one_run, read_json, read_jsonl, read_text
 
 KILL = """
 import os, prompts
@@ -54,41 +54,33 @@ run.Run.speed = on_gpu
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """The folder, the world, and {name: results} of its runs."""
-    folder = str(tmp_path_factory.mktemp("seeing"))
-    world = tiny.build(f"{folder}/world")
+def done(world, tmp_path_factory):
     often = dict(eval_interval=1, eval_size=3, max_iters=4, checkpoint_interval=2, save_rollouts=2)
     ppo = world.ppo("out", **often)
-    two = dict(max_iters=2, lr_decay="constant", checkpoint_interval=1)
-    both = dict(report_to="wandb, trackio")
-    cases = {
+    short, long = (world.sft("out", max_iters=n, lr_decay="constant", checkpoint_interval=1, report_to="wandb, trackio")
+                   for n in (2, 4))
+    return forked(tmp_path_factory.mktemp("seeing"), {
         "whole": [one_run("ppo.py", (ppo, PEAK))],
         "killed": [one_run("ppo.py", (ppo, KILL)), one_run("ppo.py", ppo)],
         "grpo": [one_run("grpo.py", *[world.grpo("out", **often)] * 2)],
-        "sft": [one_run("sft.py", (world.sft("out", **two | both), f"FAILS = 99{FAKES}")),
-                one_run("sft.py", (world.sft("out", **two | both | dict(max_iters=4)), f"FAILS = 3{FAKES}"))],
+        "sft": [one_run("sft.py", (short, f"FAILS = 99{FAKES}")), one_run("sft.py", (long, f"FAILS = 3{FAKES}"))],
         "missing": [one_run("rm.py", (world.rm("out", report_to="wandb"), "import sys\nsys.modules['wandb'] = None"))],
-        "unknown": [one_run("ppo.py", world.ppo("out", report_to="tensorbored"))],
-    }
-    return folder, world, forked(folder, cases)
-
-
-def lines(path):
-    with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+        "unknown": [one_run("ppo.py", world.ppo("out", report_to="tensorbored"))]})
 
 
 # samples.jsonl
 
-def test_rollouts(done):
-    """They are all responses of every second iteration; a run that was killed has them once, too."""
-    folder, world, _ = done
-    files = [f"{folder}/{name}/out/rollouts.jsonl" for name in ("whole", "killed")]
-    assert open(files[0], "rb").read() == open(files[1], "rb").read()
-    rows = lines(world.rl_train)
+@pytest.mark.parametrize("file", ["rollouts.jsonl", "samples.jsonl"])
+def test_a_run_that_was_killed_has_each_line_once(done, file):
+    assert [result["codes"] for result in done["killed"]] == [[9], [0]]
+    assert read_text(f"{done.out('whole')}/{file}") == read_text(f"{done.out('killed')}/{file}") != ""
+
+
+def test_rollouts(done, world):
+    """They are all responses of every second iteration."""
+    rows = read_jsonl(world.rl_train)
     for name, size in (("whole", 7), ("grpo", 15)):
-        found, log = lines(f"{folder}/{name}/out/rollouts.jsonl"), tiny.read_log(f"{folder}/{name}/out")
+        found, log = read_jsonl(f"{done.out(name)}/rollouts.jsonl"), done.log(name)
         assert [line["iteration"] for line in found] == [0] * size + [2] * size
         assert all(line["prompt"] == rows[line["row"]]["prompt"] for line in found)
         for i in (0, 2):
@@ -100,19 +92,16 @@ def test_rollouts(done):
         assert sorted(group, key=lambda one: one["scores"]) == sorted(group, key=lambda one: one["advantage"])
 
 
-def test_samples(done):
-    """They are of all three held-out prompts of each evaluation; and a run that was killed has those of one that was not."""
-    folder, world, results = done
-    assert [result["codes"] for result in results["killed"] + results["grpo"]] == [[9], [0], [0, 0]]
-    files = [f"{folder}/{name}/out/samples.jsonl" for name in ("whole", "killed")]
-    assert open(files[0], "rb").read() == open(files[1], "rb").read()
-    assert [line["iteration"] for line in lines(files[1])] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    prompts = [row["prompt"] for row in lines(world.rl_val)]
+def test_samples(done, world):
+    """They are of all three held-out prompts of each evaluation."""
+    assert done["grpo"][0]["codes"] == [0, 0]
+    prompts = [row["prompt"] for row in read_jsonl(world.rl_val)]
     for name in ("whole", "grpo"):
-        samples = lines(f"{folder}/{name}/out/samples.jsonl")
+        samples = read_jsonl(f"{done.out(name)}/samples.jsonl")
         rows = [s["row"] for s in samples[:3]]
         assert [row // (len(prompts) // 3) for row in rows] == [0, 1, 2]  # from all over the file
-        assert [(s["row"], s["prompt"]) for s in samples] == [(row, prompts[row]) for row in rows] * 5
+        assert [(s["iteration"], s["row"], s["prompt"]) for s in samples] == [
+            (iteration, row, prompts[row]) for iteration in range(5) for row in rows]
     for sample in samples:  # of grpo, which has two rewards
         scores = sample["scores"]
         letters = sum(ch.isascii() for ch in sample["text"]) / 8
@@ -155,8 +144,8 @@ WARNED = {  # accuracies at iterations 0 to 3, scores, KLs of iterations 0 to 2,
 
 
 @pytest.fixture(scope="module")
-def warned(done, tmp_path_factory):
-    jobs, world = {}, done[1]
+def warned(world, tmp_path_factory):
+    jobs = {}
     for name, (accuracies, scores, kls, _) in WARNED.items():
         keys = dict(reward_functions="mine.py:given", value_init="policy", eval_interval=1, eval_size=0, ppo_epochs=1)
         for part, (iterations, first) in enumerate([(3, 0)] if name != "hacked" else [(3, 0), (5, 3)]):  # and once more, resumed
@@ -178,11 +167,10 @@ def test_an_accuracy_that_falls_and_a_large_kl_are_said_once(warned, name):
 
 def test_trackers_get_the_log_and_go_on_with_the_same_run(done):
     """One that is missing ends the run with one line."""
-    folder, _, results = done
-    assert [result["codes"] for result in results["sft"]] == [[0], [0]], results["sft"]
-    log = tiny.read_log(f"{folder}/sft/out")
+    assert [result["codes"] for result in done["sft"]] == [[0], [0]], done["sft"]
+    log = done.log("sft")
     for name in ("wandb", "trackio"):
-        calls = lines(f"{folder}/sft/{name}.jsonl")
+        calls = read_jsonl(f"{done.folder}/sft/{name}.jsonl")
         inits = [call[-1] for call in calls if call[0] == "init"]
         assert len(inits) == 2 and inits[0]["name"] == inits[1]["name"] and inits[0]["name"].startswith("out-")
         assert inits[1]["resume"] == "allow" and inits[1]["config"]["max_iters"] == 4 and inits[1]["project"] == "quartet"
@@ -192,26 +180,22 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(done):
         for record in log:
             if record["iteration"] in sent and record["iteration"] != 2:  # 2 was also the end of the first run
                 assert sent[record["iteration"]] == {k: v for k, v in record.items() if k != "iteration"}
-    assert "wandb has failed (OSError: no route to host)" in results["sft"][1]["stdout"][0]
+    assert "wandb has failed (OSError: no route to host)" in done["sft"][1]["stdout"][0]
     assert [record["iteration"] for record in log] == [0, 1, 2, 3, 4]
-    for name, words in (("missing", "wandb"), ("unknown", "tensorboard")):
-        result, = results[name]
-        assert result["codes"] == [2]
-        assert "".join(result["stderr"]).count("\n") == 1 and words in "".join(result["stderr"]), result
-        file = f"{folder}/{name}/out/log.jsonl"  # nothing was begun
+    for name, script, words in (("missing", "rm.py", "wandb"), ("unknown", "ppo.py", "tensorboard")):
+        is_one_line(done[name][0], script, [words])
+        file = f"{done.out(name)}/log.jsonl"  # nothing was begun
         assert not os.path.exists(file) or os.path.getsize(file) == 0
 
 
 # speed
 
-def test_share_of_peak(done):
+def test_share_of_peak(done, world):
     """Of an iteration of PPO: from the log back to its tokens."""
-    folder, world, _ = done
-    sizes = {name: sum(t.numel() for key, t in tiny.read_weights(f"{folder}/whole/out/{name}").items()
-                       if "wte" not in key and "wpe" not in key) for name in ("policy", "value_model")}
-    n, v = sizes["policy"], sizes["value_model"]
-    prompts = [row["prompt"] for row in lines(world.rl_train)]
-    for record in tiny.read_log(f"{folder}/whole/out")[:-1]:
+    n, v = (sum(t.numel() for key, t in tiny.read_weights(f"{done.out('whole')}/{name}").items()
+                if "wte" not in key and "wpe" not in key) for name in ("policy", "value_model"))
+    prompts = [row["prompt"] for row in read_jsonl(world.rl_train)]
+    for record in done.log("whole")[:-1]:
         sampled = 7 * record["objective/length"]
         read = sampled + sum(len(prompts[i]) for i in batch_rows(1, record["iteration"], 7, 40))
         seconds = record["time/iteration"] - record["time/eval"] - record.get("time/checkpoint", 0)
@@ -236,16 +220,14 @@ Figure.savefig = savefig
 
 
 def test_two_runs_of_one_name_are_both_drawn(done):
-    folder, _, _ = done
-    args = arguments(dict(runs=f"{folder}/whole/out,{folder}/grpo/out", metrics="policy/lr,eval/k*"))
-    outcome, = in_a_row(folder, {"plot": one_run("tools/plot.py", (args, DRAWN))})["plot"]
-    assert outcome["kind"] == "", outcome
-    panels = json.load(open(f"{folder}/plot/drawn.json"))
+    args = arguments(dict(runs=f"{done.out('whole')},{done.out('grpo')}", metrics="policy/lr,eval/k*"))
+    outcome, = in_a_row(done.folder, {"plot": one_run("tools/plot.py", (args, DRAWN))}).succeeded()["plot"]
+    panels = read_json(f"{done.folder}/plot/drawn.json")
     named = [line.split()[0] for line in outcome["stdout"].splitlines() if re.match(r"\w+/out ", line)]
     assert named == ["whole/out"] * 2 + ["grpo/out"] * 2
     assert [panel["title"] for panel in panels] == ["policy/lr", "eval/kl"] and panels[0]["legend"] == ["whole/out", "grpo/out"]
     for name, curve in zip(("whole", "grpo"), panels[1]["curves"], strict=True):
-        assert curve == [[0, 1, 2, 3, 4], [record["eval/kl"] for record in tiny.read_log(f"{folder}/{name}/out")]]
+        assert curve == [[0, 1, 2, 3, 4], [record["eval/kl"] for record in done.log(name)]]
 
 
 def test_curves_are_drawn_over_another_metric(tmp_path):
@@ -258,7 +240,7 @@ def test_curves_are_drawn_over_another_metric(tmp_path):
     jobs = {"plot": one_run("tools/plot.py", (arguments(given), DRAWN)),
             "no": one_run("tools/plot.py", (arguments(given | dict(against="kl")), DRAWN))}
     (drawn,), (refused,) = in_a_row(str(tmp_path), jobs).values()
-    panel, = json.load(open(tmp_path / "plot" / "drawn.json"))
+    panel, = read_json(tmp_path / "plot" / "drawn.json")
     assert drawn["kind"] == "" and panel["curves"][0] == [[0.0, 3.0, 2.5], [0.25, 0.75, 0.5]]
     assert re.findall(r"^run +(\d) ", drawn["stdout"], re.MULTILINE) == ["0", "2", "3", "4"]
     assert refused["kind"] == "BadConfig" and "eval/kl" in refused["message"]
@@ -269,25 +251,24 @@ def test_curves_are_drawn_over_another_metric(tmp_path):
 @pytest.fixture(scope="module")
 def page(done, tmp_path_factory):
     """The path of a page of two runs, made as a user makes it; one has a hostile prompt and response, and a hostile key."""
-    folder, _, _ = done
     run = tmp_path_factory.mktemp("page") / "a<b>&c"
-    shutil.copytree(f"{folder}/whole/out", run)
-    samples = lines(run / "samples.jsonl")
+    shutil.copytree(done.out("whole"), run)
+    samples = read_jsonl(run / "samples.jsonl")
     samples[0] |= dict(text=HOSTILE, prompt=[dict(role="user", content=HOSTILE)])
     tiny.jsonl(run / "samples.jsonl", samples)
-    records = [record | {"constructor": 0.5, "__proto__": 1.0} for record in lines(run / "log.jsonl")]  # names that objects have
+    records = [record | {"constructor": 0.5, "__proto__": 1.0} for record in read_jsonl(run / "log.jsonl")]  # as objects have
     tiny.jsonl(run / "log.jsonl", records)
     with open(run / "log.jsonl", "a") as f:
         f.write('{"iteration": 5, "eval/k')  # a run that is writing a line
-    made = tiny.run("tools/page.py", f"--run={run},{folder}/grpo/out", f"--out={run}.html")
-    assert made.returncode == 0 and made.stderr == "", made.stderr
+    made = one_run("tools/page.py", [f"--run={run},{done.out('grpo')}", f"--out={run}.html"])
+    in_a_row(str(run.parent), {"page": made}).succeeded()
     return f"{run}.html"
 
 
 def test_a_page_that_watches_is_written_until_the_run_is_over(done, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(f"{done[0]}/whole/out", run)
-    records = lines(run / "log.jsonl")
+    shutil.copytree(done.out("whole"), run)
+    records = read_jsonl(run / "log.jsonl")
     tiny.jsonl(run / "log.jsonl", records[:1])
     command = [sys.executable, "tools/page.py", f"--run={run}", f"--out={run}.html", "--watch=True"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tool:
@@ -299,16 +280,15 @@ def test_a_page_that_watches_is_written_until_the_run_is_over(done, tmp_path):
 
 
 def test_the_page_holds_the_runs_and_nothing_of_the_network(done, page):
-    with open(page, encoding="utf-8") as f:
-        source = f.read()
+    source = read_text(page)
     assert HOSTILE not in source and source.count("<script") == 2
     assert re.search(r'"facts": \{"status".*?"commit": ".*?", "command": "[^"]*(ppo|grpo)\.py ', source)  # how to make it again
     assert set(re.findall(r"\w+://[\w.]+", source)) <= {"http://www.w3.org"}  # the name of SVG's elements, which is never fetched
     assert not re.search(r"@import|url\(|fetch\(|import\(|XMLHttp", source)
     first, second = json.loads(re.search(r"<script[^>]*>(.*?)</script>", source, re.DOTALL)[1])
     assert first["samples"][0]["text"] == HOSTILE and first["config"]["batch_size"] == 7
-    log = tiny.read_log(f"{done[0]}/grpo/out")
-    assert [y for _, y in second["curves"]["eval/kl"]] == pytest.approx([record["eval/kl"] for record in log], rel=1e-5)
+    kls = [record["eval/kl"] for record in done.log("grpo")]
+    assert [y for _, y in second["curves"]["eval/kl"]] == pytest.approx(kls, rel=1e-5)
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
@@ -340,8 +320,7 @@ for (const text of left) document.body.append(Object.assign(document.createEleme
 @pytest.mark.skipif(not BROWSER, reason="no chromium here")
 def test_the_page_in_a_browser(done, page, tmp_path):
     """Charts, samples and hostile text show as they should, and the console has no error."""
-    with open(page, encoding="utf-8") as f:
-        (tmp_path / "page.html").write_text(f.read() + USER)
+    (tmp_path / "page.html").write_text(read_text(page) + USER)
     shown = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user",
                             "--enable-logging=stderr", "--dump-dom", f"file://{tmp_path}/page.html"],
                            capture_output=True, text=True, timeout=600)
@@ -360,7 +339,7 @@ def test_the_page_in_a_browser(done, page, tmp_path):
     card = re.compile(r'<article class="card".*?</article>', re.DOTALL)
     assert len(card.findall(first)) == 1  # the hostile prompt has one sample
     assert html.unescape(re.search("<pre>(.*?)</pre>", first, re.DOTALL)[1]) == HOSTILE
-    log = [tiny.read_log(f"{done[0]}/{name}/out")[2] for name in ("whole", "grpo")]
+    log = [done.log(name)[2] for name in ("whole", "grpo")]
     assert pointed.startswith("scoresat 2:")
     for number in re.findall(r"held-out (-?[\d.]+)", pointed):
         assert any(abs(record["eval/scores"] - float(number)) < 5e-3 for record in log), pointed
@@ -368,25 +347,30 @@ def test_the_page_in_a_browser(done, page, tmp_path):
     assert len(scores) == len(card.findall(by_score)) == 30 and scores == sorted(scores, reverse=True)
 
 
+BAD = {  # tool, arguments -> what is said
+    "plot --runs=../plain": "line 1", "page --run=..": "samples.jsonl, line 1",
+    # its samples cannot be read: even without the check nothing would be written
+    f"page --run=.. --out={ROOT}/tools/page.html": "page.html", "page --run=.. --out=../old.html": "old.html",
+    "plot --runs=.. --out=..": ".png"}
+
+
 def test_bad_folders_are_one_line(tmp_path):
-    tiny.jsonl(tmp_path / "log.jsonl", [dict(iteration=0, a=1)])
-    tiny.jsonl(tmp_path / "samples.jsonl", [dict(iteration=0, text="")])
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "old.html").write_text("<!DOCTYPE html>theirs")
-    (tmp_path / "null").mkdir()
-    (tmp_path / "null" / "log.jsonl").write_text('{"iteration": 0, "a": 1, "eval/kl": null}\n')
-    (tmp_path / "plain" / "log.jsonl").write_text("[1]\n")
-    for script, argument, words in (("plot", f"--runs={tmp_path}/plain", "line 1"),
-                                    ("page", f"--run={tmp_path}", "samples.jsonl, line 1"),
-                                    # its samples cannot be read: even without the check nothing would be written
-                                    ("page", f"--run={tmp_path} --out={tiny.ROOT}/tools/page.html", "page.html"),
-                                    ("page", f"--run={tmp_path} --out={tmp_path}/old.html", "old.html"),
-                                    ("plot", f"--runs={tmp_path} --out={tmp_path}", ".png")):
-        command = [sys.executable, f"{tiny.ROOT}/tools/{script}.py", *argument.split()]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
-    assert tiny.read_log(tmp_path) == [dict(iteration=0, a=1)]
-    assert (tmp_path / "old.html").read_text() == "<!DOCTYPE html>theirs"
-    for _ in range(2):  # what was not finite is left out, and a picture of its own is replaced
-        done = tiny.run("tools/plot.py", f"--runs={tmp_path}/null", f"--out={tmp_path}/null.png", "--metrics=")
-        assert done.returncode == 0, done.stderr
+    kept = {"log.jsonl": '{"iteration": 0, "a": 1}\n', "samples.jsonl": '{"iteration": 0, "text": ""}\n',
+            "plain/log.jsonl": "[1]\n", "null/log.jsonl": '{"iteration": 0, "a": 1, "eval/kl": null}\n',
+            "old.html": "<!DOCTYPE html>theirs"}
+    for name, text in kept.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    # what was not finite is left out, and a picture of its own is replaced
+    good = [f"plot --runs=../null --out=../null.png --metrics={metrics}" for metrics in ("", "a")]
+    calls = {f"call {i}": call.split() for i, call in enumerate([*BAD, *good])}
+    done = in_a_row(str(tmp_path), {name: one_run(f"tools/{tool}.py", given) for name, (tool, *given) in calls.items()})
+    *bad, first, second = [outcome for outcome, in done.values()]
+    for outcome, words in zip(bad, BAD.values(), strict=True):
+        assert outcome["kind"] in ("BadInput", "BadConfig") and words in outcome["message"], outcome
+        assert "\n" not in outcome["message"], outcome
+    assert first["kind"] == second["kind"] == "", (first, second)
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+    command = [sys.executable, f"{ROOT}/tools/plot.py", "--runs=plain"]  # as a user types it
+    typed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert typed.returncode == 2 and typed.stderr.count("\n") == 1, typed

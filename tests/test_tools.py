@@ -8,11 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-import tiny
 from conftest import ROOT
-from tiny import arguments, forked, in_a_row, one_run, write_byte_tokenizer
+from tiny import arguments, forked, one_run, read_jsonl, write_byte_tokenizer
 
 ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
@@ -49,28 +47,6 @@ def test_bench_prints_one_page(tmp_path):
         assert re.search(line, page, re.MULTILINE), (line, page)
 
 
-def test_config_mine_with_a_chat_model_and_a_jsonl_of_ones_own(tmp_path):
-    """config/mine.py, with both scripts, on a tiny model that has a chat template; what it leaves is a model of transformers."""
-    world = tiny.build(str(tmp_path))
-    with open(f"{world.policy}/chat_template.jinja", "w", encoding="utf-8") as f:
-        f.write("{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}")
-    rows = [dict(prompt=[dict(role="user", content=f"{a}+1")], answer=str(a + 1)) for a in range(16)]
-    keys = dict(policy_path=world.policy, prompts_path="mine.jsonl", eval_path="mine_val.jsonl", max_new_tokens=6,
-                batch_size=8, max_iters=2, dtype="float32", micro_batch_size=4, device_type="cpu")
-    config, jobs = os.path.join(ROOT, "config", "mine.py"), {}
-    for script, more in (("grpo", {}), ("ppo", dict(value_init="policy"))):
-        given = [config, *arguments(keys | more | dict(out_dir=f"out/{script}"))]
-        jobs[script] = dict(one_run(f"{script}.py", given), folder="mine")
-    (tmp_path / "mine").mkdir()
-    tiny.jsonl(tmp_path / "mine" / "mine.jsonl", rows)
-    tiny.jsonl(tmp_path / "mine" / "mine_val.jsonl", rows[:4])
-    for script, (outcome,) in in_a_row(str(tmp_path), jobs).items():
-        assert outcome["kind"] == "", outcome
-        log = tiny.read_log(tmp_path / "mine" / "out" / script)
-        assert len(log) == 3 and "eval/accuracy" in log[0]
-        AutoModelForCausalLM.from_pretrained(tmp_path / "mine" / "out" / script / "policy")
-
-
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of the repository, for what writes beside itself; with a model that answers 5 or 6, whatever the problem."""
@@ -89,17 +65,15 @@ def copy(tmp_path_factory):
     keys = dict(d_model=16, d_ff=16, n_layer=1, n_head=2, max_iters=60, batch_size=16, learning_rate=0.02, device_type="cpu",
                 train_path=task / "sft_train.jsonl", val_path=task / "sft_val.jsonl", tokenizer_path=task / "tokenizer",
                 out_dir=folder / "out" / "sft")
-    result, = forked(str(folder), {"sft": [one_run("sft.py", arguments(keys))]})["sft"]
-    assert result["codes"] == [0], result
+    forked(str(folder), {"sft": [one_run("sft.py", arguments(keys))]}).succeeded()
     return folder
 
 
 def test_pairs_are_right_over_wrong_but_for_the_mistakes(copy):
     args = [f"--policy_path={copy}/out/sft/policy", "--pairs=40", "--max_new_tokens=4"]
     runs = [one_run(f"{copy}/data/arithmetic/pairs.py", args + more) for more in ([], ["--mistakes=0.25", "--name=noisy"])]
-    for result in forked(str(copy), {"pairs": runs})["pairs"]:
-        assert result["codes"] == [0], result
-    rows = {name: [json.loads(line) for line in (copy / "data" / "arithmetic" / f"{name}.jsonl").read_text().splitlines()]
+    forked(str(copy), {"pairs": runs}).succeeded()
+    rows = {name: read_jsonl(copy / "data" / "arithmetic" / f"{name}.jsonl")
             for name in ("pairs_train", "pairs_val", "noisy_train", "noisy_val")}
     assert (len(rows["pairs_train"]), len(rows["pairs_val"])) == (40, 4) and rows["noisy_val"] == rows["pairs_val"]
     right = {"1+4=": "5", "2+4=": "6"}

@@ -3,7 +3,6 @@ vLLM as the sampler. Everything but vLLM itself is tested with a stand-in (tests
 samples with our own model: a run with it must be the run without it. What needs the real one is skipped without it.
 """
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -40,8 +39,7 @@ CASES = {  # name: (script, ranks, keys)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    world = tiny.build(str(tmp_path_factory.mktemp("world")))
+def world(world):
     tiny.add_qwen(world)
     return world
 
@@ -56,23 +54,17 @@ def on(world, script, ranks, sampler, wrong="", **keys):
 
 @pytest.fixture(scope="module")
 def runs(world, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("runs"))
-    cases = {f"{name} {sampler}": [on(world, script, ranks, sampler, **keys)]
-             for name, (script, ranks, keys) in CASES.items() for sampler in ("own", "vllm")}
-    return folder, forked(folder, cases, at_once=3)
+    return forked(tmp_path_factory.mktemp("runs"), {
+        f"{name} {sampler}": [on(world, script, ranks, sampler, **keys)]
+        for name, (script, ranks, keys) in CASES.items() for sampler in ("own", "vllm")}, at_once=3).succeeded()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_a_sampler_of_its_own_process_is_the_same_run(runs, name):
-    folder, results = runs
-    logs = []
-    for sampler in ("own", "vllm"):
-        result, = results[f"{name} {sampler}"]
-        assert set(result["codes"]) == {0}, result["stderr"]
-        logs.append([measured(record) for record in tiny.read_log(f"{folder}/{name} {sampler}/out")])
+    logs = [[measured(record) for record in runs.log(f"{name} {sampler}")] for sampler in ("own", "vllm")]
     assert alike(*logs, 1e-4) and any("policy/sampler_gap" in record for record in logs[1])
     # Adam makes much of the last bits, in which the weights of importance of an older policy differ
-    moved = distance(f"{folder}/{name} own/out/policy", f"{folder}/{name} vllm/out/policy")
+    moved = distance(f"{runs.out(f'{name} own')}/policy", f"{runs.out(f'{name} vllm')}/policy")
     assert moved < (1e-5 if name == "sharded" else 5e-3)
 
 
@@ -84,10 +76,8 @@ def test_several_turns(world, tmp_path):
                 max_new_tokens=14, max_iters=1, save_rollouts=1)
     runs = {sampler: [on(world, "grpo.py", 1, sampler, **keys)] for sampler in ("own", "vllm")}
     texts = {}
-    for sampler, (result,) in forked(str(tmp_path), runs).items():
-        assert result["codes"] == [0], result["stderr"]
-        with open(f"{tmp_path}/{sampler}/out/rollouts.jsonl", encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f]
+    for sampler in forked(str(tmp_path), runs).succeeded():
+        rows = tiny.read_jsonl(f"{tmp_path}/{sampler}/out/rollouts.jsonl")
         texts[sampler] = [[m["content"] for m in row["messages"]] for row in rows]
         assert max(map(len, texts[sampler])) >= 3 and all(row["length"] <= 14 for row in rows)
     assert [of[0] for of in texts["own"]] == [of[0] for of in texts["vllm"]]

@@ -22,10 +22,23 @@ def jsonl(path, rows):
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def read_text(path):
+    with open(path, encoding="utf-8") as f:
+        return f.read()
+
+
+def read_json(path):
+    return json.loads(read_text(path))
+
+
+def read_jsonl(path):
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
 def read_log(out_dir):
     """The records of out_dir/log.jsonl."""
-    with open(os.path.join(out_dir, "log.jsonl"), encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+    return read_jsonl(os.path.join(out_dir, "log.jsonl"))
 
 
 def read_weights(folder):
@@ -160,25 +173,21 @@ class World:
 
     def ppo(self, out_dir, **keys):
         """--key=value for ppo.py: a small run whose every part does something."""
-        defaults = dict(
-            out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
-            eval_interval=1000, eval_size=2, batch_size=7, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
-            ppo_epochs=2, num_minibatches=2, max_iters=3, learning_rate=3e-3, value_learning_rate=5e-3, checkpoint_interval=0,
-            timeout=60, reward_timeout=30, device_type="cpu")
-        if "reward_model" not in keys.get("reward_functions", "reward_model"):
-            del defaults["reward_path"]  # given and not used, it is refused
-        return arguments(defaults | keys)
+        return self.rl(out_dir, dict(batch_size=7, ppo_epochs=2, value_learning_rate=5e-3) | keys)
 
     def grpo(self, out_dir, **keys):
         """--key=value for grpo.py: five groups of three, so that two and three ranks part them in the middle."""
+        return self.rl(out_dir, dict(batch_size=15, group_size=3, num_iterations=2,
+                                     reward_functions=f"{self.rule('letters')},0.5*reward_model") | keys)
+
+    def rl(self, out_dir, keys):
         defaults = dict(
             out_dir=out_dir, policy_path=self.policy, reward_path=self.reward, prompts_path=self.rl_train, eval_path=self.rl_val,
-            reward_functions=f"{self.rule('letters')},0.5*reward_model", eval_interval=1000, eval_size=2,
-            batch_size=15, group_size=3, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
-            num_iterations=2, num_minibatches=2, max_iters=3,
-            learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30, device_type="cpu")
+            eval_interval=1000, eval_size=2, max_new_tokens=8, temperature=0.9, micro_batch_size=4, kl_coef=0.2,
+            num_minibatches=2, max_iters=3, learning_rate=3e-3, checkpoint_interval=0, timeout=60, reward_timeout=30,
+            device_type="cpu")
         if "reward_model" not in keys.get("reward_functions", "reward_model"):
-            del defaults["reward_path"]
+            del defaults["reward_path"]  # given and not used, it is refused
         return arguments(defaults | keys)
 
     def judged(self, **keys):
@@ -190,27 +199,22 @@ class World:
         return os.path.join(self.root, f"rules.py:{name}")
 
     def sft(self, out_dir, **keys):
-        defaults = dict(
-            out_dir=out_dir, train_path=self.sft_train, val_path=self.sft_val, tokenizer_path=self.tokenizer, n_head=2,
-            d_model=16, d_ff=32, context=32, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, eval_size=5,
-            learning_rate=3e-3,
-            timeout=60, device_type="cpu")
-        return arguments(defaults | keys)
+        return self.supervised(out_dir, dict(
+            train_path=self.sft_train, val_path=self.sft_val, tokenizer_path=self.tokenizer, n_head=2, d_model=16, d_ff=32,
+            context=32, eval_size=5) | keys)
 
     def rm(self, out_dir, **keys):
-        defaults = dict(
-            out_dir=out_dir, train_path=self.pairs_train, val_path=self.pairs_val, demonstrations_path=self.sft_val,
-            init_from=self.policy, max_iters=3, batch_size=7, micro_batch_size=3, warmup_iters=1, learning_rate=3e-3,
-            timeout=60, device_type="cpu")
-        return arguments(defaults | keys)
+        return self.supervised(out_dir, dict(demonstrations_path=self.sft_val, init_from=self.policy) | keys)
 
     def dpo(self, out_dir, **keys):
         """--key=value for recipes/dpo.py."""
-        defaults = dict(
-            out_dir=out_dir, policy_path=self.policy, train_path=self.pairs_train, val_path=self.pairs_val, max_iters=3,
-            batch_size=7, micro_batch_size=3, warmup_iters=1, learning_rate=3e-3, eval_interval=2, eval_size=5, timeout=60,
-            checkpoint_interval=0, dtype="float64", device_type="cpu")
-        return arguments(defaults | keys)
+        return self.supervised(out_dir, dict(policy_path=self.policy, eval_interval=2, eval_size=5, checkpoint_interval=0,
+                                             dtype="float64") | keys)
+
+    def supervised(self, out_dir, keys):
+        return arguments(dict(
+            out_dir=out_dir, train_path=self.pairs_train, val_path=self.pairs_val, max_iters=3, batch_size=7, micro_batch_size=3,
+            warmup_iters=1, learning_rate=3e-3, timeout=60, device_type="cpu") | keys)
 
 
 def byte_tokenizer(markers=MARKERS):
