@@ -103,7 +103,7 @@ def runs(tmp_path_factory, request):
     for name in asked & CASES.keys():
         recipe, script, keys = CASES[name]
         home = f"{folder}/home of {name}"
-        scripts, _ = fork.fork(recipe, home, ["foreign_rewards", "ptx", "environment"])
+        scripts, _ = fork.fork(recipe, home, ["foreign_rewards", "ptx", "environment", "ema"])
         new = next(new for new, old in scripts.items() if old == script)
         code = f"HOME, ROOT = {home!r}, {ROOT!r}\n{ANEW}"
         arguments = [argument.replace("HOME", home) for argument in command(world, script, keys)]
