@@ -179,7 +179,7 @@ class VLLM:
             end, sent = end + t.numel(), sent + bits([t])
         if self.ask("hold", dict(tensors=tensors)) != sent:
             raise Lost("vLLM has not taken all weights that were sent to it: it has other names "
-                       "for this model's tensors; type --sampler=own")
+                       "for this model's tensors")
 
     def turns(self, tokenizer, noise, names, length, temperature, stop=None):
         """What rollout.turns returns, but sampled by vLLM, with its noise: other in each turn."""
