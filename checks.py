@@ -84,7 +84,8 @@ def check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_miniba
             raise BadConfig(f"{key} = {path!r}, but reward_functions does not use {name}; type "
                             f"--reward_functions={name}, or leave {key} out (--{key}=)")
         if name in names and not path:
-            raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER")
+            raise BadConfig(f"reward_functions names {name}; say which by --{key}=FOLDER, or name "
+                            "a config file (--help begins with examples)")
     if system.ref_path and kl_coef == 0:
         raise BadConfig(f"ref_path = {system.ref_path!r} with kl_coef = 0: there is no reference "
                         "then; type --kl_coef=0.05, or leave it out")

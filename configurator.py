@@ -25,7 +25,9 @@ import ast
 import difflib
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -74,7 +76,7 @@ def configure(script_globals, *shared, argv=None, **defaults):
     speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
         if speaks:
-            print_help(script, script_globals.get("__doc__"), keys)
+            print_help(os.path.relpath(script), script_globals.get("__doc__"), keys)
         sys.exit(0)
 
     overrides = read_arguments(keys, argv)
@@ -93,7 +95,7 @@ def read_arguments(keys, argv):
     """
     overrides = {}
     # files first: a typed value counts more than a file, in any order
-    for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
+    for arg in sorted(argv, key=lambda arg: arg.startswith("--") and "=" in arg):
         if not arg.startswith("--"):
             for name, value in run_config_file(arg).items():
                 check_key(name, keys, arg, " (the name of a helper begins with _)")
@@ -102,7 +104,8 @@ def read_arguments(keys, argv):
         name, equals, text = arg[2:].partition("=")
         check_key(name, keys, arg)
         if not equals:
-            raise BadConfig(f"{arg}: a value is missing; type --{name}={keys[name].default!r}")
+            raise BadConfig(f"{arg}: a value is missing; type {arg}={keys[name].default!r}, "
+                            "without a blank at the =")
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
@@ -153,6 +156,8 @@ def read_lines(file):
     lines, keys, above = source.split("\n"), {}, 0
     for node in ast.parse(source).body:
         call = getattr(node, "value", None)
+        if isinstance(call, ast.IfExp):  # configure(globals()) if the file is run, and not imported
+            call = call.body
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "configure":
             return keys, call
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -179,11 +184,14 @@ def run_config_file(path):
     namespace = {"__file__": path}
     try:
         with open(path, encoding="utf-8") as f:
-            exec(compile(f.read(), path, "exec"), namespace)
+            code = compile(f.read(), path, "exec")
+        if read_lines(path)[1]:  # it would read these arguments, and itself among them
+            raise BadConfig(f"{path} is a script, and no config file; type only one script")
+        exec(code, namespace)
     except OSError as e:
         hint = "" if path.endswith(".py") else "; to set a key, type --key=value"
         raise BadConfig(f"cannot read config file {path!r}: {e.strerror}{hint}") from e
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BadConfig):
         raise
     except BaseException as e:  # any error of the file is reported with its line
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
@@ -292,11 +300,16 @@ def print_settings(keys, overrides):
 def print_help(script, doc, keys):
     """Print the script's docstring, and every key with its default and comment."""
     print((doc or "").strip())
-    print(f"\nusage: python {os.path.basename(script)} [config.py ...] [--key=value ...: they win]")
-    print("keys (*: most runs set it):\n")
+    print(f"\nusage: python {script} [config.py ...] [--key=value ...: they win]")
+    print("keys (*: most runs set it):")
+    if not next(iter(keys.values())).headings:
+        print()
+    columns = shutil.get_terminal_size((1000, 24)).columns  # in a file or a pipe a key is one line
     for name, key in keys.items():
         if key.headings:
             print()
         for heading in key.headings:
             print(f"  {heading}")
-        print(f"    {f'{name} = {key.default!r}':<40}  {key.comment}")
+        print(textwrap.fill(f"    {f'{name} = {key.default!r}':<40}  {key.comment}", columns,
+                            subsequent_indent=" " * 46, break_on_hyphens=False,
+                            break_long_words=False))

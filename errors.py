@@ -65,8 +65,9 @@ def report_and_exit(kind, error, trace):
                    "rollout_batch_size, or the model's size")
     elif issubclass(kind, ModuleNotFoundError) and error.name.startswith(("options", "grading")):
         wanted = traceback.extract_tb(trace)[-1].line  # such as from options.roles import Ahead
-        kind, message = BadConfig, (f"{wanted}: there is no such file here, and a key of this run "
-                                    "needs it; copy it from quartet, or leave that key out")
+        file = wanted.split()[1].replace(".", "/") + ".py"
+        kind, message = BadConfig, (f"{file} is not in this folder, and a key or the data of this "
+                                    "run needs it; copy it from quartet, or do without that")
     elif not issubclass(kind, (BadInput, Stop)):
         sys.__excepthook__(kind, error, trace)
         return

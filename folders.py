@@ -54,8 +54,9 @@ def find_folder(path, weights=False):
                        "EleutherAI/pythia-1b (--help lists the keys)")
     could_be_hub_name = re.fullmatch(r"(?!out/)[\w-][\w.-]*(/[\w.-]+)?", path)
     if os.path.exists(path) or not could_be_hub_name:
-        raise BadInput(f"{path}: no such model folder; train it first, or give a hub name such as "
-                       "EleutherAI/pythia-1b")
+        how = prepare_hint(path) or ("; train it first, or give a hub name such as "
+                                     "EleutherAI/pythia-1b")
+        raise BadInput(f"{path}: no such model folder{how}")
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"] + ["*.safetensors"] * weights
@@ -68,6 +69,13 @@ def find_folder(path, weights=False):
 
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a whole model, of an adapter
+
+
+def prepare_hint(path):
+    """Advice where a file or folder of quartet's own data is not there; "" for one of a user's."""
+    found = re.fullmatch(r"(?:\./)?(data/\w+)/(pairs_)?[^/]+", path)
+    script = found and f"{found[1]}/{'pairs' if found[2] else 'prepare'}.py"
+    return f"; type python {script}" if script and os.path.isfile(script) else ""
 
 
 def model_folders(path, weights=True):

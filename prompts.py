@@ -39,7 +39,8 @@ def encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge=None, ma
         judge.check_rows(rows, path, max_new_tokens, too_long)
     say_special_tokens(rows, ["prompt"], tokenizer, path)
     context = min(model.max_positions for name, model in models.items() if name != "judge")
-    longest, limit_name = context - max_new_tokens, "the smallest context, less max_new_tokens,"
+    longest = context - max_new_tokens
+    limit_name = f"the smallest context, {context}, less max_new_tokens = {max_new_tokens},"
     if longest < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"smallest context of the models, {context}; type a smaller "

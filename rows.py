@@ -20,7 +20,7 @@ from itertools import chain
 
 from answers import final_answer
 from errors import BadInput, shorten
-from folders import read_file
+from folders import prepare_hint, read_file
 
 
 class Rows(list):
@@ -159,13 +159,6 @@ def raw_rows(path):
             raise BadInput(f"{path}, {where}: wanted an object such as {{\"prompt\": \"1+2=\"}}, "
                            f"found {type(row).__name__}")
         yield f"{path}, {where}", row
-
-
-def prepare_hint(path):
-    """Advice where a file of quartet's own data sets is not there; "" for a user's file."""
-    found = re.fullmatch(r"(?:\./)?(data/\w+)/(pairs_)?[^/]+", path)
-    script = found and f"{found[1]}/{'pairs' if found[2] else 'prepare'}.py"
-    return f"; type python {script}" if script and os.path.isfile(script) else ""
 
 
 def json_rows(path):

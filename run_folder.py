@@ -177,9 +177,6 @@ def read_holder(out_dir):
 def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
     """The rest of open_run, on rank 0, which has the lock. Raises BadInput."""
     folder, state = find_checkpoint(out_dir)
-    if folder and state["iteration"] > max_iters:
-        raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
-                        "iterations done; type a larger --max_iters, or another --out_dir")
     # the newest checkpoint has the config.json of the run before. Without a checkpoint and a log
     # there is nothing to lose
     log = os.path.join(out_dir, "log.jsonl")
@@ -195,6 +192,9 @@ def begin_or_resume(out_dir, config, must_match, hashes, max_iters):
                            f"one (commit c382598 reads those before format {FORMAT}), or choose "
                            "another --out_dir")
         check_same_run(out_dir, before, config, must_match, hashes)
+        if folder and state["iteration"] > max_iters:
+            raise BadConfig(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
+                            "iterations done; type a larger --max_iters, or another --out_dir")
         changed = [f"{key} {before[key]!r} -> {value!r}" for key, value in config.items()
                    if key in before and before[key] != value]
         if folder and changed:

@@ -57,7 +57,7 @@ TABLE = {
     "NaN, ppo": ("ppo.py", dict(policy_path="NAN"), ["nan", "lm_head.weight"]),
     "the folder of a run": ("ppo.py", dict(policy_path="RUN"), ["run/policy"]),
     "no score head": ("grpo.py", dict(reward_functions="reward_model", reward_path="POLICY"), ["policy", "head"]),
-    "a short context": ("ppo.py", dict(reward_path="SHORT_REWARD", value_init="policy"), ["rl_train.jsonl", "row", "tokens"]),
+    "a short context": ("ppo.py", dict(reward_path="SHORT_REWARD", value_init="policy"), ["rl_train.jsonl", "row", "tokens", "less max_new_tokens = "]),
     "another tokenizer's value": ("ppo.py", dict(reward_path="OTHER_REWARD"), ["--value_init=policy"]),
     "another reference": ("ppo.py", dict(ref_path="JUDGE"), ["judge", "architecture"]),
     "no zero": ("ppo.py", dict(reward_path="NO_ZERO", roles="train=1,score=1"), ["score_shift"]),
@@ -99,7 +99,7 @@ TABLE = {
     "and with another start": ("ppo.py", dict(reward_functions="format", reward_path="nowhere", value_init="shared"),
                                ["reward_path = 'nowhere'", "--reward_functions=reward_model"]),
     "which reward model": ("grpo.py", dict(reward_functions="0.5*reward_model", reward_path=""), ["--reward_path=FOLDER"]),
-    "which, in ppo": ("ppo.py", dict(reward_path=""), ["--reward_path=FOLDER"]),
+    "which, in ppo": ("ppo.py", dict(reward_path=""), ["--reward_path=FOLDER", "--help"]),
     "roles of three": ("ppo.py", dict(roles="train=1,generate=2"), ["3 ranks", "--nproc_per_node=3"]),
     "unplanned": ("grpo.py", dict(generate_tp=2), ["generate_tp"]),  # transformers has no plan for GPT-2
     "patience": ("grpo.py", dict(reward_timeout=60), ["reward_timeout = 60", "timeout = 60"]),

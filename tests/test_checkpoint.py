@@ -191,6 +191,10 @@ def test_another_runs_folder_is_refused_and_left_alone(tmp_path):
     for text in (json.dumps(CONFIG), "", "{"):
         (tmp_path / "config.json").write_text(text)
         refused(tmp_path, "seed = 1, not 2", CONFIG | {"seed": 2})
+        with pytest.raises(BadInput, match="seed = 1, not 2"):  # more iterations would not help
+            open_run(str(tmp_path), CONFIG | {"seed": 2}, MATCH, max_iters=3)
+        with pytest.raises(BadInput, match="max_iters = 3, but .* has 4"):
+            open_run(str(tmp_path), CONFIG, MATCH, max_iters=3)
         assert open_run(str(tmp_path), CONFIG, MATCH)[1] == {"iteration": 4}
         written = json.loads((tmp_path / "config.json").read_text())
         assert written == written | CONFIG | {"sha256": {}, "format": 2} and written["command"]

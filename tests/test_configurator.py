@@ -118,6 +118,7 @@ WRONG_ARGUMENTS = [
     ("--rate=fast", ["rate", "float", "'fast'"]), ("--flag=1", ["flag", "bool", "int 1"]), ("--limit=0", ["limit", "1..1000"]),
     ("--count=0", ["count = 0", "[>= 1]", "how many"]), ("--share=1.001", ["share = 1.001", "[0..1]"]), ("--rate=0", ["rate"]),
     ("--shape=square", ["shape = 'square'", "[flat | round]"]), ("--count", ["--count=3"]),
+    ("--count 7", ["--count=3", "without a blank"]), ("toy.py", ["toy.py is a script"]),
     ("--drift=nan", ["drift"]), ("--drift=1e30", ["drift"]),
     ("nowhere.py", ["nowhere.py"]), ("count=4", ["count=4", "--key=value"]), ("folder", ["folder"])]
 
@@ -125,7 +126,7 @@ WRONG_ARGUMENTS = [
 @pytest.mark.parametrize("arg, words", WRONG_ARGUMENTS, ids=[arg[:20] for arg, _ in WRONG_ARGUMENTS])
 def test_a_wrong_argument_is_one_line_that_names_it(toy, arg, words):
     os.makedirs("folder")
-    message = refused(toy, arg)
+    message = refused(toy, *arg.split())
     assert all(word in message for word in words), message
 
 
@@ -164,6 +165,26 @@ def test_help_and_overrides_are_said_on_rank_0_only(toy, monkeypatch, capsys):
             assert keys == list(DEFAULTS) and "how many = any [>= 1]" in helped  # the script's own first
             toy("--out_dir=\x1b[2J\udcff")
             assert capsys.readouterr().out == "command line: out_dir='\\x1b[2J\\udcff'\n"
+
+
+def test_help_fits_into_the_terminal(toy, monkeypatch, capsys):
+    """Each line, and no word is lost or split. The usage line has the script's path from here, which may be in a folder."""
+    helped = {}
+    for columns in ("70", "1000"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with pytest.raises(SystemExit):
+            toy("--help")
+        helped[columns] = capsys.readouterr().out
+    lines = helped["70"].splitlines()
+    assert max(map(len, lines)) <= 70 and len(lines) > helped["1000"].count("\n") and "\n\n\n" not in helped["70"]
+    assert helped["70"].split() == helped["1000"].split() and "usage: python toy.py [" in helped["70"]
+
+
+def test_a_file_that_is_configured_only_when_it_is_run(tmp_path):
+    """The keys end at the call of configure: what a script assigns behind it is no key."""
+    write(tmp_path / "toy.py", "count = 3  # [>= 1]\n"
+          "config, _ = configure(globals()) if __name__ == '__main__' else ({}, None)\nRULE = 'text'\n")
+    assert list(read_keys(str(tmp_path / "toy.py"))) == ["count"]
 
 
 def test_as_a_script(toy, tmp_path):

@@ -135,6 +135,6 @@ def test_a_run_that_is_over(explained):
 def test_answers_and_bad_input(explained):
     assert "letters" in printed(explained, "named")
     assert re.search(r"\nscore .* = 1 \* accuracy [01]\.000 \+ 0.1 \* format [01]\.000", printed(explained, "answered"))
-    for name, said in (("unanswered", "--answer="), ("no_checkpoint", "checkpoint"), ("supervised", "ppo.py"),
+    for name, said in (("unanswered", "type --answer=ANSWER"), ("no_checkpoint", "checkpoint"), ("supervised", "ppo.py"),
                        ("too_long", "1+" * 20), ("coded", "--reward_functions=")):
         is_one_line(explained[0][name], "explain.py", [said])

@@ -156,6 +156,15 @@ def test_rows_by_hand(folders, monkeypatch):
     assert short["reward_model"]["weights"] == 0
 
 
+@pytest.mark.parametrize("argv, script", [
+    (["config/mine.py"], "grpo"), (["ppo.py", "config/mine.py", "--value_init=policy"], "ppo"), (["config/mine_ppo.py"], "ppo"),
+    (["config/mine_rm.py"], "rm"), (["grpo.py", "--reward_path=x"], "grpo"), (["config/dapo.py"], "grpo")])
+def test_which_script_is_meant(argv, script, monkeypatch):
+    """mine.py has rules and fits ppo.py, too, whose value model would need a reward model; a script may be named."""
+    monkeypatch.chdir(ROOT)
+    assert memory.read_run(argv)[0] == script
+
+
 def test_the_command(folders, tmp_path):
     """What users type, on a model of which only config.json is here, and what they mistype."""
     config = os.path.join(ROOT, "config/llama_8b.py")

@@ -210,9 +210,9 @@ def truncate(folder):
 WEIGHT, NORM = "transformer.h.1.mlp.c_fc.weight", "transformer.ln_f.bias"
 REFUSED = {  # what is done to the folder of a GPT-2, the words of the error
     "missing": (lambda f: rewrite(f, lambda t: t.pop(WEIGHT) is None), f"tensor '{WEIGHT}' is missing"),
-    "unexpected": (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(2))), "tensor 'odd'"),
+    "unexpected": (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(2))), "'odd'"),
     "transposed": (lambda f: rewrite(f, lambda t: t.update({WEIGHT: t[WEIGHT].T.contiguous()})), f"'{WEIGHT}' has the shape"),
-    "one layer less": (lambda f: say(f, n_layer=2), "tensor 'transformer.h.2"),
+    "one layer less": (lambda f: say(f, n_layer=2), "'transformer.h.2"),
     "inf": (spoil(NORM, -torch.inf), f"tensor '{NORM}' holds NaN"),
     "pickled": (pickled, "pickled weights are not read"),
     "quantized": (lambda f: say(f, quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)), "quantized"),
@@ -268,10 +268,10 @@ def test_what_is_no_reward_model_is_refused(folder_of, tmp_path):
     # BERT's head is called "classifier", and has a bias
     bert = hf.BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
     hf.BertForSequenceClassification(bert).save_pretrained(tmp_path / "bert")
-    with pytest.raises(BadInput, match="BertForSequenceClassification"):
+    with pytest.raises(BadInput, match="one linear map to one score"):
         load_model(str(tmp_path / "bert"), "scalar")
     # a reward model is no language model, and a policy of these families cannot become a reward model
-    with pytest.raises(BadInput, match="missing|hold 'score.weight'"):
+    with pytest.raises(BadInput, match="missing|'score.weight'"):
         load_model(folder_of("llama", "scalar"))
     for variant in NO_CLASSIFIER:
         with pytest.raises(BadInput, match=f"no sequence classifier of the family {variant}"):
@@ -356,7 +356,7 @@ def test_longer_rows_are_refused_by_each_script(world, tmp_path):
     assert outcomes.pop("grpo, short")["kind"] == ""
     for name, outcome in outcomes.items():
         assert outcome["kind"] == "BadInput" and re.search(r"row \d", outcome["message"]), (name, outcome)
-        assert "phi: a text may have up to 12 tokens" in outcome["stdout"]
+        assert re.search("/phi: .* up to 12 tokens", outcome["stdout"])
 
 
 @pytest.mark.parametrize("kind, sizes, unread", [

@@ -320,6 +320,15 @@ def test_a_hunk_that_has_not_one_place_is_refused(book, body, words):
         applied()
 
 
+def test_a_fork_reads_chats_and_its_name_needs_no_ending(tmp_path):
+    """sft.py learns the assistant's messages by options/assistant.py, and no key of a run asks for that file."""
+    for name in ("sft", "sft.py"):
+        assert fork.fork(name, str(tmp_path / name), [])[0] == {"sft.py": "sft.py"}
+        assert sorted(os.listdir(tmp_path / name / "options")) == ["assistant.py"]
+    with pytest.raises(BadInput, match="recipes/reinforce.diff after kl_penalty: ppo.py has no line"):
+        fork.fork("kl_penalty,reinforce", str(tmp_path / "both"), [])
+
+
 def test_refresh_mends_what_moved_and_names_what_is_gone(book, tmp_path):
     book("@@\n     b = 2\n+    d = 4\n@@\n a = 1\n-if a:\n+if not a:\n")
     assert fork.refresh() == ([], False)

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -97,7 +99,7 @@ def test_a_copy_without_options_runs_and_names_the_file_that_a_key_needs(copy):
             for name, *more in (["plain"], ["tracked", "--report_to=wandb"])]
     (plain, said), (_, refused) = (run.communicate() for run in runs)
     assert runs[0].returncode == 0 and "saved out/plain/policy" in plain, said
-    assert runs[1].returncode == 2 and refused.count("\n") == 1 and "options.trackers" in refused, refused
+    assert runs[1].returncode == 2 and refused.count("\n") == 1 and "options/trackers.py" in refused, refused
 
 
 def test_shell_scripts_parse():
@@ -123,3 +125,14 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
     assert quickstart().returncode == 0
     assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"] and "--seed=1\n" in (tmp_path / "said").read_text()
     assert "`out/arithmetic_{sft,rm,ppo}`" in open(f"{ROOT}/README.md").read()
+
+    # Ctrl-C in the first step, which saves and exits 0, as sft.py does: no second step begins
+    (tmp_path / "said").unlink()
+    python.write_text("#!/bin/bash\ntrap 'exit 0' INT\necho \"$@\" >> said\nsleep 60 & wait\n")
+    run = subprocess.Popen(["bash", "runs/quickstart.sh"], cwd=tmp_path, env=ENV | {"QUARTET_PYTHON": str(python)},
+                           stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not (tmp_path / "said").exists():
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)  # a terminal sends it to all processes of the group
+    assert "the last command above resumes" in run.communicate()[1] and run.returncode == 130
+    assert (tmp_path / "said").read_text() == "data/arithmetic/prepare.py\n"

@@ -87,7 +87,7 @@ def test_several_turns(world, tmp_path):
 BAD = {  # name: (keys, ranks, what the last rank's stand-in does wrong, what is said, exit code)
     "stale": (dict(staleness=1), 1, "", "type --importance_cap=2", 2),
     "unknown": ({}, 1, "unknown", "type --sampler=own", 2),
-    "forgets": ({}, 1, "forgets", "weights that were sent to it: .*; type --sampler=own", 2),
+    "forgets": ({}, 1, "forgets", "not taken all weights that were sent .*; type --sampler=own", 2),
     "dies with roles": (dict(roles="train=1,generate=1"), 2, "dies 2", "vLLM has ended, with exit code 7", 1),
 }
 

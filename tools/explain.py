@@ -42,7 +42,7 @@ from errors import BadConfig, BadInput  # noqa: E402
 from folders import read_json  # noqa: E402
 from gae import compute_gae  # noqa: E402
 from loss import kl_estimate  # noqa: E402
-from rewards import check_rows  # noqa: E402
+from rewards import NEEDS, check_rows  # noqa: E402
 from rows import check_text  # noqa: E402
 from run import Run  # noqa: E402
 from tools.curves import check_picture, empty_picture, save_picture  # noqa: E402
@@ -115,6 +115,10 @@ def encode_with_the_prompt(rows, path, *rest):
             if prompts.prompt_text(known) == prompt:
                 row = known
         rows[first] = row | ({"answer": answer} if answer else {})
+        needs = {field for _, name, _ in names["terms"] for field in NEEDS.get(name, ())}
+        if needs - row.keys() == {"answer"} and not answer:
+            raise BadInput(f"the run's data does not have the prompt {prompt!r}, and so no answer "
+                           "to it, which a reward of the run needs; type --answer=ANSWER")
         check_rows(names["terms"], [rows[first]], f"prompt {prompt!r} with --answer={answer!r}")
         ids[first], = encode([rows[first]], f"prompt {prompt!r}", *rest[:-1], "error")
     return ids

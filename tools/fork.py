@@ -145,7 +145,8 @@ def refresh():
 def imported(source):
     """
     The files that a source takes along: all that it imports at its top, and of those that it
-    imports later the core's. Options, which are loaded where their key is set, are asked for.
+    imports later the core's. Options, which are loaded where their key is set, are asked for; but
+    no key asks for options/assistant.py, which any chat may need.
     """
     found, tree = set(), ast.parse(source)
     for node in ast.walk(tree):
@@ -156,7 +157,7 @@ def imported(source):
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         files = {name.replace(".", "/") + ".py" for name in names}
         found |= {file for file in files if os.path.isfile(f"{ROOT}/{file}")
-                  and ("/" not in file or node in tree.body)}
+                  and ("/" not in file or node in tree.body or file == "options/assistant.py")}
     return found
 
 
@@ -174,17 +175,20 @@ def fork(what, folder, options):
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise BadInput(f"{folder} exists and is not empty; name another folder")
     changed, scripts = {}, {}  # {file: text}; {script: the script of ours that it was}
+    what += ".py" * (f"{what}.py" in SCRIPTS)
     if what in SCRIPTS or os.path.isfile(f"{RECIPES}/{what}.py"):
         script = what if what in SCRIPTS else f"{what}.py"
         scripts[script] = script
         changed[script] = read(f"{ROOT if what in SCRIPTS else RECIPES}/{script}")
-    for name in what.split(",") if not scripts else ():
+    recipes = what.split(",") if not scripts else []
+    for number, name in enumerate(recipes):
         for old, new, hunks in read_recipe(name)[1]:
             if old == "/dev/null":
                 changed[new] = "".join(f"{line[1:]}\n" for line in hunks[0])
                 continue
             source = changed.pop(old, None) or read(f"{ROOT}/{old}")
-            changed[new] = apply(hunks, source, f"recipes/{name}.diff: {old}")
+            after = f" after {', '.join(recipes[:number])}" if number else ""
+            changed[new] = apply(hunks, source, f"recipes/{name}.diff{after}: {old}")
             if old in scripts or old in SCRIPTS:
                 scripts[new] = scripts.pop(old, old)
     if not scripts:  # the recipe changes another file

@@ -6,7 +6,9 @@ python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80    # a tabl
 python tools/memory.py config/llama_8b.py --world-size=8 --lora=16      # and with any other keys
 python tools/memory.py config/llama.py --policy_path=FOLDER --reward_path=FOLDER
 
-Config files and --key=value are those of ppo.py, grpo.py, sft.py or rm.py. The tool's own options:
+Config files and --key=value are those of ppo.py, grpo.py, sft.py or rm.py; where they fit several
+of these, the first line printed says which one is meant, and its name in front of them (grpo.py)
+chooses. The tool's own options:
 
     --world-size=1   ranks, one GPU each
     --gpu-gb=80      also say the largest micro_batch_size whose peak is below this many GB
@@ -61,15 +63,19 @@ def keys_of(script):
 def read_run(argv):
     """
     (script, its configuration with these arguments, in which the tool's own options are, too). The
-    script is the first that has all keys that are given; one in the name of the config file comes
-    before others. Raises BadConfig.
+    script may be named (grpo.py). If not, it is the first that has all keys that are given; one in
+    the name of the config file comes before others. Raises BadConfig.
     """
+    named = [script for script in SCRIPTS if f"{script}.py" in argv]
+    argv = [arg for arg in argv if arg.removesuffix(".py") not in named]
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")} - OPTIONS.keys()
     given = given.union(*map(run_config_file, files))
     fits = [script for script in SCRIPTS if given <= keys_of(script).keys()] or ["ppo"]
+    if fits[:2] == ["ppo", "grpo"] and "reward_path" not in given:
+        del fits[0]  # ppo.py without a reward model has the key value_init, and grpo.py has not
     words = "_".join(os.path.basename(file).removesuffix(".py") for file in files).split("_")
-    script = min(fits, key=lambda script: script not in words)
+    script = min(named or fits, key=lambda script: script not in words)
     keys = keys_of(script) | OPTIONS
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}

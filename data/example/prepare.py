@@ -22,9 +22,11 @@ sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
 from checkpoint import save_model  # noqa: E402
+from convert import parser_of  # noqa: E402
 from scratch import from_scratch  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
 
+parser_of(__doc__).parse_args()  # there are no options but --help
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
