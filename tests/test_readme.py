@@ -186,7 +186,8 @@ def outcomes(tmp_path_factory):
     home = folder / "home"
     (home / "data").mkdir(parents=True)
     os.symlink(world.root, home / "data" / "arithmetic")
-    os.symlink(os.path.join(ROOT, "data", "byte_tokenizer.py"), home / "data" / "byte_tokenizer.py")
+    for name in ("byte_tokenizer.py", "convert.py"):
+        os.symlink(os.path.join(ROOT, "data", name), home / "data" / name)
     (home / "data" / "example").mkdir()  # where it writes
     for name in ("prepare.py", "reward.py"):
         shutil.copy(os.path.join(ROOT, "data", "example", name), home / "data" / "example")
@@ -202,7 +203,8 @@ def outcomes(tmp_path_factory):
         script, given = script_of(COMMANDS[command])
         jobs[command] = [f"{home}/{script}" if "prepare" in script else script, *given]
         # in a folder of its own, unless it is what the config says, or says where
-        if script in place and re.search(r"arithmetic_(?:sft|rm)\.py|--|^(?!.*config)", command) and "--out_dir" not in command:
+        if (script in ORDER[1:] and "--out_dir" not in command
+                and re.search(r"arithmetic_(?:sft|rm)\.py|--|^(?!.*config)", command)):
             jobs[command].append(f"--out_dir=out/run_{len(jobs)}")
     for name, (script, *given) in jobs.items():
         small = {key: value for key, value in SMALL.items() if key in read_keys(os.path.join(ROOT, script))}
