@@ -63,11 +63,13 @@ def report_and_exit(kind, error, trace):
     elif is_out_of_memory(kind, message):
         message = (f"out of memory ({first_line(error)[:200]}); lower micro_batch_size or "
                    "rollout_batch_size, or the model's size")
-    elif issubclass(kind, ModuleNotFoundError) and error.name.startswith(("options", "grading")):
-        wanted = traceback.extract_tb(trace)[-1].line  # such as from options.roles import Ahead
-        file = wanted.split()[1].replace(".", "/") + ".py"
-        kind, message = BadConfig, (f"{file} is not in this folder, and a key or the data of this "
-                                    "run needs it; copy it from quartet, or do without that")
+    elif lacks_option(kind, error):
+        # from options.roles import Ahead, or from options import roles
+        words = traceback.extract_tb(trace)[-1].line.split()
+        file = words[1] if "." in words[1] else f"{words[1]}.{words[3]}"
+        kind, message = BadConfig, (f"{file.replace('.', '/')}.py is not in this folder, and a key "
+                                    "or the data of this run needs it; copy it from quartet, or do "
+                                    "without that")
     elif not issubclass(kind, (BadInput, Stop)):
         sys.__excepthook__(kind, error, trace)
         return
@@ -89,6 +91,13 @@ def report_and_exit(kind, error, trace):
         pass  # a full disk or a closed pipe
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
     os._exit(130 if issubclass(kind, KeyboardInterrupt) else 2 if issubclass(kind, BadInput) else 1)
+
+
+def lacks_option(kind, error):
+    """Whether an exception is the import of a file of options/ or grading/ that is not there."""
+    if issubclass(kind, ModuleNotFoundError):
+        return error.name.startswith(("options", "grading"))
+    return issubclass(kind, ImportError) and error.name in ("options", "grading")
 
 
 def speaks(kind, rank):

@@ -66,13 +66,14 @@ def encode_prompts(rows, path, tokenizer, longest, limit_name, too_long="error")
                 raise BadInput("the prompt encodes to no token at all")
     kept = rows_that_fit(rows, path, list(map(len, found)), longest, limit_name, too_long)
     keep_rows(rows, kept)
-    bos, cut = tokenizer.bos_ids, []
+    bos, prompts = tokenizer.bos_ids, []
     for ids in (found[number] for number in kept):
-        # strings have BOS, and chats if their template writes it
-        front = bos if len(bos) < longest and ids[:len(bos)] == bos else []
-        ids = ids if len(ids) <= longest else front + ids[len(ids) - longest + len(front):]
-        cut.append(array("i", ids))
-    return cut
+        if len(ids) > longest:
+            # strings have BOS, and chats if their template writes it
+            front = bos if len(bos) < longest and ids[:len(bos)] == bos else []
+            ids = front + ids[len(ids) - longest + len(front):]
+        prompts.append(array("i", ids))
+    return prompts
 
 
 def say_special_tokens(rows, fields, tokenizer, path):

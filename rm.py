@@ -249,6 +249,7 @@ if teacher:  # it reads all examples once, now, and then leaves the memory
     for eval_known in rest:
         say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "
             "{eval/calibration_error:.3f}".format(**judge(eval_known)))
+
 # -------------------------------------------------------------------------------------------------
 # the loop
 

@@ -218,10 +218,10 @@ class Environment:
             if own[start]:
                 text = self.tokenizer.decode_response(part, self.before(prompt, len(messages)))
                 messages.append(dict(role="assistant", content=text))
+            elif self.tokenizer.template:  # its marks are a part of the text
+                messages.append(self.unframed(self.tokenizer.text_of(part)))
             else:
-                whole = self.tokenizer.template  # its marks are a part of the text
-                messages.append(self.unframed(self.tokenizer.text_of(part) if whole else
-                                              self.tokenizer.decode(part, behind=True)))
+                messages.append(self.unframed(self.tokenizer.decode(part, behind=True)))
             start = n
         return messages
 

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -327,6 +328,26 @@ def test_a_fork_reads_chats_and_its_name_needs_no_ending(tmp_path):
         assert sorted(os.listdir(tmp_path / name / "options")) == ["assistant.py"]
     with pytest.raises(BadInput, match="recipes/reinforce.diff after kl_penalty: ppo.py has no line"):
         fork.fork("kl_penalty,reinforce", str(tmp_path / "both"), [])
+
+
+def test_an_option_that_a_fork_lacks_is_one_line(tmp_path):
+    """Whether the folder options/ is there or not, and in both ways to import a file of it."""
+    for name in ("errors.py", "status.py"):
+        shutil.copy(os.path.join(ROOT, name), tmp_path)
+
+    def run(line):
+        (tmp_path / "mine.py").write_text(f"from errors import report_errors\nreport_errors()\nif True:\n    {line}\n")
+        return subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True)
+
+    for there in (False, True):
+        if there:
+            (tmp_path / "options").mkdir()
+            (tmp_path / "options" / "ptx.py").write_text("")
+        for line in ("from options.roles import Ahead", "from options import roles"):
+            done = run(line)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "options/roles.py" in done.stderr, done.stderr
+    done = run("from options.ptx import Ptx")  # this file is there, and has a fault
+    assert done.returncode == 1 and "Traceback" in done.stderr
 
 
 def test_refresh_mends_what_moved_and_names_what_is_gone(book, tmp_path):

@@ -199,11 +199,11 @@ records.sort(key=lambda r: (names.index(r["policy"]), r["mode"], r["row"], r["sa
 # the last bits of its scores depend on the responses beside them
 known = {}
 for record in records:
-    said = json.dumps([record.get(name) for name in (
+    response = json.dumps([record.get(name) for name in (
         "row", "text", "messages", "finished", "length")])
     scores = record["scores"]
     for name in (f"reward/{name}" for _, name, function in terms if function is None):
-        scores[name] = known.setdefault((said, name), scores[name])
+        scores[name] = known.setdefault((response, name), scores[name])
     if "scores" in scores:
         scores["scores"] = sum(weight * scores[f"reward/{name}"] for weight, name, _ in terms
                                if f"reward/{name}" in scores)
