@@ -1,23 +1,24 @@
 """
-Checkpoints, from which a run resumes: a kill at any moment does no harm. And how a model is saved
-as a folder; finished.py does that at the end of a run.
+What a run leaves on the disk, and how it resumes from there: a kill at any moment does no harm.
 
+    out_dir/config.json                the configuration of the run, and a hash of its token ids
+    out_dir/log.jsonl, samples.jsonl   one line an iteration; responses of evaluations
+    out_dir/policy, value_model        at the end: the trained models, as transformers saves them
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
-        policy/                    each trained model, as a Hugging Face folder with its tokenizer;
-                                   where only an adapter is trained, only the adapter and head
+        policy/                    each trained model: the parameters that are trained, by name, with
+                                   config and tokenizer: transformers loads it, if all are trained
         policy_optimizer.safetensors       its optimizer's state, in several files if it is large
         ema.safetensors            the policy's moving average, if there is one; likewise
-        batches.safetensors        the batches of the next iterations, if they are sampled already
         state.json                 the numbers that go from one iteration to the next
-        config.json                the configuration of the run
-        manifest.json              the sha256 of every file, and of the manifest itself
+        config.json                as above
+        manifest.json              the sha256 of every file
 
 There is no random state to save: prompts and sampling noise depend only on seed and iteration.
 There is no pickle. A folder gets its name only when all its files are complete and synced, and the
 older checkpoint is deleted only after that. Rank 0 writes whole tensors, in an order that does not
-depend on the ranks, so a run may resume with another ZeRO stage or number of ranks. If the disk is
-full or fails, all ranks end with one line, see together.alone.
+depend on the ranks, so a run may resume with another ZeRO stage or number of ranks.
 """
+import fcntl
 import glob
 import hashlib
 import json
@@ -25,102 +26,241 @@ import math
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from errors import BadConfig, Lost, Stop
-from folders import read_json
-from load import fill_model
-from model import in_full
-from optimizers import fill_optimizer, optimizer_tensors
-from parallel import rank_and_size, whole
-from report import LOG_FILES, cut_log
-from together import alone, patience, together
+import parallel
+from configurator import BadInput, Stop, say
+from parallel import alone
 
 FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
-# of a damaged folder; other errors are the disk's, and stop the run
-MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
+LOCK_WAIT = 30  # seconds: the time in which a run that was asked to stop can save
+LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
+# keys of all scripts that must be the same when a run resumes
+MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
+lock_file = None  # it is open, and so locked, as long as this process lives
+
+# --------------------------------------------------------------------------------------------------
+# the folder of a run: only one run may write there, and only the same run may resume there
+
+
+def open_folder(out_dir, config, must_match, token_ids, max_iters):
+    """
+    A collective: create out_dir and lock it, or check that it has the same run. must_match: keys
+    that must be the same when a run resumes. token_ids: a hash of all that the run trains on.
+    Returns (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on
+    all ranks. Raises BadInput.
+    """
+    found = alone(lambda: begin_or_resume(  # COLLECTIVE
+        out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
+        max_iters))
+    with parallel.in_step():  # COLLECTIVE
+        if not os.path.isfile(os.path.join(out_dir, "config.json")):
+            raise BadInput(f"this rank does not see out_dir {out_dir!r}; give an --out_dir on a "
+                           "disk that all hosts share")
+    return found
+
+
+def begin_or_resume(out_dir, config, must_match, max_iters):
+    """open_folder, on rank 0."""
+    file = os.path.join(out_dir, "config.json")
+    before = read_json(file) if os.path.isfile(file) else {}
+    if before and "out_dir" not in before:
+        raise BadInput(f"{file} is not of a run, and would be overwritten; choose another --out_dir")
+    os.makedirs(out_dir, exist_ok=True)
+    lock(out_dir)
+    for old in glob.glob(os.path.join(glob.escape(out_dir), ".old-*")):
+        name = old.replace(".old-", "")  # put_in_place was killed between its two renamings
+        if not os.path.exists(name):
+            os.rename(old, name)
+    folder, state = find_checkpoint(out_dir)
+    log = os.path.join(out_dir, "log.jsonl")
+    if folder or os.path.exists(log) and os.path.getsize(log):  # else there is nothing to lose
+        for key in must_match:
+            if (before.get(key) or "") != (config.get(key) or ""):
+                raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
+                               f"{config[key]!r}; choose another --out_dir, or delete the old run")
+        if folder and state["iteration"] > max_iters:
+            raise BadInput(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
+                           "iterations done; type a larger --max_iters, or another --out_dir")
+    for rest in glob.glob(os.path.join(glob.escape(out_dir), ".[tog][mlo][pdn]*-*")):
+        shutil.rmtree(rest)  # .tmp-, .old- and .gone- of a save that was killed
+    cut_logs(out_dir, state["iteration"] if folder else 0)
+    write_json(file, config)
+    return folder, state
+
+
+def lock(out_dir):
+    """Lock out_dir/.lock for this process. If another one has it, wait a little for its end."""
+    global lock_file
+    lock_file = open(os.path.join(out_dir, ".lock"), "a", encoding="utf-8")
+    for attempt in range(LOCK_WAIT * 10):
+        try:
+            return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt == 0:
+                say(f"{out_dir} is in use by another process; waiting up to {LOCK_WAIT} s")
+            time.sleep(0.1)
+    raise BadInput(f"out_dir {out_dir!r} is in use by another process; wait for it to end, or "
+                   "choose another --out_dir")
+
+
+def append(out_dir, name, records):
+    """
+    A collective: rank 0 appends records to a log. A float that is NaN or infinite becomes null,
+    because JSON has no such numbers.
+    """
+    def write():
+        with open(os.path.join(out_dir, name), "a", encoding="utf-8") as f:
+            for record in records:
+                finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x
+                          for key, x in record.items()}
+                f.write(json.dumps(finite, allow_nan=False) + "\n")
+
+    alone(write)
+
+
+def cut_logs(out_dir, iteration):
+    """
+    A run begins, or resumes, before this iteration, so it and later ones will be logged again:
+    delete their lines, and lines that a kill has left incomplete.
+    """
+    for file in (os.path.join(out_dir, name) for name in LOGS):
+        if not os.path.exists(file):
+            continue
+        kept = []
+        with open(file, encoding="utf-8", errors="replace") as f:
+            for line in f:
+                try:
+                    kept += [line] if json.loads(line)["iteration"] < iteration else []
+                except ValueError:
+                    pass
+        with open(file + ".tmp", "w", encoding="utf-8") as f:
+            f.writelines(kept)
+        os.replace(file + ".tmp", file)
 
 
 # --------------------------------------------------------------------------------------------------
 # saving
 
 
-def save_checkpoint(out_dir, iteration, models, optimizers, state, tokenizer, keep, average=None,
-                    batches=None):
+def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, ema=None):
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones.
 
-    models, optimizers: {name: module}, {name: optimizer} of the trained models. state: the numbers
-    of the loop, a dict for JSON. keep: how many checkpoints stay. average: the policy's
-    MovingAverage, or None. batches: {name: tensor} of batches that are sampled already. Raises
-    Stop, on all ranks, when the disk is full; the older checkpoints are then still there.
+    models, optimizers: {name: Model}, {name: optimizer} of the trained models. state: the numbers
+    of the loop, a dict for JSON. keep: how many checkpoints stay. ema: the policy's moving average.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
 
-    def is_there():
-        return damage(final) is None and read_json(os.path.join(final, "state.json")) == state
-
     def write(folder):
         for name, model in models.items():
-            if model.base is not None:  # every rank has all of an adapter and a head
-                alone(partial(model.save_own, os.path.join(folder, name)))
-            else:
-                save_model(os.path.join(folder, name), model, tokenizer)
+            alone(lambda model=model, name=name: save_config(model, os.path.join(folder, name)))
+            write_tensors(os.path.join(folder, name), "model", trained_tensors(model))
             write_tensors(folder, f"{name}_optimizer", optimizer_tensors(model, optimizers[name]))
-        if average:
-            write_tensors(folder, "ema", average.tensors())
-        if batches:
-            write_tensors(folder, "batches", batches)
-        alone(partial(write_the_rest, folder))
+        if ema:
+            write_tensors(folder, "ema", ema.tensors())
+        alone(lambda: write_the_rest(folder))
 
     def write_the_rest(folder):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
-        for file in (os.path.join(out_dir, name) for name in LOG_FILES):
-            if os.path.exists(file):
-                sync(file)  # the log of these iterations must be on the disk, too
-        write_manifest(folder)
+        for name in LOGS:  # the log of these iterations must be on the disk, too
+            if os.path.exists(os.path.join(out_dir, name)):
+                sync(os.path.join(out_dir, name))
+        write_json(os.path.join(folder, "manifest.json"), hashes(folder))
 
     def delete_older():
-        # one of a later iteration is damaged: otherwise the run would have resumed from it
         folders = list_checkpoints(out_dir)
+        # one of a later iteration is damaged: otherwise the run would have resumed from it
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in folders:
             if old not in kept:
                 # renamed first, so that a half-deleted folder never has its name
                 shutil.rmtree(aside(old, ".gone-"))
 
-    # if it is there with this state, the run has resumed from it, and nothing has changed since
-    if not alone(is_there):
-        put_in_place(write, final)
+    if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
+        put_in_place(write, final)  # else it is there: the run has resumed from it
     alone(delete_older)
 
 
-def write_manifest(folder):
-    """Write folder/manifest.json, with which `damage` checks every file."""
-    files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                   for d, _, names in os.walk(folder) for f in names)
-    manifest = dict(zip(files, sha256_of_all(folder, files), strict=True))
-    manifest["manifest.json"] = hash_of_manifest(manifest)
-    write_json(os.path.join(folder, "manifest.json"), manifest)
+def save_final(out_dir, name, model):
+    """
+    A collective: write a finished model to out_dir/name, complete or not at all: the folder that
+    transformers and the next script load, in the dtype of the model that the run began with. A LoRA
+    adapter is merged into it, and also saved by itself, in out_dir/name_adapter.
+    """
+    narrow = model.hf.dtype == torch.float32 and model.file_dtype in (torch.bfloat16, torch.float16)
+    dtype = model.file_dtype if narrow else model.hf.dtype
+
+    def write(folder):
+        hf, tensors = model.hf, {}
+        names = [n for n, _ in hf.named_parameters(remove_duplicate=False)]
+        state = {n: t for n, t in hf.state_dict().items() if n not in names}  # some buffers
+        for n, t in [*hf.named_parameters(), *state.items()]:
+            t = model.merged(n, parallel.whole(t))  # COLLECTIVE
+            if parallel.rank_and_size()[0] == 0:
+                tensors[n] = t.to(dtype if t.is_floating_point() else t.dtype).contiguous()
+
+        def save():
+            save_config(model, folder)
+            # transformers would only write on rank 0 of all ranks; with roles the first of a role
+            hf.should_save_on_this_rank = lambda is_main_process: True
+            hf.save_pretrained(folder, state_dict=tensors)
+            file = os.path.join(folder, "config.json")
+            write_json(file, read_json(file) | {"dtype": str(dtype).removeprefix("torch.")})
+
+        alone(save)
+
+    put_in_place(write, os.path.join(out_dir, name))
+    if hasattr(model, "save_adapter"):
+        put_in_place(lambda folder: alone(lambda: model.save_adapter(folder)),
+                     os.path.join(out_dir, f"{name}_adapter"))
 
 
-def hash_of_manifest(manifest):
-    """sha256 of the manifest's other entries, so that damage to the manifest itself is noticed."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def save_config(model, folder):
+    """Write config.json and the tokenizer's files of a model, with its ends and its shift."""
+    hf, tokenizer = model.hf, model.tokenizer
+    if model.head == "scalar":
+        hf.config.score_shift = model.score_shift
+        if tokenizer.skipped_id is not None:  # of a reward model in training
+            hf.config.pad_token_id = tokenizer.skipped_id
+    elif hf.generation_config is not None:
+        hf.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
+        hf.generation_config.pad_token_id = tokenizer.pad_id
+        hf.generation_config.save_pretrained(folder)
+    hf.config.save_pretrained(folder)
+    tokenizer.hf.save_pretrained(folder)
+
+
+def trained_tensors(model):
+    """{name in the file: parameter} of a model's parameters that are trained."""
+    return {name.removeprefix("hf."): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def optimizer_tensors(model, optimizer):
+    """
+    {"NAME.KEY": tensor} of an optimizer's state, such as "layers.0.q.weight.exp_avg". It has names,
+    not numbers, and the shapes of whole tensors: so another number of ranks can resume.
+    """
+    if hasattr(optimizer, "tensors_by_name"):  # of a model that is split (options/shards.py)
+        return optimizer.tensors_by_name(model)
+    return {f"{name}.{key}": torch.as_tensor(optimizer.state[p][key])
+            for name, p in model.named_parameters() if p in optimizer.state
+            for key in sorted(optimizer.state[p])
+            if torch.is_tensor(optimizer.state[p][key]) or type(optimizer.state[p][key]) is int}
 
 
 def write_tensors(folder, stem, tensors):
     """
     A collective: write {name: tensor} as folder/stem.safetensors, or in several files of up to
-    FILE_BYTES: stem-00002-of-00031.safetensors and so on. The tensors may be whole, sharded, or
-    Parts; rank 0 gathers the tensors of one file, writes it, and goes on to the next. The files do
-    not depend on the number of ranks.
+    FILE_BYTES: stem-00002-of-00031.safetensors and so on. Rank 0 gathers the tensors of one file,
+    writes it, and goes on to the next.
     """
     files, room = [[]], FILE_BYTES
     for name, t in tensors.items():
@@ -132,20 +272,21 @@ def write_tensors(folder, stem, tensors):
         room -= size
     for number, names in enumerate(files, 1):
         cut = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-        file = os.path.join(folder, f"{stem}{cut}.safetensors")
-        mine = {name: whole(tensors[name]) for name in names}  # COLLECTIVE
-        alone(partial(save_file, mine, file))
-        del mine  # frees memory before the next tensors are gathered
+        mine = {name: parallel.whole(tensors[name]) for name in names}  # COLLECTIVE
+        alone(lambda: save_file(  # COLLECTIVE  # noqa: B023
+            {name: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
+             for name, t in mine.items()},  # noqa: B023
+            os.path.join(folder, f"{stem}{cut}.safetensors"), metadata={"format": "pt"}))  # noqa: B023
 
 
 # --------------------------------------------------------------------------------------------------
-# finding the checkpoint to resume from
+# finding the checkpoint to resume from, and loading it
 
 
 def find_checkpoint(out_dir):
     """
     On rank 0: (folder, state) of the newest checkpoint that is not damaged; prints the damaged
-    checkpoints that it skips. (None, None) if the run has no checkpoint. Raises BadConfig if all
+    checkpoints that it skips. (None, None) if the run has no checkpoint. Raises BadInput if all
     its checkpoints are damaged: a new run would delete them.
     """
     refused = []
@@ -153,13 +294,13 @@ def find_checkpoint(out_dir):
         reason = damage(folder)
         if reason is None:
             for name in refused:
-                print(f"{name} is refused; an older one is used, and this one stays until the next "
-                      "is saved", flush=True)
+                say(f"{name} is refused; an older one is used, and this one stays until the next "
+                    "is saved")
             return folder, read_json(os.path.join(folder, "state.json"))
         refused.append(f"{folder} ({reason})")
     if refused:
-        raise BadConfig(f"none of the checkpoints is good: {', '.join(refused)}; restore one from "
-                        "a backup, or start over with another --out_dir")
+        raise BadInput(f"none of the checkpoints is good: {', '.join(refused)}; restore one from a "
+                       "backup, or start over with another --out_dir")
     return None, None
 
 
@@ -176,114 +317,55 @@ def number_of(folder):
 
 
 def damage(folder):
-    """
-    The damage of a checkpoint, or of best_policy, in a few words; None if every file is, byte for
-    byte, as it was saved.
-    """
+    """A folder's damage in a few words; None if every file is, byte for byte, as it was saved."""
     try:
-        with open(os.path.join(folder, "manifest.json"), "rb") as f:
-            text = f.read()
-        manifest = json.loads(text)
-        written = json.dumps(manifest, indent=2).encode()
-        if text != written or manifest.pop("manifest.json") != hash_of_manifest(manifest):
-            return "its manifest.json is damaged"
-        found = sha256_of_all(folder, manifest)
-        for name, digest in zip(manifest, found, strict=True):
-            if manifest[name] != digest:
-                return f"{name} is damaged"
-    except MISSING as e:
-        return f"{os.path.relpath(e.filename, folder)} is missing"
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):  # another format
-        return "its manifest.json is damaged"
-    return None
+        manifest, found = read_json(os.path.join(folder, "manifest.json")), hashes(folder)
+    except (OSError, ValueError) as e:
+        return f"its manifest.json is missing or damaged: {e}"
+    odd = [name for name in manifest if manifest[name] != found.get(name)]
+    return f"{odd[0]} is missing or damaged" if odd else None
 
 
-# --------------------------------------------------------------------------------------------------
-# loading
-
-
-def load_checkpoint(folder, models, optimizers, average=None):
+def load_checkpoint(folder, models, optimizers, ema=None):
     """
-    A collective: fill {name: model}, {name: optimizer} and the moving average from a checkpoint.
-    When all ranks have loaded, the log is cut back to the checkpoint. Raises BadInput, or Stop.
+    Fill {name: Model}, {name: optimizer} and the moving average from a checkpoint. Every rank reads
+    the files, and takes its part.
     """
-    def fill():
-        for name, model in models.items():
-            if model.base is not None:
-                model.fill_own(os.path.join(folder, name))
-            else:
-                fill_model(model, os.path.join(folder, name))
-            fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
-        saved = read_tensors(folder, "ema") if average else {}
-        if saved:
-            average.fill(saved)
-        elif average:  # the run had no average so far: it begins with the present weights
-            average.begin()
+    for name, model in models.items():
+        own = trained_tensors(model)
+        for key, t in read_tensors(os.path.join(folder, name), "model"):
+            if key not in own or own[key].shape != t.shape:
+                raise BadInput(f"{folder}: its tensor {key} is not one of the model that is trained "
+                               "here; resume with the same model")
+            parallel.fill(own.pop(key), t)
+        if own:
+            raise BadInput(f"{folder} has no tensor {min(own)}; resume with the same model")
+        fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
+    if ema:
+        ema.fill(dict(read_tensors(folder, "ema")))
 
-    with patience():
-        together(fill)
-    alone(lambda: cut_log(os.path.dirname(folder), number_of(folder)))
+
+def fill_optimizer(model, optimizer, tensors):
+    """The inverse of optimizer_tensors: tensors is an iterator of (name, whole tensor)."""
+    if hasattr(optimizer, "fill_by_name"):
+        return optimizer.fill_by_name(model, tensors)
+    for full_name, t in tensors:
+        name, _, key = full_name.rpartition(".")
+        p = model.get_parameter(name)
+        if key != "step" and t.is_floating_point():
+            t = t.to(p.dtype)  # the run that saved it may have had another dtype
+        # an integer step is adamw8bit's; torch's are floats
+        optimizer.state[p][key] = t.to(p.device) if t.is_floating_point() or t.dim() else int(t)
 
 
 def read_tensors(folder, stem):
-    """{name: tensor}, the inverse of write_tensors; {} where there is no such file."""
-    tensors = {}
-    for file in glob.glob(os.path.join(glob.escape(folder), f"{stem}[.-]*safetensors")):
+    """(name, tensor) of write_tensors, one by one."""
+    for file in sorted(glob.glob(os.path.join(glob.escape(folder), f"{stem}[.-]*safetensors"))):
         with safe_open(file, framework="pt") as f:  # mapped: only used tensors are read
-            tensors |= {key: f.get_tensor(key) for key in f.keys()}
-    return tensors
-
-
-# --------------------------------------------------------------------------------------------------
-# a model as a folder
-
-
-def save_model(folder, model, tokenizer, dtype=None):
-    """
-    A collective: write a Hugging Face folder: config.json, the weights, the tokenizer, and for a
-    language model generation_config.json. transformers, tools/sample.py and the next script load
-    it. dtype: of the saved weights; None: as they are. Rank 0 has whole tensors in the CPU's memory
-    and writes them. Raises Stop when the disk is full.
-    """
-    tensors = {}
-    for name, t in named_tensors(model):
-        t = whole(t)  # COLLECTIVE
-        if t is not None:
-            t = model.merged(name, t)
-            tensors[name] = t.to(dtype or t.dtype).contiguous()
-
-    def write():
-        if model.head == "scalar":
-            model.hf.config.score_shift = model.score_shift
-            if tokenizer.skipped_id is not None:  # of a reward model in training
-                model.hf.config.pad_token_id = tokenizer.skipped_id
-        # transformers would only write on rank 0 of all ranks; here the first rank of a role writes
-        model.hf.should_save_on_this_rank = lambda is_main_process: True
-        model.hf.save_pretrained(folder, state_dict=tensors)
-        file = os.path.join(folder, "config.json")
-        saved_in = str(dtype or model.hf.dtype).removeprefix("torch.")
-        write_json(file, read_json(file) | {"dtype": saved_in})
-        tokenizer.save(folder)
-        for name, content in model.processor.items():
-            with open(os.path.join(folder, name), "wb") as f:
-                f.write(content)
-        if model.head == "lm":
-            ends = {"eos_token_id": sorted(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
-            write_json(os.path.join(folder, "generation_config.json"),
-                       {**tokenizer.generation_config, **ends})
-
-    alone(write)
-
-
-def named_tensors(model):
-    """(name, tensor) of all tensors in the file of a model's weights; tied ones only once."""
-    hf = model.hf
-    yield from ((name, in_full(p)) for name, p in hf.named_parameters())
-    every = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
-    # a matrix in 4 bits also has WEIGHT.absmax and so on here: in_full has used them
-    yield from ((name, t) for name, t in hf.state_dict().items()
-                if name not in every and name.rpartition(".")[0] not in every
-                and ".weight.quant_state." not in name)
+            for key in f.keys():
+                # clone: a mapped tensor may be unaligned in memory. Then kernels add in another
+                # order, and the last bits of a sum change
+                yield key, f.get_tensor(key).clone()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,7 +378,7 @@ def put_in_place(write, final):
     to disk; then the folder gets its final name, and an older folder of that name is deleted.
 
     write(folder): a collective that writes the files. Raises Stop, on all ranks, when the disk is
-    full; the older folder is then still there, and the temporary one is deleted.
+    full; the older folder is then still there.
     """
     parent, name = os.path.split(final)
     folder = os.path.join(parent, f".tmp-{name}")
@@ -321,13 +403,9 @@ def put_in_place(write, final):
         alone(begin)
         write(folder)
         alone(end)
-    except Lost:
-        raise
-    except Stop as e:
-        if rank_and_size()[0] == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise Stop(f"{final} cannot be written ({e}); earlier checkpoints and the log are as they "
-                   "were. Make room, and resume with the same command") from e
+    except OSError as e:
+        raise Stop(f"{final} cannot be written ({e.strerror}); earlier checkpoints and the log are "
+                   "as they were. Make room, and resume with the same command") from e
 
 
 def aside(folder, prefix):
@@ -336,16 +414,6 @@ def aside(folder, prefix):
     shutil.rmtree(path, ignore_errors=True)
     os.rename(folder, path)
     return path
-
-
-def put_back(parent):
-    """
-    If put_in_place was killed between its two renamings, the older folder gets its name again.
-    """
-    for old in os.listdir(parent):
-        name = old.removeprefix(".old-")
-        if name != old and not os.path.exists(os.path.join(parent, name)):
-            os.rename(os.path.join(parent, old), os.path.join(parent, name))
 
 
 def sync(path):
@@ -357,6 +425,11 @@ def sync(path):
         os.close(fd)
 
 
+def read_json(path):
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
 def write_json(path, value):
     """Replace a JSON file as a whole: another rank never reads a half-written file."""
     with open(path + ".tmp", "w", encoding="utf-8") as f:
@@ -364,13 +437,14 @@ def write_json(path, value):
     os.replace(path + ".tmp", path)
 
 
-def sha256_of_all(folder, names):
-    """sha256 of each of these files of a folder; several at a time, because they may be large."""
+def hashes(folder):
+    """{file: sha256} of all files of a folder but its manifest.json; several at a time."""
+    files = sorted(os.path.relpath(os.path.join(d, f), folder)
+                   for d, _, names in os.walk(folder) for f in names if f != "manifest.json")
+
+    def sha256(name):
+        with open(os.path.join(folder, name), "rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda name: sha256(os.path.join(folder, name)), names))
-
-
-def sha256(path):
-    """The sha256 of a file's content, in hexadecimal."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        return dict(zip(files, pool.map(sha256, files), strict=True))

@@ -3,47 +3,39 @@ Poor man's configurator, after nanoGPT's, with checks. A script writes its confi
 globals, one comment each, and then calls configure:
 
     batch_size = 256  # responses an iteration, over all ranks [>= 1]
-    config, _ = configure(globals())
+    config, system = configure(globals(), "keys.py")
 
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: first the config
-files, from left to right, and then each --key=value, also one before a file; of two values for a
-key the last one counts. A config file is Python, run in a namespace of its own; each public name in
-it must be a key of the script (helpers start with an underscore). `--help` prints every key with
-its default and its comment; a * at the beginning of a comment: most runs set this key.
+files, from left to right, and then each --key=value; of two values for a key the last one counts.
+A config file is Python, run in a namespace of its own; each public name in it must be a key of the
+script (helpers start with an underscore). `--help` prints every key with its default and its
+comment; a * at the beginning of a comment: most runs set this key.
 
 The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It
 is checked, so the comment and the check cannot differ.
 
-Keys that several scripts share are in files of their own, in the same form:
+keys.py has the keys that all scripts share, in the same form. They become attributes of `system`,
+which the script passes on as one value.
 
-    config, system = configure(globals(), "keys.py", checkpoint_interval=500)
-
-gives them as attributes of `system`, which the script passes on as one value. The keywords are this
-script's own defaults of shared keys.
+At the end of the file: the errors that a user sees, one line each. This file is imported before
+torch, whose libraries read the two settings below when they start.
 """
 import ast
 import difflib
+import errno
 import os
 import re
-import shutil
+import signal
 import sys
-import textwrap
-import traceback
+import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadConfig, first_line, one_line, report_errors, shorten
-
-RENAMED = dict(  # keys of other programs; the nearest name would often be another key
-    device="device_type", loss="loss_type", lr="learning_rate", optimizer="optim",
-    rewards="reward_functions", scale="scale_by", zero="zero_stage")
-RECIPES = dict(  # keys that a recipe adds to a script
-    critic_warmup_iters="critic_warmup", dual_clip="dual_clip",
-    importance_floor="masked_importance", importance_level="masked_importance",
-    importance_outside="masked_importance", kl_coef_target="kl_controller",
-    kl_correction="deepseek_v32", kl_target="kl_controller", off_policy_limit="deepseek_v32",
-    reward_clip="reward_clip", scale_scores="scale_scores", target_kl="target_kl",
-    whiten_rewards="whiten_rewards")
+# For products of each new shape oneDNN writes a program, and keeps 1,024 of them; torch keeps 1,024
+# descriptions, too. Each takes 0.3 MiB. Texts have unequal lengths, so most shapes come only once,
+# and a run would grow by 12 MiB an iteration. A training step uses fewer than 20.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # oneDNN's
+os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
 class Key(NamedTuple):
@@ -54,29 +46,35 @@ class Key(NamedTuple):
     headings: list[str]
 
 
-def configure(script_globals, *shared, argv=None, **defaults):
+def configure(script_globals, shared="", argv=None, **defaults):
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
-    str that is assigned as a literal, at the top level, above the call.
-    shared: files of more keys, in the script's folder or in this file's.
-    argv: the arguments; default sys.argv[1:].
-    defaults: the script's own defaults of shared keys.
+    str that is assigned as a literal, at the top level, above the call. shared: a file of more
+    keys, beside this one. argv: the arguments; default sys.argv[1:]. defaults: the script's own
+    defaults of shared keys.
 
     Returns the final configuration as a dict, the script's keys, then the shared ones; and only the
-    shared ones as attributes of a namespace. Raises BadConfig for an unknown key, a value of
-    another type or out of range, and a missing or broken config file.
+    shared ones as attributes of a namespace. Raises BadInput for an unknown key, a value of another
+    type or out of range, and a missing or broken config file.
     """
-    report_errors()
+    sys.excepthook = report_error
     script = script_globals["__file__"]
-    own = read_lines(script)[0]
-    keys = add_shared(own, script, shared, defaults)
+    own, more = read_keys(script), {}
+    if shared:
+        more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
+    for name in own.keys() & more.keys():
+        raise BadInput(f"{script} sets {name}, which {shared} has, too; give a default that differs "
+                       f"in the call: configure(..., {name}=...)")
+    for name, value in defaults.items():
+        more[name] = more[name]._replace(default=value)
+    keys = own | more
     argv = sys.argv[1:] if argv is None else argv
     speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
         if speaks:
-            print_help(os.path.relpath(script), script_globals.get("__doc__"), keys)
+            print_help(os.path.basename(script), script_globals.get("__doc__"), keys)
         sys.exit(0)
 
     overrides = read_arguments(keys, argv)
@@ -85,81 +83,45 @@ def configure(script_globals, *shared, argv=None, **defaults):
     script_globals.update({name: config[name] for name in own})
     if speaks:
         print_settings(keys, overrides)
-    return config, SimpleNamespace(**{name: config[name] for name in keys if name not in own})
+    return config, SimpleNamespace(**{name: config[name] for name in more})
 
 
 def read_arguments(keys, argv):
     """
     {name: (value, where it came from)} of the config files and --key=value arguments in argv,
-    checked against keys, a {name: Key}. Raises BadConfig.
+    checked against keys, a {name: Key}. Raises BadInput.
     """
     overrides = {}
     # files first: a typed value counts more than a file, in any order
-    for arg in sorted(argv, key=lambda arg: arg.startswith("--") and "=" in arg):
+    for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if not arg.startswith("--"):
             for name, value in run_config_file(arg).items():
-                check_key(name, keys, arg, " (the name of a helper begins with _)")
+                check_key(name, keys, arg)
                 overrides[name] = (convert(name, value, keys[name].default, arg), arg)
             continue
         name, equals, text = arg[2:].partition("=")
         check_key(name, keys, arg)
         if not equals:
-            raise BadConfig(f"{arg}: a value is missing; type {arg}={keys[name].default!r}, "
-                            "without a blank at the =")
+            raise BadInput(f"{arg}: a value is missing; type {arg}={keys[name].default!r}, without "
+                           "a blank at the =")
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
     return overrides
 
 
-# -------------------------------------------------------------------------------------------------
-# the keys, from the source: nothing is run
-
-
-def read_keys(script):
-    """{name: Key} of a script, with the shared keys of its call of configure."""
-    keys, call = read_lines(script)
-    shared = [ast.literal_eval(x) for x in call.args[1:]] if call else []
-    defaults = {x.arg: ast.literal_eval(x.value) for x in call.keywords} if call else {}
-    return add_shared(keys, script, shared, defaults)
-
-
-def add_shared(keys, script, shared, defaults):
-    """A script's keys, then those of the shared files with these defaults. Raises BadConfig."""
-    where, more = os.path.basename(script), {}
-    for file in shared:
-        path = os.path.join(os.path.dirname(script), file)
-        if not os.path.exists(path):  # a script of recipes/ is in a folder below
-            path = os.path.join(os.path.dirname(os.path.abspath(__file__)), file)
-        found = read_lines(path)[0]
-        for name in found:
-            if name in keys or name in more:
-                raise BadConfig(f"{file} sets {name}, which {where} or another file has set; keep "
-                                f"one. A default that differs belongs in the call: "
-                                f"configure(..., {name}=...)")
-        more |= found
-    for name, value in defaults.items():
-        check_key(name, more, where)
-        value = convert(name, value, more[name].default, where)
-        check_range(name, value, more[name].comment, where)
-        more[name] = more[name]._replace(default=value)
-    return keys | more
-
-
-def read_lines(file):
+def read_keys(file):
     """
-    {name: Key} of the `name = literal  # comment` lines of a file, and the call of configure that
-    ends them (None if there is none). A heading is a comment on a line of its own.
+    {name: Key} of the `name = literal  # comment` lines of a file, above its call of configure;
+    read from the source, nothing is run. A heading is a comment on a line of its own.
     """
     with open(file, encoding="utf-8") as f:
         source = f.read()
     lines, keys, above = source.split("\n"), {}, 0
     for node in ast.parse(source).body:
         call = getattr(node, "value", None)
-        if isinstance(call, ast.IfExp):  # configure(globals()) if the file is run, and not imported
-            call = call.body
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "configure":
-            return keys, call
+            break
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             try:
@@ -172,7 +134,7 @@ def read_lines(file):
                             if line.startswith("#") and line.strip("#- ")]
                 keys[name] = Key(value, behind.strip("# "), headings)
         above = node.end_lineno
-    return keys, None
+    return keys
 
 
 # -------------------------------------------------------------------------------------------------
@@ -180,75 +142,75 @@ def read_lines(file):
 
 
 def run_config_file(path):
-    """Execute a config file in a fresh namespace; returns its public names. Raises BadConfig."""
-    namespace = {"__file__": path}
-    try:
-        with open(path, encoding="utf-8") as f:
-            code = compile(f.read(), path, "exec")
-        if read_lines(path)[1]:  # it would read these arguments, and itself among them
-            raise BadConfig(f"{path} is a script, and no config file; type only one script")
-        exec(code, namespace)
-    except OSError as e:
+    """Execute a config file in a fresh namespace; returns its public names. Raises BadInput."""
+    if not os.path.isfile(path):
         hint = "" if path.endswith(".py") else "; to set a key, type --key=value"
-        raise BadConfig(f"cannot read config file {path!r}: {e.strerror}{hint}") from e
-    except (KeyboardInterrupt, BadConfig):
-        raise
-    except BaseException as e:  # any error of the file is reported with its line
-        frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        line = frames[-1].lineno if frames else getattr(e, "lineno", "?")
-        raise BadConfig(f"{path}, line {line}: {first_line(e)}") from e
-    module = type(ast)
-    public = {name: value for name, value in namespace.items() if not name.startswith("_")}
-    return {name: value for name, value in public.items() if not isinstance(value, module)}
+        raise BadInput(f"there is no config file {path!r}{hint}")
+    namespace = {"__file__": path}
+    with open(path, encoding="utf-8") as f:
+        text = f.read()
+    try:
+        exec(compile(text, path, "exec"), namespace)
+    except Exception as e:  # any error of the file is reported with its line
+        line, trace = getattr(e, "lineno", "?"), e.__traceback__
+        while trace:
+            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
+            trace = trace.tb_next
+        raise BadInput(f"{path}, line {line}: {type(e).__name__}: {e}") from e
+    return {name: value for name, value in namespace.items()
+            if not name.startswith("_") and not isinstance(value, type(ast))}
 
 
-def check_key(key, keys, where, more=""):
-    """
-    Raise BadConfig, with the key's new name or the nearest one, unless key is one of keys. more:
-    the end of the message for a key without a new name.
-    """
-    if key in keys:
-        return
-    near = difflib.get_close_matches(key, keys, n=1)
-    # base = 3 may be a helper, though a key is called baseline
-    hint = (f"did you mean {near[0]!r}?" if near else "--help lists the keys") + more
-    if RENAMED.get(key) in keys:
-        hint = f"it is called {RENAMED[key]!r} here"
-    if key in RECIPES:
-        hint = (f"it is recipes/{RECIPES[key]}.diff; type "
-                f"python tools/fork.py {RECIPES[key]} FOLDER")
-    here = os.path.dirname(os.path.abspath(__file__))
-    for script in ("ppo.py", "grpo.py", "sft.py", "rm.py"):
-        file = os.path.join(here, script)
-        if os.path.exists(file) and key in read_lines(file)[0]:  # the config of another script
-            hint = f"it is a key of {script}; type python {script} {where}"
-            break
-    raise BadConfig(f"unknown key {key!r} ({where}); {hint}")
+def check_key(key, keys, where):
+    """Raise BadInput, with the nearest key, unless key is one of keys."""
+    if key not in keys:
+        near = difflib.get_close_matches(key, keys, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
+        raise BadInput(f"unknown key {key!r} ({where}); {hint}")
 
 
 def parse(key, text, default):
-    """The value of the text in --key=text, read as the default's type. Raises BadConfig."""
+    """The value of the text in --key=text, read as the default's type. Raises BadInput."""
     if isinstance(default, str):
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         return text[1:-1] if quoted else text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, SyntaxError):
         value = text
     return convert(key, value, default, "command line")
 
 
 def convert(key, value, default, where):
-    """value in the type of default: only an int may become a float. Raises BadConfig."""
+    """value in the type of default: only an int may become a float. Raises BadInput."""
     wanted = type(default)
-    if wanted is float and type(value) is int and abs(value) < 2**1000:
+    if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise BadConfig(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
-                        f"{type(value).__name__} {shorten(value)}")
+        raise BadInput(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
+                       f"{type(value).__name__} {shorten(value)}")
     if wanted is float and not abs(value) < 1e30:  # NaN, or a number that may overflow float32
-        raise BadConfig(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
+        raise BadInput(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     return value
+
+
+def check_range(name, value, comment, where):
+    """Enforce the [range] at the end of a key's comment. Raises BadInput."""
+    match = re.search(r"\[([^\[\]]+)\]$", comment)
+    if not match:
+        return
+    rule = match.group(1)
+    if "|" in rule:
+        good = value in [choice.strip() for choice in rule.split("|")]
+    elif ".." in rule:
+        low, high = (float(x) for x in rule.split(".."))
+        good = low <= value <= high
+    else:
+        sign, bound = rule.split()
+        good = value > float(bound) if sign == ">" else value >= float(bound)
+    if not good:
+        raise BadInput(f"{name} = {shorten(value)} ({where}) is out of range: [{rule}]; "
+                       f"{comment[:match.start()].strip('* ')}")
 
 
 def of_model(text, name):
@@ -264,37 +226,18 @@ def of_model(text, name):
     return found
 
 
-def check_range(key, value, comment, where):
-    """Enforce the [range] at the end of a key's comment. Raises BadConfig."""
-    match = re.search(r"\[([^\[\]]+)\]$", comment)
-    if not match:
-        return
-    rule = match.group(1)
-    if "|" in rule:
-        good = value in [choice.strip() for choice in rule.split("|")]
-    elif ".." in rule:
-        low, high = (float(x) for x in rule.split(".."))
-        good = low <= value <= high
-    else:
-        sign, bound = rule.split()
-        good = value > float(bound) if sign == ">" else value >= float(bound)
-    if not good:
-        raise BadConfig(f"{key} = {shorten(value)} ({where}) is out of range: [{rule}]; "
-                        f"{comment[:match.start()].strip('* ')}")
+# -------------------------------------------------------------------------------------------------
+# what is printed
 
 
 def print_settings(keys, overrides):
     """Print the settings that differ from the defaults, with the config file of each."""
-    lines = {}  # {where: its lines}
+    lines = {}  # {where: its settings}
     for name, (value, where) in overrides.items():
         if value != keys[name].default:
-            part = lines.setdefault(where, [one_line(f"{where}:")])
-            setting = one_line(f"{name}={value!r}")
-            if len(part[-1]) + 1 + len(setting) > 100:
-                part.append("   ")
-            part[-1] += f" {setting}"
-    for where in sorted(lines, key="command line".__eq__):  # the command line last: it wins
-        print("\n".join(lines[where]))
+            lines.setdefault(where, []).append(f"{name}={value!r}")
+    for where, settings in lines.items():
+        print(f"{where}: {' '.join(settings)}")
 
 
 def print_help(script, doc, keys):
@@ -302,14 +245,82 @@ def print_help(script, doc, keys):
     print((doc or "").strip())
     print(f"\nusage: python {script} [config.py ...] [--key=value ...: they win]")
     print("keys (*: most runs set it):")
-    if not next(iter(keys.values())).headings:
-        print()
-    columns = shutil.get_terminal_size((1000, 24)).columns  # in a file or a pipe a key is one line
     for name, key in keys.items():
         if key.headings:
             print()
         for heading in key.headings:
             print(f"  {heading}")
-        print(textwrap.fill(f"    {f'{name} = {key.default!r}':<40}  {key.comment}", columns,
-                            subsequent_indent=" " * 46, break_on_hyphens=False,
-                            break_long_words=False))
+        print(f"    {f'{name} = {key.default!r}':<40}  {key.comment}")
+
+
+# -------------------------------------------------------------------------------------------------
+# errors: one line on stderr, and an exit code
+
+
+class BadInput(ValueError):
+    """The user's input is wrong. In one line: what is wrong, where, what to type instead."""
+
+    exit_code = 2
+
+
+class Stop(RuntimeError):
+    """The run has noticed that it must not go on. Mostly raised on all ranks together."""
+
+    exit_code = 1
+
+
+lost = None  # parallel.py sets it: a function, exception -> Stop where another rank is lost
+
+
+def report_error(kind, error, trace):
+    """
+    sys.excepthook of all programs. BadInput is one line and exit code 2. Stop, a lost rank, a full
+    disk and too little memory are one line and exit code 1, and Ctrl-C is one line and 130. Any
+    other exception is a bug, and is shown with its traceback.
+    """
+    rank, lost_rank = int(os.environ.get("RANK", 0)), lost and lost(error)
+    error = lost_rank or error
+    code, message = getattr(error, "exit_code", None), str(error)
+    if issubclass(kind, KeyboardInterrupt):
+        code, message = 130, "interrupted"
+    elif issubclass(kind, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        code, message = 1, (f"{error.filename or 'the output'} cannot be written: {error.strerror}; "
+                            "make room and run the same again")
+    elif kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in message:
+        code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
+                            "rollout_batch_size, or the model's size")
+    elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
+        code, message = 2, (f"a key of this run needs a file that is not in this folder "
+                            f"({message}); copy it from quartet, or do without that key")
+    if code is None:
+        sys.__excepthook__(kind, error, trace)
+    elif rank and not lost_rank:
+        # mostly all ranks have the same error: rank 0 says it, and torchrun ends the others while
+        # they wait here. An error of this rank alone is said by it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(1)
+    if code is not None:
+        where = f" (rank {rank})" if rank else ""
+        # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
+              file=sys.__stderr__, flush=True)
+    sys.stdout.flush()
+    # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
+    os._exit(1 if code is None else code)
+
+
+def say(message):
+    """Print a message on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)
+
+
+def first_line(error):
+    """An exception's class and the first line of its message."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def shorten(value, width=60):
+    """repr, cut to width, for error lines."""
+    text = repr(value)
+    return text if len(text) <= width else text[:width] + "..."

@@ -1,161 +1,188 @@
 """
-From a folder to a Model, and the checks on the way: config.json, the tensors, whether quartet can
-decode the family. No code in a folder is run.
+From a folder, or a hub name, to a Model: `load`. And the four models of ppo.py: load_policy,
+load_ref_policy, load_reward_model, load_value_model. No code in a folder is run, and no pickle is
+read. Two things are checked on the way: the tensors are the model's, and quartet can decode the
+family (`probe`).
 """
+import contextlib
+import copy
 import os
 
 import torch
+import torch.nn as nn
 
-from errors import BadInput, first_line, say, shorten
-from folders import data_alone, model_folders, read_file
-from model import Model, freeze, scaled_logits
-from parallel import is_sharded
+from configurator import BadInput, first_line, of_model
+from model import Model, no_grad_forwards, scaled_logits
+from tokenizer import load_tokenizer
+
+# --------------------------------------------------------------------------------------------------
+# precision
+
+SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
 
 
-def load_model(path, head="lm", dtype=torch.float32, device="cpu", seed=0):
+def dtypes(system):
     """
-    The Model in a Hugging Face folder, or of that name on the hub. Where it is an adapter: the
-    model that it was trained on, with the adapter merged into its weights.
+    (dtype of trained weights, dtype of frozen matrices, or None where it is the same).
 
-    head: "lm", or "scalar": a reward or value model. A plain language model gets a new scalar head,
-    drawn from seed (new_head is then True). dtype: of the weights, also where the file has another.
-    Raises BadInput where the folder is no such model, or a tensor is missing, unexpected, of
-    another shape or not finite. Weights must be safetensors, and no code comes from the folder.
+    In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
+    used. So frozen matrices can be stored rounded: the results are the same. Norms and biases are
+    vectors, which autocast does not round. master_weights=False: every weight is bfloat16, and
+    there is no autocast.
     """
-    *adapters, folder = model_folders(path)
-    model = read_model(folder, folder if adapters else path, head, dtype, seed)
-    if adapters:
-        from options.lora import merge
-
-        for adapter in reversed(adapters):  # the model of an adapter may be an adapter, too
-            merge(model, adapter)
-    model.path = path
-    return model.to(device)
+    if system.dtype not in SHORT:
+        return getattr(torch, system.dtype), None
+    if not system.master_weights:
+        return torch.bfloat16, None
+    return torch.float32, SHORT[system.dtype]
 
 
-def read_model(folder, path, head, dtype, seed):
-    """load_model of a folder that is no adapter. path: its name in errors."""
-    config = read_config(folder, path, head)
-    file_dtype, settings = config.dtype, {}
-    if dtype == torch.float64 and has_experts(config):
-        settings["experts_implementation"] = "batched_mm"  # the usual kernel refuses float64
-    with data_alone(folder, weights=True) as room:
+def autocast(system, device):
+    """The context of a run's forwards: torch.autocast in 16 bits, otherwise nothing."""
+    _, matrices = dtypes(system)
+    if matrices is None:
+        return contextlib.nullcontext()
+    # no cache: a forward uses every matrix once, and the cache would keep the casts of all layers
+    return torch.autocast(device.type, matrices, cache_enabled=False)
+
+
+def matrices_of(model):
+    """
+    The parameters that autocast rounds wherever they are used: the matrices, but not the table of
+    embeddings (rows are only looked up), not the biases of many experts (they are only added), not
+    the parameters that the family keeps in 32 bits (some routers), and not a scalar head.
+    """
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    wide = {id(p) for m in tables for p in m.parameters()}
+    if model.head == "scalar":
+        wide.add(id(model.hf.score.weight))
+    kept = ("bias", *(model.hf._keep_in_fp32_modules_strict or ()))
+    return [p for name, p in model.named_parameters()
+            if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
+
+
+# --------------------------------------------------------------------------------------------------
+# one model
+
+
+def load(path, name, system, device, head="lm", trained=False, tokenizer=None, seed=0):
+    """
+    The Model of a folder or hub name, on the device, trained or frozen. A collective where
+    zero_stage splits it over the ranks. With LoRA the model is frozen, and an adapter on it is
+    trained.
+
+    name: of the model in the keys: policy, ref, reward, value or judge. head: "lm", or "scalar": a
+    reward or value model; a plain language model gets a new scalar head, drawn from seed (new_head
+    is then True). tokenizer: None: the folder's. Raises BadInput where the folder is no such model,
+    or a tensor is missing, unexpected, of another shape or not finite.
+    """
+    if os.path.isdir(os.path.join(path, "policy")) and not os.path.exists(f"{path}/config.json"):
+        raise BadInput(f"{path}: this is the folder of a run, not of a model; type {path}/policy")
+    tokenizer = tokenizer or load_tokenizer(path, system)
+    adapter = of_model(system.lora, name) if trained else ""
+    if system.zero_stage or system.offload:
+        from options.shards import load_split
+
+        model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
+    else:
+        model = read_model(path, head, system, "cpu" if system.quantize == "4bit" else device, seed)
+        settle(model, system, trained, adapter)
+    model.tokenizer = tokenizer
+    tokenizer.fit(model, path)
+    if adapter and system.quantize == "4bit":
+        from options.four_bits import quantize
+
+        quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
+    if system.compile:
+        # nn.Module must not register it: its parameters are registered already
+        model.__dict__["compiled"] = torch.compile(model.hf.base_model, dynamic=True)
+    if head == "lm":
+        with autocast(system, device), no_grad_forwards([model], device):
+            probe(model)
+    if adapter:
+        from options.lora import adapt
+
+        model = adapt(model, adapter, head, seed)
+    return model
+
+
+def read_model(path, head, system, device="cpu", seed=0):
+    """The Model of a folder as it is, with transformers. The other arguments: see load."""
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import read_merged
+
+        return read_merged(path, head, system, device, seed)
+    if not path or (os.sep in path.strip(".") and path.count("/") != 1 and not os.path.isdir(path)):
+        raise BadInput(f"{path!r}: no such model folder; train it first, or give a hub name such "
+                       "as EleutherAI/pythia-1b")
+    from transformers import AutoConfig
+
+    dtype, _ = dtypes(system)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config.num_labels = 1 if head == "scalar" else config.num_labels
+        file_dtype = config.dtype
         hf, found = auto_class(head).from_pretrained(
-            room, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True, ignore_mismatched_sizes=True, **settings)
+            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+            attn_implementation=system.attn_implementation, output_loading_info=True,
+            ignore_mismatched_sizes=True, **settings_of_experts(config, dtype))
+    except Exception as e:  # for bad words and numbers transformers raises anything
+        raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
-    model = Model(hf, head, path, file_dtype)
-    model.processor = processor_files(folder)
-    if model.max_positions < (getattr(model.config, "max_position_embeddings", None) or 0):
-        say(f"{path}: a text may have up to {model.max_positions} tokens: with longrope a longer "
-            "one would change the numbers of the texts beside it")
+    model = Model(hf, head, path)
+    model.file_dtype = file_dtype
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
-    for name, p in model.hf.named_parameters():
+    for name, p in hf.named_parameters():
         if not p.isfinite().all():
             raise BadInput(f"{path}: tensor {name!r} holds NaN or numbers that are not finite in "
-                           f"{str(dtype).removeprefix('torch.')}; save or download the model again")
+                           f"{system.dtype}; save or download the model again")
         if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit
             p.data = p.data.clone()
-    return model
+    return model.to(device)
 
 
 def auto_class(head):
     """The class of transformers that finds a model's class; and keep transformers quiet."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
-    from transformers.integrations import moe
 
     logging.set_verbosity_error()  # it warns of padding without a mask, see model.py's header
     logging.disable_progress_bar()
-    product = moe._grouped_mm  # the only matrix product that autocast does not round
-
-    def rounded(x, weight, offs):
-        if torch.is_autocast_enabled(x.device.type):
-            weight = weight.to(torch.get_autocast_dtype(x.device.type))
-        return product(x, weight, offs)  # this casts x to the dtype of weight
-
-    if product.__module__ == moe.__name__:
-        moe._grouped_mm = rounded
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-# settings of a config that quartet reads and transformers does not check
-NUMBERS = dict.fromkeys(("sliding_window", "attention_chunk_size", "max_position_embeddings"), int)
-NUMBERS |= dict.fromkeys(("score_shift", "logit_scale", "logits_scaling",
-                          "final_logit_softcapping"), float)
-
-
-def read_config(folder, path, head="lm"):
-    """The config.json of a folder, as transformers reads it. Raises BadInput."""
-    from transformers import AutoConfig
-
-    with data_alone(folder) as room:
-        config = AutoConfig.from_pretrained(room, trust_remote_code=False)
-    text = config.get_text_config()
-    if any(getattr(c, "quantization_config", None) for c in (config, text)):
-        raise BadInput(f"{path}: its weights are quantized; get the model as it was before")
-    for name, kind in NUMBERS.items():
-        value = getattr(text, name, None)
-        if value is not None and not (type(value) in (int, kind) and abs(value) < 1e18):
-            raise BadInput(f"{path}: {name} = {shorten(value)} in its config.json cannot be right; "
-                           "download the model again")
-    if head == "scalar":
-        want_one_score(config, path)
-    return config
-
-
-def shapes(config, head, path, dtype=torch.float32, **settings):
-    """The model of transformers that a config describes, with new weights. Raises BadInput."""
-    try:
-        return auto_class(head).from_config(config, dtype=dtype, **settings)
-    except Exception as e:  # transformers may raise anything
-        raise BadInput(f"{path}: transformers cannot make it: {first_line(e)}") from e
-
-
-def processor_files(folder):
-    """{name: content} of a folder's files for images and sound: a saved model gets them again."""
-    names = [name for name in os.listdir(folder) if name.endswith("processor_config.json")]
-    return {name: read_file(os.path.join(folder, name)) for name in names}
-
-
-def has_experts(config):
-    """Whether a model is a mixture of experts."""
+def settings_of_experts(config, dtype):
+    """Arguments for transformers, where a model is a mixture of experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(config.get_text_config(), name, None) for name in names)
+    if not any(getattr(config.get_text_config(), name, None) for name in names):
+        return {}
+    from options.experts import settings
 
-
-def want_one_score(config, path):
-    """Make a config that of a model with one score a token. Raises BadInput if there is none."""
-    config.num_labels = 1
-    if type(config) not in auto_class("scalar")._model_mapping:
-        raise BadInput(f"{path}: transformers has no sequence classifier of the family "
-                       f"{config.model_type}, so it cannot be a reward or value model here; "
-                       "grpo.py with rules trains it without one")
+    return settings(dtype)
 
 
 def check_tensors(found, hf, head, path):
     """
     Raise BadInput for tensors that are missing, of another shape, or not the model's. found: the
-    report of transformers. The file of a scalar model may lack the head, which load_model then
-    draws, and may have a language model's head.
+    report of transformers. The file of a scalar model may lack the head, which load then draws, and
+    may have a language model's head.
     """
-    missing, extra = found["missing_keys"], found["unexpected_keys"]
+    missing, extra = set(found["missing_keys"]), set(found["unexpected_keys"])
     if head == "scalar":
-        missing = set(missing) - {"score.weight"}
-        extra = [n for n in extra if not n.startswith(("lm_head.", "embed_out.", "output."))]
-    if missing:
-        raise BadInput(f"{path}: tensor {min(missing)!r} is missing from its weights ("
-                       f"{len(missing)} in all); is the download complete?")
-    if found["mismatched_keys"]:
-        name, here, wanted = min(found["mismatched_keys"])
-        raise BadInput(f"{path}: tensor {name!r} has the shape {here}, and config.json says "
-                       f"{wanted}")
-    if extra:
-        raise BadInput(f"{path}: its weights have a tensor {min(extra)!r} ({len(extra)} such in "
-                       f"all), which a {type(hf).__name__} does not have: this would not be the "
-                       "model that was saved; give another one")
-    if found.get("error_msgs"):
-        raise BadInput(f"{path}: {shorten(found['error_msgs'][0])}")
+        score = getattr(hf, "score", None)
+        if not isinstance(score, nn.Linear) or score.out_features != 1 or score.bias is not None:
+            raise BadInput(f"{path}: the head of {type(hf).__name__} is not one linear map to one "
+                           "score, without a bias; give another model")
+        missing -= {"score.weight"}
+        extra = {n for n in extra if not n.startswith(("lm_head.", "embed_out.", "output."))}
+    shapes = [f"{n}, of shape {tuple(here)} and not {tuple(wanted)}"
+              for n, here, wanted in found["mismatched_keys"]]
+    for what, names in (("lack", missing), ("have, of a wrong shape,", shapes),
+                        ("have, beside the model's,", extra)):
+        if names:
+            raise BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such "
+                           "in all), so this would not be the model that was saved; is the download "
+                           "complete?")
 
 
 def draw_score_head(model, seed):
@@ -168,26 +195,35 @@ def draw_score_head(model, seed):
     model.new_head = True
 
 
-# --------------------------------------------------------------------------------------------------
-# the probe
+def settle(model, system, trained, adapter=""):
+    """
+    Decide requires_grad of each parameter, for the whole run; it says what is stepped and saved. A
+    parameter that no text reaches stays frozen. With an adapter, the model is frozen under it. The
+    matrices of a frozen model get the dtype to which autocast would round them.
+    """
+    unread = unread_parameters(model) if trained else []
+    model.requires_grad_(trained and not adapter)
+    for p in unread:
+        p.requires_grad_(False)
+    if trained and system.gradient_checkpointing:
+        model.recompute()
+    matrices = dtypes(system)[1]
+    if matrices and (adapter or not trained):
+        for p in matrices_of(model):
+            p.data = p.data.to(matrices)
 
 
 def unread_parameters(model):
     """
-    The names of the parameters of model.hf that no text reaches, so no loss has a gradient for
-    them: a vision part, a bias that only chooses experts. The graph of one forward pass has all
-    others: the text is long enough for the blocks of compressed attention, and all experts are one
-    tensor.
+    The parameters of model.hf that no text reaches, so no loss has a gradient for them: a vision
+    part, a bias that only chooses experts. The graph of one forward pass has all others: the text
+    is long enough for blocks of compressed attention, and all experts are one tensor.
     """
     model.requires_grad_(True)
     text = torch.arange(min(256, model.max_positions)) % model.config.vocab_size
-    try:
-        with torch.enable_grad():
-            states = model.states(text[None].to(model.hf.device))[0]  # (256, d)
-            out = model.logits(states) if model.head == "lm" else model.scalars(states)
-    except Exception as e:  # some families read in other ways
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: {first_line(e)}") from e
+    with can_read(model), torch.enable_grad():
+        states = model.states(text[None].to(model.hf.device))[0]  # (256, d)
+        out = model.logits(states) if model.head == "lm" else model.scalars(states)
     steps, seen, reached = [out.grad_fn], set(), set()
     while steps:
         step = steps.pop()
@@ -195,10 +231,19 @@ def unread_parameters(model):
             seen.add(step)
             reached.add(id(getattr(step, "variable", None)))  # the parameter, if the step has one
             steps += [before for before, _ in step.next_functions]
-    return [name for name, p in model.hf.named_parameters() if id(p) not in reached]
+    return [p for p in model.hf.parameters() if id(p) not in reached]
 
 
-@torch.no_grad()
+@contextlib.contextmanager
+def can_read(model):
+    """A block that raises BadInput where the model's family reads or decodes in another way."""
+    try:
+        yield
+    except Exception as e:
+        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
+                       f"{model.config.model_type}: {first_line(e)}") from e
+
+
 def probe(model):
     """
     Raise BadInput unless a language model can do what quartet needs: decode two texts of unequal
@@ -206,7 +251,7 @@ def probe(model):
     same log-probs as reading it alone. The dropped text has positions at the end of the context,
     because a text's log-probs must not depend on the longest text beside it.
     """
-    from decoding_cache import decoding_cache
+    from transformers import DynamicCache
 
     device = model.hf.device
     tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
@@ -215,8 +260,8 @@ def probe(model):
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (2, 8)
     positions[0] += max(model.max_positions - 5, 0)  # 5 tokens of row 0 are read
     text = tokens[1:, 3:]
-    try:
-        cache = decoding_cache(model.hf.config)
+    with can_read(model):
+        cache = DynamicCache(config=model.hf.config)
         # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
         logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
         cache.batch_select_indices(torch.tensor([1], device=device))
@@ -225,52 +270,109 @@ def probe(model):
                                             positions[1:, t:t + 1])[0])  # (V,)
         decoded = scaled_logits(torch.stack(logits)).log_softmax(-1)  # (3, V)
         decoded = decoded.gather(-1, text[0, 2:, None]).squeeze(-1)  # (3,)
-        target_mask = torch.arange(5, device=device)[None] >= 2  # (1, 5): the text's last 3 tokens
-        gap = (decoded - model.logprobs(text, target_mask)[0]).abs().max().item()
-    except Exception as e:  # some families decode in other ways
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: {first_line(e)}") from e
-    in_16_bits = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2
-    if not gap <= (0.3 if in_16_bits else 1e-3):
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: read and decoded, a token's log-probs differ "
-                       f"by {gap:.2g} nats")
+        read = scaled_logits(model.logits(model.states(text)[0, 1:-1])).log_softmax(-1)  # (3, V)
+        gap = (decoded - read.gather(-1, text[0, 2:, None]).squeeze(-1)).abs().max().item()
+        in_16_bits = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2
+        if not gap <= (0.3 if in_16_bits else 1e-3):
+            raise ValueError(f"read and decoded, a token's log-probs differ by {gap:.2g} nats")
 
 
-def outline(path, head, dtype):
-    """The model of a folder without its weights: only shapes and settings, without memory."""
-    *adapters, folder = model_folders(path)
-    config = read_config(folder, path, head)
-    kinds, file_dtype = config.architectures, config.dtype  # from_config sets its own
-    with torch.device("meta"):
-        hf = shapes(config, head, path, dtype)
-    model = freeze(Model(hf, head, path, file_dtype))
-    model.processor = processor_files(folder)
-    model.new_head = head == "scalar" and "ForSequenceClassification" not in str(kinds)
-    return model
-
-
-def load_like(model, folder):
-    """load_model, with `model`'s head and dtype. Raises BadInput where their shapes differ."""
-    read = load_model(folder, model.head, model.hf.dtype)
-    shapes = [[p.shape for p in m.hf.parameters()] for m in (read, model)]
-    if shapes[0] != shapes[1]:
-        raise BadInput(f"{folder}: its tensors are not those of the model trained here; "
-                       "resume with the model that saved it")
-    return read
-
-
-@torch.no_grad()
-def fill_model(model, folder):
+class OnTrunk(Model):
     """
-    A collective if the model is sharded: give it the weights that are in a folder. Raises BadInput
-    where they are another model's.
+    A scalar head on the trunk of another Model, `base`; with value_init="shared" the value model
+    stands on the policy, and both losses train the policy's trunk. The trunk's parameters belong to
+    base; its own parameters are those of the head, `score`.
     """
-    if is_sharded(model):
-        from options.shards import fill_shards
 
-        fill_shards(model, folder)  # COLLECTIVE
-        return
-    read = load_like(model, folder)
-    for p, saved in zip(model.hf.parameters(), read.hf.parameters(), strict=True):
-        p.data.copy_(saved)
+    def __init__(self, base, seed=0):
+        nn.Module.__init__(self)
+        config = copy.deepcopy(base.hf.config)
+        config.num_labels = 1
+        with torch.device("meta"):  # the trunk that is made here is replaced by base's
+            hf = auto_class("scalar").from_config(config)
+        setattr(hf, hf.base_model_prefix, base.hf.base_model)
+        weight = base.hf.get_input_embeddings().weight
+        hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
+                             dtype=torch.promote_types(weight.dtype, torch.float32))
+        # nn.Module must not register them: they belong to the base
+        self.__dict__.update(hf=hf.eval(), base=base)
+        self.head, self.path, self.tokenizer = "scalar", base.path, base.tokenizer
+        self.file_dtype, self.score_shift, self.score = base.file_dtype, 0.0, hf.score
+        draw_score_head(self, seed)
+
+    def states(self, tokens):
+        return self.base.states(tokens)
+
+
+# --------------------------------------------------------------------------------------------------
+# the models of ppo.py and grpo.py
+
+
+def load_policy(path, system, device, seed=0):
+    """The SFT model, trained. With LoRA an adapter on it is trained instead."""
+    return load(path, "policy", system, device, trained=True, seed=seed)
+
+
+def load_ref_policy(path, policy, system, device):
+    """
+    The frozen reference: the model of the key ref_path, or the policy's SFT model. With LoRA the
+    latter is the policy without its adapter: no second copy.
+    """
+    if policy.base is not None and not system.ref_path:
+        return policy.base
+    if not system.ref_path:
+        return load(path, "ref", system, device, tokenizer=policy.tokenizer)
+    ref_policy = load(system.ref_path, "ref", system, device)
+    if ref_policy.tokenizer.vocabulary != policy.tokenizer.vocabulary:
+        raise BadInput(f"ref_path {system.ref_path!r} has another tokenizer than the policy, so its "
+                       "log-probs would be of other tokens; give the model from which the policy's "
+                       "training began")
+    return ref_policy
+
+
+def load_reward_model(path, policy, system, device):
+    """
+    The reward model, frozen. Its tokenizer puts the run's chats into the reward model's own
+    template. With share_base: an adapter and a head on the policy's trunk. Raises BadInput where it
+    is a plain language model, or its head gives 0 for all texts.
+    """
+    if not path:
+        raise BadInput("reward_functions names reward_model; say which by --reward_path=FOLDER, or "
+                       "name a config file (--help begins with examples)")
+    if system.share_base:
+        from options.lora import load_adapted
+
+        reward_model = load_adapted(policy.base, path, "scalar").requires_grad_(False)
+        reward_model.tokenizer = load_tokenizer(path, system)
+    else:
+        reward_model = load(path, "reward", system, device, head="scalar")
+    reward_model.tokenizer.set_padding_apart()
+    reward_model.tokenizer.skipped_id = reward_model.hf.config.pad_token_id
+    if reward_model.new_head or not reward_model.hf.score.weight.any():
+        raise BadInput(f"{path}: it has no trained score head, it is a plain language model; train "
+                       "one with rm.py")
+    return reward_model
+
+
+def load_value_model(value_init, policy, reward_model, system, device, seed=0):
+    """
+    The value model, trained: it starts as the reward model or as the policy with a new head
+    (value_init), or it is a head on the policy's own trunk (shared).
+    """
+    if value_init == "shared":  # both losses train the policy's trunk
+        return OnTrunk(policy, seed=seed)
+    path = policy.path
+    if value_init == "reward":
+        if reward_model is None:
+            raise BadInput("value_init = 'reward', but reward_functions does not use reward_model; "
+                           "type --value_init=policy")
+        if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
+            raise BadInput("the reward model has another tokenizer than the policy, so it cannot "
+                           "value the policy's tokens; type --value_init=policy")
+        path = reward_model.path
+    if system.share_base:
+        from options.lora import value_on_trunk
+
+        return value_on_trunk(policy, path, value_init, system, seed)
+    return load(path, "value", system, device, head="scalar", trained=True,
+                tokenizer=policy.tokenizer, seed=seed)

@@ -7,54 +7,229 @@ function here returns at once, so the scripts need no `if distributed`.
 The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
 
  no  phase    function              torch's call  numbers      what all ranks have afterwards
-  1  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
-  2  rollout  gather_rows           all_gather    B/n rows     all B responses
-  3  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
-  4  score    in_step               all_gather    1            has a rule failed on any rank?
-  5  score    gather_rows           all_gather    B/n scores   the scores of all B responses
-  6  score    stop_agreed           all_reduce    1            was any rank asked to stop?
-  7  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
-  8  score    must_agree            all_reduce    1            the sampler's largest error
-  9  update   must_agree            all_reduce    1            the first ratios' distance from 1
- 10  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
- 11  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
- 12  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
- 13  log      write_log             all_gather    1            has rank 0 written its line?
+  1  rollout  gather_rows           all_gather    B/n rows     all B responses
+  2  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
+  3  score    in_step               all_gather    1            has a rule failed on any rank?
+  4  score    gather_rows           all_gather    B/n scores   the scores of all B responses
+  5  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
+  6  score    all_reduce_max        all_reduce    1            the sampler's largest error
+  7  update   all_reduce_max        all_reduce    1            the first ratios' distance from 1
+  8  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
+  9  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
+ 10  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
+ 11  log      alone                 all_gather    1            has rank 0 written its line?
 
-10 and 11 run once in each optimizer step, 9 only in the first one. 2 and 5 send rows as bytes.
-grpo.py has no value model: there is no 11; 7 has 2 B R numbers and 12 has 8. With one minibatch 7
-has B R numbers, because the policy does not read, and a 7 of its old_logprobs comes before 8.
-grpo.py runs 2 to 6 once more for each refill.
+8 and 9 run once in each optimizer step, 7 only in the first one. 1 and 4 send rows as bytes. The
+first iteration runs 6 once more, against the reference. Iterations that audit, evaluate or save add
+calls. Sharded models (options/shards.py) gather weights and reduce gradients inside forward and
+backward.
 
-Some iterations add calls: the first one (row 8 once more, against the reference), and iterations
-that audit, evaluate or save.
-zero_stage 1 sends the new weights to all ranks after each optimizer step. Sharded models
-(zero_stage 2 and 3) gather their weights and reduce their gradients inside forward and backward;
-then clip_gradients adds an all_reduce of 1 number a model, for the norm, and before the rollout
-decoding_copy gathers the policy.
-
-In the code: the docstring of a function that is a collective begins with the words "A collective".
-A line that calls such a function is marked # COLLECTIVE, in the training scripts and in their
-shared files (rollout.py, rewards.py, run.py, options/roles.py).
+The docstring of a function that is a collective begins with the words "A collective". In the
+scripts and their rooms a line that calls such a function is marked # COLLECTIVE.
 """
+import atexit
 import contextlib
+import ctypes
+import datetime
 import itertools
+import json
 import math
+import os
+import re
+import signal
+import sys
+import time
 
 import torch
 import torch.distributed as dist
 
-from errors import Lost
+import configurator
+from configurator import BadInput, Stop
 
-phase = "start"  # set by the scripts, e.g. "iteration 7, update": a lost rank is reported with it
+phase = "start"  # set by the run, e.g. "iteration 7, update": errors name it
+stop = False  # whether this process has been asked to stop: SIGTERM, Ctrl-C
+group = None  # the ranks that all functions here are for; None = all (an option may set it)
+PATIENCE = datetime.timedelta(hours=6)  # that ranks wait for each other during work at the disk
 
-# Where ranks have roles (the key roles), all functions here are for the ranks of one role: `group`
-# is their group, and its number 0 is the rank `first` of all ranks. None: there are no roles.
-# others: the name of its ranks in an error
-group, first, others = None, 0, "the other ranks"
-roles, role = {}, ""  # {role: the range of its ranks}, and this rank's role; empty: no roles
 
-stop = False  # whether this rank, or a rank of another role, has been asked to stop
+# --------------------------------------------------------------------------------------------------
+# start, stop, and the end
+
+
+def init(device, timeout, deterministic=False):
+    """
+    A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs.
+    device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
+    is an error. deterministic: on GPUs, only kernels that give the same bits every time. From here
+    on SIGTERM and SIGINT are requests, see stop_agreed. Returns this rank's torch.device.
+    """
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # if only torchrun is killed, this process must end, too; else it would go on alone
+        PR_SET_PDEATHSIG = 1  # of prctl: the signal that this process gets when its parent dies
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    choose_kernels(deterministic)
+    device = choose_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
+        where = dict(backend="gloo")
+        if device.type == "cuda":
+            where = dict(backend="nccl", device_id=device)
+        dist.init_process_group(timeout=datetime.timedelta(seconds=timeout), **where)
+        dist.barrier()  # nccl makes its connections only now
+    return device
+
+
+def choose_device(device):
+    """auto | cpu | cuda -> a torch.device; a GPU becomes this process's."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("device_type = 'cuda', but torch sees no GPU here; type --device_type=cpu")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs, and no GPU for rank "
+                       f"{local_rank}; lower --nproc_per_node")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def choose_kernels(deterministic):
+    """All settings of the kernels that a GPU may use. Only the key `deterministic` changes them."""
+    # float32 means float32. TF32 has 10 bits behind the point: the log-probs of sampler and
+    # training would differ by more than loss.gap_limit. Some containers turn it on by a variable.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    # products of 16 bits are summed in 32 bits: their last bits then depend less on the shapes
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # cuDNN may use another kernel of attention for a forward with gradients than for one without:
+    # the ratio of the first step would not be 1
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.benchmark = False
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        # not warn_only: with it the backward of flash attention still sums in any order
+        torch.use_deterministic_algorithms(True)
+        # torch would also fill each new tensor with NaN, which takes time
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def on_signal(number, frame):
+    """
+    SIGTERM or SIGINT: remember it; a run stops where it can (stop_agreed). A second signal ends the
+    process at once.
+    """
+    global stop
+    if stop:
+        os._exit(128 + number)
+    stop = True
+    if rank_and_size()[0] == 0:
+        line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: {phase}); "
+                "send it again to stop at once\n")
+        os.write(2, line.encode())  # print is not safe in a signal handler
+
+
+def stop_agreed():
+    """
+    A collective: whether any rank has been asked to stop; the same answer on all ranks, because
+    they must leave together: a rank that stayed would wait for the others.
+    """
+    return bool(all_reduce_max(torch.tensor(float(stop), device=wire())))
+
+
+def leave():
+    """A collective: leave the group together. The run is over: no later error may fail it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        # without _exit, about 1 exit in 50 aborts in one of torch's threads
+        atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
+
+
+def lost(error):
+    """
+    The Stop for an exception that comes from a rank that was killed, or that does not come; None
+    for other exceptions. The hook of configurator.py asks.
+    """
+    words = "gloo|nccl|connection (closed|reset)|timed out|broken pipe"
+    if not isinstance(error, dist.DistError) and not (
+            dist.is_initialized() and type(error) is RuntimeError
+            and re.search(words, str(error), re.IGNORECASE)):
+        return None
+    reason = str(error).strip().split("\n")[0].rpartition("] ")[2].partition(". ")[0]
+    return Stop(f"{phase}: lost touch with another rank: it was killed, or hangs ({reason}). The "
+                "last checkpoint is good; resume with the same command")
+
+
+configurator.lost = lost
+
+# --------------------------------------------------------------------------------------------------
+# ranks in step: all work, or rank 0 works for all. An error of one is raised on all of them
+
+
+@contextlib.contextmanager
+def in_step():
+    """
+    A collective: a block in which every rank does its own share of some work. If it fails on any
+    rank, all ranks raise an error at its end, with the message of the first rank that failed.
+    Otherwise the others would go on and wait for a rank that has left.
+    """
+    error = None
+    try:
+        yield
+    except Exception as e:
+        if not dist.is_initialized():
+            raise
+        error = e
+    failed = ranks_where(error is not None)
+    if failed:
+        kind, message = from_rank([getattr(error, "exit_code", 1), str(error)], failed[0])
+        if error is not None and not hasattr(error, "exit_code"):
+            raise error
+        where = f"on rank {failed[0]}: " if failed[0] else ""
+        raise (BadInput if kind == 2 else Stop)(where + message) from error
+
+
+def alone(function):
+    """A collective: only rank 0 calls function; all ranks return its result, sent as JSON."""
+    if not dist.is_initialized():
+        return function()
+    result, ranks, wait = None, group or dist.group.WORLD, dist.get_pg_timeout(group)
+    ranks.set_timeout(max(wait, PATIENCE))  # work at the disk: rank 0 may write 190 GB
+    with in_step():  # COLLECTIVE
+        if rank_and_size()[0] == 0:
+            result = function()
+    ranks.set_timeout(wait)
+    return from_rank(result)
+
+
+def from_rank(value, source=0):
+    """A collective: the value that the rank `source` has, on all ranks. Sent as JSON: no pickle."""
+    if not dist.is_initialized():
+        return value
+    text = json.dumps(value).encode() if rank_and_size()[0] == source else b""
+    length = torch.tensor([len(text)], device=wire())
+    dist.broadcast(length, group_src=source, group=group)
+    sent = torch.zeros(int(length), dtype=torch.uint8, device=wire())
+    sent[:len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[:len(text)]
+    dist.broadcast(sent, group_src=source, group=group)
+    return json.loads(sent.cpu().numpy().tobytes())
+
+
+def ranks_where(flag):
+    """A collective: the ranks on which flag is true; the same list on all."""
+    flags = all_gather(torch.tensor([flag], device=wire()).long())
+    return torch.cat(flags).nonzero().flatten().tolist()
+
+
+def name_ranks(numbers):
+    """[1, 2] -> "rank 1 and rank 2"."""
+    return " and ".join(f"rank {number}" for number in numbers)
+
+
+# --------------------------------------------------------------------------------------------------
+# the share of each rank, and tensors
 
 
 def rank_and_size():
@@ -64,122 +239,16 @@ def rank_and_size():
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-@contextlib.contextmanager
-def everyone():
-    """In this block the functions below are for all ranks, whatever their roles are."""
-    global group, first, others
-    before = group, first, others
-    group, first, others = None, 0, "the other ranks"
-    try:
-        yield
-    finally:
-        group, first, others = before
-
-
 def wire():
     """The device of the tensors that the group can send: the GPU with nccl, the CPU with gloo."""
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
-def collective(operation, *args, **kwargs):
-    """
-    A collective: operation(*args, **kwargs), which is one of torch.distributed's. Raises Lost if
-    another rank was killed (at once) or does not come (after `timeout` seconds).
-    """
-    try:
-        return operation(*args, **kwargs)
-    except RuntimeError as e:  # the errors of gloo, of nccl and of the store are all of this class
-        raise lost(e, others) from e
-
-
-def lost(error, whom):
-    """The Lost to raise for a collective that failed with this error; its line names the phase."""
-    what_to_do = "The last checkpoint is good; resume with the same command"
-    who = "one was killed, or hangs"
-    if phase == "start":
-        what_to_do = "Look at what it said, and type the same command again"
-        who = "one could not start, was killed, or hangs"
-    return Lost(f"{phase}: lost touch with {whom}: {who} ({reason(error)}). {what_to_do}")
-
-
-def reason(error):
-    """The first sentence of an error of torch's, without the [file and line] before it."""
-    first_line = str(error).strip().partition("\n")[0]
-    return first_line.rpartition("] ")[2].partition(". ")[0].strip() or type(error).__name__
-
-
-# --------------------------------------------------------------------------------------------------
-# requests to stop
-
-
-def stop_asked():
-    """Whether this rank has been asked to stop; fast, for loops that can end early."""
-    return stop
-
-
-def stop_agreed():
-    """
-    A collective: whether any rank has been asked to stop; the same answer on all ranks, because
-    they must leave together: a rank that stayed would wait for the others.
-    """
-    return bool(all_reduce_max(torch.tensor(float(stop_asked()), device=wire())))
-
-
-# --------------------------------------------------------------------------------------------------
-# the work of each rank
-
-
-def share(n, rank, size):
-    """A rank's range of 0 .. n - 1: contiguous; lengths differ by one at most."""
+def share(n, rank=None, size=None):
+    """A rank's part of the numbers 0 .. n - 1: a range; the parts differ by one at most."""
+    if rank is None:
+        rank, size = rank_and_size()
     return range(rank * n // size, (rank + 1) * n // size)
-
-
-def my_share(items, together=1):
-    """
-    This rank's contiguous part of a sequence that all ranks have. It may be empty. together: so
-    many neighbouring ranks share one part: the parts that they would have alone, joined.
-    """
-    rank, size = rank_and_size()
-    mine = share(len(items), rank // together, size // together)
-    return items[mine.start:mine.stop]
-
-
-PADDING = 256  # one more micro-batch takes about as much time as so many tokens
-
-
-def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
-    """
-    This rank's micro-batches of the rows of all ranks: lists of row numbers. All ranks have equally
-    many micro-batches, some of them empty, because a forward of a sharded model is a collective.
-
-    lengths: the tokens of each row, of all ranks. A micro-batch has at most micro_batch_size rows;
-    or, with micro_batch_tokens, at most so many tokens, padding included (a longer row is alone).
-    as_rank: (rank, size) instead of this rank's own.
-
-    The rows are sorted, the longest first, and dealt to the ranks like cards: so all ranks have
-    about equally many tokens, and the rows of a micro-batch about the same length. With lengths of
-    5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row also
-    begins a new micro-batch where the present one would have more than PADDING tokens of padding.
-    """
-    rank, size = as_rank or rank_and_size()
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    dealt = []  # for each rank its micro-batches
-    for mine in (order[number::size] for number in range(size)):
-        parts, part = [], []
-        for i in mine:
-            tokens = lengths[(part or [i])[0]] * (len(part) + 1)  # with row i, and with padding
-            full = tokens > micro_batch_tokens > 0
-            full |= len(part) == micro_batch_size and micro_batch_tokens == 0
-            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > PADDING):
-                parts.append(part)
-                part = []
-            part.append(i)
-        dealt.append(parts + [part] if part else parts)
-    return dealt[rank] + [[]] * (max(map(len, dealt)) - len(dealt[rank]))
-
-
-# --------------------------------------------------------------------------------------------------
-# tensors
 
 
 def broadcast_parameters(models):
@@ -187,25 +256,17 @@ def broadcast_parameters(models):
     A collective: overwrite every rank's parameters with rank 0's, so that all start from the same
     bytes. Sharded parameters stay as they are: each rank has another part.
     """
-    if not dist.is_initialized():
-        return
-    for model in models:
-        for p in model.parameters():
-            if not is_shard(p):
-                sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
-                broadcast(sent)
-                p.data.copy_(sent)
-
-
-def broadcast(t, source=0):
-    """A collective: overwrite t on every rank with the t of rank `source`."""
-    collective(dist.broadcast, t, src=first + source, group=group)
+    for p in itertools.chain(*(model.parameters() for model in models)):
+        if dist.is_initialized() and not is_shard(p):
+            sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
+            dist.broadcast(sent, group_src=0, group=group)
+            p.data.copy_(sent)
 
 
 def gather_rows(mine, total):
     """
     A collective: the rows of all ranks, in the order of the ranks, on every rank. mine: {name:
-    tensor (b, ...)}, where the b rows are this rank's my_share of `total` rows -> {name: tensor
+    tensor (b, ...)}, where the b rows are this rank's share of `total` rows -> {name: tensor
     (total, ...)}, bit for bit the sent ones. b may be 0.
 
     One all_gather for all columns: a row is sent as its bytes, column after column.
@@ -244,7 +305,7 @@ def all_gather(t):
     if not dist.is_initialized():
         return [t]
     parts = [torch.empty_like(t) for _ in range(rank_and_size()[1])]
-    collective(dist.all_gather, parts, t.contiguous(), group=group)
+    dist.all_gather(parts, t.contiguous(), group=group)
     return parts
 
 
@@ -253,15 +314,15 @@ def all_reduce_sum(tensors):
     if not dist.is_initialized() or not tensors:
         return tensors
     total = torch.stack(list(tensors.values()))
-    collective(dist.all_reduce, total, group=group)
+    dist.all_reduce(total, group=group)
     return dict(zip(tensors, total, strict=True))
 
 
 def all_reduce_max(t):
     """A collective: the elementwise maximum over all ranks. NaN becomes inf: max may drop a NaN."""
     if dist.is_initialized():
-        t = torch.where(t.isnan(), torch.inf, t)
-        collective(dist.all_reduce, t, op=dist.ReduceOp.MAX, group=group)
+        t = torch.where(t.isnan(), torch.inf, t) if t.is_floating_point() else t
+        dist.all_reduce(t, op=dist.ReduceOp.MAX, group=group)
     return t
 
 
@@ -273,71 +334,50 @@ def all_reduce_metrics(metrics):
     """
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
                          for pair in metrics.values()])  # (metrics, 2)
-    if dist.is_initialized():
-        pairs = pairs.to(wire())
-        collective(dist.all_reduce, pairs, group=group)
+    pairs = all_reduce_sum(dict(pairs=pairs.to(wire())))["pairs"]
     return {name: total / max(count, 1)
             for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
+
+
+def check_finite(tensors):
+    """
+    Raise Stop, with the tensor and the row, if one of {name: tensor (B, ...)} has a NaN or inf. The
+    tensors are equal on all ranks, so all ranks find it together.
+    """
+    for name, t in tensors.items():
+        bad = ~t.isfinite()
+        if bad.any():
+            raise Stop(f"{phase}: {name} is not finite (first in response "
+                       f"{int(bad.nonzero()[0, 0])} of the batch); stopped before the step")
 
 
 # --------------------------------------------------------------------------------------------------
 # gradients
 
 
-class Flat:
+def flatten_gradients(model):
     """
-    The gradients of whole parameters of one dtype. Each p.grad is a view of one tensor, `flat`: so
-    the all_reduce needs no copy, and zeroing and clipping are one operation each. Never call
-    zero_grad, because it deletes the views; zero the flat tensor.
+    The gradients of a model's trained parameters as a list of flat buffers, one for each dtype.
+    Each p.grad is a view of a buffer: so the all_reduce needs no copy, and zeroing and clipping are
+    one operation each. Never call zero_grad, because it deletes the views.
     """
-
-    def __init__(self, parameters):
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype,
-                                device=parameters[0].device)
-        begin = 0
-        for p in parameters:
-            p.grad = self.flat[begin:begin + p.numel()].view_as(p)
-            begin += p.numel()
-
-    def zero_(self):
-        self.flat.zero_()
-
-    def mul_(self, factor):
-        self.flat.mul_(factor)
-
-    def norm(self):
-        return self.flat.norm()
-
-    def all_reduce(self):
-        """A collective: the sum over the ranks."""
-        if dist.is_initialized():
-            collective(dist.all_reduce, self.flat, group=group)
-
-
-def flatten_gradients(models):
-    """{name: model} -> {name: the buffers of its gradients}, a list, see buffers_of."""
-    return {name: buffers_of(model.parameters()) for name, model in models.items()}
-
-
-def buffers_of(parameters):
-    """
-    The gradients of the trained parameters, as a list of buffers: a Flat for each dtype, and one
-    Shards for all sharded parameters, if there are any.
-    """
-    trained = [p for p in parameters if p.requires_grad]
-    whole = [p for p in trained if not is_shard(p)]
-    shards = [p for p in trained if is_shard(p)]
-    buffers = [Flat([p for p in whole if p.dtype == dtype])
-               for dtype in sorted({p.dtype for p in whole}, key=str)]
-    if shards:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    buffers = []
+    for dtype in sorted({p.dtype for p in trained if not is_shard(p)}, key=str):
+        whole = [p for p in trained if not is_shard(p) and p.dtype == dtype]
+        flat = torch.zeros(sum(p.numel() for p in whole), dtype=dtype, device=whole[0].device)
+        for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
+            p.grad = part.view_as(p)
+        buffers.append(flat)
+    if any(map(is_shard, trained)):
         from options.shards import Shards
 
-        buffers.append(Shards(shards))
+        buffers.append(Shards([p for p in trained if is_shard(p)]))
     return buffers
 
 
 def zero_gradients(gradients):
-    """Called before the first micro-batch of a step. gradients: of flatten_gradients."""
+    """Called before the first micro-batch of a step. gradients: {model: its buffers}."""
     for flat in itertools.chain(*gradients.values()):
         flat.zero_()
 
@@ -346,23 +386,26 @@ def all_reduce_gradients(gradients, scale=1.0):
     """
     A collective: sum the gradients over the ranks, and divide by the scale of the loss. DDP takes
     the mean; here it is the sum, because each rank's loss is already divided by the number of
-    tokens of *all* ranks. gradients: of flatten_gradients.
+    tokens of *all* ranks.
     """
     for flat in itertools.chain(*gradients.values()):
-        flat.all_reduce()
+        if not torch.is_tensor(flat):
+            flat.all_reduce()  # of shards
+        elif dist.is_initialized():
+            dist.all_reduce(flat, group=group)
         if scale != 1.0:
             flat.mul_(1 / scale)
 
 
 def clip_gradients(buffers, max_norm):
     """
-    Scale the gradients to a joint norm of at most max_norm (0 = no change); returns the norm
+    Scale a model's gradients to a joint norm of at most max_norm (0 = no change); returns the norm
     before. With sharded models a collective: a rank knows only the norm of its part.
     """
     norms = [flat.norm() for flat in buffers]
     norm = norms[0] if len(norms) == 1 else torch.stack([n.double() for n in norms]).norm()
     if max_norm > 0:
-        # a norm that is not finite changes nothing: so check_gradients can find the bad tensor
+        # a norm that is not finite changes nothing: so the check behind it can find the bad tensor
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for flat in buffers:
             flat.mul_(scale)
@@ -370,7 +413,7 @@ def clip_gradients(buffers, max_norm):
 
 
 # --------------------------------------------------------------------------------------------------
-# sharded models (zero_stage 2 and 3): each rank has some rows of each parameter, a DTensor
+# sharded parameters (options/shards.py): each rank has some rows of each, a DTensor of torch's
 
 
 def is_shard(p):
@@ -378,60 +421,26 @@ def is_shard(p):
     return hasattr(p, "placements")
 
 
-def is_sharded(model):
-    """Whether a rank has only a part of a model's weights."""
-    return any(map(is_shard, model.owner().parameters()))
-
-
 def my_part(p):
     """This rank's part of a parameter: its shard, or all of it."""
     return p.to_local() if is_shard(p) else p
 
 
-def split_like(p, tensor):
-    """
-    A tensor that every rank has whole -> the same tensor, or, if the parameter p is sharded, the
-    tensor split in the same way.
-    """
-    if not is_shard(p):
-        return tensor
-    from options.shards import distribute
-
-    return distribute(p, tensor)
-
-
-def fill(p, tensor):
-    """Copy a whole tensor into a parameter; into a sharded one, this rank's part of it."""
-    with torch.no_grad():
-        p.copy_(split_like(p, tensor))
-
-
-def gather_parts(t, p):
-    """
-    A collective: the whole tensor, on every rank. Each rank has a part t of it; the tensor is split
-    as the sharded parameter p is.
-    """
-    from options import shards
-
-    return shards.gather_parts(t, p)  # COLLECTIVE
-
-
-def part_of(t, p):
-    """t, a tensor of a parameter, such as its average; for a sharded p a Part of the whole."""
-    if not is_shard(p):
-        return t
-    from options.shards import Part
-
-    return Part(t, p.shape, t.dtype, like=p)
-
-
 def whole(t):
-    """
-    The whole tensor in rank 0's CPU memory, None on the others. A collective where t is split over
-    the ranks, or a Part.
-    """
-    if not torch.is_tensor(t) or is_shard(t):
-        from options import shards
+    """A collective where t is split: the whole tensor, in the CPU's memory."""
+    if is_shard(t):
+        t = t.full_tensor()
+    elif not torch.is_tensor(t):  # a part of an optimizer's state
+        t = t.whole()
+    return t.detach().cpu().contiguous()
 
-        t = shards.whole(t)  # COLLECTIVE
-    return t.detach().cpu().contiguous() if rank_and_size()[0] == 0 else None
+
+def fill(t, tensor):
+    """Copy a whole tensor into t; into a sharded one, this rank's part of it."""
+    if is_shard(t):
+        from torch.distributed.tensor import distribute_tensor
+
+        tensor = distribute_tensor(tensor.to(t.device), t.device_mesh, t.placements,
+                                   src_data_rank=None)
+    with torch.no_grad():
+        t.copy_(tensor)

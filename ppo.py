@@ -30,27 +30,21 @@ policy sampled; index is the number of the row, 0 to B - 1.
 COLLECTIVE marks a line that all ranks must reach together, because there they exchange data.
 N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031).
 """
-import before_torch  # noqa: F401, before torch: it notes which CPUs this process may use
+from configurator import configure  # first: it must be imported before torch
 
 import torch
 
-from configurator import configure
-from rollout import read_batch, sample_batch
-from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
-from gae import compute_gae
-from loss import (explained_variance, importance_weights, kl_estimate, learning_rate_at,
-                  masked_sum, masked_whiten)
-from model import response_logprobs, response_values
-from models import (autocast, in_memory, load_policy, load_ref_policy, load_reward_model,
-                    load_value_model)
-from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 import parallel
-from optimizers import make_optimizer
-from run import Run, ranks_agree
-from checks import check_rl, check_system
-import audit
-import launch
-import report
+from gae import compute_gae
+from load import (autocast, load_policy, load_ref_policy, load_reward_model, load_value_model)
+from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
+                  learning_rate_at, masked_sum, masked_whiten, summarize)
+from model import response_logprobs, response_values
+from prompts import (batch_rows, encode_prompts, hash_of_ids, iterations, micro_batches,
+                     permutation, spread)
+from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
+from rollout import read_batch, sample_batch
+from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -113,66 +107,65 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
-config, system = configure(globals(), "keys.py", "rl_keys.py")
+config, system = configure(globals(), "keys.py")
 # -------------------------------------------------------------------------------------------------
-# set-up: the ranks, the data, one stanza a model, the optimizers, and resume or begin
+# set-up: the ranks, the four models, the data, the optimizers; then begin, or resume
 
-device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic, system.roles)
-precision = autocast(system, device)
-check_system(system, device, ("policy", "value"), ("ref", "reward", "judge"), value_init)
+device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
-         eval_path)
-train_rows, eval_rows = (read_prompts(path, terms, system.fields)
-                         for path in (prompts_path, eval_path))
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = load_policy(policy_path, system, device, seed)
-environment = None
-if system.environment or system.tools:  # something answers the policy, in several turns
-    from options.environment import Environment
-    environment = Environment(system, tokenizer)
+policy = load_policy(policy_path, system, device, seed)
+models = dict(policy=policy)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
 # where the reward model is wrong
 ref_policy = None
 if kl_coef > 0:
-    ref_policy = load_ref_policy(policy_path, policy, tokenizer, system, device)
+    models["ref_policy"] = ref_policy = load_ref_policy(policy_path, policy, system, device)
 
 # the reward model: frozen. One number for a whole response; None where it is not among the rewards
-reward_model, reward_tokenizer = None, None
+reward_model = None
 if "reward_model" in reward_names:
-    reward_model, reward_tokenizer = load_reward_model(reward_path, policy, tokenizer, system,
-                                                       device)
-
-# the judge: frozen. A language model that is asked how good a response is; most runs have none
-judge = None
-if "judge" in reward_names:
-    from options.judging import load_judge
-    judge = load_judge(policy_path, policy, ref_policy, system, device)
+    models["reward_model"] = reward_model = load_reward_model(reward_path, policy, system, device)
 
 # the value model, trained: one number for each token, the score that is still to be expected
-value_model = load_value_model(value_init, policy, tokenizer, reward_path, reward_tokenizer, system,
-                               device, seed)
+models["value_model"] = value_model = load_value_model(
+    value_init, policy, reward_model, system, device, seed)
 
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
-                   value_model=value_model, judge=judge and judge.model)
-# their prompts become token ids; all are checked now, not when their turn comes
-for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
-    rows.ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
-                              system.max_prompt_tokens, system.too_long)
-held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
-ptx = None
+# the prompts become token ids; all are checked now, not when their turn comes
+train_rows = encode_prompts(read_prompts(prompts_path, terms, system), prompts_path, models,
+                            max_new_tokens, system)
+eval_rows, held_out = [], []  # held_out: the numbers of the rows that are used
+if eval_path:
+    eval_rows = encode_prompts(read_prompts(eval_path, terms, system), eval_path, models,
+                               max_new_tokens, system)
+    held_out = spread(len(eval_rows), eval_size, seed)
+config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
+
+betas = beta1, beta2
+optimizers = dict(
+    policy=make_optimizer(policy, "policy", system, learning_rate, betas, adam_eps),
+    value_model=make_optimizer(value_model, "value", system, value_learning_rate or learning_rate,
+                               betas, adam_eps))
+ptx = ema = None
 if ptx_path:
     from options.ptx import Ptx
-    ptx = Ptx(ptx_path, policy, tokenizer, system, device)
-if ema_decay > 0:  # options are imported before the ranks compare their code
+    ptx = Ptx(ptx_path, policy, system, device)
+if ema_decay > 0:
     from options.ema import MovingAverage
-config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
-ranks_agree(config, [prompts_path, eval_path, ptx_path], models,  # COLLECTIVE
-            (tokenizer, reward_tokenizer, judge))
+    ema = MovingAverage(policy, ema_decay)
+run = Run(  # COLLECTIVE
+    out_dir, max_iters, config, system, device, models, optimizers,
+    must_match=["seed", "batch_size", "max_new_tokens", "value_init", "policy_path",
+                "reward_path", "prompts_path"],
+    token_ids=hash_of_ids(train_rows), temperature=temperature, ema=ema)
+gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
+value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
+
+# -------------------------------------------------------------------------------------------------
+# helpers of the loop
 
 
 def forward(model, mb):
@@ -180,11 +173,10 @@ def forward(model, mb):
     A model's output at each response token of a micro-batch, (b, R) each: of the value model the
     value of the state before the token; of the others the token's log-prob and the entropy.
     """
-    with precision:
+    with autocast(system, device):
         if model is value_model:
             return response_values(model, mb)
-        return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
-                                 entropy=entropy_coef > 0)
+        return response_logprobs(model, mb, temperature, system.head_chunk, entropy_coef > 0)
 
 
 def minibatches(iteration, epoch=0):
@@ -193,84 +185,24 @@ def minibatches(iteration, epoch=0):
     return order.to(device).tensor_split(num_minibatches)
 
 
-def micro_batches(batch, rows, as_rank=None):
-    """This rank's micro-batches of these rows of a batch; as_rank: see prompts.my_micro_batches."""
-    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, as_rank)
+def my_micro_batches(batch, rows):
+    """This rank's micro-batches of these rows of a batch."""
+    return micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens)
 
 
-def rows_of(iteration):
-    """The numbers of the data rows whose prompts an iteration answers."""
-    return batch_rows(seed, iteration, batch_size, train_rows.mix)
-
-
-def sample(purpose, iteration, row_numbers, stop=parallel.stop_asked):
+def rollout(purpose, iteration, rows, row_numbers):
     """
-    A collective: the policy answers the prompts of these data rows. Returns the whole batch.
-    purpose: rollout; or eval: held-out prompts, always with the same noise. stop: see
-    rollout.generate.
+    A collective: the policy answers the prompts of these data rows; the answers get scores. Every
+    rank does its part, and then has the whole batch.
     """
-    rows, noise = train_rows, (seed, purpose, iteration)
-    if purpose == "eval":
-        rows, noise = eval_rows, (seed, purpose, 0)
-    return sample_batch(  # COLLECTIVE
-        policy, tokenizer, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
-        vllm=vllm, environment=environment, stop=stop)
-
-
-def score(purpose, iteration, batch):
-    """A collective: a sampled batch, with its scores."""
-    rows = eval_rows if purpose == "eval" else train_rows
-    return score_batch(  # COLLECTIVE
-        batch, rows, terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
-        system, device, iteration)
-
-
-vllm = None
-if system.sampler == "vllm":  # another engine samples, with the policy's weights
-    from options.vllm import begin_vllm
-    vllm = begin_vllm(policy, tokenizer, system, device)  # COLLECTIVE
-ahead = None
-if system.roles or system.staleness > 0:  # batches are sampled ahead, or by ranks of their own
-    from options.roles import Ahead
-    ahead = Ahead(system, device, models, max_iters, 0, eval_interval if eval_rows else 0,
-                  rows_of, sample, score, minibatches, micro_batches, forward)
-    sample, score = ahead.sample, ahead.score
-    ahead.serve()  # ranks that only generate or score stay here until the run ends
-
-betas = beta1, beta2
-optimizers = dict(
-    policy=make_optimizer(policy, "policy", system, learning_rate, betas, adam_eps),
-    value_model=make_optimizer(value_model, "value", system, value_learning_rate or learning_rate,
-                               betas, adam_eps))
-ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
-run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
-    must_match=["seed", "batch_size", "max_new_tokens", "value_init"],
-    sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None)
-    + ["ptx_path"] * bool(ptx_path),
-    token_ids=train_rows.ids, temperature=temperature, ema=ema)
-
-gradients = parallel.flatten_gradients(run.trained)  # of the policy, and of the value model
-if ahead:
-    ahead.begin(run)  # COLLECTIVE
-# which model adds which column to a batch before the update
-readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
-value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
-
-# -------------------------------------------------------------------------------------------------
-# helpers of the loop
-
-
-def rollout(purpose, iteration, row_numbers):
-    """A collective: the policy answers the prompts of these data rows; the answers get scores."""
     run.enter(purpose)
-    batch = sample(purpose, iteration, row_numbers)  # COLLECTIVE
+    batch = sample_batch(  # COLLECTIVE
+        policy, rows, row_numbers, (seed, purpose, iteration), max_new_tokens, temperature, system,
+        device)
     run.leave_if_stop_asked()  # COLLECTIVE
-    if purpose == "rollout":  # an evaluation is one phase
-        run.enter("score")
-    with run.saved_if_it_fails():  # COLLECTIVE, if a reward fails on any rank
-        batch = score(purpose, iteration, batch)  # COLLECTIVE
-    run.leave_if_stop_asked()  # COLLECTIVE
+    run.enter("score" if purpose == "rollout" else purpose)  # an evaluation is one phase
+    score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system,  # COLLECTIVE
+                device)
     return batch
 
 
@@ -279,8 +211,9 @@ def read(batch, steps):
     A collective: log-probs of policy and reference, and values, before any update. steps: the rows
     of each step. The models read them in the micro-batches in which the step will train.
     """
-    parts = (mb for rows in steps for mb in micro_batches(batch, rows))
-    read_batch(batch, readers, forward, parts, run.iteration, device)  # COLLECTIVE
+    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
+    parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
+    read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
 
 def shape_scores(batch):
@@ -297,17 +230,17 @@ def shape_scores(batch):
 
 def evaluate():
     """A collective: the policy on held-out prompts, with the same noise every time."""
-    batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
+    batch = rollout("eval", 0, eval_rows, held_out)  # COLLECTIVE
     read(batch, [batch["index"]])  # COLLECTIVE
-    score = shape_scores(batch).mean().item()
-    return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
+    return run.log_evaluation(  # COLLECTIVE
+        batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
 
 # the scores of a reward model of others are shifted: the first responses score 0 on average. So are
 # the values of a value model that starts as this reward model
 center_scores(  # COLLECTIVE
     run.state, reward_model, value_model if value_init == "reward" else None,
-    lambda: rollout("rollout", 0, rows_of(0)))  # COLLECTIVE
+    lambda: rollout("rollout", 0, train_rows, batch_rows(seed, 0, batch_size, train_rows)))
 
 # -------------------------------------------------------------------------------------------------
 # the loop
@@ -320,18 +253,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.log(record)  # COLLECTIVE
         break
 
-    # 1) rollout: the policy answers; the reward model, or rules, give each answer a score. Every
-    # rank does its part of the prompts, and then has the whole batch. age: the number of updates
-    # since the policy that sampled the batch, see the key staleness
-    batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
-    age = ahead.age(iteration) if ahead else 0
+    # 1) rollout: the policy answers; the reward model, or rules, give each answer a score
+    row_numbers = batch_rows(seed, iteration, batch_size, train_rows)
+    batch = rollout("rollout", iteration, train_rows, row_numbers)  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
-    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that sampled
-        batch["old_logprobs"] = batch["sampler_logprobs"]
-    read(batch, minibatches(iteration))  # COLLECTIVE; it leaves a column that is there
-    sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
+    read(batch, minibatches(iteration))  # COLLECTIVE
+    sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     scores = shape_scores(batch)  # (B,)
@@ -341,15 +270,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     rewards = -kl_coef * kl  # (B, R)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
-    if environment:  # the score contains the rewards of the turns: each moves to its turn's end
+    if "turn_rewards" in batch:  # the score contains them: each moves to the end of its turn
         rewards += batch["turn_rewards"]
         rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
     batch["returns"] = returns
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
-    audit.check_finite(dict(kl=kl, rewards=rewards, advantages=batch["advantages"],
-                            returns=returns), iteration)
+    parallel.check_finite(dict(rewards=rewards, returns=returns, advantages=batch["advantages"]))
 
     # 4) update: policy and value model each have a loss, an optimizer and a learning rate
     run.enter("update")
@@ -365,13 +293,12 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             token_count = mask[rows].sum()
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
-            if ptx:
-                first = (iteration * ppo_epochs + epoch) * num_minibatches  # step of this epoch
-                examples = batch_rows(seed, first + number, batch_size // num_minibatches, ptx.mix)
-                ptx.add_gradients(  # COLLECTIVE where the policy is sharded
-                    examples, run.loss_scale * ptx_coef, micro_batch_size, precision, sums)
+            if ptx:  # an SFT loss beside PPO's
+                place = (iteration * ppo_epochs + epoch) * num_minibatches + number
+                ptx.add_gradients(place, seed, batch_size // num_minibatches, micro_batch_size,
+                                  run.loss_scale * ptx_coef, sums)
 
-            for mb in micro_batches(batch, rows):
+            for mb in my_micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
@@ -400,24 +327,24 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
 
-                # adds to sums, and returns the gap
-                gaps.append(report.measure(sums, mb, m, logprobs, system.dtype, age, steps, {
+                # the sums over all micro-batches, for the log
+                add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/value": vf_losses,
-                    "policy/clipfrac": pg_clipped, "val/clipfrac": vf_clipped}))
+                    "policy/clipfrac": pg_clipped, "val/clipfrac": vf_clipped,
+                    "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
+                gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
 
-            if steps == 0:  # the ratio is 1, unless old_logprobs are those of an older policy
+            if steps == 0:  # the ratio is 1: no update yet
                 ratio_gap = run.must_agree(  # COLLECTIVE
-                    torch.stack(gaps).max(), "the training forward", age == 0 or importance_cap > 0)
+                    torch.stack(gaps).max(), "the training forward")
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, lrs, grad_clip)
             steps += bool(norms)  # none, where a float16 gradient has overflowed
-    if ahead:  # generators go on with these weights meanwhile
-        ahead.share_weights(iteration + 1)  # COLLECTIVE
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    record |= report.summarize(batch, "objective", reward_names, importance_cap, age)
+    record |= summarize(batch, "objective", reward_names, importance_cap)
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/non_score_reward": non_score_reward.item(),
@@ -426,12 +353,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "policy/ratio_gap": ratio_gap,
         "policy/grad_norm": norms.get("policy", 0.0),
         "policy/steps": steps,
-        "policy/staleness": age if system.staleness else None,
         "policy/lr": lrs["policy"],
         "val/grad_norm": norms.get("value_model", 0.0),
         "val/explained_variance": explained_variance(batch["values"], returns, mask).item(),
         "val/lr": lrs["value_model"],
     }
-    run.log(record, batch, passes=steps / num_minibatches, rows=train_rows)  # COLLECTIVE
+    run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
 run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE

@@ -1,5 +1,13 @@
 """
-Rows -> prompts as token ids, the rows of an iteration, micro-batches.
+A file of rows -> token ids -> the rows of an iteration -> micro-batches.
+
+    {"prompt": "1+2=", "answer": "3"}                                      prompt_row
+    {"prompt": [{"role": "user", "content": "1+2=?"}], "answer": "3"}
+    {"prompt": "1+2=", "completion": "3"}                                  sft_row
+    {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                     preference_row
+
+A row's texts are all strings, or all lists of messages. A completion's list continues the prompt's
+list. options/sources.py reads other files, and several files with weights.
 
 The rows of an iteration depend only on the seed and the iteration. So a resumed run sees the same
 rows as a run that was never stopped, and nothing is saved.
@@ -9,111 +17,239 @@ tokens, or (B, R) such as logprobs. T = P + R: a prompt, padded on the left to P
 response, padded on the right to R. The toy's prompt "123+456=" and response "579" EOS with P = 8
 and R = 6 are a row of T = 14 tokens; the last two are padding.
 """
-import collections
 import functools
 import hashlib
+import json
 import math
+import os
+import re
 from array import array
 from itertools import pairwise
 
 import torch
 
 import parallel
-import status
-from errors import BadInput, warn
-from rows import at_row, keep_rows
+from configurator import BadInput, say, shorten
 
 # --------------------------------------------------------------------------------------------------
-# prompts as token ids. All are encoded once, at the start: otherwise a row that is too long could
-# end a run on its third day
+# a file -> rows
 
 
-def encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge=None, max_prompt_tokens=0,
-                   too_long="error"):
+class Rows(list):
+    """Rows of data, as dicts. ids: what the models read of each row, see the functions below."""
+
+    ids = ()
+    mix = None  # of several files with weights, see options/sources.py
+
+
+def read_rows(path, shape, fields=""):
     """
-    encode_prompts, where a prompt and max_new_tokens more must fit into the context of every model,
-    and the prompt into max_prompt_tokens, if that is not 0. If there is a judge, its question must
-    fit, too. models: {name: model}. Raises BadInput.
+    The Rows of a JSONL file, each checked and brought into one form by shape: prompt_row, sft_row
+    or preference_row. fields: "question>prompt,a.b>answer" renames fields. Raises BadInput with the
+    file, the line and the fault.
     """
-    if judge:
-        judge.check_rows(rows, path, max_new_tokens, too_long)
-    say_special_tokens(rows, ["prompt"], tokenizer, path)
-    context = min(model.max_positions for name, model in models.items() if name != "judge")
-    longest = context - max_new_tokens
-    limit_name = f"the smallest context, {context}, less max_new_tokens = {max_new_tokens},"
-    if longest < 1:
+    if not os.path.isfile(path) and re.search("[,*:]", path) or re.search(
+            r"\.(json|csv|parquet|gz)$", path):
+        from options.sources import several_rows
+
+        return several_rows(path, shape, fields)
+    if not os.path.isfile(path):
+        raise BadInput(f"{path or 'the path of the data'}: no such file; the current folder is "
+                       f"{os.getcwd()}")
+    rows = Rows()
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                try:
+                    rows.append(shape(rename(json.loads(line), fields)))
+                except ValueError as e:  # BadInput, or of json
+                    raise BadInput(f"{path}, line {number}: {e}") from e
+    if not rows:
+        raise BadInput(f"{path}: the file is empty")
+    return rows
+
+
+def rename(row, fields):
+    """A row with quartet's names of the fields. A dot leads into a nested field."""
+    if not isinstance(row, dict):
+        raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
+    pairs = [part.split(">") for part in fields.split(",") if part]
+    renamed = {key: row[key] for key in row if key not in [pair[0].strip() for pair in pairs]}
+    for theirs, ours in pairs:
+        value = row
+        for key in [theirs] if theirs in row else theirs.strip().split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise BadInput(f"field {theirs!r} is missing, which the key fields names; the row "
+                               f"has {', '.join(row)}")
+            value = value[key]
+        renamed[ours.strip()] = value
+    return renamed
+
+
+def prompt_row(row):
+    """
+    A row with a prompt to answer: its prompt, its answer as text if there is one, and all other
+    fields as they are, for rewards.
+    """
+    row = row | {"prompt": text_or_messages(row, "prompt")}
+    if isinstance(row.get("answer"), (int, float)):
+        row["answer"] = repr(row["answer"]).removesuffix(".0")
+    elif not isinstance(row.get("answer", ""), (str, type(None))):
+        raise BadInput(f"field 'answer' must be a string or a number, found {row['answer']!r}")
+    return row
+
+
+def sft_row(row):
+    """{"prompt", "completion"} of a demonstration's row."""
+    return dialogue(row, "completion")
+
+
+def preference_row(row):
+    """
+    {"prompt", "chosen", "rejected"} of a pair's row. Two more numbers are kept: `margin`, from 0
+    on, by which the chosen one is better; and `confidence`, the probability that it is the better.
+    """
+    made = dialogue(row, "chosen", "rejected")
+    for name, largest in (("margin", 1e30), ("confidence", 1.0)):
+        if row.get(name) is not None:
+            if not isinstance(row[name], (int, float)) or not 0 <= row[name] <= largest:
+                raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
+                               f"{shorten(row[name])}")
+            made[name] = float(row[name])
+    return made
+
+
+def dialogue(row, *completions):
+    """{"prompt", and each of the fields `completions`}: all strings, or all lists of messages."""
+    made = {field: text_or_messages(row, field) for field in ("prompt", *completions)}
+    for field in completions:
+        if type(made[field]) is not type(made["prompt"]):
+            raise BadInput(f"one of the fields 'prompt' and {field!r} is a string and one a list "
+                           "of messages; wanted both alike")
+        if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
+                "assistant"}:
+            raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
+    return made
+
+
+def text_or_messages(row, field):
+    """A field of a row, checked: a string that is not empty, or a list of messages."""
+    value = row.get(field)
+    if value is None:
+        raise BadInput(f"field {field!r} is missing; the row has {', '.join(row)}; rename one by "
+                       f'--fields="THEIRS>{field}"')
+    messages = value if isinstance(value, list) else [dict(role="user", content=value)]
+    if not messages:
+        raise BadInput(f"field {field!r} is empty")
+    for number, message in enumerate(messages, 1):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str) or message.get("tool_calls"):
+            raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", "
+                           f"\"content\"}} messages of text, found {shorten(message)}")
+        if message.get("role") not in ("system", "user", "assistant"):
+            raise BadInput(f"field {field!r}, message {number}: the role is "
+                           f"{shorten(message.get('role'))}; wanted system, user or assistant")
+        if re.search("[\ud800-\udfff]", content) or not content and field == "prompt":
+            raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
+    return value
+
+
+# --------------------------------------------------------------------------------------------------
+# rows -> token ids. All are encoded once, at the start: otherwise a row that is too long could end
+# a run on its third day
+
+
+def encode_prompts(rows, path, models, max_new_tokens, system):
+    """
+    Give Rows the ids of each prompt, rows.ids: the toy's "123+456=" becomes [49, 50, 51, 43, 52,
+    53, 54, 61], a token for each byte. A prompt and max_new_tokens more must fit into the context
+    of every model. {name: model}, the first one is the policy. Returns the rows.
+    """
+    tokenizer = next(iter(models.values())).tokenizer
+    limit = min(model.max_positions for model in models.values()) - max_new_tokens
+    if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
-                       f"smallest context of the models, {context}; type a smaller "
+                       f"models' smallest context, {limit + max_new_tokens}; type a smaller "
                        "--max_new_tokens")
-    if 0 < max_prompt_tokens < longest:
-        longest, limit_name = max_prompt_tokens, "max_prompt_tokens"
-    return encode_prompts(rows, path, tokenizer, longest, limit_name, too_long)
+    limit = min(limit, system.max_prompt_tokens or limit)
+    bos = tokenizer.bos_ids
+
+    def front_cut(ids):
+        kept = bos if ids[:len(bos)] == bos else []
+        return kept + ids[len(ids) - limit + len(kept):]
+
+    return encode_rows(rows, path, lambda rows: tokenizer.encode_prompts(
+        [row["prompt"] for row in rows]), limit, system.too_long, front_cut)
 
 
-def encode_prompts(rows, path, tokenizer, longest, limit_name, too_long="error"):
+def encode_examples(rows, path, model, max_tokens, system):
     """
-    The ids of each row's prompt, at most `longest` tokens: a list of arrays. The toy's "123+456="
-    becomes [49, 50, 51, 43, 52, 53, 54, 61], a token for each byte.
-
-    limit_name, too_long: see rows_that_fit. Dropped rows are taken out of `rows`, too. A prompt
-    that is cut loses tokens at its beginning, behind BOS. Raises BadInput with the row.
+    For sft.py and PPO-ptx: give Rows (ids, trained) of each prompt and completion; trained is True
+    on the tokens that SFT learns. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and
+    [F, F, F, F, T, T]. max_tokens: the most tokens, 0 = the model's context.
     """
-    at = at_row(rows, path)
-    found = tokenizer.encode_prompts([row["prompt"] for row in rows], at)
-    for number, ids in enumerate(found):
-        if not ids:
-            with at(number):
-                raise BadInput("the prompt encodes to no token at all")
-    kept = rows_that_fit(rows, path, list(map(len, found)), longest, limit_name, too_long)
-    keep_rows(rows, kept)
-    bos, prompts = tokenizer.bos_ids, []
-    for ids in (found[number] for number in kept):
-        if len(ids) > longest:
-            # strings have BOS, and chats if their template writes it
-            front = bos if len(bos) < longest and ids[:len(bos)] == bos else []
-            ids = front + ids[len(ids) - longest + len(front):]
-        prompts.append(array("i", ids))
-    return prompts
+    limit = min(model.max_positions, max_tokens or model.max_positions)
+
+    def encode(rows):
+        return [model.tokenizer.encode_learned(row["prompt"], row["completion"]) for row in rows]
+
+    return encode_rows(rows, path, encode, limit, system.too_long,
+                       lambda example: tuple(x[:limit] for x in example), lambda x: len(x[0]))
 
 
-def say_special_tokens(rows, fields, tokenizer, path):
+def encode_scored(rows, path, tokenizer, fields, limit, too_long="error"):
     """
-    Print one line on rank 0 if strings in these fields contain special tokens, such as
-    "<|im_start|>": somebody may have written a chat template by hand.
+    For rm.py: give Rows a reward model's ids of each row's prompt with each of the fields, such as
+    "chosen" and "rejected": (ids, ids). Nothing is cut: a score is read at a text's end.
     """
-    strings = (row[field] for row in rows for field in fields if isinstance(row[field], str))
-    counts = collections.Counter(s for text in strings for s in tokenizer.specials if s in text)
-    if counts:
-        found = ", ".join(f"{s!r} ({n} times)" for s, n in counts.most_common(3))
-        warn(f"{path}: special tokens in strings are encoded as plain text, letter by letter: "
-             f"{found}; for a chat, write a list of {{\"role\", \"content\"}} messages instead")
+    def encode(rows):
+        return list(zip(*(tokenizer.encode_scored(
+            [row["prompt"] for row in rows], [row[field] for row in rows]) for field in fields),
+            strict=True))
+
+    return encode_rows(rows, path, encode, limit, too_long, None, lambda x: max(map(len, x)))
 
 
-def rows_that_fit(rows, path, lengths, limit, limit_name, too_long):
+def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     """
-    The numbers of the rows that have at most `limit` tokens, or that the caller will cut. lengths:
-    of the rows, in tokens. limit_name: the limit in words, for messages. too_long, for longer rows,
-    see the scripts' key: "error" raises BadInput with the row, "drop" leaves them out, "cut" keeps
-    them. A line says how many are dropped or cut.
+    Give Rows their ids. encode: a function of a list of rows. too_long, for rows of more than
+    `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut). Returns the rows.
     """
-    long = [number for number, length in enumerate(lengths) if length > limit]
-    if not long:
-        return list(range(len(lengths)))
-    if too_long == "error":
-        with at_row(rows, path)(long[0]):
-            raise BadInput(f"it has {lengths[long[0]]} tokens, and {limit_name} is {limit}; "
-                           "shorten or drop it, or type --too_long=drop")
-    what = "cut" if too_long == "cut" else "dropped"
-    warn(f"{path}: {len(long)} of {len(rows)} rows are {what}, as they have more tokens than "
-         f"{limit_name} of {limit}")
-    return [number for number, length in enumerate(lengths)
-            if length <= limit or too_long == "cut"]
+    try:
+        found = encode(rows)
+    except BadInput:
+        for number, row in enumerate(rows, 1):  # which one?
+            try:
+                encode([row])
+            except BadInput as e:
+                raise BadInput(f"{path}, row {number}: {e}") from e
+        raise
+    lengths = [length(ids) for ids in found]
+    for number, n in enumerate(lengths, 1):
+        if n == 0 or n > limit and too_long == "error":
+            raise BadInput(f"{path}, row {number}: it has {n} tokens, and the models' context, with "
+                           f"max_new_tokens, leaves {limit}; shorten it, or type --too_long=drop")
+    if max(lengths) > limit:
+        say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
+            f"tokens: {too_long}")
+    kept = [i for i, n in enumerate(lengths) if n <= limit or too_long == "cut"]
+    if not kept:
+        raise BadInput(f"{path}: no row is left; raise the limit of tokens")
+    if rows.mix:
+        rows.mix = rows.mix.keep(kept)
+    rows[:] = [rows[i] for i in kept]
+    rows.ids = [cut(found[i]) if lengths[i] > limit else found[i] for i in kept]
+    if isinstance(rows.ids[0], list):
+        rows.ids = [array("i", ids) for ids in rows.ids]
+    return rows
 
 
-def prompt_text(row):
-    """The prompt of a data row as text: the string, or its last message; "" if it has none."""
-    prompt = row.get("prompt", "")
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+def hash_of_ids(rows):
+    """A hash of all ids of Rows: a resumed run must read the same texts."""
+    digest = hashlib.sha256()
+    for ids in rows.ids:
+        digest.update(repr(tuple(ids)).encode())
+    return digest.hexdigest()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,30 +268,23 @@ def permutation(n, *key):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
 
-def batch_rows(seed, iteration, batch_size, n):
+def batch_rows(seed, iteration, batch_size, rows):
     """
-    The row numbers of an iteration: a list of batch_size of the n rows of a file.
+    The row numbers of an iteration: a list of batch_size numbers of the Rows.
 
     The epochs follow each other, each in an order of its own, with batch_size rows an iteration. A
-    batch may end one epoch and begin the next. With n = 5 and seed = 1:
+    batch may end one epoch and begin the next. With 5 rows and seed = 1:
 
         epoch 0 has the order 1 2 0 3 4, epoch 1 the order 2 3 4 0 1
         the batches of batch_size = 3 are [1, 2, 0], [3, 4, 2], [3, 4, 0], ...
 
-    n may also be [(rows, weight), ...] of several sources, with rows numbered one source after the
-    other: each source has its own epochs, see turn_of in options/sources.py.
+    A mix of several files has its own epochs for each file.
     """
     places = range(iteration * batch_size, (iteration + 1) * batch_size)  # counted over all epochs
-    if isinstance(n, int):
-        return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
-    from options.sources import turn_of
-
-    sizes, rows = [size for size, _ in n], []
-    for place in places:
-        part, count = turn_of(place, n)
-        order = permutation(sizes[part], seed, "file", part, "epoch", count // sizes[part])
-        rows.append(sum(sizes[:part]) + int(order[count % sizes[part]]))
-    return rows
+    if rows.mix:
+        return [rows.mix.row_at(place, seed) for place in places]
+    n = len(rows)
+    return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
 
 
 def iterations(max_iters, epochs, n, batch_size):
@@ -185,35 +314,48 @@ def spread(n, size, seed):
 # --------------------------------------------------------------------------------------------------
 # micro-batches
 
+PADDING = 256  # one more micro-batch takes about as much time as so many tokens
 
-def right_pad(sequences, pad_id):
+
+def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
     """
-    Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool:
+    This rank's micro-batches of the rows of all ranks: lists of row numbers. All ranks have equally
+    many micro-batches, some of them empty, because a forward of a sharded model is a collective.
 
-        [5, 6, 7], [8] with pad_id 0  ->  tokens   5 6 7     attention_mask   T T T
-                                                   8 0 0                      T F F
-
-    The mask is made from lengths, not from ids: the pad id may be the EOS.
-    """
-    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (B,)
-    width = max([len(ids) for ids in sequences], default=2)  # for no sequences, any width will do
-    tokens = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
-    for row, ids in enumerate(sequences):
-        tokens[row, :len(ids)] = torch.tensor(ids)
-    return tokens, torch.arange(width) < lengths[:, None]
-
-
-def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, as_rank=None):
-    """
-    This rank's micro-batches of some rows of a batch: a generator of dicts like the batch. All
-    ranks have equally many micro-batches, some without rows, and about equally many tokens.
-
-    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers.
-    micro_batch_size: rows of a micro-batch; micro_batch_tokens: or its most tokens, if it is not 0.
+    lengths: the tokens of each row, of all ranks. A micro-batch has at most micro_batch_size rows;
+    or, with micro_batch_tokens, at most so many tokens, padding included (a longer row is alone).
     as_rank: (rank, size) instead of this rank's own.
 
-    Rows of about the same length come together, so that there is little padding. Example, rows
-    [0, 1, 2] on one rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
+    The rows are sorted, the longest first, and dealt to the ranks like cards: so all ranks have
+    about equally many tokens, and the rows of a micro-batch about the same length. With lengths of
+    5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row also
+    begins a new micro-batch where the present one would have more than PADDING tokens of padding.
+    """
+    rank, size = as_rank or parallel.rank_and_size()
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    dealt = []  # for each rank its micro-batches
+    for mine in (order[number::size] for number in range(size)):
+        parts, part = [], []
+        for i in mine:
+            tokens = lengths[(part or [i])[0]] * (len(part) + 1)  # with row i, and with padding
+            full = tokens > micro_batch_tokens > 0
+            full |= len(part) == micro_batch_size and micro_batch_tokens == 0
+            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > PADDING):
+                parts.append(part)
+                part = []
+            part.append(i)
+        dealt.append(parts + [part] if part else parts)
+    return dealt[rank] + [[]] * (max(map(len, dealt)) - len(dealt[rank]))
+
+
+def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
+    """
+    This rank's micro-batches of some rows of a batch: dicts like the batch. All ranks have equally
+    many micro-batches, some without rows, and about equally many tokens.
+
+    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. Rows of about
+    the same length come together, so that there is little padding. Example, rows [0, 1, 2] on one
+    rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
 
         batch["tokens"]   5 6 7  8 9     of 5 tokens
                           . . 1  2 .        2
@@ -224,14 +366,11 @@ def my_micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0, as_ran
         the second:       1 2            row 1
     """
     lengths = batch["attention_mask"].sum(1)[rows].tolist()
-    parts = parallel.deal_rows(lengths, micro_batch_size, micro_batch_tokens, as_rank)
     made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
-            for part in parts)
+            for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens))
     # To make a micro-batch, the CPU waits for the GPU. So on a GPU all are made before the training
     # begins, and the GPU does not wait for the CPU between two of them.
-    for number, mb in enumerate(list(made) if rows.is_cuda else made, 1):
-        status.show(f"micro-batch {number} of {len(parts)}")
-        yield mb
+    return list(made) if rows.is_cuda else made
 
 
 def micro_batch(batch, rows):
@@ -273,3 +412,21 @@ def left_aligned(tokens, mask):
     column = torch.arange(max(lengths.tolist(), default=1), device=tokens.device)  # (T,)
     column = torch.minimum(column, (lengths - 1).clamp(min=0)[:, None])  # (b, T)
     return tokens.gather(1, first[:, None] + column)
+
+
+def right_pad(sequences, pad_id):
+    """
+    Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool:
+
+        [5, 6, 7], [8] with pad_id 0  ->  tokens   5 6 7     attention_mask   T T T
+                                                   8 0 0                      T F F
+
+    The mask is made from lengths, not from ids: the pad id may be the EOS. Without sequences there
+    is one row of zeros: sharded models run the forward on all ranks.
+    """
+    sequences = sequences or [[0, 0]]
+    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (B,)
+    tokens = torch.full((len(sequences), int(lengths.max())), pad_id, dtype=torch.int64)
+    for row, ids in enumerate(sequences):
+        tokens[row, :len(ids)] = torch.tensor(ids)
+    return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]

@@ -19,31 +19,21 @@ also has the tensors of rollout.generate (tokens, attention_mask, response_mask,
 finished), and `seconds`: the time that the rules may take for it. Where a response has several
 turns, its completion is the last one, and `dialogues` has all messages.
 
-In this file: the rules; the key reward_functions, which chooses rules and weights; scoring a batch;
-changes of a model's scores. answers.py finds the answer in a response, and same.py says when two
-answers are the same. Later a script changes the scores in its shape_scores: for example,
-missing_eos_penalty = 1 gives every response that did not end with EOS the score -1, in the place of
-its own score.
+Later a script changes the scores in its shape_scores: for example, missing_eos_penalty = 1 gives
+every response that did not end with EOS the score -1, in the place of its own score.
 """
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import torch
 
-import audit
 import parallel
-import status
-import together
-from answers import final_answer, whole_responses
-from errors import BadConfig, BadInput, Stop, say
+from configurator import BadInput, Stop, say
+from load import autocast
 from model import no_grad_forwards
-from models import autocast, has_weights
-from prompts import right_pad
+from prompts import prompt_row, read_rows, right_pad
 from rollout import texts_of
-from rows import Rows, prompt_row, read_rows
-from same import same_answer
-
 
 # --------------------------------------------------------------------------------------------------
 # the rules
@@ -52,19 +42,63 @@ from same import same_answer
 def accuracy(batch):
     """
     (B,): 1.0 where the final answer of the response is the row's `answer`, else 0.0; NaN where the
-    row has no answer (check_rows refuses such rows if reward_functions names accuracy). The row's
-    answer may be bare ("72"), or end a worked solution, as in GSM8K ("#### 72") and MATH
-    ("\\boxed{72}"). There is no algebra: see the reward `math`.
+    row has no answer. The row's answer may be bare ("72"), or end a worked solution, as in GSM8K
+    ("#### 72") and MATH ("\\boxed{72}"). There is no algebra: see the reward `math`.
     """
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
         answer = row.get("answer")
-        if answer is None:
-            scores.append(math.nan)
-        else:
-            right = same_answer(final_answer(response), final_answer(str(answer)))
-            scores.append(float(right))
+        right = answer is not None and same_answer(final_answer(response), final_answer(answer))
+        scores.append(math.nan if answer is None else float(right))
     return torch.tensor(scores)
+
+
+def final_answer(text):
+    r"""
+    The final answer of a text: behind the thinking, in the last <answer>, \boxed{} or behind the
+    last ####; without them the last line that is not blank. "" if the thinking never ends.
+    """
+    text = text.rpartition("</think>")[2]
+    if "<think>" in text:
+        return ""
+    for place in (r"<answer>((?:(?!</?answer>).)*)</answer>", r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+                  r"####\s*([^\n]*)"):
+        text = (re.findall(place, text, re.DOTALL) or [text])[-1]
+    return (text.strip().split("\n") or [""])[-1].strip()
+
+
+def same_answer(given, truth):
+    """Whether two answers are the same number, or the same text but for case, $ and a period."""
+    given, truth = (re.sub(r"[$\s]+", " ", x).strip(" .").casefold() for x in (given, truth))
+    numbers = [number_of(x) for x in (given, truth)]
+    return given == truth != "" or numbers[0] == numbers[1] is not None
+
+
+def number_of(text):
+    """The value of a number such as 1,234.50 or -3/4, or None."""
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+    match = re.fullmatch(r"([+-]?\d{1,100}(?:\.\d{1,100})?)(?: ?/ ?(\d{1,100}))?", text)
+    if not match or match[2] and not int(match[2]):
+        return None
+    return Fraction(match[1]) / int(match[2] or 1)
+
+
+def whole_responses(batch):
+    """
+    The texts that the rules judge: a completion, behind the part of the prompt that belongs to the
+    response: a last message of the assistant, or a <think> with which the prompt ends.
+    """
+    rows, texts = batch["rows"], []
+    prompts = batch.get("prompts") or [None] * len(rows)
+    for row, prompt, completion in zip(rows, prompts, batch["completions"], strict=True):
+        messages, begun = row.get("prompt"), ""
+        if isinstance(messages, list) and messages[-1]["role"] == "assistant":
+            begun = messages[-1]["content"]
+        read = prompt if prompt is not None else messages if isinstance(messages, str) else ""
+        if "<think>" not in begun and read.rstrip().endswith("<think>"):
+            begun = "<think>"
+        texts.append(begun + completion)
+    return texts
 
 
 def format(batch):
@@ -132,7 +166,7 @@ def reward_terms(spec, folder="."):
 
     A reward of weight 0 changes no score and is only logged. A model's reward has the function
     None. FILE.py:FUNCTION is a function of the user's, see options/foreign_rewards.py; the path of
-    FILE.py begins in `folder`. Raises BadConfig or BadInput.
+    FILE.py begins in `folder`. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -143,22 +177,22 @@ def reward_terms(spec, folder="."):
         except ValueError:
             factor = math.nan
         if not math.isfinite(factor):
-            raise BadConfig(f"{where}: the weight of {name!r} must be a finite number, found "
+            raise BadInput(f"{where}: the weight of {name!r} must be a finite number, found "
                             f"{weight!r}")
         if ":" in name:
             from options.foreign_rewards import load_reward
 
             name, function = load_reward(name, folder, where)
             if name in BUILT_IN:
-                raise BadConfig(f"{where}: {name!r} is already the name of a built-in reward; "
+                raise BadInput(f"{where}: {name!r} is already the name of a built-in reward; "
                                 "rename yours")
         elif name in BUILT_IN:
             function = built_in(name)
         else:
-            raise BadConfig(f"{where}: unknown reward {name!r}; there are {', '.join(BUILT_IN)}, "
+            raise BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(BUILT_IN)}, "
                             "and FILE.py:FUNCTION of your own")
         if name in [known for _, known, _ in terms]:
-            raise BadConfig(f"{where}: {name!r} is given twice; keep one")
+            raise BadInput(f"{where}: {name!r} is given twice; keep one")
         terms.append((factor, name, function))
     return terms
 
@@ -177,146 +211,82 @@ def built_in(name):
 
 def check_rows(terms, rows, path):
     """
-    Raise BadInput, with the file, the row and the field, unless the rows of a data file have the
-    fields that the rewards [(weight, name, function)] need; also if a reward's sandbox or package
-    is missing.
+    Raise BadInput, with the row and the field, unless the rows have the fields that the rewards
+    need; also if a reward's sandbox or package is missing.
     """
     for _, name, function in terms:
         for field in NEEDS.get(name, ()):
             for number, row in enumerate(rows, 1):
-                if field not in row:
-                    theirs = [x for x in ("solution", "ground_truth") if x in row] + ["THEIRS"]
+                if row.get(field) is None:
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
-                                   f"{field!r}; the row has {', '.join(map(repr, row))}; rename "
-                                   f'one by --fields="{theirs[0]}>{field}", or choose other '
+                                   f"{field!r}; the row has {', '.join(row)}; rename one by "
+                                   f'--fields="THEIRS>{field}", or choose other '
                                    "--reward_functions")
-                if row[field] is None:
-                    raise BadInput(f"{path}, row {number}: the field {field!r} is null, and the "
-                                   f"reward {name!r} needs it")
         if hasattr(function, "check_rows"):  # for its other needs: a sandbox, a package
             function.check_rows(rows, path)
 
 
-def read_prompts(path, terms, fields=""):
-    """
-    The rows of a file of prompts, checked for the fields that the rewards need; none, if path is
-    "". Raises BadInput.
-    """
-    rows, first = read_rows(path, prompt_row, fields) if path else Rows(), 0
-    for file, _, count in rows.parts:
-        check_rows(terms, rows[first:first + count], file)
-        first += count
+def read_prompts(path, terms, system):
+    """The rows of a file of prompts, checked for the fields that the rewards need."""
+    rows = read_rows(path, prompt_row, system.fields)
+    check_rows(terms, rows, path)
     return rows
 
 
 # --------------------------------------------------------------------------------------------------
 # scoring a batch
 
-# the rules work in a thread, so that the run does not wait for ever for a rule that hangs
-thread = ThreadPoolExecutor(1)
 
-
-def score_batch(batch, rows, terms, reward_model, judge, tokenizer, reward_tokenizer,
-                micro_batch_size, system, device, iteration):
+def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
     """
-    A collective: a sampled batch with its scores. Every rank scores its share and gets all scores.
+    A collective: add the scores to a sampled batch. Every rank scores its share of the responses,
+    and gets all scores.
 
-    batch: of rollout.sample_batch; all ranks have it. rows: of the data. The other arguments: see
-    score_responses.
+    batch: of rollout.sample_batch; all ranks have it. rows: of the data. terms: [(weight, name,
+    function)] from reward_terms. reward_model: None where there is none.
 
-    Returns the batch with more columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
-    the weighted sum of the rewards. Raises Stop, on all ranks, if a model's output is not finite.
+    New columns (B,): reward/NAME for each reward; accuracy, thinks; scores, the weighted sum of the
+    rewards. Raises Stop, on all ranks, if a rule fails or a model's output is not finite.
     """
     B = len(batch["tokens"])
-    share = parallel.share(B, *parallel.rank_and_size())
-    mine = {name: t[share.start:share.stop] for name, t in batch.items()}
-    answered = [(rows[i], rows.ids[i]) for i in mine["prompt"].tolist()]
-    mine |= texts_of(answered, mine, tokenizer)
-    columns = score_responses(  # COLLECTIVE
-        mine, B, terms, reward_model, judge, reward_tokenizer, micro_batch_size, system,
-        device)
-    batch = batch | parallel.gather_rows(columns, B)  # COLLECTIVE
-    read = ("sampler_logprobs", "reward/reward_model", "reward/judge")
-    audit.check_finite({name: batch[name] for name in read if name in batch}, iteration)
+    mine = {name: t[share.start:share.stop]
+            for share in [parallel.share(B)] for name, t in batch.items()}
+    mine |= texts_of(mine, rows, policy.tokenizer)
+    mine |= dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
+    like, columns = batch["sampler_logprobs"], {}
+    with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
+        for _, name, function in terms:
+            if function:  # no rule is called without responses
+                scores = function(mine) if mine["completions"] else []
+                columns[f"reward/{name}"] = torch.as_tensor(scores, dtype=torch.float64).to(like)
+    if reward_model is not None:
+        columns["reward/reward_model"] = model_scores(
+            reward_model, mine, B, micro_batch_size, system, device).to(like)
+    if "judge" in [name for _, name, _ in terms]:
+        from options.judging import judge_scores
+
+        columns["reward/judge"] = judge_scores(mine, B, micro_batch_size, system, device).to(like)
+    columns |= dict(accuracy=accuracy(mine).to(device), thinks=thinks(mine).to(device))
+    batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
     add_scores(batch, terms)
-    known = batch["scores"].masked_fill(batch["scores"].isnan(), 0)  # NaN: no reward applies
-    audit.check_finite(dict(scores=known), iteration)
-    return batch
 
 
-def score_responses(mine, rows, terms, reward_model, judge, reward_tokenizer, micro_batch_size,
-                    system, device):
-    """
-    A collective: the scores of this rank's b responses, (b,) each: "reward/NAME" of each reward;
-    "accuracy", whether they are right; "thinks", whether they have <think>...</think>.
-
-    mine: the texts and tensors of these responses; rows: how many responses all ranks have
-    together. terms: [(weight, name, function)] from reward_terms. reward_model, judge: None where
-    there is none; a model that only ranks of another role have is left out. reward_tokenizer: the
-    reward model's. system: the shared keys.
-    """
-    # a model reads a response in two steps: text -> ids, ids -> score
-    to_read = {}  # name: (model, the ids of each response)
-    with together.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        given = mine | dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
-        if device.type == "cuda":  # a thread begins on GPU 0
-            thread.submit(torch.cuda.set_device, device)
-        pending = thread.submit(call_rewards, terms, given)
-        if has_weights(reward_model):  # the texts become ids while the rules work
-            to_read["reward_model"] = reward_model, reward_tokenizer.encode_scored(
-                [row["prompt"] for row in mine["rows"]],
-                as_read(mine, reward_tokenizer.template),
-                mine["finished"].tolist(), reward_model.max_positions)
-        if has_weights(judge):
-            to_read["judge"] = judge, [judge.encode(row, [text]) for row, text in zip(
-                mine["rows"], written(mine), strict=True)]
-        try:
-            scores = pending.result(system.reward_timeout)
-        except TimeoutError as e:
-            raise Stop(f"the rewards have not answered for {system.reward_timeout} s; does one of "
-                       "them hang? Raise reward_timeout if not") from e
-
-    # at_once: rows of a forward. With micro_batch_tokens, so few rows that even at full width they
-    # have no more tokens
+def model_scores(reward_model, mine, rows, micro_batch_size, system, device):
+    """The reward model's scores of this rank's responses, of `rows` responses of all ranks."""
+    tokenizer, texts = reward_model.tokenizer, mine.get("dialogues", mine["completions"])
+    if "dialogues" in mine and not tokenizer.template:  # of several turns: just their texts
+        texts = ["".join(message["content"] for message in messages) for messages in texts]
+    sequences = tokenizer.encode_scored(
+        [row["prompt"] for row in mine["rows"]], texts, mine["finished"].tolist(),
+        reward_model.max_positions)
+    # with micro_batch_tokens so few rows that even at full width they have no more tokens
     at_once = micro_batch_size
     if system.micro_batch_tokens:
         at_once = max(system.micro_batch_tokens // mine["tokens"].shape[1], 1)
     # every rank runs as many forwards as the rank with the most rows: models may be sharded
     forwards = math.ceil(math.ceil(rows / parallel.rank_and_size()[1]) / at_once)
-    for name, (model, sequences) in to_read.items():
-        with autocast(system, device), no_grad_forwards([model], device):
-            scores[name] = score_sequences(model, sequences, at_once, device, forwards)
-    like = mine["sampler_logprobs"]
-    columns = {f"reward/{name}": x.to(like) for name, x in scores.items()}
-    columns |= dict(accuracy=accuracy(mine).to(device), thinks=thinks(mine).to(device))
-    return columns
-
-
-def as_read(batch, template):
-    """Responses as a reward model reads them. Of several turns: messages, or just their texts."""
-    if "dialogues" not in batch or template:
-        return batch.get("dialogues", batch["completions"])
-    return ["".join(message["content"] for message in messages) for messages in batch["dialogues"]]
-
-
-def written(batch):
-    """Each response as one text. Of several turns: each behind the name of its role."""
-    if "dialogues" not in batch:
-        return batch["completions"]
-    return ["\n".join(f"{message['role']}: {message['content']}" for message in messages)
-            for messages in batch["dialogues"]]
-
-
-def call_rewards(terms, batch):
-    """
-    The scores of a batch from the rules among the rewards [(weight, name, function)]: {name: (B,)
-    float64}; NaN where a rule does not apply to a response. The weights are not used here. No rule
-    is called for a batch without responses, which a rank may have. An error in a function of the
-    user's is a Stop (options/foreign_rewards.py).
-    """
-    return {name: torch.as_tensor(function(batch) if batch["completions"] else [],
-                                  dtype=torch.float64)
-            for _, name, function in terms if function}
+    with autocast(system, device), no_grad_forwards([reward_model], device):
+        return score_sequences(reward_model, sequences, at_once, device, forwards)
 
 
 @torch.no_grad()
@@ -332,10 +302,9 @@ def score_sequences(model, sequences, micro_batch_size, device, count=0):
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    for number, part in enumerate(parts + [[]] * (count - len(parts)), 1):
-        status.show(f"micro-batch {number} of {max(count, len(parts))}")
-        # padding is behind each text, so any id is right. Without texts: one token
-        tokens, mask = right_pad([sequences[i] for i in part] or [[0]], 0)  # (b, T) each
+    for part in parts + [[]] * (count - len(parts)):
+        # padding is behind each text, so any id is right. Without texts: one row
+        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, T) each
         found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
         if part:
             scores[part] = found.to(dtype)
@@ -349,32 +318,17 @@ def add_scores(batch, terms):
     applies, or only rewards of weight 0 do, the score is NaN: the response has none.
     """
     for _, name, function in terms:
-        scores = batch[f"reward/{name}"]  # (B,)
         if function is None:  # a model's
-            batch[f"reward/{name}"] = alike_for_equal_texts(scores, batch)
-            if len(scores) > 1 and (scores == scores[0]).all():
-                say_once(f"the {name.replace('_', ' ')} gives all responses of this batch the "
-                         f"score {scores[0]:.4g}: nothing can be learned from it", name)
-        if none := int(scores.isnan().sum()):
-            say_once(f"the reward {name!r} gives None for {none} of {len(scores)} responses: it "
-                     "does not apply to them", name)
+            parallel.check_finite({f"reward/{name}": batch[f"reward/{name}"]})
+            batch[f"reward/{name}"] = alike_for_equal_texts(batch[f"reward/{name}"], batch)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
     if "turn_rewards" in batch:  # (B, R): with the weight that they have in the scores
         weights = [weight for weight, name, _ in terms if name == "environment"]
         batch["turn_rewards"] = sum(weights) * batch["turn_rewards"]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
+    parallel.check_finite(dict(scores=scores))
     counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
     batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
-
-
-already_said = set()  # the keys of the lines that were printed
-
-
-def say_once(message, key):
-    """Print a line on rank 0, unless one of the same key was printed before."""
-    if key not in already_said:
-        say(message)
-    already_said.add(key)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -31,13 +31,10 @@ import hashlib
 import torch
 import torch.nn as nn
 
-import audit
 import parallel
-import status
-import together
-from errors import BadInput
-from model import no_grad_forwards, scaled_logits
-from models import autocast, dtypes, matrices_of
+from configurator import BadInput
+from load import autocast, dtypes, matrices_of
+from model import no_grad_forwards, scaled_logits, trunk_of
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -92,28 +89,25 @@ def left_pad(prompts, pad_id, width=None):
 
 
 @torch.no_grad()
-def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_id=0,
-             vocab_size=None, uniforms=None, seed=0, batch_size=0, prompt_width=None, stop=None,
-             truncation=None, has_stop=None, graphs=False, rooms=None):
+def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, seed=0, batch_size=0,
+             prompt_width=None, rooms=None, truncation=None, stop=None, graphs=False):
     """
     Sample one response to each prompt.
 
     prompts: lists of token ids; a prompt that comes twice gets two responses.
     max_new_tokens: R, the longest response.
     temperature: logits are divided by it; 0 = always the most likely token.
-    eos_ids: a response ends with any of these ids; this token belongs to the response. None given:
-        every response has R tokens.
-    vocab_size: ids from this one on are never sampled.
     uniforms: (B, R), see response_uniforms; None: they are made from `seed`.
     batch_size: how many responses decode at once, 0 = all. It changes memory, but no result.
     prompt_width: P; None: the longest prompt. It changes no result, either.
+    rooms: how many tokens each response may have, up to R; None: R.
+    truncation: leaves unlikely tokens out, one of transformers' warpers; None: all may be sampled.
     stop: a function that is called before each token. If it returns True, the responses stay
         incomplete: the caller is about to leave and will not use them.
-    truncation: leaves unlikely tokens out, one of transformers' warpers; None: all may be sampled.
-    has_stop: a function of the ids of a response so far: whether a stop string has just ended, see
-        Tokenizer.has_stop; None: there are none.
     graphs: on an NVIDIA GPU the steps are CUDA graphs, where the model allows it.
-    rooms: how many tokens each response may have, up to R; None: R.
+
+    A response ends with any of the tokenizer's eos_ids, or a stop string; this token belongs to the
+    response. Ids behind the tokenizer's are never sampled.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -132,17 +126,16 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
 
     Raises BadInput where a prompt is empty or too long for the model's context.
     """
-    device = policy.hf.device
+    device, pad_id = policy.hf.device, policy.tokenizer.pad_id
     tokens, mask = (x.to(device) for x in left_pad(prompts, pad_id, prompt_width))  # (B, P) each
     B, R = len(prompts), max_new_tokens
     rooms = torch.full((B,), R) if rooms is None else torch.tensor(rooms)  # (B,)
-    longest = int((torch.tensor(list(map(len, prompts))) + rooms).max()) if B else 0
+    longest = int((mask.sum(1).cpu() + rooms).max()) if B else 0
     if longest > policy.max_positions:
         raise BadInput(f"a prompt of {longest - R} tokens and max_new_tokens = {R} exceed the "
                        f"model's context of {policy.max_positions}; shorten one of them")
     if uniforms is None:
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
-    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
     responses = torch.full((B, R), pad_id, dtype=torch.int64, device=device)
     wide = torch.promote_types(policy.hf.dtype, torch.float32)
     logprobs = torch.zeros(B, R, dtype=wide, device=device)
@@ -151,10 +144,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
     for start in range(0, B, at_once):
         part = slice(start, start + at_once)
         sampled = [t[part] for t in (responses, logprobs, lengths, finished)]  # filled by decode
-        stopped = decode(policy, prompts[part], uniforms[part].to(device), temperature, eos,
-                         vocab_size, sampled, rooms[part], stop, truncation, has_stop, graphs)
-        if stopped:
-            break
+        decode(policy, prompts[part], uniforms[part].to(device), temperature, sampled, rooms[part],
+               truncation, stop, graphs)
     # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
     response_mask = torch.arange(R, device=device) < lengths[:, None]
     return dict(
@@ -168,80 +159,71 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, eos_ids=(), pad_i
 # inference_mode is faster than no_grad. Training cannot use tensors that are made in it, but it can
 # use tensors that are made before it and filled in it.
 @torch.inference_mode()
-def decode(policy, prompts, uniforms, temperature, eos, vocab_size, sampled, rooms, stop=None,
-           truncation=None, has_stop=None, graphs=False):
+def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=None, stop=None,
+           graphs=False):
     """
     Sample a response to each of n prompts (lists of ids) together; see this file's header.
 
     uniforms: (n, R). sampled: tensors for the results: responses and logprobs (n, R), lengths and
-    finished (n,). rooms: (n,), the most tokens of each. Returns whether `stop` has ended it before
-    the responses were complete.
+    finished (n,). rooms: (n,), the most tokens of each. The other arguments: see generate.
     """
-    from decoding_cache import decoding_cache  # transformers is slow to import
+    from transformers import DynamicCache  # slow to import
 
     responses, logprobs, lengths, finished = sampled
-    device, (n, R) = uniforms.device, uniforms.shape
+    tokenizer, device, (n, R) = policy.tokenizer, uniforms.device, uniforms.shape
+    eos = torch.tensor(sorted(tokenizer.eos_ids), dtype=torch.int64, device=device)
     # read each of the D different prompts once, even if it gets several responses
     numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
     tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
-    cache = decoding_cache(policy.hf.config)
+    cache, step = DynamicCache(config=policy.hf.config), policy.next_logits
+    if graphs:
+        from options.decoding_graph import steps_of
+
+        cache, step = steps_of(policy, cache)
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
     # from here on each response has a row; which (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
     if len(numbers) < n:
         cache.batch_select_indices(which)
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
-    steps = None
-    if graphs:
-        from decoding_graph import steps_of
-
-        steps = steps_of(policy, cache)
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
     # cache until a quarter of the rows have ended; its further tokens are dropped
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     for t in range(R):
         if truncation:
-            kept = truncation(None, scaled_logits(logits, temperature or 1.0, vocab_size))
+            kept = truncation(None, scaled_logits(logits, temperature or 1.0, tokenizer))
             logits = logits.masked_fill(kept == -torch.inf, -torch.inf)
-        token, logprob = draw(logits, uniforms[live, t], temperature, vocab_size)  # (rows,) each
+        token, logprob = draw(logits, uniforms[live, t], temperature, tokenizer)  # (rows,) each
         i = live[going]  # the numbers of their responses
         responses[i, t], logprobs[i, t], lengths[i] = token[going], logprob[going], t + 1
         ends = torch.isin(token, eos)  # (rows,)
-        if has_stop:
-            found = [has_stop(ids) for ids in responses[i, :t + 1].tolist()]
+        if tokenizer.stop_strings:
+            found = [tokenizer.has_stop(ids) for ids in responses[i, :t + 1].tolist()]
             ends[going] |= torch.tensor(found, device=device)
         finished[i] |= ends[going]
-        if stop is not None and stop():
-            return True
         goes_on = ~finished[live] & (rooms[live] > t + 1)  # (rows,)
         going = goes_on.nonzero().squeeze(1)  # waits for the device
-        if len(going) == 0 or t + 1 == R:
+        if len(going) == 0 or t + 1 == R or stop is not None and stop():
             break
-        status.show(f"token {t + 1} of {R}, {len(going)} of {n} responses go on")
         if len(going) <= 0.75 * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # (rows, P + t + 1)
-        if steps:
-            logits = steps.next_logits(token, mask, next_position, R - t - 1)  # (rows, V)
-        else:
-            logits = policy.next_logits(
-                token[:, None], cache, *((mask, next_position) if padded else ()))
+        logits = step(token[:, None], cache, *((mask, next_position) if padded or graphs else ()))
         next_position = next_position + 1
-    return False
 
 
-def draw(logits, uniform, temperature, vocab_size=None):
+def draw(logits, uniform, temperature, tokenizer=None):
     """
     One token for each row by inverse CDF: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) and
     their log-probs (B,). temperature 0 takes the most likely token; its log-prob is that of
     temperature 1.
     """
-    logprobs = scaled_logits(logits, temperature or 1.0, vocab_size).log_softmax(-1)  # (B, V)
+    logprobs = scaled_logits(logits, temperature or 1.0, tokenizer).log_softmax(-1)  # (B, V)
     token = logprobs.argmax(-1) if temperature == 0 else choose(logprobs.exp(), uniform)  # (B,)
     return token, logprobs.gather(-1, token[:, None]).squeeze(-1)
 
@@ -266,18 +248,15 @@ def choose(probs, uniform):
 # a whole batch, over all ranks
 
 
-def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, temperature, system,
-                 device, samples=1, slots=None, vllm=None, environment=None, stop=None):
+def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
+                 samples=1, slots=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
-    samples its share. Where the weights are sharded, or several ranks decode together
-    (generate_tp), the sampling is a collective, too.
+    samples its share. Where the weights are sharded the sampling is a collective, too.
 
     rows: all Rows of the data, with the ids of their prompts. row_numbers: of the rows that get
     `samples` responses each. slots: their places in the batch; None: 0, 1, ...
     noise: (seed, purpose, iteration); with the slot and the sample they decide a response's noise.
-    vllm: the engine that samples in the place of the policy, with the key sampler; else None.
-    environment: it answers the policy, in responses of several turns; or None. stop: see generate.
 
     Columns (B,) beside those of generate: index, 0 to B - 1; prompt, the row number of each
     response's prompt; slot, the prompt's place.
@@ -287,93 +266,47 @@ def sample_batch(policy, tokenizer, rows, row_numbers, noise, max_new_tokens, te
     prompt = [number for number in row_numbers for _ in range(samples)]
     slot = [place for place in slots for _ in range(samples)]
     sample = list(range(samples)) * len(row_numbers)
-    B = len(prompt)
     width = max(len(rows.ids[number]) for number in row_numbers)  # one P for all ranks
-    tp = system.generate_tp
-    numbers = parallel.my_share(range(B), tp)  # neighbours decode together
-    ids = [rows.ids[prompt[i]] for i in numbers]
-    names = [slot[i] for i in numbers], [sample[i] for i in numbers]
-    if tp > 1:
-        stop = None  # ranks that decode together must take the same steps
-    given = tokenizer, noise, names, max_new_tokens, temperature, stop
-    with autocast(system, device), contextlib.ExitStack() as block:
-        if vllm:
-            vllm.take_weights(policy)  # COLLECTIVE
-            turn = vllm.turns(*given)
+    mine = parallel.share(len(prompt))
+    ids, names = [rows.ids[prompt[i]] for i in mine], ([slot[i] for i in mine],
+                                                       [sample[i] for i in mine])
+    uniforms = response_uniforms(*noise, *names[:1], max_new_tokens, names[1])  # (b, R)
+
+    def respond(decoder, contexts, uniforms, width=None, rooms=None):
+        return generate(
+            decoder, contexts, uniforms.shape[1], temperature, uniforms, prompt_width=width,
+            rooms=rooms, batch_size=system.rollout_batch_size, stop=lambda: parallel.stop,
+            graphs=system.cuda_graphs and device.type == "cuda" and not trunk_of(policy).elsewhere)
+
+    if system.sampler == "vllm":  # another engine samples, with the policy's weights
+        from options.vllm import respond  # noqa: F811
+    with autocast(system, device), decoding_copy(policy, dtypes(system)[1]) as decoder:
+        if system.environment or system.tools:  # something answers the policy, in several turns
+            from options.environment import converse
+
+            sampled = converse(  # COLLECTIVE
+                policy, decoder, [rows[prompt[i]] for i in mine], ids, uniforms, width, respond,
+                system, noise, names)
         else:
-            decoder = block.enter_context(
-                decoding_copy(policy, dtypes(system)[1], device, tp))
-            turn = turns(decoder, *given, batch_size=system.rollout_batch_size,
-                         graphs=(system.cuda_graphs and device.type == "cuda" and tp == 1
-                                 and not policy.owner().elsewhere))
-        sampled = respond(turn, [rows[prompt[i]] for i in numbers], ids, noise, names,
-                          max_new_tokens, environment, width, stop)
-    if tp > 1:  # this rank keeps only its own share
-        mine = parallel.my_share(range(B))
-        kept = [row for row, i in enumerate(numbers) if i in mine]
-        sampled = {name: t[kept] for name, t in sampled.items()}
-    batch = parallel.gather_rows(sampled, B)  # COLLECTIVE
-    for name, column in dict(index=range(B), prompt=prompt, slot=slot).items():
+            sampled = respond(decoder, ids, uniforms, width)
+    batch = parallel.gather_rows(sampled, len(prompt))  # COLLECTIVE
+    for name, column in dict(index=range(len(prompt)), prompt=prompt, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
     return batch
 
 
-def respond(turn, rows, ids, noise, names, length, environment=None, width=None, stop=None):
-    """
-    A dict as of generate, for prompts (lists of ids), one of each of these data rows: of one turn,
-    or, with an environment, of several; then it is a collective. turn: see turns; noise: see
-    sample_batch; names: slots and samples; width: P, None: the longest prompt.
-    """
-    if environment is None:
-        return turn(ids, range(len(ids)), 0, [0] * len(ids), width)
-    with together.in_step():  # COLLECTIVE: a failure on one rank ends all
-        return environment.converse(rows, ids, noise, names, length, width, turn, stop)
-
-
-def turns(policy, tokenizer, noise, names, length, temperature, stop=None, **how):
-    """
-    A function that samples turn number 0, 1, ... of some of B responses, as generate does. names:
-    slots and samples of the B. length: R, the tokens that a response may have. how: for generate.
-    """
-    slots, samples = names
-    uniforms = response_uniforms(*noise, slots, length, samples)  # (B, R)
-
-    def turn(contexts, which, number, used, width=None):
-        """
-        contexts: all ids before the turn; which: the numbers of these n responses; number: of the
-        turn, for vLLM's noise; used: how many tokens each response has. Token t of a response has
-        the same uniform, whichever turn it is in.
-        """
-        rooms = [length - n for n in used]
-        R = max(rooms, default=length)
-        column = torch.arange(R) + torch.tensor(used, dtype=torch.int64)[:, None]  # (n, R)
-        # a response ends before column `length`, so it uses no number from behind the %
-        rest = uniforms[list(which)].gather(1, column % length)
-        return generate(policy, contexts, R, temperature, tokenizer.eos_ids, tokenizer.pad_id,
-                        tokenizer.vocab_size, rest, prompt_width=width, stop=stop,
-                        has_stop=tokenizer.has_stop, rooms=rooms, **how)
-
-    return turn
-
-
 @contextlib.contextmanager
-def decoding_copy(policy, matrices, device, tp=1):
+def decoding_copy(policy, matrices):
     """
     The block in which the policy decodes, and the model that decodes. All ranks come to it
     together. The model is the policy itself, unless autocast would round its matrices to the dtype
-    `matrices` at every token: then it is a copy with rounded matrices, for this block only.
-    A sharded policy is gathered whole, once, in the dtype in which it trains. tp: so many ranks
-    have a copy together, see options/tensor_parallel.py.
+    `matrices` at every token: then it is a copy with rounded matrices, for this block only. A
+    sharded policy is gathered whole, once.
     """
-    if tp > 1:
-        from options.tensor_parallel import split_copy
-
-        yield split_copy(policy, matrices, device, tp)  # COLLECTIVE
-        return
-    if policy.owner().elsewhere:  # sharded
+    if trunk_of(policy).elsewhere:  # sharded
         from options.shards import gathered
 
-        with gathered(policy.owner()):  # COLLECTIVE
+        with gathered(trunk_of(policy)):  # COLLECTIVE
             yield policy
         return
     if matrices is None or policy.hf.dtype == matrices or policy.base is not None:
@@ -382,6 +315,7 @@ def decoding_copy(policy, matrices, device, tp=1):
         return
     # deepcopy copies the modules, but takes buffers and parameters from `memo`
     memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
+    memo[id(policy.tokenizer)] = policy.tokenizer
     for p in policy.parameters():
         t = p.detach().to(matrices if id(p) in rounded else p.dtype)
         memo[id(p)] = nn.Parameter(t, requires_grad=False)
@@ -392,28 +326,28 @@ def decoding_copy(policy, matrices, device, tp=1):
     yield decoder
 
 
-def texts_of(wanted, part, tokenizer):
+def texts_of(batch, rows, tokenizer):
     """
-    The data rows, and the texts of prompts and completions, of a part of a batch. wanted: (data
-    row, ids of the prompt) of each. Of several turns the completion is the text of the last turn,
-    and `dialogues` has all messages of each response.
+    For the rewards: the data rows of a part of a batch, and the texts of its prompts and
+    completions. Of several turns the completion is the last turn, and `dialogues` has all messages.
     """
-    R = part["response_mask"].shape[1]
-    tokens, mask = part["tokens"][:, -R:].cpu(), part["response_mask"].cpu()  # a GPU is asked once
-    texts = dict(rows=[one[0] for one in wanted],
-                 prompts=[tokenizer.decode(one[1]) for one in wanted],
-                 completions=[tokenizer.decode_response(ids[m].tolist(), row["prompt"])
-                              for (row, _), ids, m in zip(wanted, tokens, mask, strict=True)])
+    numbers, R = batch["prompt"].tolist(), batch["response_mask"].shape[1]
+    tokens, mask = batch["tokens"][:, -R:].cpu(), batch["response_mask"].cpu()  # one wait for a GPU
+    texts = dict(rows=[rows[number] for number in numbers],
+                 prompts=[tokenizer.decode(rows.ids[number]) for number in numbers])
+    texts["completions"] = [
+        tokenizer.decode_response(ids[m].tolist(), row["prompt"])
+        for row, ids, m in zip(texts["rows"], tokens, mask, strict=True)]
     if tokenizer.messages_of:
-        is_text = part["attention_mask"][:, -R:].cpu()
+        is_text = batch["attention_mask"][:, -R:].cpu()
         texts["dialogues"] = [
             tokenizer.messages_of(ids[t].tolist(), m[t].tolist(), row["prompt"])
-            for (row, _), ids, m, t in zip(wanted, tokens, mask, is_text, strict=True)]
+            for row, ids, m, t in zip(texts["rows"], tokens, mask, is_text, strict=True)]
         texts["completions"] = [messages[-1]["content"] for messages in texts["dialogues"]]
     return texts
 
 
-def read_batch(batch, readers, forward, micro_batches, iteration, device):
+def read_batch(batch, readers, forward, micro_batches, device):
     """
     A collective: add the models' outputs at each response token to a batch, before an update.
 
@@ -432,10 +366,10 @@ def read_batch(batch, readers, forward, micro_batches, iteration, device):
                 output = forward(model, mb)
                 output = output if torch.is_tensor(output) else output[0]  # (b, R)
                 columns[name][mb["index"], :output.shape[1]] = output
-    add_columns(batch, columns, iteration)  # COLLECTIVE
+    add_columns(batch, columns)  # COLLECTIVE
 
 
-def add_columns(batch, columns, iteration):
+def add_columns(batch, columns):
     """A collective: add columns to a batch: {name: (B, R)}, 0 in the rows of other ranks."""
     batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
-    audit.check_finite({name: batch[name] for name in columns}, iteration)
+    parallel.check_finite({name: batch[name] for name in columns})

@@ -1,11 +1,9 @@
 """
-The parts of a run that are not the algorithm, in all four scripts: its folder, the time of each
-phase, requests to stop, the audit, checkpoints, the log, the printed lines, and at the end the
-trained models.
+The parts of a run that are not the algorithm, in all four scripts: the audit of the ranks, requests
+to stop, checkpoints, the steps of the optimizers, the log, and at the end the trained models.
 
-    device = launch.init(...)                           COLLECTIVE: the ranks meet
-    ...                                                 the data, the models, the optimizers
-    ranks_agree(config, ...)                            COLLECTIVE
+    device = parallel.init(...)                         COLLECTIVE: the ranks meet
+    ...                                                 the models, the data, the optimizers
     run = Run(out_dir, max_iters, ...)                  COLLECTIVE: begins, or resumes
     for iteration in run.iterations():                  COLLECTIVE: audits, saves, stops between two
         ...
@@ -15,120 +13,98 @@ trained models.
 It decides nothing about training, and it knows no key of a script: it gets values. The whole
 configuration is only stored, and compared when a run resumes.
 """
-import contextlib
+import hashlib
+import math
 import os
 import sys
 import time
 
 import torch
 
-import errors
-import launch
 import parallel
-import report
-import status
-from audit import audit, check_finite, check_gradients, find_cause, watched
-from checkpoint import damage, load_checkpoint, save_checkpoint, sha256
-from finished import save_final
-from optimizers import overflowed, step
-from run_folder import code_files, data_hash, fingerprint, open_run
-from together import agree, alone
-from errors import Lost, Stop
-from loss import gap, gap_limit
-from models import present
+from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
+from configurator import BadInput, Stop, of_model, say
+from loss import gap, gap_limit, summarize
+from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
-KL_LIMIT = 30  # nats a response; the toy's good runs stay below 2
+GROWTH = 200  # steps in float16 after which the loss scale doubles
 
 
-def ranks_agree(config, files, models, tokenizers):
+def make_optimizer(model, name, system, lr, betas, eps):
     """
-    A collective. Raise BadConfig, on all ranks, unless all have the same code, settings, files and
-    tokenizers, and the ranks of one role the same weights. files: the data files of keys such as
-    prompts_path; "" is none. models: {name: model}.
+    The optimizer of a model's trained parameters: torch's fused AdamW, or another one by the keys.
+    name: of the model in the keys, policy, value or reward.
     """
-    contents = {f"the content of {file}": sha256(file) for file in code_files(config)}
-    contents |= {f"the content of {file}": data_hash(file) for file in files if file}
-    weights = {f"the weights of {name}": fingerprint(model)
-               for name, model in present(models).items() if model.path}  # not a new one
-    same = config | contents
-    same |= {"the tokenizers": [t.fingerprint for t in tokenizers if t is not None]}
-    if not parallel.roles:
-        agree(same | weights)  # COLLECTIVE
-        return
-    with parallel.everyone():
-        agree(same)  # COLLECTIVE
-    agree(weights)  # COLLECTIVE
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(params=parameters)]
+    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
+        vectors = [p for p in parameters if p.dim() < 2]
+        groups = [dict(params=[p for p in parameters if p.dim() >= 2])]
+        groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
+    kind, settings = torch.optim.AdamW, dict(
+        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay, fused=True)
+    if of_model(system.optim, name) not in ("", "adamw"):
+        from options.optimizers import other_optimizer
+
+        kind, settings = other_optimizer(system, name, lr, betas, eps)
+    if system.zero_stage or system.offload:
+        from options.shards import optimizer_of
+
+        return optimizer_of(model, name, system, groups, kind, settings)
+    return kind(groups, **settings)
 
 
 class Run:
     """
     Opens the run's folder and loads its checkpoint, if there is one.
 
-    models: {name: model}, also those of ranks with other roles. optimizers: {name: optimizer} of
-    the trained models. config: all keys, to be stored. system: the shared keys. must_match: the
-    script's keys that must be the same when a run resumes; sources: keys of files and models with
-    contents that must be the same, too. token_ids: all sequences of ids that the run trains on.
-    temperature: of the sampling. ema: the policy's average or None.
+    models: {name: Model}. optimizers: {name: optimizer} of the trained ones. config: all keys, to
+    be stored. system: the shared keys. must_match: the script's keys that must be the same when a
+    run resumes. token_ids: a hash of all that the run trains on. temperature: of the sampling. ema:
+    the policy's moving average or None.
     self.state, a dict of plain numbers, goes from one iteration to the next beside weights and
     optimizers; it is saved with every checkpoint.
     """
 
-    def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
-                 must_match, sources, token_ids=(), temperature=1.0, ema=None):
-        self.out_dir, self.max_iters = out_dir, max_iters
-        self.config, self.system = config, system
-        self.models, self.optimizers = present(models), optimizers
-        self.tokenizer, self.device, self.ema = tokenizer, device, ema
-        self.rank, self.world_size = parallel.rank_and_size()
+    def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,
+                 token_ids="", temperature=1.0, ema=None):
+        self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
+        self.models, self.optimizers, self.ema = models, optimizers, ema
+        self.rank, size = parallel.rank_and_size()
         self.trained = {name: models[name] for name in optimizers}
-        watched.models, watched.optimizers = self.models, optimizers
+        self.gap_limit = gap_limit(system.dtype, temperature)
+        self.frozen = {}  # the frozen models' checksums, filled by the first audit
+        for model in list(models.values()):  # trunks under adapters are audited, too
+            if model.base is not None and model.base not in models.values():
+                models[f"trunk of {model.path}"] = model.base
 
-        self.checkpoint, saved = open_run(  # COLLECTIVE
-            out_dir, config, must_match, sources, token_ids, max_iters)
-        fresh = dict(iteration=0, best_score=None, warned=[],
-                     first=None,  # accuracy and score of the first evaluation
-                     loss_scale=2.0**16, clean_steps=0, skipped=0)  # see optimizers.overflowed
+        same = f"{config} {token_ids} {torch.__version__}"
+        if parallel.from_rank(same) != same:
+            raise BadInput(f"rank {self.rank} has other settings, data or another torch than rank "
+                           "0; give all ranks the same")
+        folder, saved = open_folder(out_dir, config, must_match, token_ids, max_iters)  # COLLECTIVE
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
         self.state = fresh | (saved or {})
-        if self.checkpoint:
-            load_checkpoint(self.checkpoint, self.trained, optimizers, ema)  # COLLECTIVE
-            best = os.path.join(out_dir, "best_policy")
-            if self.state["best_score"] is not None and alone(lambda: damage(best)):  # COLLECTIVE
-                errors.warn(f"{best} is damaged; the best from here on takes its place")
-                self.state["best_score"] = None
+        if folder:
+            with parallel.in_step():  # COLLECTIVE
+                load_checkpoint(folder, self.trained, optimizers, ema)
         self.start = self.iteration = self.state["iteration"]
+        parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
         if system.report_to:
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
+        self.times, self.phase, self.began = {}, "start", time.time()
+        self.clock = time.perf_counter()
+        for name, model in models.items():
+            count = sum(p.numel() for p in model.parameters()) / 1e6
+            say(f"{name:<12} {count:8.2f}M parameters  "
+                f"{'trained' if name in optimizers else 'frozen'}")
+        say(f"{size} rank(s) on {device.type}, {system.dtype}; "
+            + (f"resuming from {folder}" if folder else f"writing to {out_dir}"))
 
-        self.reward_model = models.get("reward_model")  # also where only other ranks have it
-        self.frozen_checksums = {}  # filled by the first audit
-        # the largest distance, in nats, of log-probs that are equal in theory
-        self.gap_limit = gap_limit(system.dtype, temperature)
-        self.gap_said = False  # a large gap of the sampler in 16 bits is said once
-        self.to_save = None  # options/roles.py sets it: a function, the batches to save
-        self.times, self.phase = {}, "start"
-        self.clock, self.began = time.perf_counter(), time.time()
-        parallel.broadcast_parameters(self.models.values())  # COLLECTIVE: all have rank 0's bytes
-        self.announce()
-
-    def announce(self):
-        """Print the models, the ranks and the folder."""
-        if self.rank > 0:
-            return
-        report.print_models(self.models, self.optimizers)
-        ranks = f"{self.world_size} rank(s)"
-        if parallel.roles:
-            ranks = f"ranks with roles ({self.system.roles})"
-        where = f"writing to {self.out_dir}"
-        if self.checkpoint:
-            where = f"resuming from {self.checkpoint}"
-        if self.start == self.max_iters:
-            where += f": all {self.max_iters} iterations were made, the run is finished"
-        print(f"{ranks} on {self.device.type}, {self.system.dtype}; {where}", flush=True)
-
-    # iterations and phases
+    # iterations, checkpoints, and requests to stop
 
     def iterations(self):
         """
@@ -141,8 +117,8 @@ class Run:
             self.enter("audit")
             self.times.clear()
             interval, last = self.system.checkpoint_interval, iteration == self.max_iters
-            if self.audit_is_due(iteration):
-                audit(self.models, self.frozen_checksums, iteration)  # COLLECTIVE
+            if self.audit_is_due():
+                audit(self.models, self.frozen, iteration)  # COLLECTIVE
             if last or interval and iteration > self.start and iteration % interval == 0:
                 self.save()  # COLLECTIVE
             if not last:
@@ -159,91 +135,70 @@ class Run:
         now = time.perf_counter()
         self.times[self.phase] = self.times.get(self.phase, 0.0) + now - self.clock
         self.phase, self.clock = phase, now
-        parallel.phase = status.phase = f"iteration {self.iteration}, {phase}"
-        status.clear()
+        parallel.phase = f"iteration {self.iteration}, {phase}"
 
-    def audit_is_due(self, iteration):
-        return iteration % self.system.sync_check_interval == 0 or iteration == self.start
-
-    # checkpoints, and requests to stop
+    def audit_is_due(self):
+        return self.iteration % self.system.sync_check_interval == 0 or self.iteration == self.start
 
     def save(self):
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
-        if not self.audit_is_due(self.iteration):  # else these weights are checked already
-            audit(self.models, self.frozen_checksums, self.iteration)  # COLLECTIVE
+        if not self.audit_is_due():  # else these weights are checked already
+            audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
-            self.out_dir, self.iteration, self.trained, self.optimizers, self.state, self.tokenizer,
-            self.system.keep_checkpoints, self.ema, self.to_save and self.to_save())
+            self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
+            self.system.keep_checkpoints, self.ema)
 
     def leave_if_stop_asked(self):
         """
         A collective: after SIGTERM or Ctrl-C on any rank all ranks save and exit together. The run
         that resumes begins this iteration again, and samples the same texts.
         """
-        if not parallel.stop_agreed():  # COLLECTIVE
-            return
-        self.save()  # COLLECTIVE
-        if self.rank == 0:
-            status.clear()
-            print(f"stopped before the update of iteration {self.iteration}, and saved; "
-                  "resume with the same command")
-        self.leave()  # COLLECTIVE
-        sys.exit(0)
-
-    @contextlib.contextmanager
-    def saved_if_it_fails(self):
-        """
-        A collective, if in this block a reward fails (all ranks know it): the run is saved before
-        it stops.
-        """
-        try:
-            yield
-        except Stop as e:
-            if isinstance(e, Lost) or self.iteration == self.start:
-                raise
-            find_cause(self.iteration)  # COLLECTIVE: broken models are not saved
+        if parallel.stop_agreed():  # COLLECTIVE
             self.save()  # COLLECTIVE
-            raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
-                       "goes on from there") from e
+            say(f"stopped before the update of iteration {self.iteration}, and saved; resume with "
+                "the same command")
+            parallel.leave()  # COLLECTIVE
+            sys.exit(0)
 
-    # checks, and float16
+    def save_as(self, folder, name):
+        """A collective: save a model, with its present weights, as out_dir/folder."""
+        save_final(self.out_dir, folder, self.models[name])  # COLLECTIVE
+
+    def finish(self, next_step):
+        """A collective: save the trained models, and leave together with the other ranks."""
+        for name in self.trained:
+            self.save_as(name, name)  # COLLECTIVE
+        if self.ema:
+            with self.ema.in_place():
+                self.save_as("ema_policy", "policy")  # COLLECTIVE
+        say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
+        parallel.leave()  # COLLECTIVE
+
+    # checks, and the steps of the optimizers
 
     def sampler_gap(self, batch):
         """
         A collective: the distance of the sampler's log-probs from old_logprobs, in nats. Before the
         first update of a run the reference's log-probs must be the policy's, too, if the two are
-        one model.
+        one model. In 16 bits, or with another engine, other kernels sample, and no limit fits all
+        models: then it is only logged.
         """
-        mask, old = batch["response_mask"], batch["old_logprobs"]
+        mask, old, dtype = batch["response_mask"], batch["old_logprobs"], self.system.dtype
         if self.iteration == 0 and "ref_logprobs" in batch and not self.system.ref_path:
-            worst = gap(batch["ref_logprobs"] - old, mask, self.system.dtype)
-            self.must_agree(worst, "the reference")  # COLLECTIVE
-        worst = gap(batch["sampler_logprobs"] - old, mask, self.system.dtype)
-        in_16_bits = self.system.dtype in ("bfloat16", "float16")
-        if not in_16_bits and self.system.sampler == "own":
-            return self.must_agree(worst, "the sampler")  # COLLECTIVE
-        # Here other kernels sample, and their rounding depends on the depth of the model: no limit
-        # fits all models. So a large gap is said once, and does not stop the run
-        worst = self.must_agree(worst, "the sampler", checked=False)  # COLLECTIVE
-        if worst > self.gap_limit and not self.gap_said:
-            errors.warn(f"in {self.system.dtype} the sampler's log-probs differ from those of the "
-                        f"training forward by {worst:.2g} nats a token (rounding is mostly below "
-                        f"{self.gap_limit:g}), so its tokens are a little off-policy; "
-                        "--importance_cap=2 corrects for it")
-            self.gap_said = True
-        check_finite({"the sampler": torch.tensor(worst)}, self.iteration)
-        return worst
+            self.must_agree(gap(batch["ref_logprobs"] - old, mask, dtype), "the reference")
+        exact = dtype not in ("bfloat16", "float16") and self.system.sampler == "own"
+        worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
+        return self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
 
     def must_agree(self, worst, what, checked=True):
         """
         A collective: the largest gap of any rank, in nats, between log-probs that are equal in
         theory (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit):
-        before any update the log-probs of `what` must be the policy's. checked=False: no Stop.
+        before any update the log-probs of `what` must be the policy's. checked=False: any number.
         """
         worst = parallel.all_reduce_max(worst).item()  # COLLECTIVE
-        if checked and not worst <= self.gap_limit:  # also where worst is NaN
-            find_cause(self.iteration)  # COLLECTIVE
+        if not worst <= (self.gap_limit if checked else math.inf):  # also where worst is NaN
             raise Stop(f"iteration {self.iteration}: before any update, the log-probs of {what} "
                        f"differ from the policy's by {worst:.2g} nats (limit {self.gap_limit:g}); "
                        "look for another temperature, mask, position ids, dropout or padded "
@@ -264,139 +219,201 @@ class Run:
         any. Returns {model: the norm before clipping}; {} where no step was made, because a float16
         gradient overflowed. Raises Stop, on all ranks, if another gradient is not finite.
         """
-        norms = {name: parallel.clip_gradients(buffers, grad_clip)
+        norms = {name: parallel.clip_gradients(buffers, grad_clip).item()
                  for name, buffers in gradients.items()}
-        if self.system.dtype == "float16" and overflowed(  # it also changes the loss scale
-                self.state, norms.values(), self.iteration):
-            return {}
-        for name, norm in norms.items():
-            check_gradients(norm, self.trained[name], name, self.iteration)
+        good = all(map(math.isfinite, norms.values()))
+        if self.system.dtype == "float16":
+            # float16 rounds gradients below 6e-8 to 0, so the loss is multiplied by a scale: it is
+            # halved after an overflow, and doubled after GROWTH steps without one (arXiv 1710.03740)
+            clean = self.state["clean_steps"] + 1 if good else 0
+            factor = 0.5 if not good else 2.0 if clean and clean % GROWTH == 0 else 1.0
+            scale = min(self.state["loss_scale"] * factor, 2.0**24)
+            self.state |= dict(clean_steps=clean, loss_scale=scale)
+            if not good and scale >= 1:
+                say(f"iteration {self.iteration}: a float16 gradient overflowed; step skipped")
+                return {}
+        if not good:
+            name = next(name for name, norm in norms.items() if not math.isfinite(norm))
+            bad = [n for n, p in self.trained[name].named_parameters()
+                   if p.grad is not None and not parallel.my_part(p.grad).isfinite().all()]
+            raise Stop(f"iteration {self.iteration}: the gradient of {name}'s "
+                       f"{(bad + ['norm (overflow)'])[0]} is not finite; stopped before the step. "
+                       "Lower the learning rate, or look at the scores and the data of this "
+                       "iteration")
         for name, lr in lrs.items():
-            step(self.optimizers[name], lr)
+            for group in self.optimizers[name].param_groups:
+                group["lr"] = lr
+            self.optimizers[name].step()
         if self.ema and "policy" in lrs:
             self.ema.update()
-        return {name: norm.item() for name, norm in norms.items()}
+        return norms
 
-    # printed lines and logs
+    # the log
 
-    def warn_once(self, what, message):
-        """Warn, once in the whole run."""
-        if what not in self.state["warned"]:
-            self.state["warned"] = [*self.state["warned"], what]
-            errors.warn(message)
-
-    def log_evaluation(self, batch, rows, row_numbers, reward_names, score):
+    def log_evaluation(self, batch, rows, reward_names, score):
         """
         A collective: the figures of an evaluation. They are also printed, with two samples; SAMPLES
-        samples go to samples.jsonl. rows: the held-out rows; row_numbers: of the rows that the
-        batch answers. score: the mean of the number that the run maximises. With the key keep_best,
-        the policy is saved as out_dir/best_policy if this is the best score so far.
+        samples go to samples.jsonl. score: the mean of the number that the run maximises. With the
+        key keep_best, the policy is saved as out_dir/best_policy if this is the best so far.
         """
-        record = report.summarize(batch, "eval", reward_names)
-        accuracy, n = record.get("eval/accuracy", 0.0), len(row_numbers)
-        first, before = self.state["first"] = self.state["first"] or [accuracy, score]
-        chance = 2 * (first * (1 - first) / n + 1 / n**2) ** 0.5  # about two standard errors
-        if score > before and accuracy < first - chance:
-            self.warn_once("accuracy", (
-                f"the held-out accuracy fell from {first:.3f} to {accuracy:.3f} while the score "
-                f"rose from {before:.3g} to {score:.3g}: the reward pays for wrong answers; look "
-                "at samples.jsonl, raise kl_coef or lower the learning rate"))
-        if self.system.keep_best and report.is_better(score, self.state["best_score"]):
+        record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
+        if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
-        samples = report.samples_of(batch, rows, row_numbers[:SAMPLES], self.tokenizer,
-                                    self.iteration, reward_names)
-        if self.rank == 0:
-            status.clear()
-            report.print_evaluation(self.iteration, record)
-            report.print_samples(samples[:2])
-        report.write_log(self.out_dir, samples, "samples.jsonl")  # COLLECTIVE
+        samples = self.samples(batch, rows, SAMPLES)
+        say(f"eval {self.iteration}: " + " | ".join(
+            f"{name[5:]} {x:.3f}" for name, x in record.items()))
+        for sample in samples[:2]:
+            say(f"    {sample['prompt']!r:.200} -> {sample['text']!r:.300}")
+        append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
         return record
 
-    def log(self, record, batch=None, passes=1.0, tokens=0, every=1, rows=()):
+    def samples(self, batch, rows, count):
+        """
+        The first responses of a batch as dicts for samples.jsonl; the prompt is the data's, text or
+        messages; length is in tokens, the EOS included; scores as in docs/metrics.md.
+        """
+        first = {name: t[:count] for name, t in batch.items()}
+        texts = texts_of(first, rows, self.models["policy"].tokenizer)
+        columns = {name: t for name, t in first.items()
+                   if name in ("scores", "accuracy") or name.startswith("reward/")}
+        if {"old_logprobs", "ref_logprobs"} <= first.keys():
+            columns["kl"] = (first["old_logprobs"] - first["ref_logprobs"]).sum(1)
+        columns = {name: t.tolist() for name, t in columns.items()}
+        samples = []
+        for i, row in enumerate(texts["rows"]):
+            scores = {name: x[i] for name, x in columns.items() if math.isfinite(x[i])}
+            samples.append(dict(
+                iteration=self.iteration, row=int(first["prompt"][i]), prompt=row["prompt"],
+                text=texts["completions"][i], finished=bool(first["finished"][i]),
+                length=int(first["response_mask"][i].sum()), scores=scores))
+            if "dialogues" in texts:
+                samples[-1]["messages"] = texts["dialogues"][i]
+        return samples
+
+    def log(self, record, batch=None, tokens=0, every=1, rows=()):
         """
         A collective: append an iteration's record to log.jsonl, with its seconds, speed and memory,
         and print a line every `every` iterations. Entries that are None are left out.
 
-        batch: the sampled batch; passes: how often the update went over it. tokens: in a script
-        that samples nothing, the tokens that it trained on. The last iteration, which only
-        evaluates, has none of them. rows: the data rows that the batch answers, for rollouts.jsonl.
+        batch: the sampled batch. tokens: in a script that samples nothing, the tokens that it
+        trained on. The last iteration, which only evaluates, has none of them. rows: the data rows
+        that the batch answers, for rollouts.jsonl.
         """
         self.enter("log")
-        record = {name: x for name, x in record.items() if x is not None}
-        record = {"iteration": self.iteration} | record
-        if record.get("objective/kl", 0) > KL_LIMIT:
-            self.warn_once("kl", (
-                f"the policy is {record['objective/kl']:.0f} nats a response away from the "
-                "reference, where few rewards are right; raise kl_coef or lower the learning rate"))
+        record = {"iteration": self.iteration} | {
+            name: x for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
-            record["objective/texts"] = report.hash_of(batch["tokens"])
-        if batch and self.reward_model is not None:
-            record["objective/score_shift"] = self.reward_model.score_shift
-        if batch or tokens:
+            # two runs that sampled the same tokens have the same hash
+            text = batch["tokens"].cpu().numpy().tobytes()
+            record["objective/texts"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+            if "reward_model" in self.models:
+                record["objective/score_shift"] = self.models["reward_model"].score_shift
+            tokens = int(batch["response_mask"].sum())
+        if tokens:
             record["time/iteration"] = sum(self.times.values())
-            record |= self.speed(batch, passes, tokens)
-        report.write_log(self.out_dir, [record])  # COLLECTIVE
-        if rows and self.system.save_rollouts and self.iteration % self.system.save_rollouts == 0:
-            names = [name.removeprefix("reward/") for name in batch if name.startswith("reward/")]
-            rollouts = report.samples_of(batch, rows, batch["prompt"].tolist(), self.tokenizer,
-                                         self.iteration, names)
-            report.write_log(self.out_dir, rollouts, "rollouts.jsonl")  # COLLECTIVE
+            working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
+            record["time/tokens_per_second"] = tokens / working
+            record["mem/peak_mib"] = peak_memory_mib(self.device)
+        append(self.out_dir, "log.jsonl", [record])  # COLLECTIVE
+        interval = self.system.save_rollouts
+        if rows and interval and self.iteration % interval == 0:
+            append(self.out_dir, "rollouts.jsonl", self.samples(batch, rows, None))  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import send_to_trackers
 
             send_to_trackers(record)
+        if tokens and (self.iteration % every == 0 or self.iteration + 1 == self.max_iters):
+            say(self.progress(record))
+
+    def progress(self, record):
+        """The line of an iteration: the COLUMNS that its record has, and the time left."""
         done = self.iteration + 1
-        if (batch or tokens) and self.rank == 0 and (
-                self.iteration % every == 0 or done == self.max_iters):
-            print(report.progress(record, self.start, done, self.max_iters, self.began), flush=True)
+        left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
+        columns = [f"{name} {record[metric]:{form}}"
+                   for name, (metric, form) in COLUMNS.items() if metric in record]
+        return "  ".join([f"iter {done}/{self.max_iters}", *columns, f"{left / 60:.1f} min left"])
 
-    def speed(self, batch, passes, tokens):
-        """
-        The speed of the iteration, without the seconds of evaluation and checkpoint, and the most
-        memory of this process. In the rollout the policy samples; then the other models read the
-        texts; in the update the trained models read them again, and learn, in each pass. The texts
-        of PPO-ptx are not counted.
-        """
-        seconds = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
-        read, learned = 0, tokens
-        if batch:
-            tokens, read = (int(batch[name].sum()) for name in ("response_mask", "attention_mask"))
-            learned = passes * read
-        figures = {"time/tokens_per_second": tokens / seconds,
-                   "mem/peak_mib": report.peak_memory_mib(self.device)}
-        if self.device.type == "cuda":
-            from gpu import share_of_peak
 
-            figures |= share_of_peak(self.models, self.trained, read, learned, seconds,
-                                     self.system.dtype, self.device)
-        return figures
+# the columns of an iteration's line: name -> metric, format (z: no -0.00). log.jsonl has all metrics
+COLUMNS = {
+    "score": ("objective/scores", "z6.2f"),
+    "kl": ("objective/kl", "z5.2f"),
+    "acc": ("objective/accuracy", "4.2f"),
+    "len": ("objective/length", "6.1f"),
+    "flat": ("objective/flat_groups", "4.2f"),
+    "loss": ("loss/sft", "6.4f"),
+    "preference": ("loss/preference", "6.4f"),
+    "right": ("train/accuracy", "4.2f"),
+    "clip": ("policy/clipfrac", "5.3f"),
+    "ev": ("val/explained_variance", "z5.2f"),
+    "tok/s": ("time/tokens_per_second", "5.0f"),
+    "MiB": ("mem/peak_mib", "5.0f"),
+}
 
-    def save_as(self, folder, name):
-        """A collective: save a model, with its present weights, as out_dir/folder."""
-        save_final(self.out_dir, folder, self.models[name], self.tokenizer,
-                   self.config)  # COLLECTIVE
 
-    def finish(self, next_step):
-        """
-        A collective: save the trained models, and leave together with the other ranks. next_step:
-        advice to the user, for the last line.
-        """
-        for name in self.trained:
-            self.save_as(name, name)  # COLLECTIVE
-        if self.ema:
-            with self.ema.in_place():
-                self.save_as("ema_policy", "policy")  # COLLECTIVE
-        if self.rank == 0:
-            saved = os.path.join(self.out_dir, next(iter(self.trained)))
-            print(f"saved {saved}; next: {next_step}")
-        self.leave()  # COLLECTIVE
+def peak_memory_mib(device):
+    """The most memory of this process so far: allocated by torch on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    if not os.path.exists("/proc/self/status"):  # not Linux
+        return 0.0
+    with open("/proc/self/status", encoding="utf-8") as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
 
-    def leave(self):
-        """A collective: leave the group of ranks together."""
-        if self.system.report_to:
-            from options.trackers import finish_trackers
 
-            finish_trackers()
-        launch.finish()  # COLLECTIVE
+# --------------------------------------------------------------------------------------------------
+# the audit
+
+
+def audit(models, frozen, iteration):
+    """
+    A collective: raise Stop, on all ranks, unless all ranks have the same finite parameters of
+    {name: Model}, and the frozen ones still have their first checksums. frozen: {(model,
+    parameter): checksum}, filled here at the first audit. Of a sharded parameter each rank has
+    another part: this part must be finite and, if it is frozen, unchanged. One all_reduce when all
+    is well.
+    """
+    names, rows = [], []
+    for model_name, model in models.items():
+        for name, p in model.named_parameters():
+            part = parallel.my_part(p.detach())
+            mine = int(checksum(part))
+            changed = not p.requires_grad and frozen.setdefault((model_name, name), mine) != mine
+            compared = 0 if parallel.is_shard(p) else mine
+            # ~x reverses the order of integers, so the largest ~x is ~(the smallest x). -x would be
+            # wrong, because the smallest int64 has no negative
+            rows.append([compared, ~compared, int(not part.isfinite().all()), int(changed)])
+            names.append(f"{model_name}, parameter {name}")
+    mine = torch.tensor(rows, device=parallel.wire())  # (parameters, 4)
+    largest, smallest, infinite, changed = parallel.all_reduce_max(mine.clone()).unbind(1)
+    for bad, what, column in (
+            (largest != ~smallest, "the ranks have drifted apart: {} differs on {}", 0),
+            (infinite > 0, "{} is not finite on {}", 2),
+            (changed > 0, "the frozen {} has changed on {}: it is not what it was", 3)):
+        if bad.any():
+            i = int(bad.nonzero()[0])
+            values = torch.stack(parallel.all_gather(mine[i, column])).tolist()
+            common = max(values, key=values.count) if column == 0 else 0
+            odd = [rank for rank, value in enumerate(values) if value != common]
+            odd = odd if column or 2 * len(odd) < len(values) else range(len(values))
+            raise Stop(f"iteration {iteration}: {what.format(names[i], parallel.name_ranks(odd))} "
+                       f"({int(bad.sum())} parameters in all); the last checkpoint is good")
+
+
+def checksum(t):
+    """
+    The sum of (2 i + 1) * word i over the words of a tensor's memory: an int64 that wraps around, in
+    the same way on all devices. Integers, because only equal bits are the same weights: as numbers
+    NaN != NaN and 0.0 == -0.0. The factors differ, so that the order of the words counts. They are
+    odd, so that a change of one word always changes the sum: an odd factor has an inverse modulo
+    2**64.
+    """
+    words = t.flatten().view({1: torch.uint8, 2: torch.int16}.get(t.element_size(), torch.int32))
+    total, first = torch.zeros((), dtype=torch.int64, device=words.device), 0
+    for chunk in words.split(2**20):  # int64 copies of a chunk, not of a whole embedding matrix
+        i = torch.arange(first, first + len(chunk), device=words.device)
+        total += (chunk.long() * (i * 2 + 1)).sum()
+        first += len(chunk)
+    return total

@@ -1,215 +1,131 @@
 """
-Text -> token ids and back, with transformers' AutoTokenizer. Three ways:
+Text -> token ids and back, with transformers' AutoTokenizer.
 
     encode_texts      strings, without BOS and EOS
     encode_prompts    prompts for the policy: a string, or messages in the chat template
     encode_scored     a prompt with its response, as a reward model reads them
+    encode_learned    a prompt with its completion, as sft.py learns it
 
-Text that looks like a special token is plain text in all of them: a prompt cannot end a turn or a
-response. chats.py encodes messages.
+Messages are {"role", "content"}; they become the ids of transformers' apply_chat_template. Text that
+looks like a special token is plain text in all of them: a prompt cannot end a turn or a response.
 """
 import ast
-import contextlib
 import glob
-import hashlib
-import json
 import os
+import re
 
-from chats import (chat_ids, check_template, joined, make_markup_special, open_ids,
-                   parse_template_kwargs, turn_ends, with_system_prompt)
-from errors import BadConfig, BadInput, first_line, shorten
-from folders import CONFIGS, data_alone, model_folders, read_json, read_text
+from configurator import BadInput, first_line, shorten
 
-# files with a tokenizer's vocabulary; one of them must be there
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-MARK = "\x01"
+MARK = "\x01"  # a character that SentencePiece never joins with the next ones
+# tokens of many families' templates: <|im_end|>, and DeepSeek's with other bars
+MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 
 
-# --------------------------------------------------------------------------------------------------
-# loading
-
-
-def load_tokenizer(path, chat_template="", template_kwargs="", system_prompt="", stop_strings=""):
+def load_tokenizer(path, system):
     """
-    The Tokenizer of a model folder or hub name; of an adapter its own, or its base model's. Its
-    eos_ids are all ends in its files, its chat template, config.json and generation_config.json.
-    Raises BadInput where a file is broken, or does not fit to the others.
-
-    chat_template: a Jinja file in the place of the tokenizer's own; template_kwargs: the template's
-    variables, "enable_thinking=False"; system_prompt: the system message of chats that have none;
-    stop_strings: texts that end a response, see parse_stop_strings.
+    The Tokenizer of a model folder or hub name, with the keys for chats and stop_strings. Raises
+    BadInput where there is none, or a file is broken.
     """
-    hf, folder, model_folder = read_files(path)
-    if hf.eos_token_id is None:
-        raise BadInput(f"{folder}: its tokenizer has no EOS token, so no response could ever end; "
-                       "set eos_token in tokenizer_config.json")
-    name = f"the chat template of {folder}"
-    if chat_template:
-        name, hf.chat_template = f"the chat template {chat_template}", read_text(chat_template)
-    elif isinstance(hf.chat_template, dict) and "default" not in hf.chat_template:
-        raise BadInput(f"{folder}: none of its chat templates ({', '.join(hf.chat_template)}) is "
-                       "called default; write one into a file, and type --chat_template=FILE")
-    tokenizer = Tokenizer(hf, name, parse_template_kwargs(template_kwargs), system_prompt)
-    tokenizer.stop_strings = parse_stop_strings(stop_strings)
-    for file in files_in(model_folder, ["config.json", "generation_config.json"]):
-        settings = read_json(file)
-        ends = settings.get("eos_token_id")
-        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
-        if not all(type(end) is int and 0 <= end < tokenizer.vocab_size for end in ends):
-            raise BadInput(f"{file}: eos_token_id = {shorten(ends)} is no token "
-                           f"of the tokenizer beside it, which has {tokenizer.vocab_size}; do they "
-                           "belong together?")
-        tokenizer.eos_ids |= set(ends)
-        if file.endswith("generation_config.json"):
-            tokenizer.generation_config = settings
-    return tokenizer
+    if path.startswith("tiktoken:") or glob.glob(os.path.join(glob.escape(path), "*.tiktoken")):
+        from options.tiktoken_files import read
 
+        return Tokenizer(read(path), path, system)
+    from transformers import AutoTokenizer, logging
 
-def read_files(path):
-    """
-    (transformers' tokenizer, its folder, the folder of its model's settings) of a path; a name such
-    as tiktoken:gpt2 has no folders, and is returned in their place. Raises BadInput.
-    """
-    if path.startswith("tiktoken:"):
-        from options.tiktoken_files import by_name
-
-        return by_name(path), path, path
-    files = set(os.listdir(path)) if os.path.isdir(path) else set()
-    no_model = "tokenizer.json" in files and not files.intersection(CONFIGS)
-    folders = [path] if no_model else model_folders(path, weights=False)
-    folder = next((f for f in folders if files_in(f, VOCABULARIES)), None)
-    of_tiktoken = [f for f in folders if glob.glob(os.path.join(glob.escape(f), "*.tiktoken"))]
-    if folder is None and of_tiktoken:
-        from options.tiktoken_files import from_folder
-
-        return from_folder(of_tiktoken[0]), of_tiktoken[0], folders[-1]
-    if folder is None:  # transformers would make an empty one
-        raise BadInput(f"{path}: no tokenizer in this folder ({', '.join(VOCABULARIES)}, "
-                       "*.tiktoken); copy its files there, or make it with the prepare.py of its "
-                       "data")
-    import transformers  # it takes seconds: not at the top, so that --help is fast
-
-    # it warns that Llama 3's tokenizer.model is not sentencepiece's
-    transformers.logging.set_verbosity_error()
-    reading = contextlib.nullcontext()
-    if not files_in(folder, ["tokenizer.json"]):  # transformers may read it with tiktoken
-        from options.tiktoken_files import no_cache
-
-        reading = no_cache()
-    config, base = transformers.PretrainedConfig(), transformers.PreTrainedTokenizerBase
-    if files_in(folder, ["config.json"]):
-        with contextlib.suppress(BadInput), data_alone(folder) as room:  # of a family of its own
-            config = transformers.AutoConfig.from_pretrained(room, trust_remote_code=False)
+    logging.set_verbosity_error()
     try:
-        for file in files_in(folder, ["config.json", "tokenizer_config.json"]):
-            name = str(read_json(file).get("tokenizer_class"))
-            if not issubclass(getattr(transformers, name, base), base):  # such as AutoModel
-                raise TypeError(f"tokenizer_class = {name!r} is no tokenizer")
-        with reading:
-            hf = transformers.AutoTokenizer.from_pretrained(
-                folder, config=config, local_files_only=True, trust_remote_code=False)
-        hf.decode(hf("a 1")["input_ids"])  # fails where settings are of another type
-        given = hf.chat_template or ""
-        if not all(isinstance(text, str) for text in getattr(given, "values", lambda: [given])()):
-            raise TypeError("its chat_template is no text")
+        hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # transformers raises anything
-        raise BadInput(f"{folder}: no usable tokenizer in its files ({first_line(e)[:200]}); save "
-                       "or download it again") from e
-    return hf, folder, folders[-1]
-
-
-def files_in(folder, names):
-    """The paths of these files in a folder, of those that exist."""
-    return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
-
-
-def check_tokenizer_fits(tokenizer, model, path):
-    """
-    Raise BadInput if the tokenizer has ids without an embedding in the model, unless these are
-    special tokens that no text needs: Gemma 3 1B reads no images, but has a token for them. Fewer
-    ids are allowed: the model's other tokens are never sampled.
-    """
-    tokens, embeddings = tokenizer.vocab_size, model.config.vocab_size
-    if tokens <= embeddings:
-        return
-    needed = tokenizer.eos_ids | {tokenizer.pad_id, *tokenizer.bos_ids}
-    spare = set(tokenizer.specials.values()) - needed
-    if not spare.issuperset(range(embeddings, tokens)):
-        raise BadInput(f"{path}: the tokenizer has {tokens} tokens but the model's vocabulary only "
-                       f"{embeddings}; they do not belong together")
-    tokenizer.vocab_size = embeddings
-
-
-def load_reader(path, reward_model, tokenizer):
-    """
-    The tokenizer of a reward model, for encode_scored: with the token at which the score is read,
-    and with the run's settings for chats, from the policy's tokenizer. Raises BadInput where the
-    model is a plain language model.
-    """
-    if reward_model.new_head:
-        raise BadInput(f"{path!r} has no score head, it is a plain language model; train one with "
-                       "rm.py")
-    reader = load_tokenizer(path)
-    check_tokenizer_fits(reader, reward_model, path)
-    reader.system_prompt, reader.kwargs = tokenizer.system_prompt, tokenizer.kwargs
-    reader.set_padding_apart()
-    if len(model_folders(path, weights=False)) == 1:  # an adapter has no config.json of its own
-        reader.skipped_id = reward_model.hf.config.pad_token_id
-    return reader
-
-
-# --------------------------------------------------------------------------------------------------
-# the tokenizer
+        raise BadInput(f"{path}: no usable tokenizer ({first_line(e)[:300]})") from e
+    if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
+        raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token, so no response could "
+                       "ever end; copy a tokenizer's files there, and set eos_token in its "
+                       "tokenizer_config.json")
+    return Tokenizer(hf, path, system)
 
 
 class Tokenizer:
     """
     A tokenizer of transformers, `hf`, and its settings in a run:
 
-        eos_ids             a response ends with any of them; eos_id is the tokenizer's own
-        turn_ends           the one of them that ends a turn of the chat template, or none
-        pad_id              fills rows; no mask is ever made from it
-        bos_ids             the ids that the tokenizer itself puts before a string
-        vocab_size          ids from this one on are never sampled
-        specials            {text: id} of the special tokens
-        stop_strings        texts that end a response, too
-        skipped_id          a reward model's score is read at the last token that is not this one
-        generation_config   of the model beside it: its makers' settings of sampling
-        messages_of         a function of a response's ids, see Environment.messages_of; or None
+        eos_ids        a response ends with any of them; eos_id is the tokenizer's own
+        turn_ends      the one of them that ends a turn of the chat template, or none
+        pad_id         fills rows; no mask is ever made from it
+        bos_ids        the ids that the tokenizer itself puts before a string
+        vocab_size     ids from this one on are never sampled
+        specials       {text: id} of the special tokens
+        template       the chat template, or None
+        skipped_id     a reward model's score is read at the last token that is not this one
+        messages_of    a function of a response's ids, of several turns (options/environment.py)
     """
 
-    def __init__(self, hf, name="the chat template", kwargs=None, system_prompt=""):
-        """kwargs, system_prompt: see load_tokenizer. Raises BadInput where they do not fit."""
-        self.hf, self.name, self.kwargs, self.system_prompt = hf, name, kwargs or {}, system_prompt
+    def __init__(self, hf, path, system):
+        self.hf, self.path, self.system_prompt = hf, path, system.system_prompt
+        if system.chat_template:
+            with open(system.chat_template, encoding="utf-8") as f:
+                hf.chat_template = f.read()
+        self.kwargs = parse_template_kwargs(system.template_kwargs)
+        self.stop_strings = parse_stop_strings(system.stop_strings)
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
         text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
         found = [n for n in range(len(ids)) if ids[n:n + len(text)] == text]
         self.bos_ids = ids[:min(found, default=0)]
         # SentencePiece puts a blank in front of a text, and takes one away from the text of ids;
-        # not so behind a mark: a character that it never joins with the next ones
+        # not so behind a mark
         self.mark = self.encode_texts([MARK])[0]
         self.adds_blank = self.text_of(self.mark + self.encode_texts(["a"])[0]) == f"{MARK} a"
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
-        self.skipped_id, self.stop_strings, self.generation_config = None, [], {}
-        self.messages_of = None
+        self.skipped_id = self.messages_of = None
         self.template = hf.get_chat_template() if hf.chat_template else None
-        make_markup_special(hf, self.template or "")
+        if self.system_prompt and not self.template:
+            raise BadInput("system_prompt is given, but the tokenizer has no chat template; give "
+                           "one with --chat_template=FILE, or leave it out")
+        # all tokens in a template such as <|im_end|> become special, also where their author has
+        # not done it: otherwise a message with one would end a turn. Other tokens in a template,
+        # such as <think>, are tokens in a message, too
+        plain = [t.content for t in hf.added_tokens_decoder.values() if not t.special
+                 and t.content in (self.template or "") and re.fullmatch(MARKUP, t.content)]
+        hf.add_tokens(plain, special_tokens=True)
+        hf.chat_control_tokens = []  # beside the special ones
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
-        self.turn_ends = turn_ends(self)
+        self.turn_ends = self.find_turn_ends()
         self.eos_ids = {self.eos_id} | self.turn_ends
-        check_template(self)
 
-    @property
-    def fingerprint(self):
-        """A hash that differs where any text becomes other ids."""
-        settings = [self.vocabulary, self.template, self.kwargs, self.system_prompt,
-                    self.skipped_id, self.pad_id, self.bos_ids]
-        text = json.dumps(settings, sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode()).hexdigest()
+    def find_turn_ends(self):
+        """
+        {the id of the first special token that the template writes behind an answer}; empty where
+        there is none. A base model's files may have another end than its chat template.
+        """
+        try:
+            ids = self.chat_ids([dict(role="user", content="a"),
+                                 dict(role="assistant", content="ANSWER")])
+        except BadInput:  # encoding the data's messages gives the error, if there are any
+            return set()
+        behind = self.text_of(ids).rpartition("ANSWER")[2]
+        behind = self.hf.encode(behind, add_special_tokens=False)
+        return set([i for i in behind if i in self.specials.values()][:1])
 
-    # text -> ids. at: a context for each number, such as rows.at_row for errors
+    def fit(self, model, path):
+        """
+        Take a language model's own ends of a response. Raise BadInput if there are ids without an
+        embedding in the model, unless these are special tokens that no text needs: Gemma 3 1B reads
+        no images, but has a token for them.
+        """
+        settings = getattr(model.hf, "generation_config", None) or model.config
+        for ends in (settings.eos_token_id, model.config.eos_token_id):
+            ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+            self.eos_ids |= ends if model.head == "lm" else set()
+        embeddings = model.config.vocab_size
+        needed = self.eos_ids | {self.pad_id, *self.bos_ids}
+        spare = set(self.specials.values()) - needed
+        if not spare.issuperset(range(embeddings, max(self.vocab_size, *(i + 1 for i in needed)))):
+            raise BadInput(f"{path}: the tokenizer has {self.vocab_size} tokens but the model's "
+                           f"vocabulary only {embeddings}; they do not belong together")
+        self.vocab_size = min(self.vocab_size, embeddings)
+
+    # text -> ids
 
     def encode_texts(self, texts):
         """The ids of each of these strings, without BOS and EOS."""
@@ -224,21 +140,16 @@ class Tokenizer:
             return self.encode_texts(texts)
         return [ids[len(self.mark):] for ids in self.encode_texts([MARK + t for t in texts])]
 
-    def encode_prompts(self, prompts, at=contextlib.nullcontext):
+    def encode_prompts(self, prompts):
         """
         The ids of each prompt: BOS (where there is one) and a string; or messages, up to the place
         where the response begins: a new turn, or the last message, if it is the assistant's.
         """
         strings = iter(self.encode_texts([p for p in prompts if isinstance(p, str)]))
-        found = []
-        for number, prompt in enumerate(prompts):
-            with at(number):
-                found.append(self.bos_ids + next(strings) if isinstance(prompt, str) else
-                             open_ids(self, prompt))
-        return found
+        return [self.bos_ids + next(strings) if isinstance(p, str) else self.open_ids(p)
+                for p in prompts]
 
-    def encode_scored(self, prompts, completions, finished=None, longest=None,
-                      at=contextlib.nullcontext):
+    def encode_scored(self, prompts, completions, finished=None, longest=None):
         """
         The ids of each prompt and response up to the token at which a reward model's score is read,
         the last one that is not skipped_id. With a chat template they are a chat (strings, too),
@@ -258,20 +169,79 @@ class Tokenizer:
                 ends = finished is None or finished[number]
                 ids = self.bos_ids + next(texts) + [self.eos_id] * ends
             else:
-                with at(number):
-                    ids = chat_ids(self, with_system_prompt(self, joined(*pair)))
+                ids = self.chat_ids(joined(*pair))
             ids = ids[:longest]
             while len(ids) > 1 and ids[-1] == self.skipped_id:
                 ids.pop()
             found.append(ids)
         return found
 
+    def encode_learned(self, prompt, completion):
+        """
+        (ids, trained) of a demonstration: trained is True on the tokens that SFT learns. With
+        strings these are the completion and EOS; with messages the assistant's turns of the
+        completion with their ends. Each is learned behind the ids that the policy would get there
+        as the prompt. Raises BadInput where the template makes this impossible.
+        """
+        if isinstance(prompt, str):
+            ids = self.bos_ids + self.encode_texts([prompt])[0]
+            more = self.encode_behind([completion])[0] + [self.eos_id]
+            return ids + more, [False] * len(ids) + [True] * len(more)
+        messages, ids, trained = joined(prompt, completion), [], []
+        for i in range(len(messages) - len(completion), len(messages)):
+            message = messages[i]
+            if message["role"] != "assistant":
+                continue
+            # the prompt has begun this message, or it is a new turn
+            open_ids = self.open_ids(prompt if i < len(prompt) else messages[:i])
+            whole = self.chat_ids(messages[:i + 1])
+            end = next((n for n in range(len(open_ids), len(whole)) if whole[n] in self.eos_ids), 0)
+            learned = self.text_of(whole[len(open_ids):end]).strip()
+            said = message["content"].removeprefix(prompt[-1]["content"] if i < len(prompt) else "")
+            if whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids or not end or (
+                    learned != self.text_of(self.encode_texts([said])[0]).strip()):
+                raise BadInput(f"the chat template of {self.path} does not write the assistant's "
+                               f"{shorten(said)} as it stands, with an end behind it, but "
+                               f"{shorten(self.text_of(whole[len(open_ids):end + 1]))}; leave one "
+                               "answer in each row, or type --template_kwargs=enable_thinking=False "
+                               "or --chat_template=FILE")
+            trained += [False] * (len(open_ids) - len(trained)) + [True] * (end + 1 - len(open_ids))
+            ids = whole[:end + 1]
+        return ids, trained
+
+    def open_ids(self, messages):
+        """The ids of a prompt of messages, before the assistant's response. Raises BadInput."""
+        last = messages[-1]
+        if last["role"] != "assistant":
+            return self.chat_ids(messages, add_generation_prompt=True)
+        ids = self.chat_ids(messages, continue_final_message=True)
+        if not self.text_of(ids).rstrip().endswith(last["content"].strip()):
+            raise BadInput(f"the chat template of {self.path} changes the assistant's "
+                           f"{shorten(last['content'])}, which the response shall continue")
+        return ids
+
+    def chat_ids(self, messages, **how):
+        """
+        The ids of the messages in the chat template. how: arguments for transformers. Raises
+        BadInput with the template's own words where it refuses the messages.
+        """
+        if not self.template:
+            raise BadInput("this is a list of messages, but the tokenizer has no chat template; "
+                           "write strings, or give one with --chat_template=FILE")
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = [dict(role="system", content=self.system_prompt), *messages]
+        try:
+            return self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
+                                               return_dict=False, **self.kwargs, **how)
+        except Exception as e:  # a template is a program, which may raise anything
+            raise BadInput(f"the chat template of {self.path} refuses the messages: "
+                           f"{first_line(e)[:300]}") from e
+
     # ids -> text
 
     def text_of(self, ids):
         """The text of ids with all of their special tokens."""
-        # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it,
-        # such as Llama 3's
+        # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it
         return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
     def decode(self, ids, behind=False):
@@ -296,29 +266,18 @@ class Tokenizer:
         ends = [text.index(s) + len(s) for s in self.stop_strings if s in text]
         return text[:min(ends, default=len(text))]
 
-    @property
-    def has_stop(self):
-        """
-        A function of the ids of a response so far: whether the text of its last tokens has a stop
-        string. None where there are no stop strings.
-        """
-        if not self.stop_strings:
-            return None
+    def has_stop(self, ids):
+        """Whether the text of the last tokens of a response so far has a stop string."""
         # each token has at least one byte; one more: decoding may drop a text's first blank
         longest = max(len(s.encode()) for s in self.stop_strings) + 1
-        return lambda ids: any(s in self.decode(ids[-longest:]) for s in self.stop_strings)
-
-    # files
-
-    def save(self, folder):
-        """Write its files; from them transformers makes the same ids with the same template."""
-        self.hf.save_pretrained(folder)
+        text = self.decode(ids[-longest:])
+        return any(s in text for s in self.stop_strings)
 
     def set_padding_apart(self):
         """
-        For a reward model in training: its score is read at the last token that is not the padding,
-        here and in transformers. This should be the EOS, so the padding becomes a special token
-        that ends nothing, if there is one; else the score is read in front of the EOS.
+        For a reward model: its score is read at the last token that is not the padding, here and in
+        transformers. This should be the EOS, so the padding becomes a special token that ends
+        nothing, if there is one; else the score is read in front of the EOS.
         """
         ends = {self.eos_id, *self.turn_ends}
         if self.pad_id in ends:
@@ -329,18 +288,44 @@ class Tokenizer:
         self.skipped_id = self.pad_id
 
 
+def joined(prompt, completion):
+    """
+    One dialogue of prompt and completion, strings or messages. If the prompt ends with the
+    assistant, the completion continues its last message.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    last, first = prompt[-1], completion[0]
+    if last["role"] == first["role"] == "assistant":
+        whole = {**last, **first, "content": last["content"] + first["content"]}
+        return [*prompt[:-1], whole, *completion[1:]]
+    return [*prompt, *completion]
+
+
 def parse_stop_strings(text):
     """
     The key stop_strings -> a list of texts. The key is one text as it is, or several as a list in
-    Python, "['Q:', '\\n\\n']"; "" is no text. Raises BadConfig.
+    Python, "['Q:', '\\n\\n']"; "" is no text.
     """
     if not text.startswith("["):
         return [text] if text else []
     try:  # from a config file, "['\n']" has real line breaks
-        strings = ast.literal_eval(text.replace("\n", "\\n"))
-    except (ValueError, SyntaxError):
-        strings = [None]
-    if not all(s and isinstance(s, str) for s in strings):
-        raise BadConfig(f"stop_strings = {shorten(text)}: wanted one text, or a list of texts in "
-                        "quotes, such as --stop_strings=\"['Q:', '\\n\\n']\"")
-    return strings
+        return [s for s in ast.literal_eval(text.replace("\n", "\\n")) if s + ""]
+    except (ValueError, SyntaxError, TypeError) as e:
+        raise BadInput(f"stop_strings = {shorten(text)}: wanted one text, or a list of texts in "
+                       "quotes, such as --stop_strings=\"['Q:', '\\n\\n']\"") from e
+
+
+def parse_template_kwargs(text):
+    """
+    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", written
+    like the arguments of a call in Python; the values are literals.
+    """
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+    except (ValueError, SyntaxError) as e:
+        raise BadInput(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
+                       "as enable_thinking=False,language='en'") from e
