@@ -26,29 +26,23 @@ T = P + R. response_mask (B, R) is True on the tokens that the policy sampled. C
 line that all ranks must reach together. The sections are those of ppo.py, in the same order.
 
 With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its relatives change is in
-relatives.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
+loss.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
 and its neighbours.
 """
-import before_torch  # noqa: F401, before torch: it notes which CPUs this process may use
+from configurator import BadInput, configure, say  # first: it must be imported before torch
 
 import torch
 
-from configurator import configure
-from rollout import add_columns, read_batch, sample_batch
-from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms,
-                     score_batch)
-from relatives import check_grpo, flat_groups, group_advantages, gspo_log_ratio, token_weights
-from loss import importance_weights, kl_estimate, learning_rate_at, masked_sum
-from model import response_logprobs
-from models import autocast, in_memory, load_policy, load_ref_policy, load_reward_model
-from prompts import batch_rows, encode_for_all, iterations, my_micro_batches, permutation, spread
 import parallel
-from optimizers import make_optimizer
-from run import Run, ranks_agree
-from checks import check_rl, check_system
-import audit
-import launch
-import report
+from load import autocast, load_policy, load_ref_policy, load_reward_model
+from loss import (add_up, flat_groups, gap, group_advantages, gspo_log_ratio, importance_weights,
+                  kl_estimate, learning_rate_at, masked_sum, mean_of, summarize, token_weights)
+from model import response_logprobs
+from prompts import (batch_rows, encode_prompts, hash_of_ids, iterations, micro_batches,
+                     permutation, spread)
+from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch)
+from rollout import add_columns, read_batch, sample_batch
+from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
 # where to write; the same command again resumes from there
@@ -82,7 +76,7 @@ scale_by = "std"  # the group's deviation, that of all scores, or no scaling [st
 loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see docs/algorithms.md [clip | cispo]
 importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
-# what a token counts in the loss; see relatives.token_weights
+# what a token counts in the loss; see loss.token_weights
 aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
 kl_coef = 0.04  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_in = "loss"  # the KL enters the loss of each token, or the score of the response [reward | loss]
@@ -111,133 +105,61 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
-config, system = configure(globals(), "keys.py", "rl_keys.py")
+config, system = configure(globals(), "keys.py")
 # -------------------------------------------------------------------------------------------------
-# set-up: the ranks, the data, one stanza a model, the optimizer, and resume or begin
+# set-up: the ranks, the models, the data, the optimizer; then begin, or resume
 
-device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic, system.roles)
-precision = autocast(system, device)
-check_system(system, device, ("policy",), ("ref", "reward", "judge"))
+device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-check_rl(system, device, terms, reward_path, kl_coef, batch_size, num_minibatches, importance_cap,
-         eval_path)
-check_grpo(terms, batch_size, group_size, refill_by, loss_type, importance,
-           kl_coef, kl_in, kl_estimator)
-train_rows, eval_rows = (read_prompts(path, terms, system.fields)
-                         for path in (prompts_path, eval_path))
+if batch_size % group_size:
+    raise BadInput(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it "
+                   "counts responses, not prompts")
+if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1":
+    raise BadInput("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 "
+                   "on average; type --kl_estimator=k2")
+if refill_by and refill_by not in reward_names:
+    raise BadInput(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(reward_names)}")
 
 # the policy: the SFT model, which is trained
-policy, tokenizer = load_policy(policy_path, system, device, seed)
-environment = None
-if system.environment or system.tools:  # something answers the policy, in several turns
-    from options.environment import Environment
-    environment = Environment(system, tokenizer)
+policy = load_policy(policy_path, system, device, seed)
+models = dict(policy=policy)
 
 # the reference policy: the SFT model as it was, frozen
 ref_policy = None
 if kl_coef > 0:
-    ref_policy = load_ref_policy(policy_path, policy, tokenizer, system, device)
+    models["ref_policy"] = ref_policy = load_ref_policy(policy_path, policy, system, device)
 
 # the reward model: frozen. One number for a whole response; None where it is not among the rewards
-reward_model, reward_tokenizer = None, None
+reward_model = None
 if "reward_model" in reward_names:
-    reward_model, reward_tokenizer = load_reward_model(reward_path, policy, tokenizer, system,
-                                                       device)
+    models["reward_model"] = reward_model = load_reward_model(reward_path, policy, system, device)
 
-# the judge: frozen. A language model that is asked how good a response is; most runs have none
-judge = None
-if "judge" in reward_names:
-    from options.judging import load_judge
-    judge = load_judge(policy_path, policy, ref_policy, system, device)
-
-models = in_memory(policy=policy, ref_policy=ref_policy, reward_model=reward_model,
-                   judge=judge and judge.model)
-# their prompts become token ids; all are checked now, not when their turn comes
-for rows, path in ((train_rows, prompts_path), (eval_rows, eval_path)):
-    rows.ids = encode_for_all(rows, path, max_new_tokens, models, tokenizer, judge,
-                              system.max_prompt_tokens, system.too_long)
-held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
-if ema_decay > 0:  # options are imported before the ranks compare their code
-    from options.ema import MovingAverage
+# the prompts become token ids; all are checked now, not when their turn comes
+train_rows = encode_prompts(read_prompts(prompts_path, terms, system), prompts_path, models,
+                            max_new_tokens, system)
+eval_rows, held_out = [], []  # held_out: the numbers of the rows that are used
+if eval_path:
+    eval_rows = encode_prompts(read_prompts(eval_path, terms, system), eval_path, models,
+                               max_new_tokens, system)
+    held_out = spread(len(eval_rows), eval_size, seed)
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
-ranks_agree(config, [prompts_path, eval_path], models,  # COLLECTIVE
-            (tokenizer, reward_tokenizer, judge))
-
-
-def forward(model, mb):
-    """A model's log-prob and entropy at each response token of a micro-batch, (b, R) each."""
-    with precision:
-        return response_logprobs(model, mb, temperature, tokenizer.vocab_size, system.head_chunk,
-                                 entropy=entropy_coef > 0)
-
-
-def minibatches(iteration, epoch=0):
-    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
-    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
-    return order.to(device).tensor_split(num_minibatches)
-
-
-def micro_batches(batch, rows, as_rank=None):
-    """This rank's micro-batches of these rows of a batch; as_rank: see prompts.my_micro_batches."""
-    return my_micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens, as_rank)
-
-
-def rows_of(iteration):
-    """The numbers of the data rows whose prompts an iteration answers."""
-    return batch_rows(seed, iteration, batch_size // group_size, train_rows.mix)
-
-
-def sample(purpose, iteration, row_numbers, slots=None, stop=parallel.stop_asked):
-    """
-    A collective: the policy of now answers the prompts of these data rows. Returns the whole batch.
-    purpose: rollout, "refill 0", "refill 1", ...; or eval: held out, one response each, and always
-    with the same noise. slots: see rollout.sample_batch; stop: see rollout.generate.
-    """
-    rows, noise, samples = train_rows, (seed, purpose, iteration), group_size
-    if purpose == "eval":
-        rows, noise, samples = eval_rows, (seed, purpose, 0), 1
-    return sample_batch(  # COLLECTIVE
-        policy, tokenizer, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
-        samples, slots, vllm, environment, stop)
-
-
-def score(purpose, iteration, batch):
-    """A collective: a sampled batch, with its scores."""
-    rows = eval_rows if purpose == "eval" else train_rows
-    return score_batch(  # COLLECTIVE
-        batch, rows, terms, reward_model, judge, tokenizer, reward_tokenizer, micro_batch_size,
-        system, device, iteration)
-
-
-if max_refills > 0:
-    from options.refill import refill
-vllm = None
-if system.sampler == "vllm":  # another engine samples, with the policy's weights
-    from options.vllm import begin_vllm
-    vllm = begin_vllm(policy, tokenizer, system, device)  # COLLECTIVE
-ahead = None
-if system.roles or system.staleness > 0:  # batches are sampled ahead, or by ranks of their own
-    from options.roles import Ahead
-    ahead = Ahead(system, device, models, max_iters, max_refills, eval_interval if eval_rows else 0,
-                  rows_of, sample, score, minibatches, micro_batches, forward)
-    sample, score = ahead.sample, ahead.score
-    ahead.serve()  # ranks that only generate or score stay here until the run ends
 
 optimizers = dict(policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2),
                                         adam_eps))
-ema = MovingAverage(policy, ema_decay) if ema_decay > 0 else None
+ema = None
+if ema_decay > 0:
+    from options.ema import MovingAverage
+    ema = MovingAverage(policy, ema_decay)
+if max_refills > 0:
+    from options.refill import refill
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, device, models, optimizers, tokenizer,
-    must_match=["seed", "batch_size", "max_new_tokens", "group_size"],
-    sources=["policy_path", "prompts_path"] + ["reward_path"] * (reward_model is not None),
-    token_ids=train_rows.ids, temperature=temperature, ema=ema)
-
-gradients = parallel.flatten_gradients(run.trained)
-if ahead:
-    ahead.begin(run)  # COLLECTIVE
+    out_dir, max_iters, config, system, device, models, optimizers,
+    must_match=["seed", "batch_size", "max_new_tokens", "group_size", "policy_path", "reward_path",
+                "prompts_path"],
+    token_ids=hash_of_ids(train_rows), temperature=temperature, ema=ema)
+gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
 # which model adds which column to a batch before the update. With one minibatch the forward of the
 # first step also gives the policy's column; then the policy only reads before if the scores need it
 readers = first_readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
@@ -248,16 +170,36 @@ if num_minibatches == 1 and not (kl_coef > 0 and kl_in == "reward"):
 # helpers of the loop
 
 
-def rollout(purpose, iteration, row_numbers, slots=None):
-    """A collective: the policy answers the prompts of these data rows; the answers get scores."""
+def forward(model, mb):
+    """A model's log-prob and entropy at each response token of a micro-batch, (b, R) each."""
+    with autocast(system, device):
+        return response_logprobs(model, mb, temperature, system.head_chunk, entropy_coef > 0)
+
+
+def minibatches(iteration, epoch=0):
+    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+    order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
+    return order.to(device).tensor_split(num_minibatches)
+
+
+def my_micro_batches(batch, rows):
+    """This rank's micro-batches of these rows of a batch."""
+    return micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens)
+
+
+def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=None):
+    """
+    A collective: the policy answers the prompts of these data rows, each of them `samples` times;
+    the answers get scores. Every rank does its part, and then has the whole batch.
+    """
     run.enter(purpose)
-    batch = sample(purpose, iteration, row_numbers, slots)  # COLLECTIVE
+    batch = sample_batch(  # COLLECTIVE
+        policy, rows, row_numbers, (seed, purpose, iteration), max_new_tokens, temperature, system,
+        device, samples, slots)
     run.leave_if_stop_asked()  # COLLECTIVE
-    if purpose == "rollout":
-        run.enter("score")
-    with run.saved_if_it_fails():  # COLLECTIVE
-        batch = score(purpose, iteration, batch)  # COLLECTIVE
-    run.leave_if_stop_asked()  # COLLECTIVE
+    run.enter("score" if purpose == "rollout" else purpose)
+    score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system,  # COLLECTIVE
+                device)
     return batch
 
 
@@ -266,8 +208,8 @@ def read(batch, readers, steps):
     A collective: add the log-probs of these models to a batch, before any update. steps: the rows
     of each step. The models read them in the micro-batches in which the step will train.
     """
-    parts = (mb for rows in steps for mb in micro_batches(batch, rows))
-    read_batch(batch, readers, forward, parts, run.iteration, device)  # COLLECTIVE
+    parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
+    read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
 
 def shape_scores(batch):
@@ -287,17 +229,21 @@ def compared(batch):
 
 
 def evaluate():
-    """A collective: the policy on held-out prompts, with the same noise every time."""
-    batch = rollout("eval", run.iteration, held_out)  # COLLECTIVE
+    """A collective: the policy on held-out prompts, one response each, with the same noise."""
+    batch = rollout("eval", 0, eval_rows, held_out, samples=1)  # COLLECTIVE
     read(batch, readers, [batch["index"]])  # COLLECTIVE
-    score = report.mean_of(shape_scores(batch)).item()
-    return run.log_evaluation(batch, eval_rows, held_out, reward_names, score)  # COLLECTIVE
+    return run.log_evaluation(  # COLLECTIVE
+        batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
+
+
+def rows_of(iteration):
+    """The numbers of the data rows whose prompts an iteration answers."""
+    return batch_rows(seed, iteration, batch_size // group_size, train_rows)
 
 
 # the scores of a reward model of others are shifted, so that the first responses score 0 on average
 center_scores(  # COLLECTIVE
-    run.state, reward_model, None,
-    lambda: rollout("rollout", 0, rows_of(0)))  # COLLECTIVE
+    run.state, reward_model, None, lambda: rollout("rollout", 0, train_rows, rows_of(0)))
 
 # -------------------------------------------------------------------------------------------------
 # the loop
@@ -311,24 +257,22 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
-    # give each answer a score. Every rank does its part, and then has the whole batch. age: the
-    # number of updates since the policy that sampled the batch, see the key staleness
-    batch = rollout("rollout", iteration, rows_of(iteration))  # COLLECTIVE
-    age = ahead.age(iteration) if ahead else 0
-    sampled = report.summarize(batch, "objective", reward_names)
-    sampled["objective/score_std"] = report.deviation_of(shape_scores(batch)).item()
+    # give each answer a score
+    batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
+    sampled = summarize(batch, "objective", reward_names)
+    known = shape_scores(batch)
+    known = known[~known.isnan()]
+    sampled["objective/score_std"] = known.std().item() if len(known) > 1 else 0.0
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
     sampled["objective/flat_groups"] = flat.double().mean().item()
     if max_refills > 0:
         batch, flat = refill(  # COLLECTIVE
-            batch, flat, compared, group_size, rows_of(iteration), train_rows.mix, rollout, seed,
-            iteration, max_refills, tokenizer.pad_id, ahead)
+            batch, flat, compared, group_size, train_rows, rows_of(iteration), rollout, seed,
+            iteration, max_refills, policy.tokenizer.pad_id)
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, before any update
     run.enter("score")
-    if age > 0 and importance_cap == 0:  # the ratio is to the older policy that sampled
-        batch["old_logprobs"] = batch["sampler_logprobs"]
     read(batch, first_readers, minibatches(iteration))  # COLLECTIVE
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
@@ -337,7 +281,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
         scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
-    audit.check_finite(dict(advantages=advantages), iteration)
+    parallel.check_finite(dict(advantages=advantages))
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
     counted = mask  # (B, R): the tokens that are trained on
     if truncated == "mask":
@@ -369,7 +313,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
 
-            for mb in micro_batches(batch, rows):
+            for mb in my_micro_batches(batch, rows):
                 m = mb["counted"]  # (b, R)
 
                 # the policy: how much likelier is each token now, and is that good?
@@ -401,45 +345,44 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 (run.loss_scale * pg_loss).backward()
                 del pg_loss, entropy
 
-                gaps.append(report.measure(sums, mb, m, logprobs, system.dtype, age, steps, {
-                    "loss/policy": pg_losses, "loss/kl": kl_losses,
-                    "policy/clipfrac": pg_clipped}))
+                add_up(sums, m, {
+                    "loss/policy": pg_losses, "loss/kl": kl_losses, "policy/clipfrac": pg_clipped,
+                    "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
+                gaps.append(gap(logprobs - mb["old_logprobs"], mb["response_mask"], system.dtype))
 
             if "old_logprobs" not in batch:  # now they are complete
-                add_columns(batch, dict(old_logprobs=old_logprobs), iteration)  # COLLECTIVE
-            if steps == 0:  # the ratio is 1, unless old_logprobs are those of an older policy
-                sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
+                add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
+            if steps == 0:  # the ratio is 1: no update yet
+                sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
                 ratio_gap = run.must_agree(  # COLLECTIVE
-                    torch.stack(gaps).max(), "the training forward", age == 0 or importance_cap > 0)
+                    torch.stack(gaps).max(), "the training forward")
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, dict(policy=lr), grad_clip)
             steps += bool(norms)  # none, where a float16 gradient has overflowed
     if not learns.any():
-        report.say_nothing_learnt(iteration, flat, counted)
+        say(f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups have "
+            f"equal scores, {int((~counted.any(1)).sum())} of {len(counted)} responses are masked")
         read(batch, readers, minibatches(iteration))  # COLLECTIVE
-        sampler_gap = run.sampler_gap(batch) if age == 0 else None  # COLLECTIVE
-    if ahead:  # generators go on with these weights meanwhile
-        ahead.share_weights(iteration + 1)  # COLLECTIVE
+        sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
     # KL and entropy of the batch that was trained; all else is of what was sampled before refills
-    trained = report.summarize(batch, "objective", reward_names, importance_cap, age)
+    trained = summarize(batch, "objective", reward_names, importance_cap)
     record |= trained | sampled
     if max_refills > 0:
-        record |= report.summarize(batch, "trained", reward_names, importance_cap, age)
+        record |= summarize(batch, "trained", reward_names, importance_cap)
         record["trained/flat_groups"] = flat.double().mean().item()
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
-        "objective/rlhf_reward": report.mean_of(scores).item(),
+        "objective/rlhf_reward": mean_of(scores).item(),
         "policy/sampler_gap": sampler_gap,
         "policy/ratio_gap": ratio_gap,
         "policy/grad_norm": norms.get("policy", 0.0),
         "policy/steps": steps,
-        "policy/staleness": age if system.staleness else None,
         "policy/lr": lr,
     }
-    run.log(record, batch, passes=steps / num_minibatches, rows=train_rows)  # COLLECTIVE
+    run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
 run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE

@@ -11,24 +11,18 @@ resumes.
 b demonstrations in a micro-batch, T tokens in the longest, n trained tokens in all of them, d width
 of the model.
 """
+from configurator import BadInput, configure, say  # first: it must be imported before torch
 
-import launch
+import torch
+
 import parallel
-from checks import check_system
-from completions import sft_row
-from configurator import configure
-from errors import BadConfig, say, warn
-from examples import (encode_examples, example_logprobs, micro_batches_of, tokens_of_example,
-                      trained_tokens)
+from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
-from model import no_grad_forwards
-from models import autocast, in_memory, load
-from scratch import begin
-from optimizers import make_optimizer
-from prompts import batch_rows, iterations, spread
-from rows import Rows, read_rows
-from run import Run, ranks_agree
-from tokenizer import check_tokenizer_fits, load_tokenizer
+from model import Model, no_grad_forwards
+from prompts import (batch_rows, deal_rows, encode_examples, hash_of_ids, iterations, read_rows,
+                     right_pad, sft_row, spread)
+from run import Run, make_optimizer
+from tokenizer import load_tokenizer
 
 # -------------------------------------------------------------------------------------------------
 # where to write
@@ -71,71 +65,78 @@ seed = 1  # decides the weights of a scratch model and the order of the data [>=
 config, system = configure(globals(), "keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
-# set-up: the ranks, the data, the model, its optimizer, and resume or begin
+# set-up: the ranks, the model, the data, the optimizer; then begin, or resume
 
-if init_from == "scratch" and d_model % (2 * n_head):
-    raise BadConfig(f"d_model = {d_model} must be a multiple of 2 * n_head = {2 * n_head}: heads "
-                    "have an even width")
-if init_from == "scratch" and learning_rate < 1e-4:
-    warn(f"a new model learns little at {learning_rate = :g}; type --learning_rate=3e-3")
-if init_from == "scratch" and system.lora:
-    raise BadConfig("lora adapts a trained model, and init_from = 'scratch' has none; type "
-                    "--init_from=FOLDER, or leave lora out")
 
-device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic)
-precision = autocast(system, device)
-check_system(system, device, ("policy",))
-train_rows = read_rows(train_path, sft_row, system.fields)
-val_rows = read_rows(val_path, sft_row, system.fields) if val_path else Rows()
-tokenizer = load_tokenizer(tokenizer_path if init_from == "scratch" else init_from,
-                           system.chat_template, system.template_kwargs, system.system_prompt)
+def from_scratch(system, device):
+    """A new model of the sizes above, with random weights."""
+    from transformers import AutoConfig
 
-# a new model of the sizes above, or a given model, with an adapter where there is LoRA
-if init_from == "scratch":
+    if d_model % (2 * n_head) or system.lora:
+        raise BadInput(f"init_from = 'scratch': d_model = {d_model} must be a multiple of 2 * n_head "
+                       f"= {2 * n_head} (heads have an even width), and there can be no lora")
+    tokenizer = load_tokenizer(tokenizer_path, system)
     sizes = dict(n_embd=d_model, n_layer=n_layer, n_head=n_head, n_inner=d_ff, n_positions=context)
     if family == "llama":
         sizes = dict(hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
                      intermediate_size=d_ff, max_position_embeddings=context)
-    policy = begin(dict(
-        model_type=family, tie_word_embeddings=False, **sizes, vocab_size=tokenizer.vocab_size,
+    settings = AutoConfig.for_model(
+        family, tie_word_embeddings=False, **sizes, vocab_size=tokenizer.vocab_size,
         bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-        initializer_range=d_model**-0.5), "policy", system, device, seed)
+        initializer_range=d_model**-0.5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        hf = auto_class("lm").from_config(settings, dtype=torch.float32)
+    model = Model(hf.to(device, dtypes(system)[0]), tokenizer=tokenizer)
+    if system.gradient_checkpointing:
+        model.recompute()
+    return model
+
+
+device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
+if init_from == "scratch":
+    policy = from_scratch(system, device)
 else:
     policy = load(init_from, "policy", system, device, trained=True, seed=seed)
-check_tokenizer_fits(tokenizer, policy, init_from)
 
-# [(ids, trained), ...] of all rows: trained is 1 on the tokens that the loss counts, else 0
-train_examples, val_examples = (
-    encode_examples(rows, path, tokenizer, policy.max_positions, max_tokens, system.too_long)
-    for rows, path in ((train_rows, train_path), (val_rows, val_path)))
-eval_examples = [val_examples[i] for i in spread(len(val_examples), eval_size, seed)]
+# rows.ids is [(ids, trained), ...]: trained is True on the tokens that the loss counts
+train_rows = encode_examples(read_rows(train_path, sft_row, system.fields), train_path, policy,
+                             max_tokens, system)
+eval_examples = []
+if val_path:
+    val_rows = encode_examples(read_rows(val_path, sft_row, system.fields), val_path, policy,
+                               max_tokens, system)
+    eval_examples = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
-models = in_memory(policy=policy)  # with LoRA: the adapter and its trunk
-ranks_agree(config, [train_path, val_path], models, [tokenizer])  # COLLECTIVE
 
 optimizer = make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, device, models, dict(policy=optimizer), tokenizer,
-    must_match=["seed", "batch_size", "init_from"],
-    sources=["train_path", "tokenizer_path" if init_from == "scratch" else "init_from"],
-    token_ids=[part for example in train_examples for part in example])
-gradients = parallel.flatten_gradients(run.trained)
-say(f"{len(train_rows)} demonstrations, {len(val_rows)} held out; {max_iters} steps of "
-    f"{batch_size} are {max_iters * batch_size / len(train_rows):.1f} epochs")
+    out_dir, max_iters, config, system, device, dict(policy=policy), dict(policy=optimizer),
+    must_match=["seed", "batch_size", "init_from", "train_path"], token_ids=hash_of_ids(train_rows))
+gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
+say(f"{len(train_rows)} demonstrations; {max_iters} steps of {batch_size} are "
+    f"{max_iters * batch_size / len(train_rows):.1f} epochs")
 
 
-def micro_batches(examples):
+def my_micro_batches(examples):
     """This rank's micro-batches of examples that all ranks have: lists of (ids, trained)."""
-    return micro_batches_of(examples, tokens_of_example, micro_batch_size,
-                            system.micro_batch_tokens)
+    lengths = [len(ids) for ids, _ in examples]
+    for part in deal_rows(lengths, micro_batch_size, system.micro_batch_tokens):
+        yield [examples[i] for i in part]
 
 
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
-    with precision:
-        return example_logprobs(policy, examples, tokenizer, system.head_chunk,
-                                device)
+    tokens, _ = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, T)
+    target_mask, _ = right_pad([trained for _, trained in examples], 0)  # (b, T)
+    with autocast(system, device):
+        return policy.logprobs(tokens.to(device), target_mask.bool().to(device),
+                               chunk=system.head_chunk)[0]
+
+
+def count_trained(examples):
+    """How many trained tokens some examples have together."""
+    return sum(sum(trained) for _, trained in examples)
 
 
 def evaluate():
@@ -143,7 +144,7 @@ def evaluate():
     run.enter("eval")
     total, count = 0.0, 0
     with no_grad_forwards([policy], device):
-        for part in micro_batches(eval_examples):
+        for part in my_micro_batches(eval_examples):
             logprobs = completion_logprobs(part)  # (n,)
             total -= logprobs.sum().item()
             count += len(logprobs)
@@ -164,18 +165,18 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     run.enter("update")
-    rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    examples = [train_examples[i] for i in rows]  # of all ranks
-    token_count = trained_tokens(examples)  # of all ranks: the loss is the mean over these
+    rows = batch_rows(seed, iteration, batch_size, train_rows)
+    examples = [train_rows.ids[i] for i in rows]  # of all ranks
+    token_count = count_trained(examples)  # of all ranks: the loss is the mean over these
 
     # gradients, micro-batch by micro-batch
     parallel.zero_gradients(gradients)
     loss_sum, loss_count = 0.0, 0
-    for part in micro_batches(examples):
+    for part in my_micro_batches(examples):
         loss = -completion_logprobs(part).sum()
         (run.loss_scale * loss / token_count).backward()
         loss_sum += loss.item()
-        loss_count += trained_tokens(part)
+        loss_count += count_trained(part)
 
     # one step, the same on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
@@ -184,6 +185,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     record |= parallel.all_reduce_metrics({"loss/sft": [loss_sum, loss_count]})  # COLLECTIVE
     record |= {"policy/grad_norm": norms.get("policy", 0.0), "policy/lr": lr}
-    run.log(record, tokens=sum(map(tokens_of_example, examples)), every=20)  # COLLECTIVE
+    run.log(record, tokens=sum(len(ids) for ids, _ in examples), every=20)  # COLLECTIVE
 
 run.finish("sample from it (tools/sample.py), or train a reward model (rm.py)")  # COLLECTIVE
