@@ -14,24 +14,17 @@ same order.
 b examples in a micro-batch; k completions in an example, 2 in a pair; T tokens in the longest of
 them.
 """
+from configurator import BadInput, configure, say  # first: it must be imported before torch
+
 import torch
 
-import launch
 import parallel
-from checks import check_system
-from completions import PAIR, preference_row, sft_row
-from configurator import configure
-from errors import BadConfig, say, warn
-from examples import (calibration_error, centring_loss, encode_scored, micro_batches_of,
-                      preference_loss)
+from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
-from models import autocast, in_memory, load
-from optimizers import make_optimizer
-from prompts import batch_rows, iterations, right_pad, spread
-from rows import Rows, read_rows
-from run import Run, ranks_agree
-from tokenizer import check_tokenizer_fits, load_tokenizer
+from prompts import (batch_rows, deal_rows, encode_scored, hash_of_ids, iterations, preference_row,
+                     read_rows, right_pad, sft_row, spread)
+from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
 # where to write
@@ -79,84 +72,119 @@ seed = 1  # decides the new head and the order of the pairs [>= 0]
 config, system = configure(globals(), "keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
-# set-up: the ranks, the data, the model, its optimizer, and resume or begin
+# set-up: the ranks, the model, the data, the optimizer; then begin, or resume
 
+PAIR = "chosen", "rejected"  # the fields of a pair
 if system.too_long == "cut":
-    raise BadConfig("too_long = 'cut': a score is read at the last token, so a pair cannot be cut; "
-                    "type --too_long=drop")
-shape = preference_row
+    raise BadInput("too_long = 'cut': a score is read at the last token, so a pair cannot be cut; "
+                   "type --too_long=drop")
 if teacher:  # its scores are learned in the place of the labels
     from options import teachers
     teachers.check_teacher(score_coef, preference_coef, label_smoothing, centre_coef,
                            use_confidence)
-    shape = teachers.scored_row
 
-device = launch.init(  # COLLECTIVE
-    system.device_type, system.timeout, system.deterministic)
-precision = autocast(system, device)
-check_system(system, device, ("reward",))
-train_rows = read_rows(train_path, shape, system.fields)
-completions = PAIR  # the fields of a row with completions
-if teacher:
-    completions = teachers.completions_of(train_rows, train_path, score_coef)
-k = len(completions)
-val_rows = read_rows(val_path, preference_row, system.fields) if val_path else Rows()
-demonstrations = read_rows(demonstrations_path, sft_row) if demonstrations_path else Rows()
-tokenizer = load_tokenizer(init_from, system.chat_template, system.template_kwargs,
-                           system.system_prompt)
-tokenizer.set_padding_apart()  # the score is read at the last token that is no padding
-
+device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
 # the given model with a scalar head, and with an adapter where there is LoRA
 reward_model = load(init_from, "reward", system, device, head="scalar", trained=True, seed=seed)
 reward_model.score_shift = 0.0  # set at the end
-check_tokenizer_fits(tokenizer, reward_model, init_from)
+tokenizer = reward_model.tokenizer
+tokenizer.set_padding_apart()  # the score is read at the last token that is no padding
 
 
-def encode(rows, path, *fields):
-    """[the ids of each of these completions behind its prompt, ...] of all rows."""
-    return encode_scored(rows, path, tokenizer, fields, reward_model.max_positions, max_tokens,
+def read(path, shape, fields):
+    """Rows of a file; rows.ids are the ids of each of these completions behind its prompt."""
+    limit = min(reward_model.max_positions, max_tokens or reward_model.max_positions)
+    return encode_scored(read_rows(path, shape, system.fields), path, tokenizer, fields, limit,
                          system.too_long)
 
 
-train_ids = encode(train_rows, train_path, *completions)
-val_pairs = encode(val_rows, val_path, *PAIR)
-held_out = spread(len(val_pairs), eval_size, seed)  # the numbers of the pairs to evaluate on
-eval_pairs = [val_pairs[i] for i in held_out]
-demonstrations = encode(demonstrations, demonstrations_path, "completion")
-# without demonstrations the chosen completions will score 0 on average
-demonstrations = demonstrations or [pair[:1] for pair in val_pairs or train_ids[:1000]]
+completions = teachers.completions_of(train_path, score_coef, system) if teacher else PAIR
+k = len(completions)
+train_rows = read(train_path, preference_row if k == 2 else sft_row, completions)
+eval_pairs, demonstrations = [], [pair[:1] for pair in train_rows.ids[:1000]]
+if val_path:
+    val_rows = read(val_path, preference_row, PAIR)
+    held_out = spread(len(val_rows), eval_size, seed)  # the numbers of the pairs to evaluate on
+    eval_pairs = [val_rows.ids[i] for i in held_out]
+    demonstrations = [pair[:1] for pair in val_rows.ids]
+if demonstrations_path:
+    demonstrations = read(demonstrations_path, sft_row, ["completion"]).ids
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
-models = in_memory(reward_model=reward_model)  # with LoRA: the adapter and its trunk
-ranks_agree(config, [train_path, val_path, demonstrations_path], models, [tokenizer])  # COLLECTIVE
 
 optimizer = make_optimizer(reward_model, "reward", system, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
-    out_dir, max_iters, config, system, device, models, dict(reward_model=optimizer), tokenizer,
-    must_match=["seed", "batch_size", "teacher"],
-    sources=["train_path", "init_from"] + ["teacher"] * bool(teacher),
-    token_ids=[ids for example in train_ids for ids in example])
-gradients = parallel.flatten_gradients(run.trained)
-marked = [f" ({count} with a {field})" for field in ("margin", "confidence")
-          if (count := sum(field in row for row in train_rows))]
-say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}{''.join(marked)}, {len(val_rows)} "
-    f"held out; {max_iters} steps of {batch_size} are "
+    out_dir, max_iters, config, system, device, dict(reward_model=reward_model),
+    dict(reward_model=optimizer),
+    must_match=["seed", "batch_size", "init_from", "train_path", "teacher"],
+    token_ids=hash_of_ids(train_rows))
+gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
+say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}; {max_iters} steps of {batch_size} are "
     f"{max_iters * batch_size / len(train_rows):.1f} epochs")
-alike = sum(k == 2 and row["chosen"] == row["rejected"] for row in train_rows)
-if alike:
-    warn(f"in {alike} pairs chosen and rejected are one text: they teach nothing")
+
+# -------------------------------------------------------------------------------------------------
+# the losses, and how far to trust the probabilities
+
+
+def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
+    """
+    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(x)
+    where x = score of the chosen answer - score of the rejected one, (B,) each. For equal scores it
+    is log 2 = 0.693.
+
+    margin: (B,) or a number, subtracted from x: the chosen answer should be better by more than
+    that (Llama 2, arXiv 2307.09288, equation 2). smoothing: (B,) or a number, the assumed share of
+    pairs with a wrong label,
+    (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
+    (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
+    probability 1 - smoothing; soft_preference_loss takes any probability.
+    """
+    return soft_preference_loss(chosen - rejected - margin, 1.0 - smoothing)
+
+
+def soft_preference_loss(difference, probability):
+    """
+    Cross-entropy of sigmoid(difference), (B,), against the probability that the first of two
+    answers is the better one, (B,) or a number. It is smallest where the two are equal.
+    """
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return (-probability * log_sigmoid(difference)
+            - (1.0 - probability) * log_sigmoid(-difference))
+
+
+def centring_loss(scores):
+    """
+    (sum of the scores of an example's completions)^2, scores (B, k) -> (B,): with a small weight it
+    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). The preference loss does not fix
+    the mean score of a prompt's completions, because it only sees differences.
+    """
+    return scores.sum(1) ** 2
+
+
+def calibration_error(probabilities, bins=10):
+    """
+    The expected calibration error of the probabilities (n,) that the chosen answer of a pair is the
+    better one, from a reward model (Guo et al., arXiv 1706.04599, equation 3). A probability below
+    1/2 is a wrong guess, with the confidence 1 - probability. The guesses are put into bins of
+    equal width from 1/2 to 1; the error of a bin is the distance of its mean confidence from its
+    share of right guesses, and the result is the mean of the errors over all guesses. With 0.9, 0.9
+    and 0.1: three guesses of confidence 0.9, 2/3 of them right, so 0.233.
+    """
+    sure = torch.maximum(probabilities, 1 - probabilities)  # (n,)
+    right = (probabilities > 0.5).double() + 0.5 * (probabilities == 0.5)
+    number = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)  # (n,), of each guess's bin
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, number, sure.double() - right)
+    return gaps.abs().sum().item() / len(probabilities)
+
 
 # -------------------------------------------------------------------------------------------------
 # scores and evaluation
 
 
-def tokens_of(example):
-    """How many tokens an example (its sequences, its entry of `known`) has."""
-    return sum(map(len, example[0]))
-
-
-def micro_batches(items):
-    """This rank's micro-batches of examples that all ranks have."""
-    return micro_batches_of(items, tokens_of, micro_batch_size, system.micro_batch_tokens)
+def my_micro_batches(examples):
+    """This rank's micro-batches of examples (ids of its completions, ...) that all ranks have."""
+    lengths = [sum(map(len, example[0])) for example in examples]
+    for part in deal_rows(lengths, micro_batch_size, system.micro_batch_tokens):
+        yield [examples[i] for i in part]
 
 
 def scores_of(groups, k, model):
@@ -164,9 +192,9 @@ def scores_of(groups, k, model):
     Scores of b groups of k sequences of ids each, (b, k): a pair is a group of 2. A score is the
     scalar at the last token of a sequence, the EOS, as for a response.
     """
-    sequences = [ids for group in groups for ids in group] or [[0]]  # sharded: all run the forward
+    sequences = [ids for group in groups for ids in group]
     tokens, mask = (x.to(device) for x in right_pad(sequences, tokenizer.pad_id))
-    with precision:
+    with autocast(system, device):
         scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
     scores = scores[:len(groups) * k].view(-1, k)
     # of two equal texts rounding may make one score higher; it is a tie
@@ -180,7 +208,7 @@ def all_scores(groups, model):
     scores = torch.zeros(len(groups), k, dtype=torch.float64)
     numbered = [(group, number) for number, group in enumerate(groups)]
     with no_grad_forwards([model], device):
-        for part in micro_batches(numbered):
+        for part in my_micro_batches(numbered):
             rows = [number for _, number in part]
             scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
     return parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))["scores"].cpu()
@@ -242,9 +270,9 @@ known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
 if teacher:  # it reads all examples once, now, and then leaves the memory
     data = [(train_rows, train_path, completions, range(len(train_rows)))]
-    data += [(val_rows, val_path, PAIR, held_out)] * bool(eval_pairs)
+    data += [(val_rows, val_path, PAIR, held_out)] if eval_pairs else []
     known, *rest = teachers.teachers_scores(  # COLLECTIVE
-        teacher, data, tokenizer, all_scores, system, device)
+        teacher, data, all_scores, system, device)
     known = known.tolist()
     for eval_known in rest:
         say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "
@@ -262,13 +290,13 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     run.enter("update")
-    rows = batch_rows(seed, iteration, batch_size, train_rows.mix)
-    examples = [(train_ids[i], known[i]) for i in rows]  # of all ranks
+    rows = batch_rows(seed, iteration, batch_size, train_rows)
+    examples = [(train_rows.ids[i], known[i]) for i in rows]  # of all ranks
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)
     sums = {}
-    for part in micro_batches(examples):
+    for part in my_micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
         targets = torch.tensor([what for _, what in part], dtype=scores.dtype,
                             device=device)
@@ -287,7 +315,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {"reward_model/grad_norm": norms.get("reward_model", 0.0), "reward_model/lr": lr}
-    run.log(record, tokens=sum(map(tokens_of, examples)), every=10)  # COLLECTIVE
+    run.log(record, tokens=sum(len(ids) for group, _ in examples for ids in group), every=10)  # COLLECTIVE
 
 # Training on pairs only fixes differences of scores, so the zero point can be chosen: the average
 # demonstration (N+ detail 15). Then a fixed penalty for a response that does not end means the same
