@@ -3,7 +3,7 @@ Poor man's configurator, after nanoGPT's, with checks. A script writes its confi
 globals, one comment each, and then calls configure:
 
     batch_size = 256  # responses an iteration, over all ranks [>= 1]
-    config, system = configure(globals(), "keys.py")
+    config, system = configure(globals(), "config/keys.py")
 
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: first the config
 files, from left to right, and then each --key=value; of two values for a key the last one counts.
@@ -14,7 +14,7 @@ comment; a * at the beginning of a comment: most runs set this key.
 The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It
 is checked, so the comment and the check cannot differ.
 
-keys.py has the keys that all scripts share, in the same form. They become attributes of `system`,
+config/keys.py has the keys that all scripts share, in the same form. They become attributes of `system`,
 which the script passes on as one value.
 
 At the end of the file: the errors that a user sees, one line each. This file is imported before

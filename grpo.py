@@ -105,7 +105,7 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
-config, system = configure(globals(), "keys.py")
+config, system = configure(globals(), "config/keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the models, the data, the optimizer; then begin, or resume
 

@@ -38,7 +38,6 @@ import os
 import re
 import signal
 import sys
-import time
 
 import torch
 import torch.distributed as dist

@@ -107,7 +107,7 @@ ema_decay = 0.0  # moving average of the policy, out_dir/ema_policy, 0 = none [0
 seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
-config, system = configure(globals(), "keys.py")
+config, system = configure(globals(), "config/keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the four models, the data, the optimizers; then begin, or resume
 

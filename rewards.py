@@ -29,7 +29,7 @@ from fractions import Fraction
 import torch
 
 import parallel
-from configurator import BadInput, Stop, say
+from configurator import BadInput, say
 from load import autocast
 from model import no_grad_forwards
 from prompts import prompt_row, read_rows, right_pad

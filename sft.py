@@ -62,7 +62,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides the weights of a scratch model and the order of the data [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
-config, system = configure(globals(), "keys.py", checkpoint_interval=500,
+config, system = configure(globals(), "config/keys.py", checkpoint_interval=500,
                            sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the model, the data, the optimizer; then begin, or resume

@@ -17,11 +17,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from before_torch import CPUS
-from answers import final_answer, whole_responses
-from errors import BadInput, Stop
+from grading.sandbox import CPUS
+from grading.answers import final_answer, whole_responses
+from configurator import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
-from same import DENIED, clash, plain, read_answer, same_answer
+from grading.same import DENIED, clash, plain, read_answer, same_answer
 
 SECONDS = 10  # for one pair; math-verify itself stops reading after 5, and comparing after 5
 LONGEST = 2000  # characters of an answer; a longer one is wrong

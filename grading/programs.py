@@ -11,9 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from answers import whole_responses
-from before_torch import CPUS
-from errors import BadInput, shorten
+from grading.answers import whole_responses
+from grading.sandbox import CPUS
+from configurator import BadInput, shorten
 from grading import sandbox
 
 

@@ -55,8 +55,9 @@ import sys
 import threading
 import time
 
-from before_torch import CPUS
-from errors import BadInput, Stop, shorten
+from configurator import BadInput, Stop, shorten
+
+CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count()))
 
 OUTPUT_LIMIT = 2**16  # bytes that are read from a program, beside those that the tests expect
 # wall-clock seconds that a program has for all its tests, for each CPU second of a process

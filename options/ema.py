@@ -6,7 +6,8 @@ import contextlib
 import torch
 
 from model import at_least_float32
-from parallel import my_part, part_of, split_like
+import parallel
+from parallel import my_part
 
 
 class MovingAverage:
@@ -48,11 +49,20 @@ class MovingAverage:
                     my_part(p.detach()).copy_(t)
 
     def tensors(self):
-        """{name: average, or this rank's part of it}: see parallel.whole."""
-        parts = zip(self.names, self.parameters, self.averages, strict=True)
-        return {name: part_of(t, p) for name, p, t in parts}
+        """{name: average}; of a sharded parameter this rank's part of it."""
+        return {name: like(t, p) for name, p, t in zip(
+            self.names, self.parameters, self.averages, strict=True)}
 
     def fill(self, tensors):
-        """The inverse of tensors: {name: whole average} -> this rank's part of it."""
+        """The inverse of tensors: {name: whole average} -> this rank's part of it; {}: begin."""
         for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
-            average.copy_(my_part(split_like(p, tensors[name])))
+            parallel.fill(like(average, p), tensors.get(name, average))
+
+
+def like(t, p):
+    """t, a tensor of this rank's part of a parameter p, split as p is."""
+    if not parallel.is_shard(p):
+        return t
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(t, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())

@@ -30,19 +30,19 @@ import torch
 
 import status
 from chats import chat_ids, joined
-from errors import BadConfig, BadInput, Stop, first_line, shorten
+from configurator import BadInput, Stop, first_line, shorten
 from rollout import left_pad, response_seeds
-from user_code import load_function, place_of
+from options.user_code import load_function, place_of
 
 
 def check_environment(system):
-    """Raise BadConfig where keys do not go together."""
+    """Raise BadInput where keys do not go together."""
     key = "environment" if system.environment else "tools"
     if system.environment and system.tools:
-        raise BadConfig("environment and tools are both given, and tools are an environment, too; "
+        raise BadInput("environment and tools are both given, and tools are an environment, too; "
                         "leave one of them out: your environment can call the functions itself")
     if system.generate_tp > 1:
-        raise BadConfig(f"{key} with generate_tp: each of the ranks that decode together would ask "
+        raise BadInput(f"{key} with generate_tp: each of the ranks that decode together would ask "
                         "for answers, and they must get the same; type --generate_tp=1")
 
 

@@ -12,9 +12,8 @@ import functools
 import inspect
 import math
 
-from errors import BadInput, Stop, first_line, shorten
-from prompts import prompt_text
-from user_code import load_function, place_of
+from configurator import BadInput, Stop, first_line, shorten
+from options.user_code import load_function, place_of
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
@@ -85,7 +84,7 @@ def as_scores(name, returned, batch):
     for number, value, row in zip(numbers, values, batch["rows"], strict=True):
         if value is not None and not math.isfinite(number):
             raise Stop(f"reward {name!r} gave {shorten(value)}, no finite number, for the row with "
-                       f"the prompt {shorten(prompt_text(row))}")
+                       f"the prompt {shorten(row.get("prompt"))}")
     return numbers
 
 

@@ -7,25 +7,17 @@ the rounded model.
 """
 import torch.nn as nn
 
-from configurator import of_model
-from errors import BadConfig, BadInput
-from folders import optional_package
+from configurator import BadInput
 
 
-def check_four_bits(system, trained):
-    """Raise BadConfig where keys do not go together. trained: the names of the trained models."""
-    adapted = [name for name in trained if of_model(system.lora, name)]
-    if not adapted:
-        raise BadConfig("quantize = '4bit' rounds a frozen model, and trains adapters on it; type "
-                        "--lora=16, too, or leave quantize out")
-    split = any(of_model(system.zero_stage, name) not in ("", "0") for name in adapted)
-    if split or getattr(system, "generate_tp", 1) > 1:
-        raise BadConfig("quantize = '4bit': a matrix in 4 bits cannot be split over ranks; leave "
-                        "zero_stage and generate_tp out for what has an adapter, or quantize")
-    if system.dtype == "float64":
-        raise BadConfig("quantize = '4bit' has no kernels for float64; type --dtype=float32 or "
-                        "--dtype=bfloat16")
-    optional_package("bitsandbytes", "quantize = '4bit'")
+def package():
+    """bitsandbytes. Raises BadInput where it is not installed."""
+    try:
+        import bitsandbytes
+    except ImportError as e:
+        raise BadInput("quantize = '4bit' needs the package bitsandbytes: pip install bitsandbytes"
+                       ) from e
+    return bitsandbytes
 
 
 def quantize(model, device, dtype):
@@ -33,17 +25,16 @@ def quantize(model, device, dtype):
     Give the matrices of a frozen model's layers 4 bits, one map after the other; before this the
     model may be in the CPU's memory. dtype: in which it computes. Raises BadInput.
     """
-    package, found = optional_package("bitsandbytes", "quantize = '4bit'"), False
-    unread = {model.hf.get_parameter(name) for name in model.unread}  # saved without a change
+    bits, found = package(), False
     for layer in model.layers():
         for parent in list(layer.modules()):
             for name, linear in list(parent.named_children()):
-                if type(linear) is not nn.Linear or linear.weight in unread:
+                if type(linear) is not nn.Linear:
                     continue
-                small = package.nn.Linear4bit(
+                small = bits.nn.Linear4bit(
                     linear.in_features, linear.out_features, bias=linear.bias is not None,
                     compute_dtype=dtype, quant_type="nf4", device="meta")
-                small.weight = package.nn.Params4bit(
+                small.weight = bits.nn.Params4bit(
                     linear.weight.data, requires_grad=False, quant_type="nf4", module=small)
                 small.bias, found = linear.bias, True
                 # autocast's maps give 16 bits; bitsandbytes' give their input's dtype, and so does
@@ -57,5 +48,4 @@ def quantize(model, device, dtype):
 
 def rounded(p):
     """A parameter in 4 bits as the numbers that its map uses, (out, in)."""
-    package = optional_package("bitsandbytes", "4 bits")
-    return package.functional.dequantize_4bit(p.data, p.quant_state)
+    return package().functional.dequantize_4bit(p.data, p.quant_state)

@@ -21,7 +21,7 @@ import re
 import torch
 
 from chats import chat_ids, joined
-from errors import BadConfig, BadInput, say, shorten
+from configurator import BadInput, say, shorten
 from folders import read_text, same_folder
 from model import at_least_float32
 from models import load
@@ -264,14 +264,14 @@ def judged_by_reference(judge_path, ref_path, policy_path):
 def load_judge(policy_path, policy, ref_policy, system, device):
     """
     The judge of the key judge_path, frozen. If its folder is the frozen reference's, it is the same
-    model, without a second copy. Raises BadConfig or BadInput.
+    model, without a second copy. Raises BadInput or BadInput.
     """
     path, model = system.judge_path, None
     if judged_by_reference(path, system.ref_path, policy_path):
         path = system.ref_path or policy_path
         model = ref_policy or policy.base
         if model is None and system.judge_path == "ref_policy":
-            raise BadConfig("judge_path = 'ref_policy', but with kl_coef = 0 there is no "
+            raise BadInput("judge_path = 'ref_policy', but with kl_coef = 0 there is no "
                             "reference; give its folder, or type --kl_coef=1e-9")
     tokenizer = load_tokenizer(path)
     if model is None:

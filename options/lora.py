@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import of_model
-from errors import BadConfig, BadInput, say, shorten
+from configurator import BadInput, say, shorten
 from folders import read_json, same_folder
 from load import has_experts
 from model import at_least_float32, freeze, is_linear
@@ -119,14 +119,14 @@ class Adapted(OnTrunk):
 
 
 def check_lora(system, trained, share_base, value_init):
-    """Raise BadConfig where keys do not go together. trained: the names of the trained models."""
+    """Raise BadInput where keys do not go together. trained: the names of the trained models."""
     for name in trained:
         is_head = name == "value" and value_init == "shared"  # on the policy
         if is_head and "value=" in system.lora.replace(" ", ""):
-            raise BadConfig("value_init = 'shared': the value model is a head on the policy, with "
+            raise BadInput("value_init = 'shared': the value model is a head on the policy, with "
                             "no adapter; leave value out of lora")
         if share_base and not is_head and not of_model(system.lora, name):
-            raise BadConfig(f"share_base: {name} stands on the frozen trunk, so it needs an "
+            raise BadInput(f"share_base: {name} stands on the frozen trunk, so it needs an "
                             "adapter; type --lora=16")
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from errors import BadConfig, BadInput, Lost, Stop, shorten
+from configurator import BadInput, Lost, Stop, shorten
 from parallel import wire
 from together import PATIENCE, patience
 
@@ -51,19 +51,19 @@ class Ended(Exception):
 def parse_roles(text, world_size):
     """
     "train=6,generate=1,score=1" -> {role: the range of its ranks}, the roles without ranks left
-    out; {} where all ranks train. Raises BadConfig.
+    out; {} where all ranks train. Raises BadInput.
     """
     given = text.replace(" ", "")
     counts = dict(re.findall(r"(train|generate|score)=(\d{1,6})", given))
     if ",".join(f"{name}={number}" for name, number in counts.items()) != given:
-        raise BadConfig(f"roles = {shorten(text)}: wanted how many ranks train, generate and "
+        raise BadInput(f"roles = {shorten(text)}: wanted how many ranks train, generate and "
                         "score, each once, as train=6,generate=1,score=1")
     counts = {name: int(counts[name]) for name in ROLES if int(counts.get(name, 0))}
     total = sum(counts.values())
     if given and "train" not in counts:
-        raise BadConfig(f"roles = {shorten(text)} has no ranks that train; give it train=1 or more")
+        raise BadInput(f"roles = {shorten(text)} has no ranks that train; give it train=1 or more")
     if given and total != world_size:
-        raise BadConfig(f"roles = {shorten(text)} has {total} ranks, but there are {world_size}; "
+        raise BadInput(f"roles = {shorten(text)} has {total} ranks, but there are {world_size}; "
                         f"change it, or start so many: torchrun --nproc_per_node={total}")
     found, first = {}, 0
     for name, number in counts.items():
@@ -150,7 +150,7 @@ def receive(source, label, use=None):
         fields = json.loads(bytes(take(source, text).tolist()))
         body = take(source, size)
         if "error" in fields:
-            raise (BadConfig if fields["bad_input"] else Stop)(fields["error"])
+            raise (BadInput if fields["bad_input"] else Stop)(fields["error"])
         if "ended" in fields:
             raise Ended
         if label is not None and fields["label"] != list(label):

@@ -10,8 +10,7 @@ rank may have the rest of the matrix in 32 bits, and a checkpoint cannot put the
 import torch
 
 from configurator import of_model
-from errors import BadConfig
-from folders import optional_package
+from configurator import BadInput
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
 # With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and the learning
@@ -19,33 +18,42 @@ from folders import optional_package
 FLOOR = 2.0**20
 
 
-def check_optimizers(system, trained):
-    """Raise BadConfig where keys do not go together. trained: the names of the trained models."""
-    for name in trained:
-        kind = of_model(system.optim, name) or "adamw"
-        most = dict(adamw=3, adamw8bit=0, adafactor=1)[kind]
-        stage = int(of_model(system.zero_stage, name) or 0)
-        moved = kind != "adamw" and of_model(system.offload, name) not in ("", "none")
-        if stage > most or moved:
-            raise BadConfig(
-                f"optim: {kind} needs whole matrices on the GPU, so {name} can be at stage {most} "
-                "at most, and not offloaded; change zero_stage or offload, or type --optim=adamw")
-
-
-def other_optimizer(kind, lr, betas, eps, weight_decay):
+def other_optimizer(system, name, lr, betas, eps):
     """
-    (class, its settings, what to multiply each learning rate by) of adafactor or adamw8bit.
+    (class, its settings) of adafactor or adamw8bit, by the key optim for the model `name`.
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
     AdamW's alone.
     """
+    kind = of_model(system.optim, name)
+    if kind not in ("adafactor", "adamw8bit"):
+        raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor or adamw8bit, for all "
+                       "models or as policy=adafactor,value=adamw")
+    most = dict(adamw8bit=0, adafactor=1)[kind]
+    if int(of_model(system.zero_stage, name) or 0) > most or of_model(
+            system.offload, name) not in ("", "none"):
+        raise BadInput(f"optim: {kind} needs whole matrices on the GPU, so {name} can be at stage "
+                       f"{most} at most, and not offloaded; change zero_stage or offload")
     if kind == "adafactor":
         # 1e-15 squared is the paper's epsilon_1; torch multiplies weight_decay by this small lr
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
-        return torch.optim.Adafactor, dict(
-            lr=lr / FLOOR, weight_decay=weight_decay * FLOOR, eps=(1e-15, FLOOR),
-            foreach=False), 1 / FLOOR
-    package = optional_package("bitsandbytes", "optim = 'adamw8bit'")
-    return package.optim.AdamW8bit, dict(
-        lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), 1.0
+        return Adafactor, dict(lr=lr, weight_decay=system.weight_decay * FLOOR,
+                               eps=(1e-15, FLOOR), foreach=False)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as e:
+        raise BadInput("optim = 'adamw8bit' needs the package bitsandbytes: pip install "
+                       "bitsandbytes") from e
+    return AdamW8bit, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+
+
+class Adafactor(torch.optim.Adafactor):
+    """torch's, with a learning rate that is the size of a step."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["lr"] /= FLOOR
+        super().step()
+        for group in self.param_groups:
+            group["lr"] *= FLOOR

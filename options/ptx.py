@@ -4,49 +4,50 @@ equation 2), so that the policy forgets less of its demonstrations.
 """
 import torch
 
-import report
-from completions import sft_row
-from examples import (encode_examples, example_logprobs, micro_batches_of, tokens_of_example,
-                      trained_tokens)
-from rows import check_text, read_rows
+from configurator import BadInput
+from load import autocast
+from loss import add_up
+from prompts import batch_rows, deal_rows, encode_examples, read_rows, right_pad, sft_row
 
 
 def ptx_row(row):
     """
     {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, and
     every token is learned: its prompt is "", which no demonstration has. All other rows are read by
-    sft_row. Raises BadInput.
+    sft_row.
     """
     if row.get("text") is None or row.get("completion") is not None:
         return sft_row(row)
-    check_text(row["text"], "field 'text'")
+    if not isinstance(row["text"], str) or not row["text"]:
+        raise BadInput("field 'text' must be a string that is not empty")
     return {"prompt": "", "completion": row["text"]}
 
 
 class Ptx:
-    """
-    The demonstrations of ptx_path, or its texts. mix: of its rows, see rows.Rows. Raises BadInput.
-    """
+    """The demonstrations of ptx_path, or its texts."""
 
-    def __init__(self, path, policy, tokenizer, system, device):
-        rows = read_rows(path, ptx_row, system.fields)
-        self.mix = rows.mix
-        self.examples = encode_examples(rows, path, tokenizer, policy.max_positions, 0,
-                                        system.too_long)
-        self.policy, self.tokenizer, self.system, self.device = policy, tokenizer, system, device
+    def __init__(self, path, policy, system, device):
+        self.rows = encode_examples(read_rows(path, ptx_row, system.fields), path, policy, 0,
+                                    system)
+        for ids, trained in self.rows.ids:
+            trained[0] = False  # nothing predicts a text's first token
+        self.policy, self.system, self.device = policy, system, device
 
-    def add_gradients(self, row_numbers, weight, micro_batch_size, precision, sums):
+    def add_gradients(self, step, seed, count, micro_batch_size, weight, sums):
         """
-        A collective where the policy is sharded. The mean loss over the tokens of these examples,
-        of all ranks, times `weight`, goes into the gradients; this rank's losses are added to
-        sums["loss/ptx"], see report.add_up.
+        A collective where the policy is sharded. The mean loss over the tokens of the next `count`
+        examples, of all ranks, times `weight`, goes into the gradients; this rank's losses are
+        added to sums["loss/ptx"].
         """
-        examples = [self.examples[i] for i in row_numbers]  # of all ranks
-        for part in micro_batches_of(examples, tokens_of_example, micro_batch_size,
-                                     self.system.micro_batch_tokens):
-            with precision:
-                losses = -example_logprobs(self.policy, part, self.tokenizer,
-                                           self.system.head_chunk, self.device)  # (n,)
-            loss = weight * losses.sum() / trained_tokens(examples)
-            loss.backward()
-            report.add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})
+        examples = [self.rows.ids[i] for i in batch_rows(seed, step, count, self.rows)]
+        tokens = sum(sum(trained) for _, trained in examples)
+        for part in deal_rows([len(ids) for ids, _ in examples], micro_batch_size,
+                              self.system.micro_batch_tokens):
+            ids, _ = right_pad([examples[i][0] for i in part], self.policy.tokenizer.pad_id)
+            trained, _ = right_pad([examples[i][1] for i in part], 0)
+            with autocast(self.system, self.device):
+                losses = -self.policy.logprobs(
+                    ids.to(self.device), trained.bool().to(self.device),
+                    chunk=self.system.head_chunk)[0]  # (n,)
+            (weight * losses.sum() / tokens).backward()
+            add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})

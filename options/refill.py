@@ -4,53 +4,45 @@ nothing, and a batch in which their responses replace some rows.
 """
 import torch
 
+from loss import flat_groups
 from prompts import hashed_row
-from relatives import flat_groups
 
 
-def refill(batch, flat, compared, group_size, row_numbers, mix, rollout, seed, iteration, attempts,
-           pad_id, ahead):
+def refill(batch, flat, compared, group_size, rows, row_numbers, rollout, seed, iteration, attempts,
+           pad_id):
     """
     A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group is flat if all of
     its scores are equal: then all of its advantages are 0, and it teaches nothing. The group of
     another prompt takes its place, up to so many attempts.
 
     flat: (B / G,) bool, which groups of the batch are flat. compared: a function of a batch, the
-    numbers (B,) that are equal in a flat group. row_numbers: of the data rows in the batch, changed
-    in place. mix: see other_row. rollout: grpo.py's. ahead: what samples with roles, or None.
-    Returns the batch, and which of its groups are still flat.
+    numbers (B,) that are equal in a flat group. rows: of the data; row_numbers: of those in the
+    batch. rollout: grpo.py's. Returns the batch, and which of its groups are still flat.
     """
     for attempt in range(attempts):
         purpose = f"refill {attempt}"
         slots = flat.nonzero().flatten().tolist()  # none, when no group is flat any more
         if not slots:
-            if ahead:
-                ahead.nothing_to_refill(purpose, iteration)
-            continue
+            break
         for slot in slots:
             row_numbers[slot] = other_row(
-                row_numbers[slot], mix, seed, "refill", iteration, attempt, slot)
+                row_numbers[slot], rows, seed, "refill", iteration, attempt, slot)
         fresh = rollout(  # COLLECTIVE
-            purpose, iteration, [row_numbers[slot] for slot in slots], slots)
+            purpose, iteration, rows, [row_numbers[slot] for slot in slots], slots=slots)
         index = batch["index"]
-        rows = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
-        batch = replace_rows(batch, rows.flatten().to(index.device), fresh, pad_id)
+        places = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
+        batch = replace_rows(batch, places.flatten().to(index.device), fresh, pad_id)
         batch["index"] = index
         flat = flat_groups(compared(batch), group_size)
     return batch, flat
 
 
-def other_row(row, n, *key):
+def other_row(row, rows, *key):
     """
-    One of n rows, as a function of the key, but not this row (unless it is the only one). The
-    epochs do not count it. n may also be [(rows, weight), ...] of several sources: then it is a row
-    of the same source.
+    The number of one of the rows, as a function of the key, but not this one (unless it is the only
+    one). The epochs do not count it. Of a mix of several files it is a row of the same file.
     """
-    first = 0
-    if not isinstance(n, int):
-        sizes = [rows for rows, _ in n]
-        part = next(i for i in range(len(sizes)) if row < sum(sizes[:i + 1]))
-        first, n = sum(sizes[:part]), sizes[part]
+    first, n = rows.mix.range_of(row) if rows.mix else (0, len(rows))
     return first + (row - first + 1 + hashed_row(max(n - 1, 1), *key)) % n
 
 

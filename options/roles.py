@@ -42,7 +42,7 @@ import launch
 import parallel
 from audit import as_words, audit, first_word, watched, weighted_sum
 from checkpoint import read_tensors
-from errors import BadConfig, Lost, Stop
+from configurator import BadInput, Lost, Stop
 from models import dtypes, present, matrices_of
 from options import messages
 from parallel import all_gather, fill, gather_parts, is_shard, my_part, wire
@@ -52,9 +52,9 @@ from together import patience, together
 
 
 def check_ahead(system):
-    """Raise BadConfig where keys do not go together."""
+    """Raise BadInput where keys do not go together."""
     if system.roles and system.generate_tp > 1:
-        raise BadConfig("generate_tp with roles: ranks with roles sample each for itself; leave "
+        raise BadInput("generate_tp with roles: ranks with roles sample each for itself; leave "
                         "one of the two out")
 
 
@@ -66,7 +66,7 @@ class Ahead:
     system: the shared keys. models: {name: model} of the run. max_iters, max_refills,
     eval_interval: keys of the script (eval_interval 0: nothing is held out). The others are
     functions of the script: rows_of(iteration), the data rows of its batch; sample, score,
-    minibatches, micro_batches and forward. Raises BadConfig.
+    minibatches, micro_batches and forward. Raises BadInput.
     """
 
     def __init__(self, system, device, models, max_iters, max_refills, eval_interval, rows_of,
@@ -74,7 +74,7 @@ class Ahead:
         reward_model = models.get("reward_model")
         if "score" in parallel.roles and reward_model is not None and not hasattr(
                 reward_model.hf.config, "score_shift"):
-            raise BadConfig("reward_path: its config.json has no score_shift, and ranks that score "
+            raise BadInput("reward_path: its config.json has no score_shift, and ranks that score "
                             "do not look for one; write one there, or leave score out of roles")
         self.system, self.device = system, device
         self.models = watched.models = present(models)

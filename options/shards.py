@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import parallel
 from configurator import of_model
-from errors import BadConfig
+from configurator import BadInput
 from load import load_like, load_model, outline, unread_parameters
 from model import is_linear
 from models import dtypes, load_here, matrices_of, settle
@@ -48,7 +48,7 @@ def offload_of(system, name, trained, is_head=False):
 
 def check_shards(system, trained, frozen, share_base, value_init):
     """
-    Raise BadConfig where the keys of a model cannot go together. The table has a condition and a
+    Raise BadInput where the keys of a model cannot go together. The table has a condition and a
     message in each entry. trained, frozen: the names of the script's models.
     """
     on_trunk = ["reward"] * share_base  # frozen models that are the policy's trunk, or are on it
@@ -74,7 +74,7 @@ def check_shards(system, trained, frozen, share_base, value_init):
         ]
         for is_so, message in table:
             if is_so:
-                raise BadConfig(message)
+                raise BadInput(message)
 
 
 # --------------------------------------------------------------------------------------------------

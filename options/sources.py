@@ -10,58 +10,136 @@ Libraries for tables are not used, because they guess types: they turn the answe
 """
 import csv
 import functools
+import gzip
 import io
+import json
 import math
 import os
 import re
 
-from errors import BadInput, first_line
-from rows import ENDINGS, read_text
+from configurator import BadInput, first_line
+from prompts import Rows, permutation, rename
+
+ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
 
 
 # --------------------------------------------------------------------------------------------------
 # several sources
 
 
-def several_sources(spec):
+def several_rows(spec, shape, fields):
     """
-    "a.jsonl,0.3*b.jsonl" -> [("a.jsonl", None, ["a.jsonl"]), ("b.jsonl", 0.3, ["b.jsonl"])]: each
-    source with its weight and its files. Raises BadInput.
+    The Rows of a path such as prompts_path that is not one file of JSONL. shape, fields: see
+    prompts.read_rows. Raises BadInput.
     """
-    found = []
-    for part in spec.split(","):
+    rows, sizes, weights = Rows(), [], []
+    for part in [spec] if os.path.exists(spec) else spec.split(","):
         weight, star, source = part.strip().rpartition("*")
         try:
-            number = float(weight) if star else None
+            weights.append(float(weight) if star else None)
         except ValueError:
-            number = math.nan
-        if not source or number is not None and not 0 < number < 1e9:
+            weights.append(math.nan)
+        if not source or weights[-1] is not None and not 0 < weights[-1] < 1e9:
             raise BadInput(f"{spec!r}: cannot read {part!r}; wanted FILE or WEIGHT*FILE, with "
                            "commas between several, such as a.jsonl,0.3*b.jsonl")
-        files = hub_files(source) if source.startswith("hf:") else [source]
-        found.append((source, number, files))
-    return found
+        before = len(rows)
+        for file in hub_files(source) if source.startswith("hf:") else [source]:
+            for where, row in raw_rows(file):
+                try:
+                    rows.append(shape(rename(row, fields)))
+                except BadInput as e:
+                    raise BadInput(f"{file}, {where}: {e}") from e
+        sizes.append(len(rows) - before)
+        if not sizes[-1]:
+            raise BadInput(f"{source}: the file is empty")
+    if any(weight is not None for weight in weights):
+        rows.mix = Mix([n for n, size in enumerate(sizes) for _ in range(size)],
+                       [1.0 if weight is None else weight for weight in weights])
+    return rows
 
 
-def turn_of(place, parts):
+class Mix:
+    """Rows of several sources with weights. source_of: the number of each row's source."""
+
+    def __init__(self, source_of, weights):
+        self.source_of, self.weights = source_of, weights
+        self.sizes = [source_of.count(n) for n in range(len(weights))]
+        if 0 in self.sizes:
+            raise BadInput("no row of a source is left; raise the limit of tokens")
+
+    def keep(self, numbers):
+        """The Mix of these rows alone."""
+        return Mix([self.source_of[number] for number in numbers], self.weights)
+
+    def range_of(self, row):
+        """(the first row of a row's source, how many rows the source has)."""
+        source = self.source_of[row]
+        return sum(self.sizes[:source]), self.sizes[source]
+
+    def row_at(self, place, seed):
+        """The number of the row at a place, counted over all epochs; each source has its own."""
+        part, count = turn_of(place, self.weights)
+        n = self.sizes[part]
+        order = permutation(n, seed, "file", part, "epoch", count // n)
+        return sum(self.sizes[:part]) + int(order[count % n])
+
+
+def turn_of(place, weights):
     """
     The source of a place in a mix of several sources, and the number of its rows before this place:
     (number of the source, count).
 
-    parts: [(rows, weight), ...]. The first source gets the share s = weight / sum of all weights of
-    the places: it gets a place if floor(s * place) grows there, and that number counts its rows
-    before. The other places are dealt to the other sources in the same way. So at any place each
-    source has had its share, up to an error of fewer rows than there are sources.
+    The first source gets the share s = weight / sum of all weights of the places: it gets a place
+    if floor(s * place) grows there, and that number counts its rows before. The other places are
+    dealt to the other sources in the same way. So at any place each source has had its share, up to
+    an error of fewer rows than there are sources.
 
     With the weights 1 and 2 the places belong to the sources  1 1 0  1 1 0  1 1 0 ...
     """
-    weights = [weight for _, weight in parts]
     for number, weight in enumerate(weights):
         share = weight / sum(weights[number:])  # of the places that the sources before have left
         before = int(share * place)
         if int(share * (place + 1)) > before:  # always true for the last source: its share is 1
             return number, before
         place -= before
+
+
+# --------------------------------------------------------------------------------------------------
+# files
+
+
+def raw_rows(path):
+    """Yield (where, row) of a file, the rows as they are. where: "line 3", or "row 3"."""
+    if not os.path.isfile(path):
+        raise BadInput(f"{path}: no such file; the current folder is {os.getcwd()}")
+    ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
+    if ending not in ENDINGS:
+        raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz behind it")
+    rows = dict(zip(ENDINGS, (json_rows, json_rows, csv_rows, parquet_rows), strict=True))[ending]
+    yield from rows(path)
+
+
+def json_rows(path):
+    """One list of objects, or an object in each line."""
+    text = read_text(path)
+    try:
+        if text.lstrip().startswith("["):
+            yield from ((f"row {number}", row) for number, row in enumerate(json.loads(text), 1))
+            return
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield f"line {number}", json.loads(line)
+    except json.JSONDecodeError as e:
+        raise BadInput(f"{path}: not JSON ({e})") from e
+
+
+def read_text(path):
+    """The text of a file, unpacked if it ends in .gz."""
+    with (gzip.open if path.lower().endswith(".gz") else open)(path, "rb") as f:
+        try:
+            return f.read().decode("utf-8-sig")
+        except (UnicodeDecodeError, OSError, EOFError) as e:
+            raise BadInput(f"{path}: cannot be read ({e})") from e
 
 
 # --------------------------------------------------------------------------------------------------

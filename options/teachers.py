@@ -6,7 +6,7 @@ Several teachers count as one: the mean of their scores, each one's less their m
 import torch
 
 from completions import PAIR, preference_row, sft_row
-from errors import BadConfig, BadInput, say
+from configurator import BadInput, say
 from examples import encode_scored, soft_preference_loss
 from folders import several_paths
 from models import load
@@ -14,12 +14,12 @@ from tokenizer import load_reader
 
 
 def check_teacher(score_coef, preference_coef, label_smoothing, centre_coef, use_confidence):
-    """Raise BadConfig where keys of rm.py do not go together."""
+    """Raise BadInput where keys of rm.py do not go together."""
     if label_smoothing or centre_coef or use_confidence:
-        raise BadConfig("label_smoothing, centre_coef and use_confidence change the loss of "
+        raise BadInput("label_smoothing, centre_coef and use_confidence change the loss of "
                         "labels, and a teacher's scores are learned in their place; leave them out")
     if score_coef == preference_coef == 0:
-        raise BadConfig("score_coef = 0 and preference_coef = 0 leave nothing to learn of the "
+        raise BadInput("score_coef = 0 and preference_coef = 0 leave nothing to learn of the "
                         "teacher; type --score_coef=1")
 
 
@@ -38,7 +38,7 @@ def completions_of(rows, path, score_coef):
         raise BadInput(f"{path} has {pairs} pairs and {len(rows) - pairs} single responses; a run "
                        "learns from the one or the other: give one of them alone")
     if not pairs and score_coef == 0:
-        raise BadConfig(f"score_coef = 0, but {path} has single responses, of which nothing but "
+        raise BadInput(f"score_coef = 0, but {path} has single responses, of which nothing but "
                         "the teacher's scores can be learned; type --score_coef=1")
     return PAIR if pairs else ("completion",)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from errors import BadConfig, first_line
+from configurator import BadInput, first_line
 from model import Model, freeze
 from load import auto_class
 from models import matrices_of
@@ -22,10 +22,10 @@ from parallel import fill, gather_parts, is_shard, my_part
 
 
 def check_split(n):
-    """Raise BadConfig where the ranks cannot sample in groups of n."""
+    """Raise BadInput where the ranks cannot sample in groups of n."""
     size = parallel.rank_and_size()[1]
     if size % n:
-        raise BadConfig(f"generate_tp = {n} does not divide the {size} rank(s) of this run; type "
+        raise BadInput(f"generate_tp = {n} does not divide the {size} rank(s) of this run; type "
                         f"--generate_tp=1, or start a multiple of {n}")
 
 
@@ -53,7 +53,7 @@ def neighbours(device, n):
 def make_split(policy, dtype, device, n):
     """
     A collective: a Model of the policy's architecture, split over n ranks, without weights. Raises
-    BadConfig where transformers cannot split the model.
+    BadInput where transformers cannot split the model.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -63,7 +63,7 @@ def make_split(policy, dtype, device, n):
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     heads = getattr(config.get_text_config(), "num_key_value_heads", None)
     if heads is not None and heads % n:
-        raise BadConfig(f"generate_tp = {n} does not divide the {heads} heads of keys and values "
+        raise BadInput(f"generate_tp = {n} does not divide the {heads} heads of keys and values "
                         f"of {policy.path}; take a divisor")
     with torch.device("meta"):  # no memory yet
         hf = auto_class("lm").from_config(config, dtype=dtype)
@@ -75,7 +75,7 @@ def make_split(policy, dtype, device, n):
         try:
             return function()
         except (ValueError, RuntimeError, AttributeError, KeyError) as e:
-            raise BadConfig(f"generate_tp = {n}: transformers cannot split {policy.path} over so "
+            raise BadInput(f"generate_tp = {n}: transformers cannot split {policy.path} over so "
                             f"many ranks: {first_line(e)}; leave generate_tp out") from e
 
     plan, *_ = by_transformers(lambda: hf._resolve_parallel_plans(DistributedConfig(tp_size=n)))

@@ -16,8 +16,8 @@ import os
 import re
 import tempfile
 
-from errors import BadInput, first_line
-from folders import read_json
+from checkpoint import read_json
+from configurator import BadInput, first_line
 
 
 def encode_as(encoding, markers=(), **special):
@@ -49,6 +49,11 @@ def as_oniguruma(pattern):
     limit; in tiktoken the + only forbids backtracking, which changes nothing in these patterns.
     """
     return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern).replace("$", r"\z")
+
+
+def read(path):
+    """The tokenizer of a path such as tiktoken:gpt2, or of a folder with a file *.tiktoken."""
+    return by_name(path) if path.startswith("tiktoken:") else from_folder(path)
 
 
 def by_name(path):

@@ -42,8 +42,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import before_torch
 from chats import chat_ids, time_limit
-from errors import BadInput, first_line, shorten
-from user_code import load_function
+from configurator import BadInput, first_line, shorten
+from options.user_code import load_function
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 AT_ONCE = 16  # calls of a rank that are under way at a time

@@ -8,26 +8,26 @@ import importlib
 import math
 import os
 
-from errors import BadConfig, first_line, warn
-from together import alone
+from configurator import BadInput, first_line, say
+from parallel import alone
 
 TRACKERS = "tensorboard", "wandb", "trackio"
 open_trackers = {}  # {name: (send(numbers, step), close())}, on rank 0
 
 
 def names_in(report_to):
-    """The trackers that the key names, such as "wandb,tensorboard". Raises BadConfig."""
+    """The trackers that the key names, such as "wandb,tensorboard". Raises BadInput."""
     names = [name.strip() for name in report_to.split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
-            raise BadConfig(f"report_to: unknown name {name!r}; there are {', '.join(TRACKERS)}")
+            raise BadInput(f"report_to: unknown name {name!r}; there are {', '.join(TRACKERS)}")
     return names
 
 
 def start_trackers(report_to, out_dir, config, iteration):
     """
     A collective: begin to report to the trackers of the key, from this iteration on. Only rank 0
-    reports. config: the run's; it is shown, too. Raises BadConfig, on all ranks, if a tracker
+    reports. config: the run's; it is shown, too. Raises BadInput, on all ranks, if a tracker
     cannot start.
     """
     def start_all():
@@ -36,7 +36,7 @@ def start_trackers(report_to, out_dir, config, iteration):
             try:
                 open_trackers[name] = start_tracker(name, out_dir, config, iteration, run)
             except Exception as e:  # it may raise anything, such as for a missing login
-                raise BadConfig(f"report_to: {name!r} cannot start: {first_line(e)}; type pip "
+                raise BadInput(f"report_to: {name!r} cannot start: {first_line(e)}; type pip "
                                 f"install {name} if that is it, or leave it out") from e
 
     alone(start_all)
@@ -83,7 +83,7 @@ def send_to_trackers(record):
         try:
             report(numbers, record["iteration"])
         except Exception as e:  # a service on the network must not end a run of many days
-            warn(f"{name} has failed ({first_line(e)}); the run goes on without it")
+            say(f"{name} has failed ({first_line(e)}); the run goes on without it")
             del open_trackers[name]
 
 
@@ -93,5 +93,5 @@ def finish_trackers():
         try:
             close()
         except Exception as e:  # the run itself is over, and saved
-            warn(f"{name} has failed at the end ({first_line(e)})")
+            say(f"{name} has failed at the end ({first_line(e)})")
     open_trackers.clear()

@@ -28,7 +28,7 @@ import torch
 
 import before_torch
 import parallel
-from errors import BadConfig, BadInput, Lost, first_line
+from configurator import BadInput, Lost, first_line
 from folders import model_folders
 from model import in_full
 from parallel import gather_parts, is_shard, my_part, wire
@@ -66,15 +66,15 @@ def whole_weights(policy, vocab_size):
 
 
 def check_vllm(system, importance_cap):
-    """Raise BadConfig where keys do not go together."""
+    """Raise BadInput where keys do not go together."""
     if system.dtype not in DTYPES:
-        raise BadConfig(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
+        raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
                         "it; type --dtype=float32 or --dtype=bfloat16")
     if system.generate_tp > 1:
-        raise BadConfig("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
+        raise BadInput("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
                         "the whole policy; leave one of the two out")
     if system.staleness > 0 and importance_cap == 0:
-        raise BadConfig("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
+        raise BadInput("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
                         "which are rounded differently; type --importance_cap=2: then it is to the "
                         "policy's own log-probs of the texts")
 

@@ -20,13 +20,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # Python looks for modules in this file's folder; ours are in the repository's, two folders above.
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import configure  # noqa: E402
-from prompts import batch_rows  # noqa: E402
-from load import load_model  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
-from errors import BadInput  # noqa: E402
-from rows import prompt_row, read_rows  # noqa: E402
-from model import freeze  # noqa: E402
+from configurator import BadInput, configure  # noqa: E402
+
+import torch  # noqa: E402
+
+from load import load  # noqa: E402
+from prompts import batch_rows, prompt_row, read_rows  # noqa: E402
 from rewards import accuracy  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
 
@@ -37,21 +36,20 @@ max_new_tokens = 48  # longest answer [>= 1]
 mistakes = 0.0  # share of the pairs for training that are labelled the wrong way round [0..0.5]
 name = "pairs"  # of the files: pairs_train.jsonl, pairs_val.jsonl
 seed = 1  # decides problems and answers [>= 0]
-config, _ = configure(globals())
+config, system = configure(globals(), "config/keys.py")
 
-tokenizer = load_tokenizer(policy_path)
-model = freeze(load_model(policy_path))
+model = load(policy_path, "policy", system, torch.device("cpu"))
+tokenizer = model.tokenizer
 problems = read_rows(os.path.join(HERE, "rl_train.jsonl"), prompt_row)
 wanted = pairs + pairs // 10
 found = []
 for iteration in range(100):
     # 128 problems, `samples` answers to each
-    picked = batch_rows(seed, iteration, 128, len(problems))
+    picked = batch_rows(seed, iteration, 128, problems)
     rows = [problems[i] for i in picked for _ in range(samples)]
     prompts = tokenizer.encode_prompts([row["prompt"] for row in rows])
     uniforms = response_uniforms(seed, "pairs", iteration, range(len(rows)), max_new_tokens)
-    batch = generate(model, prompts, max_new_tokens, eos_ids=tokenizer.eos_ids,
-                     pad_id=tokenizer.pad_id, vocab_size=tokenizer.vocab_size, uniforms=uniforms)
+    batch = generate(model, prompts, max_new_tokens, uniforms=uniforms)
     completions = [tokenizer.decode(tokens[-max_new_tokens:][mask].tolist())
                    for tokens, mask in zip(batch["tokens"], batch["response_mask"], strict=True)]
 

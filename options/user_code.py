@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 
-from errors import BadInput, first_line
+from configurator import BadInput, first_line
 
 
 def load_function(named, folder, where):
@@ -17,7 +17,7 @@ def load_function(named, folder, where):
     The function of FILE.py:FUNCTION. The file, relative to folder, is imported: it is trusted like
     the rest of the code. where: the beginning of error messages.
 
-    Raises BadInput and never BadConfig, which only rank 0 prints: on another rank's machine the
+    Raises BadInput and never BadInput, which only rank 0 prints: on another rank's machine the
     file may be missing or different.
     """
     file, _, name = named.rpartition(":")

@@ -11,7 +11,7 @@ table of the forms.
 import re
 from fractions import Fraction
 
-from same import DENIED, DOUBT, EXPRESSION, GROUP, LONGEST, plain, read_answer
+from grading.same import DENIED, DOUBT, EXPRESSION, GROUP, LONGEST, plain, read_answer
 
 LONGEST_TEXT = 20_000  # characters at the end of a completion in which final_answer looks
 
