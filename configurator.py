@@ -28,6 +28,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -292,8 +293,9 @@ def report_error(kind, error, trace):
     elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
         code, message = 2, (f"a key of this run needs a file that is not in this folder "
                             f"({message}); copy it from quartet, or do without that key")
+    # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
     if code is None:
-        sys.__excepthook__(kind, error, trace)
+        traceback.print_exception(error, file=sys.__stderr__)
     elif rank and not lost_rank:
         # mostly all ranks have the same error: rank 0 says it, and torchrun ends the others while
         # they wait here. An error of this rank alone is said by it
@@ -301,7 +303,6 @@ def report_error(kind, error, trace):
         time.sleep(1)
     if code is not None:
         where = f" (rank {rank})" if rank else ""
-        # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
         print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
               file=sys.__stderr__, flush=True)
     sys.stdout.flush()

@@ -48,7 +48,8 @@ from configurator import BadInput, Stop
 phase = "start"  # set by the run, e.g. "iteration 7, update": errors name it
 stop = False  # whether this process has been asked to stop: SIGTERM, Ctrl-C
 group = None  # the ranks that all functions here are for; None = all (an option may set it)
-PATIENCE = datetime.timedelta(hours=6)  # that ranks wait for each other during work at the disk
+wait = None  # how long a collective waits for a lost rank, the key timeout
+PATIENCE = datetime.timedelta(hours=6)  # the same during work at the disk
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,6 +63,7 @@ def init(device, timeout, deterministic=False):
     is an error. deterministic: on GPUs, only kernels that give the same bits every time. From here
     on SIGTERM and SIGINT are requests, see stop_agreed. Returns this rank's torch.device.
     """
+    global wait
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -70,11 +72,12 @@ def init(device, timeout, deterministic=False):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     choose_kernels(deterministic)
     device = choose_device(device)
+    wait = datetime.timedelta(seconds=timeout)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
         where = dict(backend="gloo")
         if device.type == "cuda":
             where = dict(backend="nccl", device_id=device)
-        dist.init_process_group(timeout=datetime.timedelta(seconds=timeout), **where)
+        dist.init_process_group(timeout=wait, **where)
         dist.barrier()  # nccl makes its connections only now
     return device
 
@@ -194,7 +197,7 @@ def alone(function):
     """A collective: only rank 0 calls function; all ranks return its result, sent as JSON."""
     if not dist.is_initialized():
         return function()
-    result, ranks, wait = None, group or dist.group.WORLD, dist.get_pg_timeout(group)
+    result, ranks = None, group or dist.group.WORLD
     ranks.set_timeout(max(wait, PATIENCE))  # work at the disk: rank 0 may write 190 GB
     with in_step():  # COLLECTIVE
         if rank_and_size()[0] == 0:

@@ -84,7 +84,7 @@ def as_scores(name, returned, batch):
     for number, value, row in zip(numbers, values, batch["rows"], strict=True):
         if value is not None and not math.isfinite(number):
             raise Stop(f"reward {name!r} gave {shorten(value)}, no finite number, for the row with "
-                       f"the prompt {shorten(row.get("prompt"))}")
+                       f"the prompt {shorten(row.get('prompt'))}")
     return numbers
 
 
