@@ -12,7 +12,7 @@ lora=16 and share_base=True:
 Without share_base the reward and the value model have trunks of their own.
 
 How an adapter gets into transformers' model: each linear map with an adapter has a hook. It adds
-scale B A x of the Adapted that is in use (Model.active) to the map's output.
+scale B A x of the Adapted that is in use (`active` of the trunk) to the map's output.
 """
 import contextlib
 import json
@@ -22,12 +22,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import of_model
-from configurator import BadInput, say, shorten
-from folders import read_json, same_folder
-from load import has_experts
-from model import at_least_float32, freeze, is_linear
-from trunk import OnTrunk
+from checkpoint import read_json
+from configurator import BadInput, of_model, say, shorten
+from load import OnTrunk, read_model
+from model import at_least_float32, trunk_of
 
 # a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
 ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
@@ -46,11 +44,21 @@ class Adapted(OnTrunk):
         their whole names. head: "lm" is the base's; "scalar" a copy of the base's, if it
         has one, or a new one. Raises BadInput.
         """
-        super().__init__(base, head, seed)
+        if head == "scalar":
+            super().__init__(base, seed)
+            if base.head == "scalar":
+                self.score.weight.data.copy_(base.hf.score.weight)
+                self.score_shift, self.new_head = base.score_shift, base.new_head
+        else:
+            nn.Module.__init__(self)
+            # nn.Module must not register them: they belong to the base
+            self.__dict__.update(hf=base.hf, base=base)
+            self.head, self.path, self.tokenizer = head, base.path, base.tokenizer
+            self.file_dtype, self.score_shift, self.new_head = base.file_dtype, 0.0, False
         self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
         self.adapters = nn.ModuleDict()  # {name of the linear map in the trunk, with / for .: LoRA}
         if rank:
-            freeze(base)
+            base.requires_grad_(False)
             generator = torch.Generator().manual_seed(seed)
             for name in names or adaptable(base, targets):
                 self.add_adapter(name, generator)
@@ -60,7 +68,7 @@ class Adapted(OnTrunk):
         Give the linear map of this name A and B. B is 0, so the output does not change yet; A is
         uniform in -1 / sqrt(in) ... 1 / sqrt(in), as in peft.
         """
-        owner, key = self.owner(), name.replace(".", "/")
+        owner, key = trunk_of(self), name.replace(".", "/")
         linear = owner.hf.base_model.get_submodule(name)
         if isinstance(linear, nn.Linear):  # in 4 bits its weight has another shape
             n_out, n_in = linear.out_features, linear.in_features
@@ -73,11 +81,11 @@ class Adapted(OnTrunk):
         if not getattr(linear, "has_hook", False):
             linear.has_hook = True
             linear.register_forward_hook(
-                lambda linear, inputs, y: add_active(owner.active, key, inputs[0], y))
+                lambda linear, inputs, y: add_active(active_of(owner), key, inputs[0], y))
 
     def in_use(self):
         """The block in which the trunk computes with these adapters, if there are any."""
-        return self.owner().reading_with(self) if self.adapters else contextlib.nullcontext()
+        return reading_with(trunk_of(self), self) if self.adapters else contextlib.nullcontext()
 
     def states(self, tokens):
         with self.in_use():
@@ -103,38 +111,75 @@ class Adapted(OnTrunk):
             W = W + as_linear(linear, self.adapters[key].product()).to(W)
         return W
 
-    def save_own(self, folder):
+    def save_adapter(self, folder):
         """Write the adapters, and the head, as peft does."""
         save_adapter(self, folder, self.path)
-
-    def fill_own(self, folder):
-        fill_adapter(self, folder)
-
-    def warning(self):
-        """A warning for users of the adapter's files; or ""."""
-        if not peft_misreads(self):
-            return ""
-        return ("peft reads other numbers from it (MLPs beside experts); give others the merged "
-                "model, or train with --lora=16:32:q+k+v+o")
+        if peft_misreads(self):
+            say(f"{folder}: peft reads other numbers from it (MLPs beside experts); give others the "
+                "merged model, or train with --lora=16:32:q+k+v+o")
 
 
-def check_lora(system, trained, share_base, value_init):
-    """Raise BadInput where keys do not go together. trained: the names of the trained models."""
-    for name in trained:
-        is_head = name == "value" and value_init == "shared"  # on the policy
-        if is_head and "value=" in system.lora.replace(" ", ""):
-            raise BadInput("value_init = 'shared': the value model is a head on the policy, with "
-                            "no adapter; leave value out of lora")
-        if share_base and not is_head and not of_model(system.lora, name):
-            raise BadInput(f"share_base: {name} stands on the frozen trunk, so it needs an "
-                            "adapter; type --lora=16")
+def active_of(trunk):
+    """The Adapted with whose adapters a trunk computes now, or None."""
+    return trunk.__dict__.get("active")
+
+
+@contextlib.contextmanager
+def reading_with(trunk, adapted):
+    """In this block a trunk computes with the adapters of `adapted`, a model on it."""
+    before, trunk.__dict__["active"] = active_of(trunk), adapted
+    try:
+        yield
+    finally:
+        trunk.__dict__["active"] = before
+
+
+def remembering(trunk, checkpointed):
+    """
+    `checkpointed`, by which transformers runs a layer that is computed again: the second time with
+    the same adapters as the first time.
+    """
+    def run(layer, *args):
+        adapted = active_of(trunk)
+
+        def again(*args):
+            with reading_with(trunk, adapted):
+                return layer(*args)
+
+        return checkpointed(again, *args)
+
+    return run
 
 
 def adapt(base, text, head="lm", seed=0):
     """An Adapted on a model, by the key lora: RANK[:ALPHA[:TARGETS]]."""
     rank, alpha, targets = [*text.split(":"), "", ""][:3]
-    return Adapted(base, head, int(rank), float(alpha or 2 * int(rank)), targets.replace("+", ","),
-                   seed)
+    try:
+        rank, alpha = int(rank), float(alpha or 2 * int(rank))
+    except ValueError as e:
+        raise BadInput(f"lora = {text!r}: wanted RANK[:ALPHA[:TARGETS]], such as 16:32:q+v, for "
+                       "all trained models or as policy=16,value=8") from e
+    for layer in base.recomputed:
+        layer._gradient_checkpointing_func = remembering(base, layer._gradient_checkpointing_func)
+    return Adapted(base, head, rank, alpha, targets.replace("+", ","), seed)
+
+
+def value_on_trunk(policy, path, value_init, system, seed):
+    """share_base: the value model as an adapter and a head on the policy's trunk."""
+    if policy.base is None:
+        raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it needs "
+                       "an adapter; type --lora=16")
+    value_model = adapt(policy.base, of_model(system.lora, "value"), "scalar", seed)
+    if value_init == "reward":
+        fill_adapter(value_model, path)
+    return value_model
+
+
+def is_linear(module):
+    """Whether an adapter can be added to a module. GPT-2's Conv1D is a linear map, too."""
+    kind = type(module).__name__  # classes with these ends are made from nn.Linear, and do more
+    more = kind.endswith(("Router", "GroupedLinear"))
+    return kind == "Conv1D" or isinstance(module, nn.Linear) and not more
 
 
 class LoRA(nn.Module):
@@ -179,10 +224,6 @@ def adaptable(base, targets):
     layers = set(base.layers())
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
              if layer in layers for inner, module in layer.named_modules() if is_linear(module)]
-    names = [name for name in names
-             if f"{base.hf.base_model_prefix}.{name}.weight" not in base.unread]
-    if has_experts(base.hf.config):
-        say("lora: the weights of the experts stay frozen, without an adapter")
     routers = {name for name in names if ROUTERS & set(name.split("."))}
     matching = set()
     for target in filter(None, targets.split(",")):
@@ -285,16 +326,17 @@ def read_adapter(folder):
         raise BadInput(f"{file}: not a readable adapter ({e}); save it again") from e
 
 
-def load_adapted(base, folder, head="lm", base_path=""):
+def load_adapted(base, folder, head="lm"):
     """
-    An Adapted from an adapter's folder. base: the model that the adapter was trained on, loaded
-    from base_path. Raises BadInput, also if the adapter was trained on another folder's model.
+    An Adapted from an adapter's folder. base: the model that the adapter was trained on. Raises BadInput, also if the adapter was trained on another folder's model.
     """
+    if base is None:
+        raise BadInput("share_base: the policy needs an adapter, too; type --lora=16")
     settings, tensors, _ = read_adapter(folder)
     trained_on = str(settings.get("base_model_name_or_path") or "")
-    both_here = os.path.isdir(trained_on) and os.path.isdir(base_path)
-    if both_here and not same_folder(trained_on, base_path):
-        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base_path}; "
+    both_here = os.path.isdir(trained_on) and os.path.isdir(base.path)
+    if both_here and not os.path.samefile(trained_on, base.path):
+        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base.path}; "
                        "give the model that it was trained on")
     prefix = f"base_model.model.{base.hf.base_model_prefix}."
     names = [name.partition(".lora_A.")[0].removeprefix(prefix)
@@ -327,15 +369,22 @@ def fill_adapter(model, folder):
 
 
 @torch.no_grad()
-def merge(model, adapter):
-    """Put the adapter of a folder into the weights of the model that it was trained on."""
-    has_head = "base_model.model.score.weight" in read_adapter(adapter)[1]
-    if has_head and model.head == "lm":
-        raise BadInput(f"{adapter}: this adapter has a score head: it makes a reward model, not a "
+def read_merged(folder, head, system, device, seed):
+    """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
+    base = read_adapter(folder)[0].get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise BadInput(f"{folder}: its adapter_config.json does not name the model that the adapter "
+                       "was trained on; write its path as base_model_name_or_path")
+    model = read_model(base, head, system, device, seed)
+    has_head = "base_model.model.score.weight" in read_adapter(folder)[1]
+    if has_head and head == "lm":
+        raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not a "
                        "language model")
-    adapted = load_adapted(model, adapter, "scalar" if has_head else "lm")
+    adapted = load_adapted(model, folder, "scalar" if has_head else "lm")
     for name, p in model.hf.named_parameters():
         p.copy_(adapted.merged(name, p))
     if has_head:
         model.hf.score.weight.copy_(adapted.score.weight)
         model.score_shift, model.new_head = adapted.score_shift, False
+    model.path = folder
+    return model
