@@ -369,7 +369,7 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
         if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
             raise BadInput("the reward model has another tokenizer than the policy, so it cannot "
                            "value the policy's tokens; type --value_init=policy")
-        path = reward_model.path
+        path = getattr(reward_model, "folder", reward_model.path)
     if system.share_base:
         from options.lora import value_on_trunk
 

@@ -269,10 +269,12 @@ def evaluate():
 known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
 if teacher:  # it reads all examples once, now, and then leaves the memory
+    ids = train_rows.ids
     data = [(train_rows, train_path, completions, range(len(train_rows)))]
     data += [(val_rows, val_path, PAIR, held_out)] if eval_pairs else []
     known, *rest = teachers.teachers_scores(  # COLLECTIVE
         teacher, data, all_scores, system, device)
+    train_rows.ids = ids  # a teacher has read the texts in its own tokens
     known = known.tolist()
     for eval_known in rest:
         say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "

@@ -350,6 +350,7 @@ def load_adapted(base, folder, head="lm"):
         alpha *= rank**0.5
     model = Adapted(base, head, rank if names else 0, alpha, names=names)
     fill_adapter(model, folder)
+    model.folder = folder
     return model
 
 
@@ -368,14 +369,19 @@ def fill_adapter(model, folder):
     model.new_head = False
 
 
-@torch.no_grad()
-def read_merged(folder, head, system, device, seed):
-    """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
+def base_of(folder):
+    """The path or hub name of the model that an adapter was trained on. Raises BadInput."""
     base = read_adapter(folder)[0].get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise BadInput(f"{folder}: its adapter_config.json does not name the model that the adapter "
                        "was trained on; write its path as base_model_name_or_path")
-    model = read_model(base, head, system, device, seed)
+    return base
+
+
+@torch.no_grad()
+def read_merged(folder, head, system, device, seed):
+    """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
+    model = read_model(base_of(folder), head, system, device, seed)
     has_head = "base_model.model.score.weight" in read_adapter(folder)[1]
     if has_head and head == "lm":
         raise BadInput(f"{folder}: this adapter has a score head: it makes a reward model, not a "

@@ -5,12 +5,11 @@ Several teachers count as one: the mean of their scores, each one's less their m
 """
 import torch
 
-from completions import PAIR, preference_row, sft_row
 from configurator import BadInput, say
-from examples import encode_scored, soft_preference_loss
-from folders import several_paths
-from models import load
-from tokenizer import load_reader
+from load import load_reward_model
+from prompts import encode_scored, read_rows
+
+PAIR = "chosen", "rejected"
 
 
 def check_teacher(score_coef, preference_coef, label_smoothing, centre_coef, use_confidence):
@@ -23,27 +22,19 @@ def check_teacher(score_coef, preference_coef, label_smoothing, centre_coef, use
                         "teacher; type --score_coef=1")
 
 
-def scored_row(row):
-    """A row that a teacher scores: a preference_row if it has `chosen`, else an sft_row."""
-    return preference_row(row) if row.get("chosen") is not None else sft_row(row)
-
-
-def completions_of(rows, path, score_coef):
+def completions_of(path, score_coef, system):
     """
-    The fields with completions in rows of scored_row: PAIR, or ("completion",). Raises BadInput
-    where some rows are pairs and some are not, or where nothing can be learned of single responses.
+    The fields with completions in the rows of a file: PAIR, or ("completion",). Raises BadInput
+    where nothing can be learned of single responses.
     """
-    pairs = sum("chosen" in row for row in rows)
-    if 0 < pairs < len(rows):
-        raise BadInput(f"{path} has {pairs} pairs and {len(rows) - pairs} single responses; a run "
-                       "learns from the one or the other: give one of them alone")
+    pairs = sum("chosen" in row for row in read_rows(path, dict, system.fields))
     if not pairs and score_coef == 0:
-        raise BadInput(f"score_coef = 0, but {path} has single responses, of which nothing but "
-                        "the teacher's scores can be learned; type --score_coef=1")
+        raise BadInput(f"score_coef = 0, but {path} has single responses, of which nothing but the "
+                       "teacher's scores can be learned; type --score_coef=1")
     return PAIR if pairs else ("completion",)
 
 
-def teachers_scores(teacher, data, tokenizer, all_scores, system, device):
+def teachers_scores(teacher, data, all_scores, system, device):
     """
     A collective: the mean of the teachers' scores of all completions, each one's less their mean:
     for each of `data` a tensor (n, k). One teacher at a time is in memory.
@@ -52,13 +43,12 @@ def teachers_scores(teacher, data, tokenizer, all_scores, system, device):
     rows), ...]; a teacher reads the texts in its own tokens. all_scores: a function of (n groups of
     ids, model). Raises BadInput where all scores of the first data, those to learn, are the same.
     """
-    paths, found = several_paths(teacher, "teacher"), [0.0] * len(data)
+    paths, found = teacher.split(","), [0.0] * len(data)
     for path in paths:
-        model = load(path, "reward", system, device, head="scalar")
-        reader = load_reader(path, model, tokenizer)
+        model = load_reward_model(path.strip(), None, system, device)
         for place, (rows, source, fields, numbers) in enumerate(data):
-            ids = encode_scored(rows, source, reader, fields, model.max_positions)
-            scores = all_scores([ids[number] for number in numbers], model)  # COLLECTIVE
+            encode_scored(rows, source, model.tokenizer, fields, model.max_positions)
+            scores = all_scores([rows.ids[number] for number in numbers], model)  # COLLECTIVE
             found[place] = found[place] + (scores - scores.mean()) / len(paths)
         del model
     if found[0].std() < 1e-6:  # a rounding
@@ -73,10 +63,13 @@ def losses_of(scores, known):
     (b, k). loss/score is their mean squared distance. loss/preference, of pairs, is the
     cross-entropy against the teacher's probability that the first one is the better.
     """
+    log_sigmoid = torch.nn.functional.logsigmoid
     losses = {"loss/score": (scores - known).square().mean(1)}
     if scores.shape[1] == 2:
         chance = (known[:, 0] - known[:, 1]).sigmoid()
-        losses["loss/preference"] = soft_preference_loss(scores[:, 0] - scores[:, 1], chance)
+        difference = scores[:, 0] - scores[:, 1]
+        losses["loss/preference"] = (-chance * log_sigmoid(difference)
+                                     - (1.0 - chance) * log_sigmoid(-difference))
     return losses
 
 
