@@ -8,21 +8,21 @@ computes (2 and 3 are torch's FSDP2, fully_shard). On one rank every stage is 0.
 only the memory of a run, not its numbers.
 """
 import contextlib
+import functools
+import os
 import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+import torch.nn as nn
+
 import parallel
-from configurator import of_model
-from configurator import BadInput
-from load import load_like, load_model, outline, unread_parameters
-from model import is_linear
-from models import dtypes, load_here, matrices_of, settle
-from optimizers import inner
-from parallel import broadcast, collective, fill, is_shard, my_part, rank_and_size, wire
-from together import alone, from_rank
+from configurator import BadInput, of_model
+from load import auto_class, dtypes, matrices_of, read_model, settle
+from model import Model
+from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire
 
 # --------------------------------------------------------------------------------------------------
 # the keys
@@ -33,6 +33,9 @@ def stage_of(system, name):
     stage = of_model(system.zero_stage, name)
     if name == "ref" and not stage:
         stage = of_model(system.zero_stage, "policy")
+    if stage not in ("", "0", "1", "2", "3"):
+        raise BadInput(f"zero_stage = {system.zero_stage!r}: wanted 0, 1, 2 or 3, for all models or "
+                       "as policy=3,ref=3")
     return int(stage or 0)
 
 
@@ -46,68 +49,68 @@ def offload_of(system, name, trained, is_head=False):
     return of_model(system.offload, name) or "none"
 
 
-def check_shards(system, trained, frozen, share_base, value_init):
-    """
-    Raise BadInput where the keys of a model cannot go together. The table has a condition and a
-    message in each entry. trained, frozen: the names of the script's models.
-    """
-    on_trunk = ["reward"] * share_base  # frozen models that are the policy's trunk, or are on it
-    if of_model(system.lora, trained[0]) and not getattr(system, "ref_path", ""):
-        on_trunk.append("ref")
-    for name in trained + frozen:
-        learns = name in trained
-        is_head = name == "value" and value_init == "shared"  # on the policy
-        stage, offload = stage_of(system, name), offload_of(system, name, learns, is_head)
-        lora = of_model(system.lora, name) if learns else ""
-        table = [
-            (not learns and offload == "optimizer",
-             f"offload: {name} is not trained, it has no optimizer; type --offload={name}=params"),
-            (is_head and offload != "none",
-             "value_init = 'shared': the value model is a head on the policy, with nothing to "
-             "offload; leave value out of offload"),
-            (learns and offload == "params" and (stage < 2 or lora),
-             f"offload: the parameters of {name} are in use all the time unless they are sharded; "
-             f"type --zero_stage={name}=3 (without LoRA), or --offload={name}=optimizer"),
-            (name in on_trunk and offload != "none",
-             f"offload: {name} stands on the policy's trunk and cannot be moved away; leave {name} "
-             "out"),
-        ]
-        for is_so, message in table:
-            if is_so:
-                raise BadInput(message)
-
-
 # --------------------------------------------------------------------------------------------------
 # loading
 
 
-def load_split(path, name, system, device, head, dtype, matrices, trained, adapted, recompute,
-               seed):
+def load_split(path, name, system, device, head, trained, adapter, seed):
     """
-    models.load_here, but the model is split over the ranks if its stage says so (then it is a
-    collective), or waits in the CPU's memory if it is frozen and offload says so. Raises BadInput.
+    load.load's read_model and settle, but the model is split over the ranks if its stage says so
+    (then it is a collective), or waits in the CPU's memory if it is frozen and offload says so.
     """
-    whole = trained and not adapted  # with LoRA the model itself is frozen
-    on_cpu = offload_of(system, name, trained) == "params"
-    if not splits(stage_of(system, name), whole):
-        model = load_here(path, "cpu" if on_cpu else device, head, dtype, matrices, trained,
-                          adapted, recompute, seed)
-        if on_cpu and device.type != "cpu":
+    whole = trained and not adapter  # with LoRA the model itself is frozen
+    stage, offload = stage_of(system, name), offload_of(system, name, trained)
+    if offload not in ("none", "optimizer", "params") or offload == "optimizer" and not trained:
+        raise BadInput(f"offload = {system.offload!r}: wanted none, optimizer (of a trained model) "
+                       "or params, for all models or as policy=optimizer,ref=params")
+    if trained and offload == "params" and (stage < 2 or adapter):
+        raise BadInput(f"offload: the parameters of {name} are in use all the time unless they are "
+                       f"sharded; type --zero_stage={name}=3 (without LoRA), or "
+                       f"--offload={name}=optimizer")
+    if not splits(stage, whole):
+        model = read_model(path, head, system, "cpu" if offload == "params" else device, seed)
+        settle(model, system, trained, adapter)
+        if offload == "params" and device.type != "cpu":
             wait_on_cpu(model, device)
         return model
     # only rank 0 reads the files, into the CPU's memory; it sends every rank its parts
     read = []
 
     def read_whole():
-        read.append(load_model(path, head, dtype, seed=seed))
-        return unread_parameters(read[0]) if trained else []
+        read.append(read_model(path, head, system, "cpu", seed))
+        settle(read[0], system, trained, adapter)
+        return [name for name, p in read[0].named_parameters() if not p.requires_grad]
 
-    model, unread = outline(path, head, dtype), alone(read_whole)  # COLLECTIVE
-    settle(model, whole, matrices, recompute, unread)
-    split(model, name, system, device)
-    model.to_empty(device="cpu" if on_cpu else device)
+    model, frozen = outline(path, head, system), alone(read_whole)  # COLLECTIVE
+    settle(model, system, False, adapter)
+    model.requires_grad_(whole)
+    for frozen_name in frozen:
+        model.get_parameter(frozen_name).requires_grad_(False)
+    if trained and system.gradient_checkpointing:
+        model.recompute()
+    shard(model, stage, offload, device, dtypes(system)[1] if whole else None)
+    model.to_empty(device="cpu" if offload == "params" else device)
     model.hf.tie_weights()  # to_empty makes two tensors of a tied one
     fill_from_rank_0(model, read[0] if read else None)  # COLLECTIVE
+    return model
+
+
+def outline(path, head, system):
+    """The model of a folder without its weights: only shapes and settings, without memory."""
+    from transformers import AutoConfig
+
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import base_of
+
+        path = base_of(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config.num_labels = 1 if head == "scalar" else config.num_labels
+    file_dtype = config.dtype
+    with torch.device("meta"):
+        hf = auto_class(head).from_config(config, dtype=dtypes(system)[0],
+                                          attn_implementation=system.attn_implementation)
+    model = Model(hf, head, path)
+    model.file_dtype = file_dtype
     return model
 
 
@@ -118,14 +121,6 @@ def splits(stage, trained):
     return stage >= 2 if trained else stage == 3  # 1 and 2 do not split a frozen model
 
 
-def split(model, name, system, device, mesh=None):
-    """Split a model over the ranks, if its stage says so. mesh: see mesh_of_ranks."""
-    trained = any(p.requires_grad for p in model.parameters())
-    if splits(stage_of(system, name), trained):
-        shard(model, stage_of(system, name), offload_of(system, name, trained), device,
-              dtypes(system)[1] if trained else None, mesh)
-
-
 def wait_on_cpu(model, device):
     """Keep a frozen model in the CPU's memory; `here` moves it to the device for its calls."""
     model.elsewhere = True
@@ -133,7 +128,7 @@ def wait_on_cpu(model, device):
         p.data = p.data.pin_memory()  # pinned memory copies faster
 
 
-def shard(model, stage, offload, device, matrices=None, mesh=None):
+def shard(model, stage, offload, device, matrices=None):
     """
     FSDP2: a layer is gathered while it computes (stage 3), or from its forward until its backward
     pass (stage 2). Embedding and head, outside the layers, are gathered for the whole forward.
@@ -142,21 +137,22 @@ def shard(model, stage, offload, device, matrices=None, mesh=None):
     A layer is then rounded first and gathered after it: half of the traffic, the same numbers. Its
     norms, which autocast does not round, are gathered separately; so are embedding and head: their
     gradients may be sums over chunks, in 32 bits. A layer with vectors and matrices in one module,
-    such as gpt-oss's, is not rounded. mesh: see mesh_of_ranks.
+    such as gpt-oss's, is not rounded.
     """
     from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard,
                                         register_fsdp_forward_method)
 
     model.elsewhere = True
     model.by_layer = by_layer = stage == 3
-    settings = dict(mesh=mesh or mesh_of_ranks(device))
+    settings = dict(mesh=mesh_of_ranks(device))
     if offload == "params":
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     rounded = dict(mp_policy=MixedPrecisionPolicy(
         param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False))
     narrow = {id(p) for p in matrices_of(model)}
     for layer in model.layers():
-        wide = [m for m in layer.modules() if not is_linear(m)
+        wide = [m for m in layer.modules()
+                if not isinstance(m, nn.Linear) and type(m).__name__ != "Conv1D"
                 and any(id(p) not in narrow for p in m.parameters(recurse=False))]
         norms = [m for m in wide if not narrow & set(map(id, m.parameters()))]
         if matrices and norms:
@@ -199,22 +195,12 @@ def fill_from_rank_0(model, whole):
             sent = torch.empty(t.shape, dtype=t.dtype, device=parallel.wire())
         else:
             sent = source.to(parallel.wire(), t.dtype).contiguous()
-        parallel.broadcast(sent)  # COLLECTIVE
+        dist.broadcast(sent, group_src=0, group=parallel.group)  # COLLECTIVE
         fill(t, sent)
     facts = [whole.new_head, whole.score_shift] if whole else [0.0, 0.0]
     facts = torch.tensor(facts, dtype=torch.float64, device=parallel.wire())
-    parallel.broadcast(facts)  # COLLECTIVE
+    dist.broadcast(facts, group_src=0, group=parallel.group)  # COLLECTIVE
     model.new_head, model.score_shift = bool(facts[0]), facts[1].item()
-
-
-def fill_shards(model, folder):
-    """
-    A collective: give a sharded model the weights that are in a folder. Raises BadInput where they
-    are another model's.
-    """
-    read = []
-    alone(lambda: read.append(load_like(model, folder)))  # COLLECTIVE
-    fill_from_rank_0(model, read[0] if read else None)  # COLLECTIVE
 
 
 # --------------------------------------------------------------------------------------------------
@@ -272,38 +258,13 @@ def reshard(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# parameters that are split, and their tensors
-
-
-def distribute(p, tensor):
-    """A tensor that every rank has whole, split as the sharded parameter p is. Nothing is sent."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-
-
-def gather_parts(t, p):
-    """See parallel.gather_parts."""
-    from torch.distributed.tensor import DTensor
-
-    t = DTensor.from_local(t.to(p.device_mesh.device_type), p.device_mesh, p.placements,
-                           shape=p.shape, stride=p.stride())
-    return collective(t.full_tensor)
-
-
-def first_word(p):
-    """The number of the first word of this rank's part, counted in the whole sharded parameter."""
-    # FSDP splits by rows, as torch.chunk does: ceil(rows / ranks) each, the last ranks fewer or 0
-    rows, (rank, size) = p.shape[0], rank_and_size()
-    first_row = min(-(-rows // size) * rank, rows)
-    words_a_row = (p.numel() // rows) * (2 if p.element_size() == 8 else 1)
-    return first_row * words_a_row
+# gradients
 
 
 class Shards:
     """
-    The gradients of sharded parameters, with the methods of parallel.Flat. FSDP makes these
-    gradients and reduces them by itself.
+    The gradients of sharded parameters, with the methods of a flat tensor. FSDP makes
+    these gradients and reduces them by itself.
     """
 
     def __init__(self, parameters):
@@ -327,7 +288,7 @@ class Shards:
     def norm(self):
         """A collective: the norm over all parts of all ranks."""
         squares = torch.stack([part.norm().double() ** 2 for part in self.parts()]).sum().to(wire())
-        collective(dist.all_reduce, squares, group=parallel.group)
+        dist.all_reduce(squares, group=parallel.group)
         return squares.sqrt()
 
 
@@ -338,20 +299,65 @@ class Shards:
 def optimizer_of(model, name, system, groups, kind, settings):
     """
     An optimizer of these groups of parameters, of this class and settings: split at stage 1, or
-    with its states on the CPU.
+    with its states on the CPU. Checkpoints ask it for its states.
     """
-    is_head = model.base is not None and not model.adapters
+    is_head = model.base is not None and not hasattr(model, "adapters")
     stage, offload = stage_of(system, name), offload_of(system, name, True, is_head)
     if offload == "optimizer":
         kind = OffloadedAdamW
-    if stage == 1 and parallel.rank_and_size()[1] > 1:
+    if stage == 1 and rank_and_size()[1] > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(groups, kind, process_group=parallel.group, **settings)
-    # a fused kernel cannot take shards and whole tensors together
-    groups = [group | dict(params=[p for p in group["params"] if is_shard(p) == split])
-              for group in groups for split in (True, False)]
-    return kind([group for group in groups if group["params"]], **settings)
+        optimizer = ZeroRedundancyOptimizer(groups, kind, process_group=parallel.group, **settings)
+    else:
+        # a fused kernel cannot take shards and whole tensors together
+        groups = [group | dict(params=[p for p in group["params"] if is_shard(p) == split])
+                  for group in groups for split in (True, False)]
+        optimizer = kind([group for group in groups if group["params"]], **settings)
+    optimizer.tensors_by_name = functools.partial(tensors_by_name, optimizer)
+    optimizer.fill_by_name = functools.partial(fill_by_name, optimizer)
+    return optimizer
+
+
+def inner(optimizer):
+    """The optimizer that has this rank's states: at ZeRO stage 1, the one in its wrapper."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def tensors_by_name(optimizer, model):
+    """
+    A collective: {"NAME.KEY": tensor} of the states of all ranks, with Parts among them, in an
+    order that is the same on all ranks.
+    """
+    state, tensors = inner(optimizer).state, {}
+    for name, p in model.named_parameters():
+        for key, t in state.get(p, {}).items():
+            if torch.is_tensor(t):
+                if t.dim() > 0 and is_shard(p) and not is_shard(t):
+                    t = Part(t, p.shape, t.dtype, like=p)  # offloaded
+                tensors[f"{name}.{key}"] = t
+    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
+        tensors = everyones(tensors)  # COLLECTIVE
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    in_order = sorted(tensors, key=lambda full: (order[full.rpartition(".")[0]], full))
+    return {full: tensors[full] for full in in_order}
+
+
+def fill_by_name(optimizer, model, tensors):
+    """The inverse: give this rank its part of each (name, whole tensor)."""
+    own = {p for group in inner(optimizer).param_groups for p in group["params"]}
+    on_cpu = getattr(inner(optimizer), "on_cpu", False)  # offloaded
+    for full_name, t in tensors:
+        name, _, key = full_name.rpartition(".")
+        p = model.get_parameter(name)
+        if p not in own:
+            continue
+        if key != "step":
+            t = t.to(p.dtype)  # the run that saved it may have had another dtype
+        if t.shape == p.shape and is_shard(p):
+            whole, t = t, torch.empty_like(p, requires_grad=False)
+            fill(t, whole)
+        inner(optimizer).state[p][key] = my_part(t).cpu() if on_cpu else t.to(p.device)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -398,16 +404,19 @@ class Part:
     like: torch.Tensor = None
     owner: int = None
 
+    def whole(self):
+        """A collective: the whole tensor, on every rank."""
+        if self.owner is None:
+            from torch.distributed.tensor import DTensor
 
-def parts_of_states(tensors, model, optimizer):
-    """A collective: {"NAME.KEY": tensor} of this rank -> of all ranks, with Parts among them."""
-    for name, t in tensors.items():
-        p = model.get_parameter(name.rpartition(".")[0])
-        if t.dim() > 0 and is_shard(p) and not is_shard(t):
-            tensors[name] = Part(t, p.shape, t.dtype, like=p)  # offloaded
-    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
-        tensors = everyones(tensors)  # COLLECTIVE
-    return tensors
+            mesh = self.like.device_mesh
+            return DTensor.from_local(self.mine.to(mesh.device_type), mesh, self.like.placements,
+                                      shape=self.shape, stride=self.like.stride()).full_tensor()
+        sent = torch.empty(self.shape, dtype=self.dtype, device=wire())
+        if self.owner == rank_and_size()[0]:
+            sent.copy_(self.mine)
+        dist.broadcast(sent, group_src=self.owner, group=parallel.group)
+        return sent
 
 
 def everyones(parts):
@@ -417,22 +426,9 @@ def everyones(parts):
     """
     known = {}
     for rank in range(rank_and_size()[1]):
-        header = from_rank(lambda: [[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
-                                    for name, t in parts.items()], rank)
+        header = from_rank([[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
+                            for name, t in parts.items()], rank)
         for name, shape, dtype in header:
             mine = parts.get(name) if rank == rank_and_size()[0] else None
             known[name] = Part(mine, shape, getattr(torch, dtype), owner=rank)
     return known
-
-
-def whole(t):
-    """A collective: the whole of a sharded tensor or of a Part. See parallel.whole."""
-    if is_shard(t):
-        return collective(t.full_tensor)
-    if t.owner is None:
-        return gather_parts(t.mine, t.like)
-    sent = torch.empty(t.shape, dtype=t.dtype, device=wire())
-    if t.owner == rank_and_size()[0]:
-        sent.copy_(t.mine)
-    broadcast(sent, t.owner)
-    return sent
