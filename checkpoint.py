@@ -5,8 +5,8 @@ What a run leaves on the disk, and how it resumes from there: a kill at any mome
     out_dir/log.jsonl, samples.jsonl   one line an iteration; responses of evaluations
     out_dir/policy, value_model        at the end: the trained models, as transformers saves them
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
-        policy/                    each trained model: the parameters that are trained, by name, with
-                                   config and tokenizer: transformers loads it, if all are trained
+        policy/                    each trained model: the parameters that are trained, by name;
+                                   if these are all, transformers loads the folder
         policy_optimizer.safetensors       its optimizer's state, in several files if it is large
         ema.safetensors            the policy's moving average, if there is one; likewise
         state.json                 the numbers that go from one iteration to the next
@@ -41,7 +41,7 @@ FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is
 LOCK_WAIT = 30  # seconds: the time in which a run that was asked to stop can save
 LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 # keys of all scripts that must be the same when a run resumes
-MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
+MUST_MATCH = "lora", "share_base", "optim", "ref_path"
 lock_file = None  # it is open, and so locked, as long as this process lives
 
 # --------------------------------------------------------------------------------------------------
@@ -70,7 +70,8 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
     file = os.path.join(out_dir, "config.json")
     before = read_json(file) if os.path.isfile(file) else {}
     if before and "out_dir" not in before:
-        raise BadInput(f"{file} is not of a run, and would be overwritten; choose another --out_dir")
+        raise BadInput(f"{file} is not of a run, and would be overwritten; choose another "
+                       "--out_dir")
     os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)
     for old in glob.glob(os.path.join(glob.escape(out_dir), ".old-*")):
@@ -87,8 +88,9 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
         if folder and state["iteration"] > max_iters:
             raise BadInput(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
                            "iterations done; type a larger --max_iters, or another --out_dir")
-    for rest in glob.glob(os.path.join(glob.escape(out_dir), ".[tog][mlo][pdn]*-*")):
-        shutil.rmtree(rest)  # .tmp-, .old- and .gone- of a save that was killed
+    for name in os.listdir(out_dir):
+        if name.startswith((".tmp-", ".old-", ".gone-")):  # of a save that was killed
+            shutil.rmtree(os.path.join(out_dir, name))
     cut_logs(out_dir, state["iteration"] if folder else 0)
     write_json(file, config)
     return folder, state
@@ -335,8 +337,8 @@ def load_checkpoint(folder, models, optimizers, ema=None):
         own = trained_tensors(model)
         for key, t in read_tensors(os.path.join(folder, name), "model"):
             if key not in own or own[key].shape != t.shape:
-                raise BadInput(f"{folder}: its tensor {key} is not one of the model that is trained "
-                               "here; resume with the same model")
+                raise BadInput(f"{folder}: its tensor {key} is not one of the model that is "
+                               "trained here; resume with the same model")
             parallel.fill(own.pop(key), t)
         if own:
             raise BadInput(f"{folder} has no tensor {min(own)}; resume with the same model")

@@ -26,7 +26,7 @@ T = P + R. response_mask (B, R) is True on the tokens that the policy sampled. C
 line that all ranks must reach together. The sections are those of ppo.py, in the same order.
 
 With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its relatives change is in
-loss.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
+groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
 and its neighbours.
 """
 from configurator import BadInput, configure, say  # first: it must be imported before torch
@@ -35,8 +35,9 @@ import torch
 
 import parallel
 from load import autocast, load_policy, load_ref_policy, load_reward_model
-from loss import (add_up, flat_groups, gap, group_advantages, gspo_log_ratio, importance_weights,
-                  kl_estimate, learning_rate_at, masked_sum, mean_of, summarize, token_weights)
+from groups import flat_groups, group_advantages, gspo_log_ratio, token_weights
+from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
+                  mean_of, summarize)
 from model import response_logprobs
 from prompts import (batch_rows, encode_prompts, hash_of_ids, iterations, micro_batches,
                      permutation, spread)
@@ -76,7 +77,7 @@ scale_by = "std"  # the group's deviation, that of all scores, or no scaling [st
 loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see docs/algorithms.md [clip | cispo]
 importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
-# what a token counts in the loss; see loss.token_weights
+# what a token counts in the loss; see groups.token_weights
 aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
 kl_coef = 0.04  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_in = "loss"  # the KL enters the loss of each token, or the score of the response [reward | loss]

@@ -76,8 +76,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     is then True). tokenizer: None: the folder's. Raises BadInput where the folder is no such model,
     or a tensor is missing, unexpected, of another shape or not finite.
     """
-    if os.path.isdir(os.path.join(path, "policy")) and not os.path.exists(f"{path}/config.json"):
-        raise BadInput(f"{path}: this is the folder of a run, not of a model; type {path}/policy")
+    check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
     if system.zero_stage or system.offload:
@@ -106,15 +105,24 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     return model
 
 
+def check_folder(path):
+    """Raise BadInput where a path is neither a model's folder nor could be a name on the hub."""
+    configs = [os.path.join(path, f"{kind}config.json") for kind in ("", "adapter_")]
+    if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
+        inside = [name for name in ("policy", "reward_model") if os.path.isdir(f"{path}/{name}")]
+        hint = f"; this is the folder of a run, type {path}/{inside[0]}" if inside else ""
+        raise BadInput(f"{path}: no config.json in this folder, it is not a saved model{hint}")
+    if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
+        raise BadInput(f"{path!r}: no such model folder; train it first, or give a hub name such "
+                       "as EleutherAI/pythia-1b")
+
+
 def read_model(path, head, system, device="cpu", seed=0):
     """The Model of a folder as it is, with transformers. The other arguments: see load."""
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         from options.lora import read_merged
 
         return read_merged(path, head, system, device, seed)
-    if not path or (os.sep in path.strip(".") and path.count("/") != 1 and not os.path.isdir(path)):
-        raise BadInput(f"{path!r}: no such model folder; train it first, or give a hub name such "
-                       "as EleutherAI/pythia-1b")
     from transformers import AutoConfig
 
     dtype, _ = dtypes(system)

@@ -1,13 +1,13 @@
 """
 The formulas. Tensors in, tensors out: no configuration, no globals. First the parts of all losses:
-sums under a mask, whitening, KL estimators, the learning rate; then GRPO and its relatives; then
+sums under a mask, whitening, KL estimators, the learning rate; then
 the figures of a batch. The losses themselves are in the loops of ppo.py and grpo.py, and in rm.py.
 
 The scripts add up the losses of the tokens, and divide by one count: the trained tokens of the
 whole optimizer step, over all micro-batches and all ranks. They never take a mean of the
 micro-batches' means: there a token in a micro-batch of few tokens would count more.
 
-B responses, R the longest response, G the responses to a prompt (a group), side by side.
+B responses, R the longest response.
 """
 import math
 
@@ -137,122 +137,6 @@ def explained_variance(values, returns, mask):
     """
     residual = (returns - values)[mask]
     return 1 - residual.var() / returns[mask].var().clamp(min=1e-8)
-
-
-# --------------------------------------------------------------------------------------------------
-# GRPO, and what its relatives change. config/ has a file of keys for each of them (dr_grpo.py, ...)
-#
-#   relative   change                                          where              arXiv paper
-#   RLOO       a score minus the mean of the *other* scores    group_advantages   2402.14740, eq. 7
-#   Dr. GRPO   no division by the group's deviation            group_advantages   2503.20783, 3.2
-#              no division by the response's length            token_weights      its listing 1
-#   DAPO       a wider clip range above 1 than below           grpo.py's clip     2503.14476, eq. 10
-#              other prompts replace groups of equal scores    flat_groups        its eq. 11
-#              every token counts the same                     token_weights      its eq. 12
-#              too long responses lose score                   rewards.length     its eq. 13
-#   GSPO       one ratio for all tokens of a response          gspo_log_ratio     2507.18071, eq. 7
-#   CISPO      a clipped weight instead of a clipped loss      grpo.py's loop     2506.13585, eq. 4
-
-
-def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
-    """
-    The advantage of each response: its score compared with the scores of its group.
-
-    scores: (B,), the group_size responses to a prompt side by side. Returns (B,) in their dtype.
-
-    Plain GRPO (arXiv 2402.03300, section 4.1.2): (score - mean of the group) / (its standard
-    deviation + 1e-4). With the scores 1, 0, 0, 1 of a group (two answers right, two wrong), mean
-    0.5, deviation 0.577: advantages 0.866, -0.866, -0.866, 0.866.
-
-    baseline: "mean" as above, or "others": a score minus the mean of the *other* scores of its
-        group (RLOO, arXiv 2402.14740, equation 7).
-    scale_by: "std" as above; "batch": divide by the standard deviation of all B scores; "none": do
-        not divide (Dr. GRPO, arXiv 2503.20783, section 3.2).
-
-    The variances are divided by n - 1; the 1e-4 is TRL's. A score of NaN is no score: means and
-    deviations are those of the other scores, and the response's advantage is 0.
-    """
-    groups = scores.double().view(-1, group_size)  # (B / G, G)
-    advantages = groups - groups.nanmean(1, keepdim=True)
-    scored = ~groups.isnan()  # (B / G, G)
-    n = scored.sum(1, keepdim=True)  # (B / G, 1): G, where all have a score
-    variances = advantages.square().nansum(1, keepdim=True) / (n - 1)  # (B / G, 1)
-    if baseline == "others":
-        # score - (sum of the group - score) / (n - 1) = (score - mean of the group) * n / (n - 1)
-        advantages = advantages * n / (n - 1)
-    if scale_by == "std":
-        advantages = advantages / (variances.sqrt() + 1e-4)
-    elif scale_by == "batch":
-        advantages = advantages / (groups[scored].std() + 1e-4)
-    # Equal scores have advantages of exactly 0. Their mean may differ from them by rounding, and
-    # the division by 1e-4 would make the difference large.
-    nothing = flat_groups(scores, group_size)[:, None] | ~scored
-    return advantages.masked_fill(nothing, 0).flatten().to(scores.dtype)
-
-
-def flat_groups(scores, group_size):
-    """
-    Which groups have equal scores, and so teach nothing: scores (B,) -> (B / G,) bool. DAPO
-    replaces them by groups of other prompts (arXiv 2503.14476, equation 11). NaN is no score: a
-    group with one score, or none, is flat.
-    """
-    groups = scores.view(-1, group_size)
-    none = groups.isnan()
-    lowest = groups.masked_fill(none, torch.inf).amin(1)
-    return lowest >= groups.masked_fill(none, -torch.inf).amax(1)
-
-
-def gspo_log_ratio(log_ratio, response_mask):
-    """
-    GSPO (arXiv 2507.18071, equation 7): the log of one ratio for the whole response, the geometric
-    mean of its tokens' ratios. Two tokens with the ratios 2 and 8 both get sqrt(2 * 8) = 4.
-
-    log_ratio: (B, R), log p - log p_old of each token, 0 where the mask is False. response_mask:
-    (B, R) bool; the whole response must be in its row. Returns (B, R): the mean of a row at each of
-    its tokens, 0 elsewhere.
-
-    With the aggregation "seq-mean-token-mean" the tokens' losses, which are all the same, average
-    to the loss of the response (equation 5).
-    """
-    lengths = response_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    mean = log_ratio.sum(1, keepdim=True) / lengths  # (B, 1)
-    return torch.where(response_mask, mean, 0)
-
-
-def token_weights(mask, aggregation, max_length):
-    """
-    The weight of each token, (B, R) float64: the loss of an optimizer step is the sum of weight *
-    loss over its tokens.
-
-    mask: (B, R) bool of the *whole* step, of all micro-batches and ranks: True on the tokens that
-    count. max_length: the most tokens that a response may have.
-    n is the number of responses that have tokens that count.
-
-    "token-mean": 1 / all tokens. Every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
-    "seq-mean-token-mean": 1 / (tokens of its response * n). Every response counts the same (GRPO,
-        arXiv 2402.03300, eq. 3).
-    "seq-mean-token-sum-norm": 1 / (max_length * B), a constant. Otherwise a token of a long wrong
-        answer would be punished less than one of a short wrong answer (Dr. GRPO, arXiv 2503.20783,
-        listing 1). A response without tokens counts in B, and adds 0.
-
-    For two responses of 1 and 3 tokens and max_length = 4:
-
-        "token-mean"               1/4            1/4  1/4  1/4
-        "seq-mean-token-mean"      1/2            1/6  1/6  1/6
-        "seq-mean-token-sum-norm"  1/8            1/8  1/8  1/8
-
-    Raises ValueError for another aggregation.
-    """
-    weights = mask.double()
-    if aggregation == "token-mean":
-        return weights / weights.sum().clamp(min=1)
-    lengths = weights.sum(1, keepdim=True)  # (B, 1)
-    if aggregation == "seq-mean-token-mean":
-        return weights / lengths.clamp(min=1) / (lengths > 0).sum().clamp(min=1)
-    if aggregation == "seq-mean-token-sum-norm":
-        return weights / max_length / len(mask)
-    raise ValueError(f"aggregation = {aggregation!r}; one of token-mean, seq-mean-token-mean, "
-                     "seq-mean-token-sum-norm")
 
 
 # --------------------------------------------------------------------------------------------------

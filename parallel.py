@@ -7,7 +7,7 @@ function here returns at once, so the scripts need no `if distributed`.
 The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
 
  no  phase    function              torch's call  numbers      what all ranks have afterwards
-  1  rollout  gather_rows           all_gather    B/n rows     all B responses
+  1  rollout  gather_rows           all_gather    B/n rows     all B responses, a call a column
   2  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
   3  score    in_step               all_gather    1            has a rule failed on any rank?
   4  score    gather_rows           all_gather    B/n scores   the scores of all B responses
@@ -19,9 +19,8 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  10  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
  11  log      alone                 all_gather    1            has rank 0 written its line?
 
-8 and 9 run once in each optimizer step, 7 only in the first one. 1 and 4 send rows as bytes. The
-first iteration runs 6 once more, against the reference. Iterations that audit, evaluate or save add
-calls. Sharded models (options/shards.py) gather weights and reduce gradients inside forward and
+8 and 9 run once in each optimizer step, 7 only in the first one. The first iteration runs 6 once
+more, against the reference. Iterations that audit, evaluate or save add calls. Sharded models (options/shards.py) gather weights and reduce gradients inside forward and
 backward.
 
 The docstring of a function that is a collective begins with the words "A collective". In the
@@ -33,7 +32,6 @@ import ctypes
 import datetime
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -270,36 +268,17 @@ def gather_rows(mine, total):
     A collective: the rows of all ranks, in the order of the ranks, on every rank. mine: {name:
     tensor (b, ...)}, where the b rows are this rank's share of `total` rows -> {name: tensor
     (total, ...)}, bit for bit the sent ones. b may be 0.
-
-    One all_gather for all columns: a row is sent as its bytes, column after column.
     """
-    if not dist.is_initialized():
-        return mine
-    columns = [as_bytes(t) for t in mine.values()]  # (b, bytes of the column) each
-    packed = torch.cat(columns, 1)  # (b, bytes of a row)
-    # all_gather needs the same shape on all ranks: a shorter share is padded with zeros
     size = rank_and_size()[1]
     counts = [len(share(total, rank, size)) for rank in range(size)]
-    padded = packed.new_zeros(max(counts), packed.shape[1])
-    padded[:len(packed)] = packed
-    parts = all_gather(padded)
-    rows = torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])  # (total, bytes)
-    widths = [column.shape[1] for column in columns]
-    return {name: from_bytes(column, t)
-            for (name, t), column in zip(mine.items(), rows.split(widths, 1), strict=True)}
-
-
-def as_bytes(t):
-    """A tensor (b, ...) of any dtype -> its bytes (b, bytes of a row), uint8."""
-    rows = t.reshape(len(t), math.prod(t.shape[1:]))  # (b, elements of a row)
-    return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def from_bytes(rows, like):
-    """The inverse: bytes (B, bytes of a row) -> a tensor (B, ...), of the dtype of `like`."""
-    t = like.new_empty(len(rows), *like.shape[1:])
-    t.view(len(t), math.prod(t.shape[1:])).view(torch.uint8).copy_(rows)
-    return t
+    gathered = {}
+    for name, t in mine.items():
+        # all_gather needs the same shape on all ranks: a shorter share is padded with zeros
+        padded = t.new_zeros(max(counts), *t.shape[1:])
+        padded[:len(t)] = t
+        parts = zip(all_gather(padded), counts, strict=True)
+        gathered[name] = torch.cat([part[:n] for part, n in parts])  # (total, ...)
+    return gathered
 
 
 def all_gather(t):

@@ -3,8 +3,8 @@ A file of rows -> token ids -> the rows of an iteration -> micro-batches.
 
     {"prompt": "1+2=", "answer": "3"}                                      prompt_row
     {"prompt": [{"role": "user", "content": "1+2=?"}], "answer": "3"}
-    {"prompt": "1+2=", "completion": "3"}                                  sft_row
-    {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                     preference_row
+    {"prompt": "1+2=", "completion": "3"}                                  dialogue, for sft.py
+    {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                     and for rm.py
 
 A row's texts are all strings, or all lists of messages. A completion's list continues the prompt's
 list. options/sources.py reads other files, and several files with weights.
@@ -44,8 +44,8 @@ class Rows(list):
 
 def read_rows(path, shape, fields=""):
     """
-    The Rows of a JSONL file, each checked and brought into one form by shape: prompt_row, sft_row
-    or preference_row. fields: "question>prompt,a.b>answer" renames fields. Raises BadInput with the
+    The Rows of a JSONL file, each checked and brought into one form by shape, such as
+    prompt_row. fields: "question>prompt,a.b>answer" renames fields. Raises BadInput with the
     file, the line and the fault.
     """
     if not os.path.isfile(path) and re.search("[,*:]", path) or re.search(
@@ -97,26 +97,6 @@ def prompt_row(row):
     elif not isinstance(row.get("answer", ""), (str, type(None))):
         raise BadInput(f"field 'answer' must be a string or a number, found {row['answer']!r}")
     return row
-
-
-def sft_row(row):
-    """{"prompt", "completion"} of a demonstration's row."""
-    return dialogue(row, "completion")
-
-
-def preference_row(row):
-    """
-    {"prompt", "chosen", "rejected"} of a pair's row. Two more numbers are kept: `margin`, from 0
-    on, by which the chosen one is better; and `confidence`, the probability that it is the better.
-    """
-    made = dialogue(row, "chosen", "rejected")
-    for name, largest in (("margin", 1e30), ("confidence", 1.0)):
-        if row.get(name) is not None:
-            if not isinstance(row[name], (int, float)) or not 0 <= row[name] <= largest:
-                raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
-                               f"{shorten(row[name])}")
-            made[name] = float(row[name])
-    return made
 
 
 def dialogue(row, *completions):
@@ -180,34 +160,6 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 
     return encode_rows(rows, path, lambda rows: tokenizer.encode_prompts(
         [row["prompt"] for row in rows]), limit, system.too_long, front_cut)
-
-
-def encode_examples(rows, path, model, max_tokens, system):
-    """
-    For sft.py and PPO-ptx: give Rows (ids, trained) of each prompt and completion; trained is True
-    on the tokens that SFT learns. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and
-    [F, F, F, F, T, T]. max_tokens: the most tokens, 0 = the model's context.
-    """
-    limit = min(model.max_positions, max_tokens or model.max_positions)
-
-    def encode(rows):
-        return [model.tokenizer.encode_learned(row["prompt"], row["completion"]) for row in rows]
-
-    return encode_rows(rows, path, encode, limit, system.too_long,
-                       lambda example: tuple(x[:limit] for x in example), lambda x: len(x[0]))
-
-
-def encode_scored(rows, path, tokenizer, fields, limit, too_long="error"):
-    """
-    For rm.py: give Rows a reward model's ids of each row's prompt with each of the fields, such as
-    "chosen" and "rejected": (ids, ids). Nothing is cut: a score is read at a text's end.
-    """
-    def encode(rows):
-        return list(zip(*(tokenizer.encode_scored(
-            [row["prompt"] for row in rows], [row[field] for row in rows]) for field in fields),
-            strict=True))
-
-    return encode_rows(rows, path, encode, limit, too_long, None, lambda x: max(map(len, x)))
 
 
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len):

@@ -22,8 +22,8 @@ import parallel
 from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
-from prompts import (batch_rows, deal_rows, encode_scored, hash_of_ids, iterations, preference_row,
-                     read_rows, right_pad, sft_row, spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, iterations,
+                     read_rows, right_pad, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -91,24 +91,50 @@ tokenizer = reward_model.tokenizer
 tokenizer.set_padding_apart()  # the score is read at the last token that is no padding
 
 
-def read(path, shape, fields):
-    """Rows of a file; rows.ids are the ids of each of these completions behind its prompt."""
-    limit = min(reward_model.max_positions, max_tokens or reward_model.max_positions)
-    return encode_scored(read_rows(path, shape, system.fields), path, tokenizer, fields, limit,
-                         system.too_long)
+def pair_row(row, *fields):
+    """
+    The prompt and these fields of a data row. Of a pair two more numbers are kept: `margin`, from 0
+    on, by which the chosen one is better; and `confidence`, the probability that it is the better.
+    """
+    made = dialogue(row, *fields)
+    for name, largest in (("margin", 1e30), ("confidence", 1.0)):
+        if row.get(name) is not None:
+            if not isinstance(row[name], (int, float)) or not 0 <= row[name] <= largest:
+                raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
+                               f"{row[name]!r}")
+            made[name] = float(row[name])
+    return made
+
+
+def encode(rows, path, fields, model):
+    """Give Rows a reward model's ids of each of these completions behind its prompt: a tuple."""
+    def encode_all(rows):
+        prompts = [row["prompt"] for row in rows]
+        return list(zip(*(model.tokenizer.encode_scored(prompts, [row[field] for row in rows])
+                          for field in fields), strict=True))
+
+    limit = min(model.max_positions, max_tokens or model.max_positions)
+    return encode_rows(rows, path, encode_all, limit, system.too_long, None,
+                       lambda sequences: max(map(len, sequences)))
+
+
+def read(path, fields):
+    """Rows of a file with their ids."""
+    rows = read_rows(path, lambda row: pair_row(row, *fields), system.fields)
+    return encode(rows, path, fields, reward_model)
 
 
 completions = teachers.completions_of(train_path, score_coef, system) if teacher else PAIR
 k = len(completions)
-train_rows = read(train_path, preference_row if k == 2 else sft_row, completions)
+train_rows = read(train_path, completions)
 eval_pairs, demonstrations = [], [pair[:1] for pair in train_rows.ids[:1000]]
 if val_path:
-    val_rows = read(val_path, preference_row, PAIR)
+    val_rows = read(val_path, PAIR)
     held_out = spread(len(val_rows), eval_size, seed)  # the numbers of the pairs to evaluate on
     eval_pairs = [val_rows.ids[i] for i in held_out]
     demonstrations = [pair[:1] for pair in val_rows.ids]
 if demonstrations_path:
-    demonstrations = read(demonstrations_path, sft_row, ["completion"]).ids
+    demonstrations = read(demonstrations_path, ["completion"]).ids
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 
 optimizer = make_optimizer(reward_model, "reward", system, learning_rate, (beta1, beta2), adam_eps)
@@ -273,7 +299,7 @@ if teacher:  # it reads all examples once, now, and then leaves the memory
     data = [(train_rows, train_path, completions, range(len(train_rows)))]
     data += [(val_rows, val_path, PAIR, held_out)] if eval_pairs else []
     known, *rest = teachers.teachers_scores(  # COLLECTIVE
-        teacher, data, all_scores, system, device)
+        teacher, data, encode, all_scores, system, device)
     train_rows.ids = ids  # a teacher has read the texts in its own tokens
     known = known.tolist()
     for eval_known in rest:

@@ -19,8 +19,8 @@ import parallel
 from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, deal_rows, encode_examples, hash_of_ids, iterations, read_rows,
-                     right_pad, sft_row, spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, iterations,
+                     read_rows, right_pad, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 
@@ -99,13 +99,25 @@ if init_from == "scratch":
 else:
     policy = load(init_from, "policy", system, device, trained=True, seed=seed)
 
-# rows.ids is [(ids, trained), ...]: trained is True on the tokens that the loss counts
-train_rows = encode_examples(read_rows(train_path, sft_row, system.fields), train_path, policy,
-                             max_tokens, system)
-eval_examples = []
+
+def read(path):
+    """
+    Rows of a file; rows.ids are (ids, trained) of each prompt and completion: trained is True on
+    the tokens that the loss counts. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and
+    [F, F, F, F, T, T].
+    """
+    limit = min(policy.max_positions, max_tokens or policy.max_positions)
+    return encode_rows(
+        read_rows(path, lambda row: dialogue(row, "completion"), system.fields), path,
+        lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
+                      for row in rows],
+        limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
+        lambda example: len(example[0]))
+
+
+train_rows, eval_examples = read(train_path), []
 if val_path:
-    val_rows = encode_examples(read_rows(val_path, sft_row, system.fields), val_path, policy,
-                               max_tokens, system)
+    val_rows = read(val_path)
     eval_examples = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 

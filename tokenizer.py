@@ -67,6 +67,8 @@ class Tokenizer:
     def __init__(self, hf, path, system):
         self.hf, self.path, self.system_prompt = hf, path, system.system_prompt
         if system.chat_template:
+            if not os.path.isfile(system.chat_template):
+                raise BadInput(f"chat_template = {system.chat_template!r}: no such file")
             with open(system.chat_template, encoding="utf-8") as f:
                 hf.chat_template = f.read()
         self.kwargs = parse_template_kwargs(system.template_kwargs)

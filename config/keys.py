@@ -1,10 +1,10 @@
 """
-The keys that ppo.py, grpo.py, sft.py and rm.py share: for data, checkpoints, devices, precision and
-memory. The algorithm's keys are in the scripts.
+The keys that ppo.py, grpo.py, sft.py and rm.py share: for data, checkpoints, devices, precision,
+memory and options. The algorithm's keys are in the scripts.
 
 A script's call of configure reads this file, and no module imports it:
 
-    config, system = configure(globals(), "keys.py", checkpoint_interval=500)
+    config, system = configure(globals(), "config/keys.py", checkpoint_interval=500)
 
 The keys are then attributes of `system`, such as system.dtype, and the scripts pass `system` on as
 one value. A keyword gives the script's own default of a key.
@@ -38,8 +38,7 @@ attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attent
 # nothing, and on AMD's they take nearly twice the time. Reading and training are compiled
 # separately and may round differently: then the ratio of an iteration's first step is only about 1
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
-# seconds after which waiting for a lost rank is an error. With roles, ranks wait for ranks of
-# other roles: it must be longer than any role's longest phase, with evaluation and checkpoint
+# seconds after which waiting for a lost rank is an error
 timeout = 600  # [1..1000000]
 
 # memory; these three change no result
@@ -74,9 +73,6 @@ max_prompt_tokens = 0  # longest prompt, 0 = all that fits beside max_new_tokens
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = True  # decode by CUDA graphs, on an NVIDIA GPU and where layers see all tokens
-generate_tp = 1  # so many neighbouring ranks share the policy while it samples [1..1024]
-roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # the policy that samples a batch is so many updates old; options/roles.py [0..100]
 
 # several turns: a function that answers the policy; options/environment.py, docs/turns.md
 environment = ""  # FILE.py:env, a function of the messages so far and the row

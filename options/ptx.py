@@ -7,17 +7,17 @@ import torch
 from configurator import BadInput
 from load import autocast
 from loss import add_up
-from prompts import batch_rows, deal_rows, encode_examples, read_rows, right_pad, sft_row
+from prompts import batch_rows, deal_rows, dialogue, encode_rows, read_rows, right_pad
 
 
 def ptx_row(row):
     """
     {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, and
-    every token is learned: its prompt is "", which no demonstration has. All other rows are read by
-    sft_row.
+    every token is learned: its prompt is "", which no demonstration has. All other rows are those
+    of sft.py.
     """
     if row.get("text") is None or row.get("completion") is not None:
-        return sft_row(row)
+        return dialogue(row, "completion")
     if not isinstance(row["text"], str) or not row["text"]:
         raise BadInput("field 'text' must be a string that is not empty")
     return {"prompt": "", "completion": row["text"]}
@@ -27,8 +27,13 @@ class Ptx:
     """The demonstrations of ptx_path, or its texts."""
 
     def __init__(self, path, policy, system, device):
-        self.rows = encode_examples(read_rows(path, ptx_row, system.fields), path, policy, 0,
-                                    system)
+        limit = policy.max_positions
+        self.rows = encode_rows(
+            read_rows(path, ptx_row, system.fields), path,
+            lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
+                          for row in rows],
+            limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
+            lambda example: len(example[0]))
         for ids, trained in self.rows.ids:
             trained[0] = False  # nothing predicts a text's first token
         self.policy, self.system, self.device = policy, system, device

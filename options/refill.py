@@ -4,7 +4,7 @@ nothing, and a batch in which their responses replace some rows.
 """
 import torch
 
-from loss import flat_groups
+from groups import flat_groups
 from prompts import hashed_row
 
 

@@ -7,7 +7,7 @@ import torch
 
 from configurator import BadInput, say
 from load import load_reward_model
-from prompts import encode_scored, read_rows
+from prompts import read_rows
 
 PAIR = "chosen", "rejected"
 
@@ -34,20 +34,19 @@ def completions_of(path, score_coef, system):
     return PAIR if pairs else ("completion",)
 
 
-def teachers_scores(teacher, data, all_scores, system, device):
+def teachers_scores(teacher, data, encode, all_scores, system, device):
     """
     A collective: the mean of the teachers' scores of all completions, each one's less their mean:
     for each of `data` a tensor (n, k). One teacher at a time is in memory.
 
     teacher: the key. data: [(rows, their path, the fields of their completions, the numbers of n
-    rows), ...]; a teacher reads the texts in its own tokens. all_scores: a function of (n groups of
-    ids, model). Raises BadInput where all scores of the first data, those to learn, are the same.
+    rows), ...]; a teacher reads the texts in its own tokens. encode, all_scores: rm.py's. Raises BadInput where all scores of the first data, those to learn, are the same.
     """
     paths, found = teacher.split(","), [0.0] * len(data)
     for path in paths:
         model = load_reward_model(path.strip(), None, system, device)
         for place, (rows, source, fields, numbers) in enumerate(data):
-            encode_scored(rows, source, model.tokenizer, fields, model.max_positions)
+            encode(rows, source, fields, model)
             scores = all_scores([rows.ids[number] for number in numbers], model)  # COLLECTIVE
             found[place] = found[place] + (scores - scores.mean()) / len(paths)
         del model
