@@ -168,6 +168,10 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
         figures["thinks"] = batch["thinks"].mean()
     for name in reward_names if len(reward_names) > 1 else ():
         figures[f"reward/{name}"] = mean_of(batch[f"reward/{name}"])
+    if "turn_rewards" in batch:  # responses of several turns
+        from options.environment import figures_of_turns
+
+        figures |= figures_of_turns(batch)
     figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
     if importance_cap > 0:
         weights = importance_weights(batch, importance_cap)[mask]  # (tokens,)

@@ -158,7 +158,7 @@ class Run:
             self.save()  # COLLECTIVE
             say(f"stopped before the update of iteration {self.iteration}, and saved; resume with "
                 "the same command")
-            parallel.leave()  # COLLECTIVE
+            self.leave()  # COLLECTIVE
             sys.exit(0)
 
     def save_as(self, folder, name):
@@ -173,6 +173,14 @@ class Run:
             with self.ema.in_place():
                 self.save_as("ema_policy", "policy")  # COLLECTIVE
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
+        self.leave()  # COLLECTIVE
+
+    def leave(self):
+        """A collective: leave the group of ranks together."""
+        if self.system.report_to:
+            from options.trackers import finish_trackers
+
+            finish_trackers()
         parallel.leave()  # COLLECTIVE
 
     # checks, and the steps of the optimizers

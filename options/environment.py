@@ -28,22 +28,44 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-import status
-from chats import chat_ids, joined
+import parallel
 from configurator import BadInput, Stop, first_line, shorten
 from rollout import left_pad, response_seeds
 from options.user_code import load_function, place_of
+from tokenizer import joined
 
 
 def check_environment(system):
     """Raise BadInput where keys do not go together."""
-    key = "environment" if system.environment else "tools"
     if system.environment and system.tools:
         raise BadInput("environment and tools are both given, and tools are an environment, too; "
                         "leave one of them out: your environment can call the functions itself")
-    if system.generate_tp > 1:
-        raise BadInput(f"{key} with generate_tp: each of the ranks that decode together would ask "
-                        "for answers, and they must get the same; type --generate_tp=1")
+
+
+made = {}  # {tokenizer: its Environment}
+
+
+def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, noise, names):
+    """
+    A collective: what rollout.generate returns of these prompts, of several turns each; see
+    Environment.converse. Token t of a response has the same uniform, whichever turn it is in.
+    """
+    if policy.tokenizer not in made:
+        check_environment(system)
+        made[policy.tokenizer] = Environment(system, policy.tokenizer)
+    length = uniforms.shape[1]
+
+    def answer(contexts, which, number, used):
+        rooms = [length - n for n in used]
+        R = max(rooms, default=length)
+        column = torch.arange(R) + torch.tensor(used, dtype=torch.int64)[:, None]  # (n, R)
+        # a response ends before column `length`, so it uses no number from behind the %
+        rest = uniforms[list(which)].gather(1, column % length)
+        return respond(decoder, contexts, rest, rooms=rooms)
+
+    with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
+        return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, answer,
+                                               lambda: parallel.stop)
 
 
 class Environment:
@@ -121,7 +143,6 @@ class Environment:
                     paid[i] += [0.0] * len(extra)
                     logprobs[i] += [0.0] * len(extra)
                     live.append(i)
-            status.show(f"turn {turn + 1} of {self.max_turns}, {len(live)} of {B} go on")
             if not live or stop is not None and stop():
                 break
 
@@ -270,14 +291,14 @@ def between(tokenizer, message, ended=True):
     """
     if not tokenizer.template:
         return [tokenizer.eos_id] * (not ended) + tokenizer.encode_behind([message["content"]])[0]
-    before = chat_ids(tokenizer, ASKED)
+    before = tokenizer.chat_ids(ASKED)
     ends = [n for n, i in enumerate(before) if i in tokenizer.turn_ends]
     if not ends:
-        raise BadInput(f"{tokenizer.name} writes no end behind an assistant's message, so turns "
+        raise BadInput(f"{tokenizer.path} writes no end behind an assistant's message, so turns "
                        "cannot be told apart; give one with --chat_template=FILE")
-    ids = chat_ids(tokenizer, [*ASKED, message], add_generation_prompt=True)
+    ids = tokenizer.chat_ids([*ASKED, message], add_generation_prompt=True)
     if ids[:ends[-1] + 1] != before[:ends[-1] + 1]:
-        raise BadInput(f"{tokenizer.name} writes an assistant's message in another way when "
+        raise BadInput(f"{tokenizer.path} writes an assistant's message in another way when "
                        f"another one follows; {advice(tokenizer)}")
     return ids[ends[-1] + ended:]
 
@@ -301,24 +322,24 @@ def check_template(tokenizer, role):
     asked, reply = dict(role="user", content="a"), dict(role=role, content="c")
     if role == "tool":
         reply["name"] = "f"
-    prompt = chat_ids(tokenizer, [asked], add_generation_prompt=True)
+    prompt = tokenizer.chat_ids([asked], add_generation_prompt=True)
     extra = between(tokenizer, reply)
     for answer in answers(tokenizer.text_of(prompt).rstrip(), role):
-        one = chat_ids(tokenizer, [asked, answer])
+        one = tokenizer.chat_ids([asked, answer])
         if "reasoning_content" in answer and "why" not in tokenizer.text_of(one):
             continue  # it does not know this field
-        tail, whole = one[len(prompt):], chat_ids(tokenizer, [asked, answer, reply, answer])
+        tail, whole = one[len(prompt):], tokenizer.chat_ids([asked, answer, reply, answer])
         ends = [n for n, i in enumerate(tail) if i in tokenizer.eos_ids]
         last = [n for n in ends if tail[n] in tokenizer.turn_ends] or ends  # or the end of a call
         own = tail[:max(last, default=-1) + 1]  # the answer as the policy would sample it
         ours = [*prompt, *own, *extra, *own]
         continued = one[:len(prompt)] == prompt
         if continued and not own:
-            raise BadInput(f"{tokenizer.name} ends a call with {tokenizer.text_of(tail[-1:])!r}, "
+            raise BadInput(f"{tokenizer.path} ends a call with {tokenizer.text_of(tail[-1:])!r}, "
                            "at which sampling does not stop; write its id into eos_token_id in "
                            "generation_config.json")
         if continued and (early := tokenizer.eos_ids.intersection(own[:-1])):
-            raise BadInput(f"{tokenizer.name} writes {tokenizer.text_of([min(early)])!r} within an "
+            raise BadInput(f"{tokenizer.path} writes {tokenizer.text_of([min(early)])!r} within an "
                            "answer, and sampling stops at it; take its id out of eos_token_id in "
                            "generation_config.json")
         if "why" in str(answer) and tokenizer.text_of(whole).count("why") < 2:
@@ -327,7 +348,7 @@ def check_template(tokenizer, role):
             does = "writes earlier turns otherwise than they were sampled"
         else:
             continue
-        raise BadInput(f"{tokenizer.name} {does}, so the policy would learn from dialogues that it "
+        raise BadInput(f"{tokenizer.path} {does}, so the policy would learn from dialogues that it "
                        f"never sees later; {advice(tokenizer)}")
 
 
@@ -343,3 +364,16 @@ def answers(prompt, role):
         call = dict(type="function", function=dict(name="f", arguments=dict(a=1)))
         found.append(dict(found[0], tool_calls=[call]))
     return found
+
+
+def figures_of_turns(batch):
+    """The figures of a batch with several turns, for loss.summarize."""
+    mask = batch["response_mask"]
+    is_text = batch["attention_mask"][:, -mask.shape[1]:]  # (B, R)
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    figures = dict(
+        turns=(mask & ~before).sum(1).double().mean(),
+        environment_share=((is_text & ~mask).sum(1).double() / is_text.sum(1)).mean())
+    if "failed_calls" in batch:
+        figures["failed_calls"] = batch["failed_calls"].double().mean()
+    return figures

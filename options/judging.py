@@ -13,21 +13,16 @@ and B:
 
 A judge of pairs (data/label.py) reads {first} and {second} in the place of {response}.
 """
-import hashlib
-import json
 import os
 import re
 
 import torch
 
-from chats import chat_ids, joined
+import parallel
 from configurator import BadInput, say, shorten
-from folders import read_text, same_folder
-from model import at_least_float32
-from models import load
-from prompts import rows_that_fit
-from rows import at_row, keep_rows
-from tokenizer import check_tokenizer_fits, load_tokenizer
+from load import autocast, load
+from model import at_least_float32, no_grad_forwards
+from tokenizer import joined
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
          "[Answer]\n{response}\n\n")
@@ -61,7 +56,7 @@ class Judge:
         for the judged texts. Raises BadInput.
         """
         self.model, self.config, self.parameters = model, model.config, model.parameters
-        self.owner = model.owner  # a judge can be used like a reward model
+        self.base, self.elsewhere = model.base, model.elsewhere  # it is used like a reward model
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
         self.chat = bool(tokenizer.template)
@@ -71,14 +66,9 @@ class Judge:
 
     def scores(self, tokens, last):
         """Questions (b, T), padded on the right, with their last tokens at `last` (b,) -> (b,)."""
-        logits = at_least_float32(self.model.last_logits(tokens, last))  # (b, V)
+        states = self.model.states(tokens)[torch.arange(len(tokens)), last]  # (b, d)
+        logits = at_least_float32(self.model.logits(states))  # (b, V)
         return log_odds(logits[:, self.answers])
-
-    @property
-    def fingerprint(self):
-        """A hash that differs where a response is judged in another way."""
-        settings = [self.tokenizer.fingerprint, self.text, self.words]
-        return hashlib.blake2b(json.dumps(settings).encode()).hexdigest()
 
     @property
     def in_words(self):
@@ -139,7 +129,7 @@ class Judge:
         """The ids of a question with an answer behind it. ids: of the question alone."""
         if not self.chat:
             return self.encode_text(text + word)
-        more = chat_ids(self.tokenizer, [dict(role="user", content=text),
+        more = self.tokenizer.chat_ids([dict(role="user", content=text),
                                         dict(role="assistant", content=word)])
         if more[:len(ids)] == ids:
             return more
@@ -183,28 +173,6 @@ class Judge:
             prompt=asked, answer=str(row.get("answer")),
             **dict(zip(self.responses, texts, strict=True)))))
 
-    def check_rows(self, rows, path, new_tokens, too_long="error"):
-        """
-        Raise BadInput, with file and row, unless each row has the `answer` that the template shows,
-        and its prompt leaves room for responses of new_tokens of the judge's tokens. too_long: see
-        rows_that_fit; nothing is cut here. Dropped rows are taken out of `rows`.
-        """
-        empty, lengths = [""] * len(self.responses), []
-        limit = self.model.max_positions - new_tokens * len(self.responses)
-        more = len(self.encode_whole(dict(prompt="", answer=""), empty))
-        for number, row in enumerate(rows):
-            with at_row(rows, path)(number):
-                if "answer" in self.fields and row.get("answer") is None:
-                    raise BadInput(f"{self.name} shows the field 'answer', and the row has none")
-                # each token has at least one byte: a text of few bytes need not be encoded
-                length = len(f"{row['prompt']}{row.get('answer')}".encode()) + more
-                if length > limit:
-                    length = len(self.encode_whole(row, empty))
-            lengths.append(length)
-        limit_name = "the judge's context, less max_new_tokens for each response,"
-        keep_rows(rows, rows_that_fit(rows, path, lengths, limit, limit_name,
-                                      "drop" if too_long == "drop" else "error"))
-
 
 def template_text(template):
     """The text of a built-in template or of a file. Raises BadInput."""
@@ -213,7 +181,8 @@ def template_text(template):
     if not os.path.isfile(template):
         raise BadInput(f"judge_template {template!r} is no file, and none of "
                        f"{', '.join(TEMPLATES)}")
-    return read_text(template)
+    with open(template, encoding="utf-8") as f:
+        return f.read()
 
 
 def answers_and_question(text):
@@ -256,27 +225,25 @@ def as_text(messages):
     return "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
-def judged_by_reference(judge_path, ref_path, policy_path):
-    """Whether the judge is the reference policy, which is loaded already."""
-    return judge_path == "ref_policy" or same_folder(judge_path, ref_path or policy_path)
+judges = {}  # {path: its Judge}: loaded at the first rollout
 
 
-def load_judge(policy_path, policy, ref_policy, system, device):
-    """
-    The judge of the key judge_path, frozen. If its folder is the frozen reference's, it is the same
-    model, without a second copy. Raises BadInput or BadInput.
-    """
-    path, model = system.judge_path, None
-    if judged_by_reference(path, system.ref_path, policy_path):
-        path = system.ref_path or policy_path
-        model = ref_policy or policy.base
-        if model is None and system.judge_path == "ref_policy":
-            raise BadInput("judge_path = 'ref_policy', but with kl_coef = 0 there is no "
-                            "reference; give its folder, or type --kl_coef=1e-9")
-    tokenizer = load_tokenizer(path)
-    if model is None:
+def judge_scores(mine, rows, micro_batch_size, system, device):
+    """The judge's scores of this rank's responses, of `rows` responses of all ranks."""
+    import rewards
+
+    path = system.judge_path
+    if not path:
+        raise BadInput("reward_functions names judge; say which by --judge_path=FOLDER")
+    if path not in judges:
         model = load(path, "judge", system, device)
-    check_tokenizer_fits(tokenizer, model, path)
-    judge = Judge(model, tokenizer, path, system.judge_template)
-    say(judge.in_words)
-    return judge
+        judges[path] = Judge(model, model.tokenizer, path, system.judge_template)
+        say(judges[path].in_words)
+    judge = judges[path]
+    texts = mine["completions"]
+    if "dialogues" in mine:
+        texts = [as_text(messages) for messages in mine["dialogues"]]
+    ids = [judge.encode(row, [text]) for row, text in zip(mine["rows"], texts, strict=True)]
+    forwards = -(-(-(-rows // parallel.rank_and_size()[1])) // micro_batch_size)
+    with autocast(system, device), no_grad_forwards([judge.model], device):
+        return rewards.score_sequences(judge, ids, micro_batch_size, device, forwards)

@@ -40,8 +40,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import before_torch
-from chats import chat_ids, time_limit
 from configurator import BadInput, first_line, shorten
 from options.user_code import load_function
 
@@ -72,14 +70,14 @@ class Tools:
                 raise BadInput(f"{where}: {named} cannot be described to the policy: "
                                f"{first_line(e)}") from e
         if not re.search(r"\btools\b", tokenizer.template or ""):
-            raise BadInput(f"{where}: {tokenizer.name} has no variable tools, so the policy would "
+            raise BadInput(f"{where}: {tokenizer.path} has no variable tools, so the policy would "
                            "not read what tools there are; give a template that has it, such as "
                            "--chat_template=options/templates/chatml.jinja")
         tokenizer.kwargs["tools"] = schemas
         self.schemas, self.opened = schemas, ""
         if getattr(tokenizer.hf, "response_template", None):  # it wants to know what a turn follows
-            self.opened = tokenizer.text_of(chat_ids(
-                tokenizer, [dict(role="user", content="a")], add_generation_prompt=True))
+            self.opened = tokenizer.text_of(tokenizer.chat_ids(
+                [dict(role="user", content="a")], add_generation_prompt=True))
         self.known = [schema["function"]["name"] for schema in schemas]
         self.tokenizer, self.process = tokenizer, None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
@@ -106,8 +104,7 @@ class Tools:
     def calls_in(self, text):
         """The calls that a turn makes: (name, arguments, None), or (name, None, what is wrong)."""
         try:
-            with time_limit(self.seconds):
-                written = self.written_in(text)
+            written = self.written_in(text)
         except Exception as e:  # transformers' own, of any class, or no match of a pattern in time
             return [(None, None, f"this turn cannot be read: {first_line(e)[:200]}")]
         calls = []
@@ -195,7 +192,7 @@ class Tools:
     def start(self):
         """Start the process of the tools."""
         code = (f"import os, sys; sys.path.insert(0, {ROOT!r}); "
-                f"os.sched_setaffinity(0, {sorted(before_torch.CPUS)}); "
+                f"os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))}); "
                 f"from options.tools import serve; serve({self.named!r}, {os.getpid()})")
         self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE)
