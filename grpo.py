@@ -39,8 +39,7 @@ from groups import flat_groups, group_advantages, gspo_log_ratio, token_weights
 from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   mean_of, summarize)
 from model import response_logprobs
-from prompts import (batch_rows, encode_prompts, hash_of_ids, iterations, micro_batches,
-                     permutation, spread)
+from prompts import batch_rows, hash_of_ids, iterations, micro_batches, permutation, spread
 from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch)
 from rollout import add_columns, read_batch, sample_batch
 from run import Run, make_optimizer
@@ -137,13 +136,9 @@ if "reward_model" in reward_names:
     models["reward_model"] = reward_model = load_reward_model(reward_path, policy, system, device)
 
 # the prompts become token ids; all are checked now, not when their turn comes
-train_rows = encode_prompts(read_prompts(prompts_path, terms, system), prompts_path, models,
-                            max_new_tokens, system)
-eval_rows, held_out = [], []  # held_out: the numbers of the rows that are used
-if eval_path:
-    eval_rows = encode_prompts(read_prompts(eval_path, terms, system), eval_path, models,
-                               max_new_tokens, system)
-    held_out = spread(len(eval_rows), eval_size, seed)
+train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
+                         for path in (prompts_path, eval_path))
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
 
@@ -362,8 +357,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             norms = run.step(gradients, dict(policy=lr), grad_clip)
             steps += bool(norms)  # none, where a float16 gradient has overflowed
     if not learns.any():
-        say(f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups have "
-            f"equal scores, {int((~counted.any(1)).sum())} of {len(counted)} responses are masked")
+        say(f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups "
+            f"have equal scores, {int((~counted.any(1)).sum())} responses are masked")
         read(batch, readers, minibatches(iteration))  # COLLECTIVE
         sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
 

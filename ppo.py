@@ -36,12 +36,11 @@ import torch
 
 import parallel
 from gae import compute_gae
-from load import (autocast, load_policy, load_ref_policy, load_reward_model, load_value_model)
+from load import autocast, load_policy, load_ref_policy, load_reward_model, load_value_model
 from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
                   learning_rate_at, masked_sum, masked_whiten, summarize)
 from model import response_logprobs, response_values
-from prompts import (batch_rows, encode_prompts, hash_of_ids, iterations, micro_batches,
-                     permutation, spread)
+from prompts import batch_rows, hash_of_ids, iterations, micro_batches, permutation, spread
 from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
 from rollout import read_batch, sample_batch
 from run import Run, make_optimizer
@@ -135,13 +134,9 @@ models["value_model"] = value_model = load_value_model(
     value_init, policy, reward_model, system, device, seed)
 
 # the prompts become token ids; all are checked now, not when their turn comes
-train_rows = encode_prompts(read_prompts(prompts_path, terms, system), prompts_path, models,
-                            max_new_tokens, system)
-eval_rows, held_out = [], []  # held_out: the numbers of the rows that are used
-if eval_path:
-    eval_rows = encode_prompts(read_prompts(eval_path, terms, system), eval_path, models,
-                               max_new_tokens, system)
-    held_out = spread(len(eval_rows), eval_size, seed)
+train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
+                         for path in (prompts_path, eval_path))
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 
 betas = beta1, beta2

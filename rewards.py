@@ -32,7 +32,7 @@ import parallel
 from configurator import BadInput, say
 from load import autocast
 from model import no_grad_forwards
-from prompts import prompt_row, read_rows, right_pad
+from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
 from rollout import texts_of
 
 # --------------------------------------------------------------------------------------------------
@@ -226,11 +226,13 @@ def check_rows(terms, rows, path):
             function.check_rows(rows, path)
 
 
-def read_prompts(path, terms, system):
-    """The rows of a file of prompts, checked for the fields that the rewards need."""
+def read_prompts(path, terms, models, max_new_tokens, system):
+    """The Rows of a file of prompts, with their ids, checked for all that will need them."""
+    if not path:
+        return Rows()
     rows = read_rows(path, prompt_row, system.fields)
     check_rows(terms, rows, path)
-    return rows
+    return encode_prompts(rows, path, models, max_new_tokens, system)
 
 
 # --------------------------------------------------------------------------------------------------
