@@ -28,6 +28,7 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from safetensors import safe_open
@@ -162,7 +163,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, ema=Non
 
     def write(folder):
         for name, model in models.items():
-            alone(lambda model=model, name=name: save_config(model, os.path.join(folder, name)))
+            os.makedirs(os.path.join(folder, name), exist_ok=True)
+            if model.base is None:  # an adapter, or a head, is no model for transformers
+                alone(partial(save_config, model, os.path.join(folder, name)))
             write_tensors(os.path.join(folder, name), "model", trained_tensors(model))
             write_tensors(folder, f"{name}_optimizer", optimizer_tensors(model, optimizers[name]))
         if ema:
@@ -274,11 +277,9 @@ def write_tensors(folder, stem, tensors):
         room -= size
     for number, names in enumerate(files, 1):
         cut = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        file = os.path.join(folder, f"{stem}{cut}.safetensors")
         mine = {name: parallel.whole(tensors[name]) for name in names}  # COLLECTIVE
-        alone(lambda: save_file(  # COLLECTIVE  # noqa: B023
-            {name: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
-             for name, t in mine.items()},  # noqa: B023
-            os.path.join(folder, f"{stem}{cut}.safetensors"), metadata={"format": "pt"}))  # noqa: B023
+        alone(partial(save_file, mine, file, metadata={"format": "pt"}))  # COLLECTIVE
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ comment; a * at the beginning of a comment: most runs set this key.
 The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It
 is checked, so the comment and the check cannot differ.
 
-config/keys.py has the keys that all scripts share, in the same form. They become attributes of `system`,
-which the script passes on as one value.
+config/keys.py has the keys that all scripts share, in the same form. They become attributes of
+`system`, which the script passes on as one value.
 
 At the end of the file: the errors that a user sees, one line each. This file is imported before
 torch, whose libraries read the two settings below when they start.
@@ -66,8 +66,8 @@ def configure(script_globals, shared="", argv=None, **defaults):
     if shared:
         more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
     for name in own.keys() & more.keys():
-        raise BadInput(f"{script} sets {name}, which {shared} has, too; give a default that differs "
-                       f"in the call: configure(..., {name}=...)")
+        raise BadInput(f"{script} sets {name}, which {shared} has, too; give a default that "
+                       f"differs in the call: configure(..., {name}=...)")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     keys = own | more
@@ -285,8 +285,8 @@ def report_error(kind, error, trace):
     if issubclass(kind, KeyboardInterrupt):
         code, message = 130, "interrupted"
     elif issubclass(kind, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        code, message = 1, (f"{error.filename or 'the output'} cannot be written: {error.strerror}; "
-                            "make room and run the same again")
+        code, message = 1, (f"{error.filename or 'the output'} cannot be written: "
+                            f"{error.strerror}; make room and run the same again")
     elif kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in message:
         code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
                             "rollout_batch_size, or the model's size")

@@ -189,8 +189,8 @@ def check_tensors(found, hf, head, path):
                         ("have, beside the model's,", extra)):
         if names:
             raise BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such "
-                           "in all), so this would not be the model that was saved; is the download "
-                           "complete?")
+                           "in all), so this would not be the model that was saved; is the "
+                           "download complete?")
 
 
 def draw_score_head(model, seed):
@@ -332,9 +332,9 @@ def load_ref_policy(path, policy, system, device):
         return load(path, "ref", system, device, tokenizer=policy.tokenizer)
     ref_policy = load(system.ref_path, "ref", system, device)
     if ref_policy.tokenizer.vocabulary != policy.tokenizer.vocabulary:
-        raise BadInput(f"ref_path {system.ref_path!r} has another tokenizer than the policy, so its "
-                       "log-probs would be of other tokens; give the model from which the policy's "
-                       "training began")
+        raise BadInput(f"ref_path {system.ref_path!r} has another tokenizer than the policy, so "
+                       "its log-probs would be of other tokens; give the model from which the "
+                       "policy's training began")
     return ref_policy
 
 

@@ -20,8 +20,8 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
  11  log      alone                 all_gather    1            has rank 0 written its line?
 
 8 and 9 run once in each optimizer step, 7 only in the first one. The first iteration runs 6 once
-more, against the reference. Iterations that audit, evaluate or save add calls. Sharded models (options/shards.py) gather weights and reduce gradients inside forward and
-backward.
+more, against the reference. Iterations that audit, evaluate or save add calls. Sharded models
+(options/shards.py) gather weights and reduce gradients inside forward and backward.
 
 The docstring of a function that is a collective begins with the words "A collective". In the
 scripts and their rooms a line that calls such a function is marked # COLLECTIVE.

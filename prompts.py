@@ -179,8 +179,9 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
-            raise BadInput(f"{path}, row {number}: it has {n} tokens, and the models' context, with "
-                           f"max_new_tokens, leaves {limit}; shorten it, or type --too_long=drop")
+            raise BadInput(f"{path}, row {number}: it has {n} tokens, and {limit} is the most that "
+                           "fits the models' context beside max_new_tokens; shorten it, or type "
+                           "--too_long=drop")
     if max(lengths) > limit:
         say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
             f"tokens: {too_long}")

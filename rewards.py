@@ -61,7 +61,8 @@ def final_answer(text):
     text = text.rpartition("</think>")[2]
     if "<think>" in text:
         return ""
-    for place in (r"<answer>((?:(?!</?answer>).)*)</answer>", r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+    for place in (r"<answer>((?:(?!</?answer>).)*)</answer>",
+                  r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
                   r"####\s*([^\n]*)"):
         text = (re.findall(place, text, re.DOTALL) or [text])[-1]
     return (text.strip().split("\n") or [""])[-1].strip()

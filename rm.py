@@ -144,8 +144,8 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "init_from", "train_path", "teacher"],
     token_ids=hash_of_ids(train_rows))
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
-say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}; {max_iters} steps of {batch_size} are "
-    f"{max_iters * batch_size / len(train_rows):.1f} epochs")
+say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}; {max_iters} steps of {batch_size} "
+    f"are {max_iters * batch_size / len(train_rows):.1f} epochs")
 
 # -------------------------------------------------------------------------------------------------
 # the losses, and how far to trust the probabilities
@@ -343,7 +343,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {"reward_model/grad_norm": norms.get("reward_model", 0.0), "reward_model/lr": lr}
-    run.log(record, tokens=sum(len(ids) for group, _ in examples for ids in group), every=10)  # COLLECTIVE
+    tokens = sum(len(ids) for group, _ in examples for ids in group)
+    run.log(record, tokens=tokens, every=10)  # COLLECTIVE
 
 # Training on pairs only fixes differences of scores, so the zero point can be chosen: the average
 # demonstration (N+ detail 15). Then a fixed penalty for a response that does not end means the same

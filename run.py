@@ -232,7 +232,7 @@ class Run:
         good = all(map(math.isfinite, norms.values()))
         if self.system.dtype == "float16":
             # float16 rounds gradients below 6e-8 to 0, so the loss is multiplied by a scale: it is
-            # halved after an overflow, and doubled after GROWTH steps without one (arXiv 1710.03740)
+            # halved after an overflow, doubled after GROWTH steps without one (arXiv 1710.03740)
             clean = self.state["clean_steps"] + 1 if good else 0
             factor = 0.5 if not good else 2.0 if clean and clean % GROWTH == 0 else 1.0
             scale = min(self.state["loss_scale"] * factor, 2.0**24)
@@ -344,7 +344,7 @@ class Run:
         return "  ".join([f"iter {done}/{self.max_iters}", *columns, f"{left / 60:.1f} min left"])
 
 
-# the columns of an iteration's line: name -> metric, format (z: no -0.00). log.jsonl has all metrics
+# the columns of an iteration's line: name -> metric, format (z: no -0.00). log.jsonl has all
 COLUMNS = {
     "score": ("objective/scores", "z6.2f"),
     "kl": ("objective/kl", "z5.2f"),
@@ -412,8 +412,8 @@ def audit(models, frozen, iteration):
 
 def checksum(t):
     """
-    The sum of (2 i + 1) * word i over the words of a tensor's memory: an int64 that wraps around, in
-    the same way on all devices. Integers, because only equal bits are the same weights: as numbers
+    The sum of (2 i + 1) * word i over the words of a tensor's memory: an int64 that wraps around,
+    in the same way on all devices. Integers, because only equal bits are the same weights: as numbers
     NaN != NaN and 0.0 == -0.0. The factors differ, so that the order of the words counts. They are
     odd, so that a change of one word always changes the sum: an odd factor has an inverse modulo
     2**64.

@@ -6,8 +6,9 @@ Text -> token ids and back, with transformers' AutoTokenizer.
     encode_scored     a prompt with its response, as a reward model reads them
     encode_learned    a prompt with its completion, as sft.py learns it
 
-Messages are {"role", "content"}; they become the ids of transformers' apply_chat_template. Text that
-looks like a special token is plain text in all of them: a prompt cannot end a turn or a response.
+Messages are {"role", "content"}; they become the ids of transformers' apply_chat_template. Text
+that looks like a special token is plain text in all of them: a prompt cannot end a turn or a
+response.
 """
 import ast
 import glob
@@ -210,8 +211,8 @@ class Tokenizer:
                 raise BadInput(f"the chat template of {self.path} does not write the assistant's "
                                f"{shorten(said)} as it stands, with an end behind it, but "
                                f"{shorten(self.text_of(whole[len(open_ids):end + 1]))}; leave one "
-                               "answer in each row, or type --template_kwargs=enable_thinking=False "
-                               "or --chat_template=FILE")
+                               "answer in each row, or type --chat_template=FILE or "
+                               "--template_kwargs=enable_thinking=False")
             trained += [False] * (len(open_ids) - len(trained)) + [True] * (end + 1 - len(open_ids))
             ids = whole[:end + 1]
         return ids, trained
