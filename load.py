@@ -107,11 +107,13 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
 
 def check_folder(path):
     """Raise BadInput where a path is neither a model's folder nor could be a name on the hub."""
+    for name in ("policy", "reward_model"):
+        if os.path.isdir(os.path.join(path, name)):
+            raise BadInput(f"{path}: this is the folder of a run, not of a model; type "
+                           f"{path}/{name}")
     configs = [os.path.join(path, f"{kind}config.json") for kind in ("", "adapter_")]
     if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
-        inside = [name for name in ("policy", "reward_model") if os.path.isdir(f"{path}/{name}")]
-        hint = f"; this is the folder of a run, type {path}/{inside[0]}" if inside else ""
-        raise BadInput(f"{path}: no config.json in this folder, it is not a saved model{hint}")
+        raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
         raise BadInput(f"{path!r}: no such model folder; train it first, or give a hub name such "
                        "as EleutherAI/pythia-1b")

@@ -413,10 +413,10 @@ def audit(models, frozen, iteration):
 def checksum(t):
     """
     The sum of (2 i + 1) * word i over the words of a tensor's memory: an int64 that wraps around,
-    in the same way on all devices. Integers, because only equal bits are the same weights: as numbers
-    NaN != NaN and 0.0 == -0.0. The factors differ, so that the order of the words counts. They are
-    odd, so that a change of one word always changes the sum: an odd factor has an inverse modulo
-    2**64.
+    in the same way on all devices. Integers, because only equal bits are the same weights: as
+    numbers NaN != NaN and 0.0 == -0.0. The factors differ, so that the order of the words counts.
+    They are odd, so that a change of one word always changes the sum: an odd factor has an inverse
+    modulo 2**64.
     """
     words = t.flatten().view({1: torch.uint8, 2: torch.int16}.get(t.element_size(), torch.int32))
     total, first = torch.zeros((), dtype=torch.int64, device=words.device), 0
