@@ -131,10 +131,12 @@ def read_model(path, head, system, device="cpu", seed=0):
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         config.num_labels = 1 if head == "scalar" else config.num_labels
-        file_dtype = config.dtype
+        file_dtype, attention = config.dtype, system.attn_implementation
+        if attention == "sdpa" and not auto_class(head)._model_mapping[type(config)]._supports_sdpa:
+            attention = "eager"  # always ours: a config.json may name one that is fetched
         hf, found = auto_class(head).from_pretrained(
             path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-            attn_implementation=system.attn_implementation, output_loading_info=True,
+            attn_implementation=attention, output_loading_info=True,
             ignore_mismatched_sizes=True, **settings_of_experts(config, dtype))
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
