@@ -9,14 +9,14 @@ What a run leaves on the disk, and how it resumes from there: a kill at any mome
                                    if these are all, transformers loads the folder
         policy_optimizer.safetensors       its optimizer's state, in several files if it is large
         ema.safetensors            the policy's moving average, if there is one; likewise
+        batches.safetensors        those that are sampled ahead of the update, if any are
         state.json                 the numbers that go from one iteration to the next
         config.json                as above
         manifest.json              the sha256 of every file
 
-There is no random state to save: prompts and sampling noise depend only on seed and iteration.
-There is no pickle. A folder gets its name only when all its files are complete and synced, and the
-older checkpoint is deleted only after that. Rank 0 writes whole tensors, in an order that does not
-depend on the ranks, so a run may resume with another ZeRO stage or number of ranks.
+There is no random state to save, and no pickle. A folder gets its name only when all its files are
+complete and synced, and the older checkpoint is deleted only after that. Rank 0 writes whole
+tensors, so a run may resume with another ZeRO stage or number of ranks.
 """
 import fcntl
 import glob
@@ -35,7 +35,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import parallel
-from configurator import BadInput, Stop, say
+from errors import BadInput, Stop, say
 from parallel import alone
 
 FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
@@ -45,16 +45,11 @@ LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 MUST_MATCH = "lora", "share_base", "optim", "ref_path"
 lock_file = None  # it is open, and so locked, as long as this process lives
 
-# --------------------------------------------------------------------------------------------------
-# the folder of a run: only one run may write there, and only the same run may resume there
-
-
 def open_folder(out_dir, config, must_match, token_ids, max_iters):
     """
-    A collective: create out_dir and lock it, or check that it has the same run. must_match: keys
-    that must be the same when a run resumes. token_ids: a hash of all that the run trains on.
-    Returns (folder, state) of the checkpoint to resume from, or (None, None) to begin, the same on
-    all ranks. Raises BadInput.
+    A collective: create out_dir and lock it, or check that it has the same run: the keys must_match
+    and token_ids, a hash of all that the run trains on. Returns (folder, state) of the checkpoint
+    to resume from, or (None, None) to begin, the same on all ranks. Raises BadInput.
     """
     found = alone(lambda: begin_or_resume(  # COLLECTIVE
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
@@ -85,7 +80,8 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
         for key in must_match:
             if (before.get(key) or "") != (config.get(key) or ""):
                 raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
-                               f"{config[key]!r}; choose another --out_dir, or delete the old run")
+                               f"{config.get(key)!r}; choose another --out_dir, or delete the "
+                               "old run")
         if folder and state["iteration"] > max_iters:
             raise BadInput(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
                            "iterations done; type a larger --max_iters, or another --out_dir")
@@ -113,10 +109,7 @@ def lock(out_dir):
 
 
 def append(out_dir, name, records):
-    """
-    A collective: rank 0 appends records to a log. A float that is NaN or infinite becomes null,
-    because JSON has no such numbers.
-    """
+    """A collective: rank 0 appends records to a log; NaN and inf become null, as in JSON."""
     def write():
         with open(os.path.join(out_dir, name), "a", encoding="utf-8") as f:
             for record in records:
@@ -128,10 +121,7 @@ def append(out_dir, name, records):
 
 
 def cut_logs(out_dir, iteration):
-    """
-    A run begins, or resumes, before this iteration, so it and later ones will be logged again:
-    delete their lines, and lines that a kill has left incomplete.
-    """
+    """Delete the lines of iterations that will be logged again, and those that a kill has cut."""
     for file in (os.path.join(out_dir, name) for name in LOGS):
         if not os.path.exists(file):
             continue
@@ -151,12 +141,11 @@ def cut_logs(out_dir, iteration):
 # saving
 
 
-def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, ema=None):
+def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()):
     """
-    A collective: write out_dir/checkpoint-{iteration}, and delete older ones.
-
-    models, optimizers: {name: Model}, {name: optimizer} of the trained models. state: the numbers
-    of the loop, a dict for JSON. keep: how many checkpoints stay. ema: the policy's moving average.
+    A collective: write out_dir/checkpoint-{iteration}, and delete older ones. models, optimizers:
+    {name: Model}, {name: optimizer} of the trained models. state: the numbers of the loop. keep: how many checkpoints stay. more: {file: an object whose
+    tensors() are saved, too}.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -168,8 +157,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, ema=Non
                 alone(partial(save_config, model, os.path.join(folder, name)))
             write_tensors(os.path.join(folder, name), "model", trained_tensors(model))
             write_tensors(folder, f"{name}_optimizer", optimizer_tensors(model, optimizers[name]))
-        if ema:
-            write_tensors(folder, "ema", ema.tensors())
+        for name in more:
+            write_tensors(folder, name, more[name].tensors())
         alone(lambda: write_the_rest(folder))
 
     def write_the_rest(folder):
@@ -196,9 +185,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, ema=Non
 
 def save_final(out_dir, name, model):
     """
-    A collective: write a finished model to out_dir/name, complete or not at all: the folder that
-    transformers and the next script load, in the dtype of the model that the run began with. A LoRA
-    adapter is merged into it, and also saved by itself, in out_dir/name_adapter.
+    A collective: write a finished model to out_dir/name, complete or not at all, in the dtype of the
+    model that the run began with. A LoRA adapter is merged into it, and also saved by itself, in
+    out_dir/name_adapter.
     """
     narrow = model.hf.dtype == torch.float32 and model.file_dtype in (torch.bfloat16, torch.float16)
     dtype = model.file_dtype if narrow else model.hf.dtype
@@ -244,15 +233,12 @@ def save_config(model, folder):
 
 
 def trained_tensors(model):
-    """{name in the file: parameter} of a model's parameters that are trained."""
+    """{name in the file: parameter}"""
     return {name.removeprefix("hf."): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def optimizer_tensors(model, optimizer):
-    """
-    {"NAME.KEY": tensor} of an optimizer's state, such as "layers.0.q.weight.exp_avg". It has names,
-    not numbers, and the shapes of whole tensors: so another number of ranks can resume.
-    """
+    """{"NAME.KEY": whole tensor} of an optimizer, such as "layers.0.q.weight.exp_avg"."""
     if hasattr(optimizer, "tensors_by_name"):  # of a model that is split (options/shards.py)
         return optimizer.tensors_by_name(model)
     return {f"{name}.{key}": torch.as_tensor(optimizer.state[p][key])
@@ -264,8 +250,7 @@ def optimizer_tensors(model, optimizer):
 def write_tensors(folder, stem, tensors):
     """
     A collective: write {name: tensor} as folder/stem.safetensors, or in several files of up to
-    FILE_BYTES: stem-00002-of-00031.safetensors and so on. Rank 0 gathers the tensors of one file,
-    writes it, and goes on to the next.
+    FILE_BYTES, stem-00002-of-00031.safetensors, one after the other.
     """
     files, room = [[]], FILE_BYTES
     for name, t in tensors.items():
@@ -288,9 +273,8 @@ def write_tensors(folder, stem, tensors):
 
 def find_checkpoint(out_dir):
     """
-    On rank 0: (folder, state) of the newest checkpoint that is not damaged; prints the damaged
-    checkpoints that it skips. (None, None) if the run has no checkpoint. Raises BadInput if all
-    its checkpoints are damaged: a new run would delete them.
+    On rank 0: (folder, state) of the newest checkpoint that is not damaged; (None, None) if the run
+    has none. Raises BadInput if all are damaged: a new run would delete them.
     """
     refused = []
     for folder in reversed(list_checkpoints(out_dir)):
@@ -330,10 +314,7 @@ def damage(folder):
 
 
 def load_checkpoint(folder, models, optimizers, ema=None):
-    """
-    Fill {name: Model}, {name: optimizer} and the moving average from a checkpoint. Every rank reads
-    the files, and takes its part.
-    """
+    """Fill models, optimizers and moving average. Every rank reads the files, takes its part."""
     for name, model in models.items():
         own = trained_tensors(model)
         for key, t in read_tensors(os.path.join(folder, name), "model"):
@@ -378,10 +359,8 @@ def read_tensors(folder, stem):
 def put_in_place(write, final):
     """
     A collective: write the folder `final`: first under a temporary name; then every file is synced
-    to disk; then the folder gets its final name, and an older folder of that name is deleted.
-
-    write(folder): a collective that writes the files. Raises Stop, on all ranks, when the disk is
-    full; the older folder is then still there.
+    to disk; then the folder gets its final name, and an older one of that name is deleted.
+    write(folder): a collective. Raises Stop, on all ranks, when the disk is full.
     """
     parent, name = os.path.split(final)
     folder = os.path.join(parent, f".tmp-{name}")
@@ -420,7 +399,7 @@ def aside(folder, prefix):
 
 
 def sync(path):
-    """Wait until a file, or a folder's list of names, is on the disk itself (fsync)."""
+    """Wait until a file, or a folder's list of names, is on the disk itself."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

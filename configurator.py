@@ -17,20 +17,17 @@ is checked, so the comment and the check cannot differ.
 config/keys.py has the keys that all scripts share, in the same form. They become attributes of
 `system`, which the script passes on as one value.
 
-At the end of the file: the errors that a user sees, one line each. This file is imported before
-torch, whose libraries read the two settings below when they start.
+This file is imported before torch, whose libraries read the two settings below when they start.
 """
 import ast
 import difflib
-import errno
 import os
 import re
-import signal
 import sys
-import time
-import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
+
+from errors import BadInput, report_error, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; torch keeps 1,024
 # descriptions, too. Each takes 0.3 MiB. Texts have unequal lengths, so most shapes come only once,
@@ -47,7 +44,7 @@ class Key(NamedTuple):
     headings: list[str]
 
 
-def configure(script_globals, shared="", argv=None, **defaults):
+def configure(script_globals, shared="", argv=None, until=None, **defaults):
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
@@ -70,7 +67,8 @@ def configure(script_globals, shared="", argv=None, **defaults):
                        f"differs in the call: configure(..., {name}=...)")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
-    keys = own | more
+    shown = list(more)[:list(more).index(until)] if until else more
+    keys = own | {name: more[name] for name in shown}
     argv = sys.argv[1:] if argv is None else argv
     speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
@@ -84,7 +82,8 @@ def configure(script_globals, shared="", argv=None, **defaults):
     script_globals.update({name: config[name] for name in own})
     if speaks:
         print_settings(keys, overrides)
-    return config, SimpleNamespace(**{name: config[name] for name in more})
+    return config, SimpleNamespace(**{name: config.get(name, key.default)
+                                      for name, key in more.items()})
 
 
 def read_arguments(keys, argv):
@@ -252,76 +251,3 @@ def print_help(script, doc, keys):
         for heading in key.headings:
             print(f"  {heading}")
         print(f"    {f'{name} = {key.default!r}':<40}  {key.comment}")
-
-
-# -------------------------------------------------------------------------------------------------
-# errors: one line on stderr, and an exit code
-
-
-class BadInput(ValueError):
-    """The user's input is wrong. In one line: what is wrong, where, what to type instead."""
-
-    exit_code = 2
-
-
-class Stop(RuntimeError):
-    """The run has noticed that it must not go on. Mostly raised on all ranks together."""
-
-    exit_code = 1
-
-
-lost = None  # parallel.py sets it: a function, exception -> Stop where another rank is lost
-
-
-def report_error(kind, error, trace):
-    """
-    sys.excepthook of all programs. BadInput is one line and exit code 2. Stop, a lost rank, a full
-    disk and too little memory are one line and exit code 1, and Ctrl-C is one line and 130. Any
-    other exception is a bug, and is shown with its traceback.
-    """
-    rank, lost_rank = int(os.environ.get("RANK", 0)), lost and lost(error)
-    error = lost_rank or error
-    code, message = getattr(error, "exit_code", None), str(error)
-    if issubclass(kind, KeyboardInterrupt):
-        code, message = 130, "interrupted"
-    elif issubclass(kind, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        code, message = 1, (f"{error.filename or 'the output'} cannot be written: "
-                            f"{error.strerror}; make room and run the same again")
-    elif kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in message:
-        code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
-                            "rollout_batch_size, or the model's size")
-    elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
-        code, message = 2, (f"a key of this run needs a file that is not in this folder "
-                            f"({message}); copy it from quartet, or do without that key")
-    # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
-    if code is None:
-        traceback.print_exception(error, file=sys.__stderr__)
-    elif rank and not lost_rank:
-        # mostly all ranks have the same error: rank 0 says it, and torchrun ends the others while
-        # they wait here. An error of this rank alone is said by it
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(1)
-    if code is not None:
-        where = f" (rank {rank})" if rank else ""
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
-              file=sys.__stderr__, flush=True)
-    sys.stdout.flush()
-    # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
-    os._exit(1 if code is None else code)
-
-
-def say(message):
-    """Print a message on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
-
-
-def first_line(error):
-    """An exception's class and the first line of its message."""
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-
-def shorten(value, width=60):
-    """repr, cut to width, for error lines."""
-    text = repr(value)
-    return text if len(text) <= width else text[:width] + "..."

@@ -29,11 +29,13 @@ With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its rel
 groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
 and its neighbours.
 """
-from configurator import BadInput, configure, say  # first: it must be imported before torch
+from configurator import configure  # first: it must be imported before torch
+from errors import BadInput, say
 
 import torch
 
 import parallel
+import ranks
 from load import autocast, load_policy, load_ref_policy, load_reward_model
 from groups import flat_groups, group_advantages, gspo_log_ratio, token_weights
 from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
@@ -87,9 +89,8 @@ micro_batch_size = 8  # rows scored or trained at once; only memory depends on i
 cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
-# in 16 bits, sampler and training forward give a token slightly different probabilities. As a
-# correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
-importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+# a token's loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
+importance_cap = 0.0  # for 16 bits, vllm and staleness; see loss.importance_weights [>= 0]
 
 # optimizer: AdamW
 max_iters = 500  # * iterations [>= 1]
@@ -109,8 +110,8 @@ config, system = configure(globals(), "config/keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the models, the data, the optimizer; then begin, or resume
 
-device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
-terms = reward_terms(reward_functions)  # [(weight, name, function)]
+device = ranks.init(system)  # COLLECTIVE
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
 if batch_size % group_size:
     raise BadInput(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it "
@@ -194,15 +195,15 @@ def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=Non
         device, samples, slots)
     run.leave_if_stop_asked()  # COLLECTIVE
     run.enter("score" if purpose == "rollout" else purpose)
-    score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system,  # COLLECTIVE
-                device)
+    with run.saved_if_it_fails():  # COLLECTIVE
+        score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
     return batch
 
 
 def read(batch, readers, steps):
     """
-    A collective: add the log-probs of these models to a batch, before any update. steps: the rows
-    of each step. The models read them in the micro-batches in which the step will train.
+    A collective: add the log-probs of these models to a batch, before any update; in the
+    micro-batches in which the steps will train. steps: the rows of each.
     """
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
@@ -240,6 +241,10 @@ def rows_of(iteration):
 # the scores of a reward model of others are shifted, so that the first responses score 0 on average
 center_scores(  # COLLECTIVE
     run.state, reward_model, None, lambda: rollout("rollout", 0, train_rows, rows_of(0)))
+
+if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
+    from options.ahead import ahead_of
+    rollout = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # the loop
@@ -351,7 +356,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             if steps == 0:  # the ratio is 1: no update yet
                 sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
                 ratio_gap = run.must_agree(  # COLLECTIVE
-                    torch.stack(gaps).max(), "the training forward")
+                    torch.stack(gaps).max(), "the training forward",
+                    checked="age" not in batch or importance_cap > 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, dict(policy=lr), grad_clip)

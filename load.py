@@ -11,7 +11,8 @@ import os
 import torch
 import torch.nn as nn
 
-from configurator import BadInput, first_line, of_model
+from configurator import of_model
+from errors import BadInput, first_line
 from model import Model, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 

@@ -1,21 +1,14 @@
 """
-The formulas. Tensors in, tensors out: no configuration, no globals. First the parts of all losses:
-sums under a mask, whitening, KL estimators, the learning rate; then
-the figures of a batch. The losses themselves are in the loops of ppo.py and grpo.py, and in rm.py.
-
-The scripts add up the losses of the tokens, and divide by one count: the trained tokens of the
-whole optimizer step, over all micro-batches and all ranks. They never take a mean of the
-micro-batches' means: there a token in a micro-batch of few tokens would count more.
+The formulas: tensors in, tensors out. The losses themselves are in the loops of ppo.py and grpo.py,
+and in rm.py. They add up the losses of the tokens, and divide by one count: the trained tokens of
+the whole optimizer step, over all micro-batches and all ranks. In a mean of the micro-batches'
+means a token in a micro-batch of few tokens would count more.
 
 B responses, R the longest response.
 """
 import math
 
 import torch
-
-
-# --------------------------------------------------------------------------------------------------
-# sums and means over a mask
 
 
 def masked_sum(x, mask):
@@ -31,25 +24,19 @@ def masked_mean(x, mask):
 def masked_whiten(x, mask):
     """
     x (B, R), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
-    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF).
-
-    Give it the batch of all ranks: if each rank whitened its own share, each rank would have
-    another objective.
+    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF). Of the batch of all
+    ranks: if each rank whitened its own share, each would have another objective.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0)
 
 
-# --------------------------------------------------------------------------------------------------
-# checks: two ways to compute the same log-probs must agree
-
-
 def gap(log_ratio, mask, dtype):
     """
-    The distance of log-probs that should be equal, a scalar tensor in nats. log_ratio: (B, R), the
-    difference of the two, in theory 0. The largest absolute difference where mask is True; for 16
-    bits the mean, because rounding alone makes single differences large.
+    The distance of log-probs that should be equal, a scalar tensor in nats: the largest absolute
+    difference, log_ratio (B, R), where mask is True; for 16 bits the mean, because rounding alone
+    makes single differences large.
     """
     log_ratio = torch.where(mask, log_ratio.detach().abs(), 0)
     if dtype in ("bfloat16", "float16"):
@@ -70,10 +57,8 @@ def importance_weights(mb, cap):
     The factor of each token's policy loss, (b, R), where the sampler's probabilities q differ a
     little from the probabilities p of the training forward, as in 16 bits: min(p / q, cap),
     truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025). It has no gradient. cap = 0 is no correction: 1.
-
-    It is not PPO's ratio: that is the policy's probability now / p, both by the training forward
-    (decoupled PPO, arXiv 2505.24298). recipes/masked_importance.diff has other weights.
+    off-policy RL training", 2025), without a gradient; 1 if cap = 0. PPO's ratio is another one: the
+    policy's probability now / p, both by the training forward (decoupled PPO, arXiv 2505.24298).
 
     mb: old_logprobs, log p; sampler_logprobs, log q; (b, R) each. For q = 0.2, 0.5 and p = 0.3, 0.4
     the weights are 1.5, 0.8, and with cap = 1.3 they are 1.3, 0.8.
@@ -81,10 +66,6 @@ def importance_weights(mb, cap):
     if cap == 0:
         return 1.0
     return (mb["old_logprobs"] - mb["sampler_logprobs"]).detach().exp().clamp(max=cap)
-
-
-# --------------------------------------------------------------------------------------------------
-# KL
 
 
 def kl_estimate(logprobs, ref_logprobs, kind):
@@ -99,27 +80,20 @@ def kl_estimate(logprobs, ref_logprobs, kind):
         k3     q/p - 1 - log(q/p)   unbiased, never negative     that of KL(reference || policy)
 
     For p = 0.5 and q = 0.25: k1 = 0.693, k2 = 0.240, k3 = 0.193 nats.
-    Raises ValueError for another kind.
     """
     log_ratio = logprobs - ref_logprobs  # log(p/q)
     if kind == "k1":
         return log_ratio
     if kind == "k2":
         return 0.5 * log_ratio**2
-    if kind == "k3":
-        return torch.expm1(-log_ratio) + log_ratio  # expm1(x): exp(x) - 1, exact for small x
-    raise ValueError(f"kind = {kind!r}; one of k1, k2, k3")
-
-
-# --------------------------------------------------------------------------------------------------
-# numbers that change from iteration to iteration
+    return torch.expm1(-log_ratio) + log_ratio  # k3; expm1(x): exp(x) - 1, exact for small x
 
 
 def learning_rate_at(iteration, peak, warmup, max_iters, shape):
     """
     The learning rate of an iteration, counted from 0: a linear warm-up to peak over `warmup`
-    iterations, then shape = "constant", or down to 0 at max_iters: "linear", in a straight line, or
-    "cosine", half a cosine. It depends only on the iteration: there is no scheduler to save.
+    iterations, then shape = "constant", or down to 0 at max_iters: "linear" or "cosine". It depends
+    only on the iteration: there is no scheduler to save.
     """
     if iteration < warmup:
         return peak * (iteration + 1) / warmup
@@ -131,27 +105,16 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
 
 
 def explained_variance(values, returns, mask):
-    """
-    The share of the returns' variance that the values (B, R) predicted:
-    1 - var(returns - values) / var(returns). 1 is perfect; 0 is as good as a constant.
-    """
+    """The share of the returns' variance (B, R) that the values predict: 1 is perfect."""
     residual = (returns - values)[mask]
     return 1 - residual.var() / returns[mask].var().clamp(min=1e-8)
 
 
-# --------------------------------------------------------------------------------------------------
-# the figures of a batch
-
-
 def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     """
-    The figures of a batch, {"prefix/name": number}: means over its responses. With an
-    importance_cap there are also the figures of the weights (importance_weights).
-
-    KL and entropy are in nats a response, estimated from the sampled tokens (k1); they need the
-    models' columns in the batch. reward_names: if there are several, the mean of each. Responses to
-    which a reward does not apply are left out of its mean. "scored": the share of the responses
-    that have a score, if not all have one.
+    The figures of a batch, {"prefix/name": number}: means over its responses. KL and entropy are in
+    nats a response, estimated from the sampled tokens (k1). Of several reward_names the mean of
+    each, over the responses to which it applies; "scored": the share of those that have a score.
     """
     mask = batch["response_mask"]  # (B, R)
     figures = dict(scores=mean_of(batch["scores"]))
@@ -194,8 +157,7 @@ def mean_of(scores):
 def add_up(sums, mask, tensors):
     """
     Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}: the sum where the mask
-    (b, R) is True, and the number of these places. sums may be empty at first. In the end
-    parallel.all_reduce_metrics computes the mean over all micro-batches and ranks.
+    is True, and the number of these places; see parallel.all_reduce_metrics.
     """
     for name, x in tensors.items():
         pair = torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])

@@ -12,12 +12,9 @@ How a log-prob is computed, for one text of T tokens:
     logprobs = logits.log_softmax(-1)                 # (T, V)
     logprob of token t = logprobs[t - 1, tokens[t]]   # the shift by one: see states_before
 
-Model.logprobs does that with many texts at a time, in rows that are padded on the right. A token
-sees only the tokens before it, so padding behind a text changes nothing in the text, and no mask is
-needed. There is no dropout: every model stays in eval mode, because a policy must give the same
-token the same probability twice.
-
-load.py loads a Model.
+Many texts at a time are rows that are padded on the right. A token sees only the tokens before it,
+so padding behind a text changes nothing, and no mask is needed. There is no dropout: every model
+stays in eval mode, because a policy must give the same token the same probability twice.
 
 b rows, T tokens in the longest row, R in the longest response, n tokens that are read, V
 vocabulary, d width of a state.
@@ -69,14 +66,11 @@ class Model(nn.Module):
 
     def logprobs(self, tokens, target_mask, temperature=1.0, chunk=0, entropy=False):
         """
-        Log-probs of n tokens, and the entropies of their distributions, (n,) float32 both (float64
-        if the model is).
-
+        Log-probs of n tokens, and the entropies of their distributions, (n,) in at least float32.
         tokens: (b, T), padded on the right. target_mask: (b, T) bool, True on the n tokens, never
         on the first of a row. entropy: False gives 0. chunk: how many tokens have logits at a time,
-        0 = all. With a chunk the backward pass computes the logits again, so the logits of all
-        tokens, (n, V), never exist together. They are often the largest tensor of a run: 4.2 GB for
-        8 responses of 1,024 tokens with a vocabulary of 128,256.
+        0 = all; the backward pass computes them again. The logits of all tokens, (n, V), are often
+        the largest tensor of a run: 4.2 GB for 8 responses of 1,024 tokens and 128,256 ids.
         """
         def read(states, ids):
             logits = scaled_logits(self.logits(states), temperature, self.tokenizer)  # (., V)
@@ -92,17 +86,11 @@ class Model(nn.Module):
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def values(self, tokens, target_mask):
-        """
-        The value of the state before each target token, (n,): of the moment when the token is not
-        chosen yet. tokens, target_mask: as in `logprobs`.
-        """
+        """The value of the state before each target token, (n,): when it is not chosen yet."""
         return self.scalars(states_before(self.states(tokens), target_mask))
 
     def scores(self, tokens, last):
-        """
-        The score of each text, (b,), read at its last token. tokens: (b, T), padded on the right.
-        last: (b,) int64, the index of each text's last token.
-        """
+        """The score of each text, (b,), read at its last token, which has the index last, (b,)."""
         return self.scalars(self.states(tokens)[torch.arange(len(tokens)), last])
 
     def scalars(self, states):
@@ -137,8 +125,8 @@ class Model(nn.Module):
 
     def recompute(self):
         """
-        Gradient checkpointing, transformers' own: keep only each layer's input for the backward
-        pass, which computes the layer again. A step takes a third longer, and far less memory.
+        Gradient checkpointing, transformers' own: the backward pass computes each layer again. A
+        step takes a third longer, and far less memory.
         """
         # transformers before 5.23 has another name for it
         enable = getattr(self.hf, "activation_checkpointing_enable",
@@ -174,11 +162,9 @@ class Model(nn.Module):
 
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
     """
-    Log-prob and entropy of each response token, (b, R) both, in the distribution that is sampled:
-    divided by the temperature, and without the ids behind the tokenizer's. 0 where the mask is
-    False: other numbers could overflow in exp there, and a NaN would spread into the gradients.
-
-    mb: a micro-batch of prompts.micro_batch. chunk and entropy: see Model.logprobs.
+    Log-prob and entropy of each response token, (b, R) both, in the distribution that is sampled. 0
+    where the mask is False: other numbers could overflow in exp there, and a NaN would spread into
+    the gradients. chunk, entropy: see Model.logprobs.
     """
     found = policy.logprobs(mb["tokens"], mb["target_mask"], temperature, chunk, entropy)
     return tuple(in_rows(x, mb["response_mask"]) for x in found)
@@ -197,9 +183,7 @@ def in_rows(x, mask):
 def states_before(states, target_mask):
     """
     The states that choose the target tokens: states (b, T, d), target_mask (b, T) bool -> (n, d).
-
-    The state of a token chooses the next token. Only here are states and tokens shifted against
-    each other.
+    The state of a token chooses the next one: only here are the two shifted against each other.
     """
     before = F.pad(target_mask[:, 1:], (0, 1))  # (b, T): one place to the left
     # flat, with row numbers: the backward pass of states[before] would add number by number
@@ -244,10 +228,7 @@ def without_dropout(layer, checkpointed):
 
 @contextlib.contextmanager
 def no_grad_forwards(models, device):
-    """
-    The block around every forward that has no backward pass: no gradients are recorded. `models`
-    are all the models that the block calls; a model that the run does not have is None.
-    """
+    """The block around every forward of these models without a backward pass; some may be None."""
     trunks = {trunk_of(model) for model in models if model is not None}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for trunk in trunks:

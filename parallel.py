@@ -26,143 +26,23 @@ more, against the reference. Iterations that audit, evaluate or save add calls. 
 The docstring of a function that is a collective begins with the words "A collective". In the
 scripts and their rooms a line that calls such a function is marked # COLLECTIVE.
 """
-import atexit
 import contextlib
-import ctypes
 import datetime
 import itertools
 import json
-import os
-import re
-import signal
-import sys
 
 import torch
 import torch.distributed as dist
 
-import configurator
-from configurator import BadInput, Stop
+import errors
+import ranks
+from errors import BadInput, Stop
 
-phase = "start"  # set by the run, e.g. "iteration 7, update": errors name it
-stop = False  # whether this process has been asked to stop: SIGTERM, Ctrl-C
-group = None  # the ranks that all functions here are for; None = all (an option may set it)
-wait = None  # how long a collective waits for a lost rank, the key timeout
-PATIENCE = datetime.timedelta(hours=6)  # the same during work at the disk
+group = None  # the ranks that all functions here are for; None = all (options/roles.py sets these)
+role = "train"  # what this rank is for: train, generate or score
+does = "sample", "score"  # its part of a rollout
+PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the disk
 
-
-# --------------------------------------------------------------------------------------------------
-# start, stop, and the end
-
-
-def init(device, timeout, deterministic=False):
-    """
-    A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs.
-    device: auto | cpu | cuda. timeout: seconds after which a collective that waits for a lost rank
-    is an error. deterministic: on GPUs, only kernels that give the same bits every time. From here
-    on SIGTERM and SIGINT are requests, see stop_agreed. Returns this rank's torch.device.
-    """
-    global wait
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # if only torchrun is killed, this process must end, too; else it would go on alone
-        PR_SET_PDEATHSIG = 1  # of prctl: the signal that this process gets when its parent dies
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    choose_kernels(deterministic)
-    device = choose_device(device)
-    wait = datetime.timedelta(seconds=timeout)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
-        where = dict(backend="gloo")
-        if device.type == "cuda":
-            where = dict(backend="nccl", device_id=device)
-        dist.init_process_group(timeout=wait, **where)
-        dist.barrier()  # nccl makes its connections only now
-    return device
-
-
-def choose_device(device):
-    """auto | cpu | cuda -> a torch.device; a GPU becomes this process's."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("device_type = 'cuda', but torch sees no GPU here; type --device_type=cpu")
-    if device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
-        raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs, and no GPU for rank "
-                       f"{local_rank}; lower --nproc_per_node")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def choose_kernels(deterministic):
-    """All settings of the kernels that a GPU may use. Only the key `deterministic` changes them."""
-    # float32 means float32. TF32 has 10 bits behind the point: the log-probs of sampler and
-    # training would differ by more than loss.gap_limit. Some containers turn it on by a variable.
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    # products of 16 bits are summed in 32 bits: their last bits then depend less on the shapes
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    # cuDNN may use another kernel of attention for a forward with gradients than for one without:
-    # the ratio of the first step would not be 1
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cudnn.benchmark = False
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        # not warn_only: with it the backward of flash attention still sums in any order
-        torch.use_deterministic_algorithms(True)
-        # torch would also fill each new tensor with NaN, which takes time
-        torch.utils.deterministic.fill_uninitialized_memory = False
-
-
-def on_signal(number, frame):
-    """
-    SIGTERM or SIGINT: remember it; a run stops where it can (stop_agreed). A second signal ends the
-    process at once.
-    """
-    global stop
-    if stop:
-        os._exit(128 + number)
-    stop = True
-    if rank_and_size()[0] == 0:
-        line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: {phase}); "
-                "send it again to stop at once\n")
-        os.write(2, line.encode())  # print is not safe in a signal handler
-
-
-def stop_agreed():
-    """
-    A collective: whether any rank has been asked to stop; the same answer on all ranks, because
-    they must leave together: a rank that stayed would wait for the others.
-    """
-    return bool(all_reduce_max(torch.tensor(float(stop), device=wire())))
-
-
-def leave():
-    """A collective: leave the group together. The run is over: no later error may fail it."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-        # without _exit, about 1 exit in 50 aborts in one of torch's threads
-        atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
-
-
-def lost(error):
-    """
-    The Stop for an exception that comes from a rank that was killed, or that does not come; None
-    for other exceptions. The hook of configurator.py asks.
-    """
-    words = "gloo|nccl|connection (closed|reset)|timed out|broken pipe"
-    if not isinstance(error, dist.DistError) and not (
-            dist.is_initialized() and type(error) is RuntimeError
-            and re.search(words, str(error), re.IGNORECASE)):
-        return None
-    reason = str(error).strip().split("\n")[0].rpartition("] ")[2].partition(". ")[0]
-    return Stop(f"{phase}: lost touch with another rank: it was killed, or hangs ({reason}). The "
-                "last checkpoint is good; resume with the same command")
-
-
-configurator.lost = lost
 
 # --------------------------------------------------------------------------------------------------
 # ranks in step: all work, or rank 0 works for all. An error of one is raised on all of them
@@ -187,7 +67,7 @@ def in_step():
         kind, message = from_rank([getattr(error, "exit_code", 1), str(error)], failed[0])
         if error is not None and not hasattr(error, "exit_code"):
             raise error
-        where = f"on rank {failed[0]}: " if failed[0] else ""
+        where = f"on rank {failed[0]}: " if failed[0] or kind == 1 else ""
         raise (BadInput if kind == 2 else Stop)(where + message) from error
 
 
@@ -195,12 +75,12 @@ def alone(function):
     """A collective: only rank 0 calls function; all ranks return its result, sent as JSON."""
     if not dist.is_initialized():
         return function()
-    result, ranks = None, group or dist.group.WORLD
-    ranks.set_timeout(max(wait, PATIENCE))  # work at the disk: rank 0 may write 190 GB
+    result, waiting = None, group or dist.group.WORLD
+    waiting.set_timeout(max(ranks.wait, PATIENCE))  # work at the disk: rank 0 may write 190 GB
     with in_step():  # COLLECTIVE
         if rank_and_size()[0] == 0:
             result = function()
-    ranks.set_timeout(wait)
+    waiting.set_timeout(ranks.wait)
     return from_rank(result)
 
 
@@ -215,6 +95,14 @@ def from_rank(value, source=0):
     sent[:len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[:len(text)]
     dist.broadcast(sent, group_src=source, group=group)
     return json.loads(sent.cpu().numpy().tobytes())
+
+
+def stop_agreed():
+    """
+    A collective: whether any rank has been asked to stop; the same answer on all ranks, because
+    they must leave together: a rank that stayed would wait for the others.
+    """
+    return bool(all_reduce_max(torch.tensor(float(ranks.stop), device=wire())))
 
 
 def ranks_where(flag):
@@ -328,7 +216,7 @@ def check_finite(tensors):
     for name, t in tensors.items():
         bad = ~t.isfinite()
         if bad.any():
-            raise Stop(f"{phase}: {name} is not finite (first in response "
+            raise Stop(f"{errors.phase}: {name} is not finite (first in response "
                        f"{int(bad.nonzero()[0, 0])} of the batch); stopped before the step")
 
 

@@ -5,8 +5,6 @@ Read it downward.
 python ppo.py config/arithmetic_ppo.py                          # the toy: a laptop, no download
 python ppo.py config/arithmetic_ppo.py --kl_coef=0.5 --seed=2   # override any key (--help)
 torchrun --nproc_per_node=8 ppo.py config/llama.py              # 8 GPUs
-torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
-         ppo.py config/llama.py                                 # 16 GPUs on two machines
 
 One iteration: take batch_size prompts;
     1) rollout: the policy answers each prompt, and the reward model scores the answers;
@@ -35,6 +33,7 @@ from configurator import configure  # first: it must be imported before torch
 import torch
 
 import parallel
+import ranks
 from gae import compute_gae
 from load import autocast, load_policy, load_ref_policy, load_reward_model, load_value_model
 from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
@@ -81,9 +80,8 @@ cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
-# in 16 bits, sampler and training forward give a token slightly different probabilities. As a
-# correction its loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
-importance_cap = 0.0  # truncated importance sampling; see loss.importance_weights [>= 0]
+# a token's loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
+importance_cap = 0.0  # for 16 bits, vllm and staleness; see loss.importance_weights [>= 0]
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
@@ -110,8 +108,8 @@ config, system = configure(globals(), "config/keys.py")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the four models, the data, the optimizers; then begin, or resume
 
-device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
-terms = reward_terms(reward_functions)  # [(weight, name, function)]
+device = ranks.init(system)  # COLLECTIVE
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
 
 # the policy: the SFT model, which is trained
@@ -164,10 +162,7 @@ value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as f
 
 
 def forward(model, mb):
-    """
-    A model's output at each response token of a micro-batch, (b, R) each: of the value model the
-    value of the state before the token; of the others the token's log-prob and the entropy.
-    """
+    """The value of the state before each response token, or its log-prob and entropy: (b, R)."""
     with autocast(system, device):
         if model is value_model:
             return response_values(model, mb)
@@ -186,25 +181,22 @@ def my_micro_batches(batch, rows):
 
 
 def rollout(purpose, iteration, rows, row_numbers):
-    """
-    A collective: the policy answers the prompts of these data rows; the answers get scores. Every
-    rank does its part, and then has the whole batch.
-    """
+    """A collective: the policy answers the prompts of these data rows; the answers get scores."""
     run.enter(purpose)
     batch = sample_batch(  # COLLECTIVE
         policy, rows, row_numbers, (seed, purpose, iteration), max_new_tokens, temperature, system,
         device)
     run.leave_if_stop_asked()  # COLLECTIVE
     run.enter("score" if purpose == "rollout" else purpose)  # an evaluation is one phase
-    score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system,  # COLLECTIVE
-                device)
+    with run.saved_if_it_fails():  # COLLECTIVE
+        score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
     return batch
 
 
 def read(batch, steps):
     """
-    A collective: log-probs of policy and reference, and values, before any update. steps: the rows
-    of each step. The models read them in the micro-batches in which the step will train.
+    A collective: log-probs of policy and reference, and values, before any update; in the
+    micro-batches in which the steps will train. steps: the rows of each.
     """
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
@@ -213,9 +205,9 @@ def read(batch, steps):
 
 def shape_scores(batch):
     """
-    The scores of a batch, (B,), as the settings want them, in training and evaluation. A response
-    that never ended gets the penalty in the place of its score, because the score of a reward model
-    means little at another token than EOS. A response to which no reward applies has the score 0.
+    The scores of a batch, (B,), as the settings want them. A response that never ended gets the
+    penalty in the place of its score: a reward model's means little at another token than EOS. A
+    response to which no reward applies has the score 0.
     """
     scores = torch.where(batch["scores"].isnan(), 0, batch["scores"])
     if missing_eos_penalty > 0:  # N+ detail 23
@@ -224,18 +216,27 @@ def shape_scores(batch):
 
 
 def evaluate():
-    """A collective: the policy on held-out prompts, with the same noise every time."""
-    batch = rollout("eval", 0, eval_rows, held_out)  # COLLECTIVE
+    """A collective: the policy on held-out prompts."""
+    batch = rollout("eval", 0, eval_rows, held_out)  # COLLECTIVE; the same noise every time
     read(batch, [batch["index"]])  # COLLECTIVE
     return run.log_evaluation(  # COLLECTIVE
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
+
+
+def rows_of(iteration):
+    """The numbers of the data rows whose prompts an iteration answers."""
+    return batch_rows(seed, iteration, batch_size, train_rows)
 
 
 # the scores of a reward model of others are shifted: the first responses score 0 on average. So are
 # the values of a value model that starts as this reward model
 center_scores(  # COLLECTIVE
     run.state, reward_model, value_model if value_init == "reward" else None,
-    lambda: rollout("rollout", 0, train_rows, batch_rows(seed, 0, batch_size, train_rows)))
+    lambda: rollout("rollout", 0, train_rows, rows_of(0)))
+
+if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
+    from options.ahead import ahead_of
+    rollout = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # the loop
@@ -249,8 +250,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score
-    row_numbers = batch_rows(seed, iteration, batch_size, train_rows)
-    batch = rollout("rollout", iteration, train_rows, row_numbers)  # COLLECTIVE
+    batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
     mask = batch["response_mask"]  # (B, R)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
@@ -331,7 +331,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
             if steps == 0:  # the ratio is 1: no update yet
                 ratio_gap = run.must_agree(  # COLLECTIVE
-                    torch.stack(gaps).max(), "the training forward")
+                    torch.stack(gaps).max(), "the training forward",
+                    checked="age" not in batch or importance_cap > 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, lrs, grad_clip)

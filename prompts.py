@@ -29,7 +29,7 @@ from itertools import pairwise
 import torch
 
 import parallel
-from configurator import BadInput, say, shorten
+from errors import BadInput, say, shorten
 
 # --------------------------------------------------------------------------------------------------
 # a file -> rows

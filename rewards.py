@@ -13,31 +13,25 @@ of lists with an entry for each response. For two responses of the toy:
     accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
     format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
 
-rows are the rows of the data file. prompts are the texts that the policy read, in its chat
-template; a batch needs no prompts. completions are the texts of the responses. In a run the batch
-also has the tensors of rollout.generate (tokens, attention_mask, response_mask, sampler_logprobs,
-finished), and `seconds`: the time that the rules may take for it. Where a response has several
-turns, its completion is the last one, and `dialogues` has all messages.
-
-Later a script changes the scores in its shape_scores: for example, missing_eos_penalty = 1 gives
-every response that did not end with EOS the score -1, in the place of its own score.
+rows are those of the data file; prompts the texts that the policy read, in its chat template. In a
+run the batch also has the tensors of rollout.generate, and `seconds`, which the rules may take for
+it. Of several turns the completion is the last one, and `dialogues` has all messages.
 """
 import math
 import re
+import sys
+import threading
+import traceback
 from fractions import Fraction
 
 import torch
 
 import parallel
-from configurator import BadInput, say
+from errors import BadInput, Stop, first_line, place_of, say
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
 from rollout import texts_of
-
-# --------------------------------------------------------------------------------------------------
-# the rules
-
 
 def accuracy(batch):
     """
@@ -104,18 +98,14 @@ def whole_responses(batch):
 
 def format(batch):
     """
-    (B,): 1.0 where the response is <think>...</think> and then an answer that is not blank, and
-    nothing else; else 0.0. The answer is bare or in <answer>...</answer>. Each tag comes once, in
-    this order. Blanks around the tags and empty thinking are allowed. Where the prompt ends with
-    <think>, the response must not have another one.
-
-    The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
+    (B,): 1.0 where the response is <think>...</think> and then an answer that is not blank, bare or
+    in <answer>...</answer>, and nothing else; else 0.0. Each tag comes once, in this order; a
+    <think> may end the prompt. The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
     """
     return torch.tensor([float(is_formatted(response)) for response in whole_responses(batch)])
 
 
 def is_formatted(text):
-    """Whether a whole response is thinking and an answer, as the reward `format` wants it."""
     tags = re.findall("</?(?:think|answer)>", text)
     before, _, rest = text.partition("<think>")
     answer = rest.partition("</think>")[2].strip()
@@ -136,10 +126,8 @@ def thinks(batch):
 
 def length(batch):
     """
-    (B,), from 0 to -1: the penalty of long responses, DAPO's soft overlong punishment (arXiv
-    2503.14476, equation 13): 0 for up to four fifths of R, the most tokens of a response, then in a
-    straight line down to -1. The last fifth is as in section 4.1 there: 4096 of 20480 tokens. With
-    R = 100: up to 80 tokens give 0, 90 tokens -0.5, 100 tokens -1.
+    (B,): DAPO's soft overlong punishment (arXiv 2503.14476, equation 13; the last fifth as in its
+    section 4.1). With R = 100: up to 80 tokens give 0, 90 tokens -0.5, 100 tokens -1.
     """
     mask = batch["response_mask"]  # (B, R)
     R = mask.shape[1]
@@ -159,15 +147,15 @@ BUILT_IN = ("accuracy", "math", "format", "thinks", "length", "code", "environme
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}  # fields of the rows
 
 
-def reward_terms(spec, folder="."):
+def reward_terms(spec, config=None, folder="."):
     """
     The key reward_functions, a sum of rewards with weights -> [(weight, name, function)]:
 
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
-    A reward of weight 0 changes no score and is only logged. A model's reward has the function
-    None. FILE.py:FUNCTION is a function of the user's, see options/foreign_rewards.py; the path of
-    FILE.py begins in `folder`. Raises BadInput.
+    A reward of weight 0 is only logged. A model's reward has the function None. FILE.py:FUNCTION is
+    the user's, see options/foreign_rewards.py; its path begins in `folder`. config: all keys of a
+    run, which check_keys checks. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -195,7 +183,37 @@ def reward_terms(spec, folder="."):
         if name in [known for _, known, _ in terms]:
             raise BadInput(f"{where}: {name!r} is given twice; keep one")
         terms.append((factor, name, function))
+    if config:
+        check_keys(config, [name for _, name, _ in terms])
     return terms
+
+
+def check_keys(config, rewards):
+    """
+    Raise BadInput where a key of ppo.py or grpo.py has no effect, or cannot have one, beside the
+    others. config: {key: value}. rewards: the names of the rewards.
+    """
+    def refuse(wrong, key, why):
+        if wrong:
+            raise BadInput(f"{key} = {config[key]!r}: {why}")
+
+    for key, name in ("reward_path", "reward_model"), ("judge_path", "judge"):
+        refuse(config[key] and name not in rewards, key, f"reward_functions does not name {name}; "
+               f"type --reward_functions={name}, or --{key}=")
+    refuse(config["ref_path"] and not config["kl_coef"], "ref_path",
+           "there is no reference where kl_coef = 0; type --kl_coef=0.05, or --ref_path=")
+    refuse(config["keep_best"] and not config["eval_path"], "keep_best",
+           "the best policy is found by held-out prompts; give an eval_path")
+    refuse("environment" in rewards and not (config["environment"] or config["tools"]),
+           "reward_functions", "there is no environment; type --environment=FILE.py:FUNCTION")
+    refuse(config["reward_timeout"] >= config["timeout"], "reward_timeout",
+           f"it must be below timeout = {config['timeout']}, or ranks that wait give up first")
+    refuse(config["num_minibatches"] > config["batch_size"], "num_minibatches",
+           "some of them would be empty; lower it")
+    refuse(not config["master_weights"] and config["dtype"] != "bfloat16", "master_weights",
+           "the weights themselves are trained in 16 bits; type --dtype=bfloat16")
+    refuse(parallel.rank_and_size()[1] % config["generate_tp"], "generate_tp",
+           "it must divide the number of ranks that sample")
 
 
 def built_in(name):
@@ -211,10 +229,7 @@ def built_in(name):
 
 
 def check_rows(terms, rows, path):
-    """
-    Raise BadInput, with the row and the field, unless the rows have the fields that the rewards
-    need; also if a reward's sandbox or package is missing.
-    """
+    """Raise BadInput where a row lacks what a reward needs, or its sandbox or package is missing."""
     for _, name, function in terms:
         for field in NEEDS.get(name, ()):
             for number, row in enumerate(rows, 1):
@@ -223,7 +238,7 @@ def check_rows(terms, rows, path):
                                    f"{field!r}; the row has {', '.join(row)}; rename one by "
                                    f'--fields="THEIRS>{field}", or choose other '
                                    "--reward_functions")
-        if hasattr(function, "check_rows"):  # for its other needs: a sandbox, a package
+        if hasattr(function, "check_rows"):
             function.check_rows(rows, path)
 
 
@@ -242,26 +257,25 @@ def read_prompts(path, terms, models, max_new_tokens, system):
 
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
     """
-    A collective: add the scores to a sampled batch. Every rank scores its share of the responses,
-    and gets all scores.
-
-    batch: of rollout.sample_batch; all ranks have it. rows: of the data. terms: [(weight, name,
-    function)] from reward_terms. reward_model: None where there is none.
-
-    New columns (B,): reward/NAME for each reward; accuracy, thinks; scores, the weighted sum of the
-    rewards. Raises Stop, on all ranks, if a rule fails or a model's output is not finite.
+    A collective: add the scores to a sampled batch, which all ranks have. Every rank scores its
+    share of the responses. New columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
+    the weighted sum of the rewards. Raises Stop, on all ranks, if a rule fails or hangs, or a
+    model's output is not finite.
     """
+    if "score" not in parallel.does:  # ranks of another role will do it
+        return
     B = len(batch["tokens"])
     mine = {name: t[share.start:share.stop]
             for share in [parallel.share(B)] for name, t in batch.items()}
     mine |= texts_of(mine, rows, policy.tokenizer)
     mine |= dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
+    rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        for _, name, function in terms:
-            if function:  # no rule is called without responses
-                scores = function(mine) if mine["completions"] else []
-                columns[f"reward/{name}"] = torch.as_tensor(scores, dtype=torch.float64).to(like)
+        # no rule is called without responses
+        scores = by_rules(rules, mine) if mine["completions"] else dict.fromkeys(rules, [])
+        for name, x in scores.items():
+            columns[f"reward/{name}"] = torch.as_tensor(x, dtype=torch.float64).to(like)
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
             reward_model, mine, B, micro_batch_size, system, device).to(like)
@@ -274,8 +288,39 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     add_scores(batch, terms)
 
 
+def by_rules(rules, batch):
+    """
+    {name: scores} of {name: rule}, which must not take longer than batch["seconds"] together. They
+    run in a thread of their own, so that this one need not wait for a rule that hangs. Raises Stop,
+    with the rule and its file and line, where one fails or hangs.
+    """
+    scores, failed = {}, []
+
+    def work():
+        try:
+            for name, rule in rules.items():
+                scores[name] = rule(batch)
+        except BaseException as e:  # a rule of the user's raises anything
+            failed.append(e)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(batch["seconds"])
+    name = next((name for name in rules if name not in scores), None)
+    if failed and not hasattr(failed[0], "exit_code"):
+        place = place_of(traceback.extract_tb(failed[0].__traceback__))
+        raise Stop(f"reward {name!r} failed{place}: {first_line(failed[0])}") from failed[0]
+    if failed:
+        raise failed[0]
+    if name:
+        place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
+        raise Stop(f"reward {name!r} hangs{place}: the rules have not ended in reward_timeout = "
+                   f"{batch['seconds']} s; raise it if they only need more")
+    return scores
+
+
 def model_scores(reward_model, mine, rows, micro_batch_size, system, device):
-    """The reward model's scores of this rank's responses, of `rows` responses of all ranks."""
+    """The reward model's scores of this rank's responses; rows: of all ranks."""
     tokenizer, texts = reward_model.tokenizer, mine.get("dialogues", mine["completions"])
     if "dialogues" in mine and not tokenizer.template:  # of several turns: just their texts
         texts = ["".join(message["content"] for message in messages) for messages in texts]
@@ -295,11 +340,9 @@ def model_scores(reward_model, mine, rows, micro_batch_size, system, device):
 @torch.no_grad()
 def score_sequences(model, sequences, micro_batch_size, device, count=0):
     """
-    A model's scores of texts, (n,) in at least float32, read at the last token of each.
-
-    model: a reward model, or a judge. sequences: the ids of each text, lists. micro_batch_size:
-    texts in a forward pass. count: make at least this many forward passes. A sharded model needs
-    all ranks in each pass; so a rank with fewer texts adds passes without texts.
+    A reward model's or judge's scores of texts (lists of ids), (n,) in at least float32, read at
+    the last token of each. count: make at least this many forward passes, because a sharded model
+    needs all ranks in each.
     """
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
@@ -317,8 +360,7 @@ def score_sequences(model, sequences, micro_batch_size, device, count=0):
 def add_scores(batch, terms):
     """
     Add the scores (B,) to a gathered batch: the weighted sums of its rewards. A reward that is NaN
-    does not apply to the response (its function gave None) and adds nothing. Where no reward
-    applies, or only rewards of weight 0 do, the score is NaN: the response has none.
+    does not apply to the response, and adds nothing. Where none applies, the score is NaN.
     """
     for _, name, function in terms:
         if function is None:  # a model's
@@ -334,26 +376,16 @@ def add_scores(batch, terms):
     batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
 
 
-# --------------------------------------------------------------------------------------------------
-# changes of a model's scores
-
-
 def last_real(mask):
-    """
-    The index of the last True of each row of mask (B, T) -> (B,): for [F T T F] it is 2. The pad id
-    in the tokens would not tell: it may be the EOS.
-    """
+    """The index of the last True of each row of mask (B, T) -> (B,): for [F T T F] it is 2."""
     return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
 
 
 def alike_for_equal_texts(scores, batch):
     """
-    The scores (B,), made exactly equal where the tokens of two responses to one prompt are equal:
-    all of them get the score of the first such row.
-
-    In theory equal texts have equal scores. But the last bits of a model's output depend on the
-    other rows of the micro-batch: 0.1234567 or 0.1234568. A group of equal responses teaches
-    nothing, but GRPO would learn from such differences.
+    The scores (B,), made exactly equal where two responses to one prompt are equal. The last bits
+    of a model's output depend on the other rows of the micro-batch: 0.1234567 or 0.1234568. A group
+    of equal responses teaches nothing, but GRPO would learn from such differences.
     """
     seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
     if "slot" in batch:  # equal prompts may have different answers in the data
@@ -368,17 +400,16 @@ def alike_for_equal_texts(scores, batch):
 def center_scores(state, reward_model, value_model, first_batch):
     """
     A collective: where the reward model's config.json has no score_shift, it gets one: with it the
-    responses of iteration 0 score 0 on average. Training on pairs only fixes differences of scores,
-    so a reward model of others may score 15 on average. Then the score -1 of a response that never
-    ends would be the worst by far, and a new value model would begin 15 too low. Only responses
-    that ended count, if there are any: at another token than EOS the score means little (N+ detail
-    13).
+    responses of iteration 0 score 0 on average (N+ detail 13). Training on pairs only fixes
+    differences of scores, so a reward model of others may score 15 on average. Then the score -1 of
+    a response that never ends would be the worst by far, and a new value model would begin 15 too
+    low. Only responses that ended count, if there are any.
 
     state: of the run; it keeps the shift. value_model: gets the same shift, if it starts as the
-    reward model; else None. first_batch: a function that samples and scores the responses of
-    iteration 0, only for this purpose: so an evaluation before iteration 0 has the same shift, too.
+    reward model; else None. first_batch: a function that samples and scores that batch.
     """
-    if reward_model is None or hasattr(reward_model.hf.config, "score_shift"):
+    if reward_model is None or hasattr(reward_model.hf.config, "score_shift") or (
+            parallel.role != "train"):
         return
     if state.get("score_shift") is None:
         batch = first_batch()  # COLLECTIVE

@@ -14,11 +14,13 @@ same order.
 b examples in a micro-batch; k completions in an example, 2 in a pair; T tokens in the longest of
 them.
 """
-from configurator import BadInput, configure, say  # first: it must be imported before torch
+from configurator import configure  # first: it must be imported before torch
+from errors import BadInput, say
 
 import torch
 
 import parallel
+import ranks
 from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
@@ -69,8 +71,8 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides the new head and the order of the pairs [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
-config, system = configure(globals(), "config/keys.py", checkpoint_interval=500,
-                           sync_check_interval=100)
+config, system = configure(globals(), "config/keys.py", until="ref_path",
+                           checkpoint_interval=500, sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the model, the data, the optimizer; then begin, or resume
 
@@ -83,7 +85,7 @@ if teacher:  # its scores are learned in the place of the labels
     teachers.check_teacher(score_coef, preference_coef, label_smoothing, centre_coef,
                            use_confidence)
 
-device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
+device = ranks.init(system)  # COLLECTIVE
 # the given model with a scalar head, and with an adapter where there is LoRA
 reward_model = load(init_from, "reward", system, device, head="scalar", trained=True, seed=seed)
 reward_model.score_shift = 0.0  # set at the end

@@ -32,7 +32,8 @@ import torch
 import torch.nn as nn
 
 import parallel
-from configurator import BadInput
+import ranks
+from errors import BadInput
 from load import autocast, dtypes, matrices_of
 from model import no_grad_forwards, scaled_logits, trunk_of
 
@@ -41,12 +42,9 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     """
     The uniforms in [0, 1) of some responses: (len(slots), length) float64.
 
-    seed, iteration: of the run. purpose: "rollout", "eval" and so on. slots: for each response, the
-    place of its prompt in the iteration's batch. samples: for each response, its number among the
-    responses to its prompt; None: 0 for all.
-
-    Example: GRPO with 2 responses to each of 2 prompts has the slots [0, 0, 1, 1] and the samples
-    [0, 1, 0, 1].
+    purpose: "rollout", "eval" and so on. slots: for each response, the place of its prompt in the
+    batch. samples: its number among the responses to its prompt; None: 0. GRPO with 2 responses to
+    each of 2 prompts has the slots [0, 0, 1, 1] and the samples [0, 1, 0, 1].
     """
     rows = []
     for number in response_seeds(seed, purpose, iteration, slots, samples):
@@ -69,7 +67,7 @@ def response_seeds(seed, purpose, iteration, slots, samples=None):
 def left_pad(prompts, pad_id, width=None):
     """
     Lists of token ids -> tokens (B, P) int64, padded on the left, and attention_mask (B, P) bool.
-    width: P; None: the longest prompt. Raises BadInput for an empty prompt.
+    width: P; None: the longest prompt.
 
     The prompts [5, 6, 7] and [8] with pad_id 0:
 
@@ -156,16 +154,13 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, se
         finished=finished)
 
 
-# inference_mode is faster than no_grad. Training cannot use tensors that are made in it, but it can
-# use tensors that are made before it and filled in it.
+# faster than no_grad. Training can use tensors that are made before it, and filled in it
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=None, stop=None,
            graphs=False):
     """
-    Sample a response to each of n prompts (lists of ids) together; see this file's header.
-
-    uniforms: (n, R). sampled: tensors for the results: responses and logprobs (n, R), lengths and
-    finished (n,). rooms: (n,), the most tokens of each. The other arguments: see generate.
+    Sample a response to each of n prompts together. sampled: tensors for the results: responses and
+    logprobs (n, R), lengths and finished (n,). rooms: (n,), the most tokens of each. See generate.
     """
     from transformers import DynamicCache  # slow to import
 
@@ -220,8 +215,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
 def draw(logits, uniform, temperature, tokenizer=None):
     """
     One token for each row by inverse CDF: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) and
-    their log-probs (B,). temperature 0 takes the most likely token; its log-prob is that of
-    temperature 1.
+    their log-probs (B,). Temperature 0 takes the most likely one; its log-prob is of temperature 1.
     """
     logprobs = scaled_logits(logits, temperature or 1.0, tokenizer).log_softmax(-1)  # (B, V)
     token = logprobs.argmax(-1) if temperature == 0 else choose(logprobs.exp(), uniform)  # (B,)
@@ -252,43 +246,53 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
                  samples=1, slots=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
-    samples its share. Where the weights are sharded the sampling is a collective, too.
-
-    rows: all Rows of the data, with the ids of their prompts. row_numbers: of the rows that get
-    `samples` responses each. slots: their places in the batch; None: 0, 1, ...
-    noise: (seed, purpose, iteration); with the slot and the sample they decide a response's noise.
+    samples its share. rows: all Rows of the data. row_numbers: of those that get `samples`
+    responses each. slots: their places in the batch; None: 0, 1, ... noise: (seed, purpose,
+    iteration); with the slot and the sample they decide a response's noise.
 
     Columns (B,) beside those of generate: index, 0 to B - 1; prompt, the row number of each
     response's prompt; slot, the prompt's place.
     """
+    if "sample" not in parallel.does:  # ranks of another role have done it
+        from options.roles import received
+
+        return received.pop()
     slots = range(len(row_numbers)) if slots is None else slots
     # for each of the B responses: the number of its prompt's row, its slot, its sample
     prompt = [number for number in row_numbers for _ in range(samples)]
     slot = [place for place in slots for _ in range(samples)]
     sample = list(range(samples)) * len(row_numbers)
     width = max(len(rows.ids[number]) for number in row_numbers)  # one P for all ranks
-    mine = parallel.share(len(prompt))
-    ids, names = [rows.ids[prompt[i]] for i in mine], ([slot[i] for i in mine],
-                                                       [sample[i] for i in mine])
+    rank, size = parallel.rank_and_size()
+    tp, mine = system.generate_tp, parallel.share(len(prompt))
+    numbers = parallel.share(len(prompt), rank // tp, size // tp)  # neighbours decode together
+    ids, names = [rows.ids[prompt[i]] for i in numbers], ([slot[i] for i in numbers],
+                                                          [sample[i] for i in numbers])
     uniforms = response_uniforms(*noise, *names[:1], max_new_tokens, names[1])  # (b, R)
 
     def respond(decoder, contexts, uniforms, width=None, rooms=None):
         return generate(
             decoder, contexts, uniforms.shape[1], temperature, uniforms, prompt_width=width,
-            rooms=rooms, batch_size=system.rollout_batch_size, stop=lambda: parallel.stop,
-            graphs=system.cuda_graphs and device.type == "cuda" and not trunk_of(policy).elsewhere)
+            rooms=rooms, batch_size=system.rollout_batch_size,
+            stop=None if tp > 1 else lambda: ranks.stop,  # together they must take the same steps
+            graphs=system.cuda_graphs and device.type == "cuda" and tp == 1
+            and not trunk_of(policy).elsewhere)
 
     if system.sampler == "vllm":  # another engine samples, with the policy's weights
-        from options.vllm import respond  # noqa: F811
-    with autocast(system, device), decoding_copy(policy, dtypes(system)[1]) as decoder:
+        from options.vllm import responder
+
+        respond = responder(  # noqa: F811  COLLECTIVE
+            policy, system, device, temperature, response_seeds(*noise, *names))
+    with autocast(system, device), decoding_copy(policy, system, device) as decoder:
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 
             sampled = converse(  # COLLECTIVE
-                policy, decoder, [rows[prompt[i]] for i in mine], ids, uniforms, width, respond,
+                policy, decoder, [rows[prompt[i]] for i in numbers], ids, uniforms, width, respond,
                 system, noise, names)
         else:
             sampled = respond(decoder, ids, uniforms, width)
+    sampled = {name: t[mine.start - numbers.start:][:len(mine)] for name, t in sampled.items()}
     batch = parallel.gather_rows(sampled, len(prompt))  # COLLECTIVE
     for name, column in dict(index=range(len(prompt)), prompt=prompt, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
@@ -296,20 +300,25 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 
 
 @contextlib.contextmanager
-def decoding_copy(policy, matrices):
+def decoding_copy(policy, system, device):
     """
-    The block in which the policy decodes, and the model that decodes. All ranks come to it
-    together. The model is the policy itself, unless autocast would round its matrices to the dtype
-    `matrices` at every token: then it is a copy with rounded matrices, for this block only. A
-    sharded policy is gathered whole, once.
+    A collective: the block in which the policy decodes, and the model that decodes: the policy
+    itself, unless autocast would round its matrices at every token: then a copy with rounded
+    matrices. A sharded policy is gathered whole, once.
     """
-    if trunk_of(policy).elsewhere:  # sharded
+    matrices = dtypes(system)[1]
+    if system.generate_tp > 1:
+        from options.tensor_parallel import split_copy
+
+        yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
+        return
+    if trunk_of(policy).elsewhere and system.sampler == "own":  # sharded
         from options.shards import gathered
 
         with gathered(trunk_of(policy)):  # COLLECTIVE
             yield policy
         return
-    if matrices is None or policy.hf.dtype == matrices or policy.base is not None:
+    if matrices in (None, policy.hf.dtype) or policy.base is not None or system.sampler == "vllm":
         # an adapter's trunk is frozen, and has its matrices in that dtype already
         yield policy
         return
@@ -329,7 +338,7 @@ def decoding_copy(policy, matrices):
 def texts_of(batch, rows, tokenizer):
     """
     For the rewards: the data rows of a part of a batch, and the texts of its prompts and
-    completions. Of several turns the completion is the last turn, and `dialogues` has all messages.
+    completions; see rewards.py.
     """
     numbers, R = batch["prompt"].tolist(), batch["response_mask"].shape[1]
     tokens, mask = batch["tokens"][:, -R:].cpu(), batch["response_mask"].cpu()  # one wait for a GPU
@@ -350,11 +359,10 @@ def texts_of(batch, rows, tokenizer):
 def read_batch(batch, readers, forward, micro_batches, device):
     """
     A collective: add the models' outputs at each response token to a batch, before an update.
-
     readers: {name of the column: model}; a model that is None, and a column that is there already,
-    are left out. forward: a function of (model, micro-batch): the model's output, (b, R), or a
-    tuple that begins with it. micro_batches: this rank's, the same in which the update trains: so
-    equal weights give equal bits, and before the first step the ratio is exactly 1.
+    are left out. forward: of (model, micro-batch), gives (b, R), or a tuple that begins with it.
+    micro_batches: this rank's, the same in which the update trains: so equal weights give equal
+    bits, and before the first step the ratio is exactly 1.
     """
     readers = {name: model for name, model in readers.items()
                if model is not None and name not in batch}

@@ -2,7 +2,7 @@
 The parts of a run that are not the algorithm, in all four scripts: the audit of the ranks, requests
 to stop, checkpoints, the steps of the optimizers, the log, and at the end the trained models.
 
-    device = parallel.init(...)                         COLLECTIVE: the ranks meet
+    device = ranks.init(...)                            COLLECTIVE: the ranks meet
     ...                                                 the models, the data, the optimizers
     run = Run(out_dir, max_iters, ...)                  COLLECTIVE: begins, or resumes
     for iteration in run.iterations():                  COLLECTIVE: audits, saves, stops between two
@@ -10,9 +10,10 @@ to stop, checkpoints, the steps of the optimizers, the log, and at the end the t
         run.log(record, ...)                            COLLECTIVE
     run.finish("what to do next")                       COLLECTIVE: saves the trained models
 
-It decides nothing about training, and it knows no key of a script: it gets values. The whole
-configuration is only stored, and compared when a run resumes.
+It knows no key of a script: it gets values. The configuration is stored, and compared when a run
+resumes.
 """
+import contextlib
 import hashlib
 import math
 import os
@@ -21,9 +22,12 @@ import time
 
 import torch
 
+import errors
 import parallel
+import ranks
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
-from configurator import BadInput, Stop, of_model, say
+from configurator import of_model
+from errors import BadInput, Stop, say
 from loss import gap, gap_limit, summarize
 from rollout import texts_of
 
@@ -32,10 +36,7 @@ GROWTH = 200  # steps in float16 after which the loss scale doubles
 
 
 def make_optimizer(model, name, system, lr, betas, eps):
-    """
-    The optimizer of a model's trained parameters: torch's fused AdamW, or another one by the keys.
-    name: of the model in the keys, policy, value or reward.
-    """
+    """The optimizer of a model's trained parameters. name: in the keys, policy, value or reward."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=parameters)]
     if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
@@ -59,18 +60,17 @@ class Run:
     """
     Opens the run's folder and loads its checkpoint, if there is one.
 
-    models: {name: Model}. optimizers: {name: optimizer} of the trained ones. config: all keys, to
-    be stored. system: the shared keys. must_match: the script's keys that must be the same when a
-    run resumes. token_ids: a hash of all that the run trains on. temperature: of the sampling. ema:
-    the policy's moving average or None.
-    self.state, a dict of plain numbers, goes from one iteration to the next beside weights and
-    optimizers; it is saved with every checkpoint.
+    models: {name: Model}. optimizers: {name: optimizer} of the trained ones. config: all keys.
+    must_match: the script's keys that must be the same when a run resumes. token_ids: a hash of all
+    that the run trains on. ema: the policy's moving average or None.
+    self.state: the plain numbers that go from one iteration to the next, saved as well.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,
                  token_ids="", temperature=1.0, ema=None):
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers, self.ema = models, optimizers, ema
+        self.kept = dict(ema=ema) if ema else {}  # {file: what has more tensors to be saved}
         self.rank, size = parallel.rank_and_size()
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = gap_limit(system.dtype, temperature)
@@ -83,15 +83,18 @@ class Run:
         if parallel.from_rank(same) != same:
             raise BadInput(f"rank {self.rank} has other settings, data or another torch than rank "
                            "0; give all ranks the same")
-        folder, saved = open_folder(out_dir, config, must_match, token_ids, max_iters)  # COLLECTIVE
+        folder = saved = None
+        if parallel.role == "train":  # the others write nothing
+            folder, saved = open_folder(  # COLLECTIVE
+                out_dir, config, must_match, token_ids, max_iters)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
-        self.state = fresh | (saved or {})
+        self.state, self.folder = fresh | (saved or {}), folder
         if folder:
             with parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
-        if system.report_to:
+        if system.report_to and parallel.role == "train":
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
@@ -126,16 +129,13 @@ class Run:
             yield iteration
 
     def enter(self, phase):
-        """
-        Begin a phase of the iteration. Its seconds are counted until the next phase begins, and
-        errors name it.
-        """
+        """Begin a phase of the iteration: its seconds are counted, and errors name it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.times[self.phase] = self.times.get(self.phase, 0.0) + now - self.clock
         self.phase, self.clock = phase, now
-        parallel.phase = f"iteration {self.iteration}, {phase}"
+        errors.phase = f"iteration {self.iteration}, {phase}"
 
     def audit_is_due(self):
         return self.iteration % self.system.sync_check_interval == 0 or self.iteration == self.start
@@ -147,12 +147,12 @@ class Run:
             audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
-            self.system.keep_checkpoints, self.ema)
+            self.system.keep_checkpoints, self.kept)
 
     def leave_if_stop_asked(self):
         """
         A collective: after SIGTERM or Ctrl-C on any rank all ranks save and exit together. The run
-        that resumes begins this iteration again, and samples the same texts.
+        that resumes begins this iteration again.
         """
         if parallel.stop_agreed():  # COLLECTIVE
             self.save()  # COLLECTIVE
@@ -161,8 +161,19 @@ class Run:
             self.leave()  # COLLECTIVE
             sys.exit(0)
 
+    @contextlib.contextmanager
+    def saved_if_it_fails(self):
+        """A collective, if a Stop comes in this block on all ranks, as of a reward: first save."""
+        try:
+            yield
+        except Stop as e:
+            if parallel.role != "train":
+                raise
+            self.save()  # COLLECTIVE
+            raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
+                       "goes on from there") from e
+
     def save_as(self, folder, name):
-        """A collective: save a model, with its present weights, as out_dir/folder."""
         save_final(self.out_dir, folder, self.models[name])  # COLLECTIVE
 
     def finish(self, next_step):
@@ -177,21 +188,24 @@ class Run:
 
     def leave(self):
         """A collective: leave the group of ranks together."""
+        if "batches" in self.kept:
+            self.kept["batches"].end()  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import finish_trackers
 
             finish_trackers()
-        parallel.leave()  # COLLECTIVE
+        ranks.leave()  # COLLECTIVE
 
     # checks, and the steps of the optimizers
 
     def sampler_gap(self, batch):
         """
-        A collective: the distance of the sampler's log-probs from old_logprobs, in nats. Before the
-        first update of a run the reference's log-probs must be the policy's, too, if the two are
-        one model. In 16 bits, or with another engine, other kernels sample, and no limit fits all
-        models: then it is only logged.
+        A collective: the distance of the sampler's log-probs from old_logprobs, in nats. In 16
+        bits, or with another engine, other kernels sample, and no limit fits all models: then it is
+        only logged. Before the first update the reference's must be the policy's, too.
         """
+        if "age" in batch:  # an older policy has sampled it (options/ahead.py)
+            return None
         mask, old, dtype = batch["response_mask"], batch["old_logprobs"], self.system.dtype
         if self.iteration == 0 and "ref_logprobs" in batch and not self.system.ref_path:
             self.must_agree(gap(batch["ref_logprobs"] - old, mask, dtype), "the reference")
@@ -202,8 +216,7 @@ class Run:
     def must_agree(self, worst, what, checked=True):
         """
         A collective: the largest gap of any rank, in nats, between log-probs that are equal in
-        theory (loss.gap). Raises Stop, on all ranks, where it is above the limit (loss.gap_limit):
-        before any update the log-probs of `what` must be the policy's. checked=False: any number.
+        theory (loss.gap). Raises Stop, on all ranks, where it is above loss.gap_limit.
         """
         worst = parallel.all_reduce_max(worst).item()  # COLLECTIVE
         if not worst <= (self.gap_limit if checked else math.inf):  # also where worst is NaN
@@ -220,12 +233,10 @@ class Run:
 
     def step(self, gradients, lrs, grad_clip):
         """
-        A step of each trained model, the same on all ranks. With sharded models a collective.
-
-        gradients: {model: its buffers}, summed over the ranks. lrs: {model: learning rate}; a model
-        that is not in it makes no step. grad_clip: the largest norm of a model's gradients, 0 =
-        any. Returns {model: the norm before clipping}; {} where no step was made, because a float16
-        gradient overflowed. Raises Stop, on all ranks, if another gradient is not finite.
+        A step of each trained model in lrs, {model: learning rate}, the same on all ranks; with
+        sharded models a collective. gradients: {model: its buffers}, summed over the ranks. Returns
+        {model: the norm before clipping}; {} where no step was made, because a float16 gradient
+        overflowed. Raises Stop, on all ranks, if another gradient is not finite.
         """
         norms = {name: parallel.clip_gradients(buffers, grad_clip).item()
                  for name, buffers in gradients.items()}
@@ -260,9 +271,8 @@ class Run:
 
     def log_evaluation(self, batch, rows, reward_names, score):
         """
-        A collective: the figures of an evaluation. They are also printed, with two samples; SAMPLES
-        samples go to samples.jsonl. score: the mean of the number that the run maximises. With the
-        key keep_best, the policy is saved as out_dir/best_policy if this is the best so far.
+        A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
+        samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
         record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
         if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
@@ -277,10 +287,7 @@ class Run:
         return record
 
     def samples(self, batch, rows, count):
-        """
-        The first responses of a batch as dicts for samples.jsonl; the prompt is the data's, text or
-        messages; length is in tokens, the EOS included; scores as in docs/metrics.md.
-        """
+        """The first responses of a batch as dicts for samples.jsonl; see docs/metrics.md."""
         first = {name: t[:count] for name, t in batch.items()}
         texts = texts_of(first, rows, self.models["policy"].tokenizer)
         columns = {name: t for name, t in first.items()
@@ -302,11 +309,9 @@ class Run:
     def log(self, record, batch=None, tokens=0, every=1, rows=()):
         """
         A collective: append an iteration's record to log.jsonl, with its seconds, speed and memory,
-        and print a line every `every` iterations. Entries that are None are left out.
-
-        batch: the sampled batch. tokens: in a script that samples nothing, the tokens that it
-        trained on. The last iteration, which only evaluates, has none of them. rows: the data rows
-        that the batch answers, for rollouts.jsonl.
+        and print a line every `every` iterations. Entries that are None are left out. tokens: in a
+        script that samples nothing, those that it trained on. rows: of the data, for
+        rollouts.jsonl.
         """
         self.enter("log")
         record = {"iteration": self.iteration} | {
@@ -318,6 +323,8 @@ class Run:
             record["objective/texts"] = hashlib.blake2b(text, digest_size=8).hexdigest()
             if "reward_model" in self.models:
                 record["objective/score_shift"] = self.models["reward_model"].score_shift
+            if "age" in batch:
+                record["policy/staleness"] = int(batch["age"][0])
             tokens = int(batch["response_mask"].sum())
         if tokens:
             record["time/iteration"] = sum(self.times.values())
@@ -377,11 +384,9 @@ def peak_memory_mib(device):
 
 def audit(models, frozen, iteration):
     """
-    A collective: raise Stop, on all ranks, unless all ranks have the same finite parameters of
-    {name: Model}, and the frozen ones still have their first checksums. frozen: {(model,
-    parameter): checksum}, filled here at the first audit. Of a sharded parameter each rank has
-    another part: this part must be finite and, if it is frozen, unchanged. One all_reduce when all
-    is well.
+    A collective: raise Stop, on all ranks, unless all ranks have the same finite parameters, and
+    the frozen ones still have their first checksums: frozen, {(model, parameter): checksum}, filled
+    here. A rank's part of a sharded parameter must be finite and, if it is frozen, unchanged.
     """
     names, rows = [], []
     for model_name, model in models.items():
@@ -412,11 +417,10 @@ def audit(models, frozen, iteration):
 
 def checksum(t):
     """
-    The sum of (2 i + 1) * word i over the words of a tensor's memory: an int64 that wraps around,
-    in the same way on all devices. Integers, because only equal bits are the same weights: as
-    numbers NaN != NaN and 0.0 == -0.0. The factors differ, so that the order of the words counts.
-    They are odd, so that a change of one word always changes the sum: an odd factor has an inverse
-    modulo 2**64.
+    The sum of (2 i + 1) * word i over the words of a tensor's memory, an int64 that wraps around.
+    Integers, because only equal bits are the same weights: NaN != NaN and 0.0 == -0.0. The factors
+    differ, so that the order counts, and are odd, so that a change of one word always changes the
+    sum: an odd factor has an inverse modulo 2**64.
     """
     words = t.flatten().view({1: torch.uint8, 2: torch.int16}.get(t.element_size(), torch.int32))
     total, first = torch.zeros((), dtype=torch.int64, device=words.device), 0

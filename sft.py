@@ -11,11 +11,13 @@ resumes.
 b demonstrations in a micro-batch, T tokens in the longest, n trained tokens in all of them, d width
 of the model.
 """
-from configurator import BadInput, configure, say  # first: it must be imported before torch
+from configurator import configure  # first: it must be imported before torch
+from errors import BadInput, say
 
 import torch
 
 import parallel
+import ranks
 from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
@@ -62,8 +64,8 @@ grad_clip = 1.0  # largest gradient norm, 0 = no clipping [>= 0]
 seed = 1  # decides the weights of a scratch model and the order of the data [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
-config, system = configure(globals(), "config/keys.py", checkpoint_interval=500,
-                           sync_check_interval=100)
+config, system = configure(globals(), "config/keys.py", until="ref_path",
+                           checkpoint_interval=500, sync_check_interval=100)
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the model, the data, the optimizer; then begin, or resume
 
@@ -93,7 +95,7 @@ def from_scratch(system, device):
     return model
 
 
-device = parallel.init(system.device_type, system.timeout, system.deterministic)  # COLLECTIVE
+device = ranks.init(system)  # COLLECTIVE
 if init_from == "scratch":
     policy = from_scratch(system, device)
 else:

@@ -15,7 +15,7 @@ import glob
 import os
 import re
 
-from configurator import BadInput, first_line, shorten
+from errors import BadInput, first_line, shorten
 
 MARK = "\x01"  # a character that SentencePiece never joins with the next ones
 # tokens of many families' templates: <|im_end|>, and DeepSeek's with other bars

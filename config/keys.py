@@ -73,6 +73,9 @@ max_prompt_tokens = 0  # longest prompt, 0 = all that fits beside max_new_tokens
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = True  # decode by CUDA graphs, on an NVIDIA GPU and where layers see all tokens
+generate_tp = 1  # so many neighbouring ranks share the policy while it samples [1..1024]
+roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
+staleness = 0  # the policy that samples a batch is so many updates old; options/ahead.py [0..100]
 
 # several turns: a function that answers the policy; options/environment.py, docs/turns.md
 environment = ""  # FILE.py:env, a function of the messages so far and the row

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grading.sandbox import CPUS
 from grading.answers import final_answer, whole_responses
-from configurator import BadInput, Stop
+from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank
 from grading.same import DENIED, clash, plain, read_answer, same_answer
 

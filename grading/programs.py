@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from grading.answers import whole_responses
 from grading.sandbox import CPUS
-from configurator import BadInput, shorten
+from errors import BadInput, shorten
 from grading import sandbox
 
 

@@ -55,7 +55,7 @@ import sys
 import threading
 import time
 
-from configurator import BadInput, Stop, shorten
+from errors import BadInput, Stop, shorten
 
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count()))
 

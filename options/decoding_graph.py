@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from configurator import first_line
+from errors import first_line
 
 SPARE = 64  # columns behind the used ones, in a cache
 COLUMNS = 256  # a graph has room for so many tokens

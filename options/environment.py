@@ -29,7 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import parallel
-from configurator import BadInput, Stop, first_line, shorten
+import ranks
+from errors import BadInput, Stop, first_line, shorten
 from rollout import left_pad, response_seeds
 from options.user_code import load_function, place_of
 from tokenizer import joined
@@ -65,7 +66,7 @@ def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, n
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
         return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, answer,
-                                               lambda: parallel.stop)
+                                               lambda: ranks.stop)
 
 
 class Environment:

@@ -5,15 +5,15 @@ forms, and both may be async:
     def brevity(batch): ...                                       quartet's: see rewards.py
     def brevity(prompts, completions, answer, **columns): ...     TRL's
 
-load_reward makes a reward(batch) -> scores of it; its errors are one line.
+load_reward makes a reward(batch) -> scores of it.
 """
 import asyncio
 import functools
 import inspect
 import math
 
-from configurator import BadInput, Stop, first_line, shorten
-from options.user_code import load_function, place_of
+from errors import BadInput, Stop, shorten
+from options.user_code import load_function
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
@@ -46,25 +46,20 @@ def as_ours(function, name):
     """
     A user's function as reward(batch) -> a list of B floats; NaN where it gave None: it does not
     apply to that response. name: of the reward, for messages. The reward raises Stop where the
-    function fails, or does not return a finite number or None for each response; a BadInput or Stop
-    that the function raises stays as it is.
+    function does not return a finite number or None for each response; what the function raises
+    comes through.
     """
     parameters = trl_parameters(function)  # None: it takes the batch
 
     @functools.wraps(function)
     def reward(batch):
-        try:
-            if parameters is None:
-                returned = function(batch)
-            else:
-                returned = function(**arguments_of(parameters, batch))
-            if inspect.iscoroutine(returned):
-                returned = runner.run(returned)
-            return as_scores(name, returned, batch)
-        except (BadInput, Stop):
-            raise
-        except BaseException as e:  # Ctrl-C does not come here: rules have a thread of their own
-            raise Stop(f"reward {name!r} failed{place_of(e, __file__)}: {first_line(e)}") from e
+        if parameters is None:
+            returned = function(batch)
+        else:
+            returned = function(**arguments_of(parameters, batch))
+        if inspect.iscoroutine(returned):
+            returned = runner.run(returned)
+        return as_scores(name, returned, batch)
 
     if parameters is not None:
         reward.check_rows = functools.partial(check_fields, parameters, name)

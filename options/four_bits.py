@@ -7,7 +7,7 @@ the rounded model.
 """
 import torch.nn as nn
 
-from configurator import BadInput
+from errors import BadInput
 
 
 def package():

@@ -19,7 +19,7 @@ import re
 import torch
 
 import parallel
-from configurator import BadInput, say, shorten
+from errors import BadInput, say, shorten
 from load import autocast, load
 from model import at_least_float32, no_grad_forwards
 from tokenizer import joined

@@ -23,7 +23,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from checkpoint import read_json
-from configurator import BadInput, of_model, say, shorten
+from configurator import of_model
+from errors import BadInput, say, shorten
 from load import OnTrunk, read_model
 from model import at_least_float32, trunk_of
 

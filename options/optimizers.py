@@ -10,7 +10,7 @@ rank may have the rest of the matrix in 32 bits, and a checkpoint cannot put the
 import torch
 
 from configurator import of_model
-from configurator import BadInput
+from errors import BadInput
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
 # With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and the learning

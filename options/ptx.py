@@ -4,7 +4,7 @@ equation 2), so that the policy forgets less of its demonstrations.
 """
 import torch
 
-from configurator import BadInput
+from errors import BadInput
 from load import autocast
 from loss import add_up
 from prompts import batch_rows, deal_rows, dialogue, encode_rows, read_rows, right_pad

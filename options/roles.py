@@ -1,363 +1,173 @@
 """
-The keys roles and staleness. Without them every rank does everything, one phase after the other:
-each batch is sampled, scored and read in its own iteration of ppo.py or grpo.py. With them
+The key roles: ranks of their own sample, and score, while the others train.
 
-    roles = "train=6,generate=1,score=1"    ranks of their own sample, and score
-    staleness = 1                           the batch is sampled one update ahead
+    roles = "train=6,generate=1,score=1"      the first 6 ranks train, the next one samples, ...
 
-The trainers run the loop. They have policy and value model. A generator has a copy of the policy in
-the dtype in which it decodes; a scorer has reference and reward model. Without generators, or
-without scorers, the trainers do that work.
+    trainers     --- weights --->   generators   --- batch --->   scorers   --- scores --->  trainers
 
-A version is the number of the iteration that begins with these weights. The batch of iteration k is
-always sampled by version max(0, k - staleness), even if a newer one is there. So each rank knows
-from the iteration alone which messages it sends and receives next:
+Without scorers the generators score. The ranks of a role do their collectives among themselves
+(parallel.group), and run the script's own function `rollout`; in it a generator leaves the scoring
+out, and a scorer receives in the place of sampling (parallel.does). Held-out prompts and refills
+are the trainers' own. All ranks load all models; only the trainers step and save.
 
-    generators   for each k: take the weights that are due; sample batch k; send it
-    scorers      for each k: held-out prompts, if they are due, batch k, refills: score them; send
-    trainers     the loop, which receives in the same order, and sends new weights after each update
-
-and the texts of a run do not depend on the ranks' speed, or on the number of ranks in each role.
-With staleness 1 the generators sample the batch of iteration k + 1 while the trainers train on that
-of k. The trainers sample held-out prompts and refills, because they have the newest policy.
-
-The age of a batch is the number of updates since the policy that sampled it. If it is above 0,
-old_logprobs are from that older policy: the clipped ratio of PPO and GRPO is then policy of now /
-older policy. With importance_cap the policy that begins the update reads the batch first: the ratio
-is to this policy, and the older one gives a weight (loss.importance_weights).
-
-In the scripts: an Ahead replaces their functions `sample` and `score`; ranks of other roles stay in
-`serve`; `begin` and `share_weights` are called before the loop and after each update.
-options/messages.py sends the messages.
+The trainers lead: at the beginning of an iteration they send weights with the numbers of the
+batches that are due (options/ahead.py), later they receive these batches in the same order, and at
+the end they say so. A message goes from the first rank of a role to the first rank of the next,
+which broadcasts it to its role; it is sent in the background, through the CPU's memory. The others
+ignore signals: the trainers stop, and tell them. If one is killed, its connections close.
 """
-import contextlib
-import hashlib
+import json
 import math
+import re
+import signal
 import sys
 
 import torch
+import torch.distributed as dist
 
 import errors
-import launch
 import parallel
-from audit import as_words, audit, first_word, watched, weighted_sum
-from checkpoint import read_tensors
-from configurator import BadInput, Lost, Stop
-from models import dtypes, present, matrices_of
-from options import messages
-from parallel import all_gather, fill, gather_parts, is_shard, my_part, wire
-from prompts import micro_batch
-from rollout import read_batch
-from together import patience, together
+import ranks
+from checkpoint import trained_tensors
+from errors import BadInput, Stop
+from options.ahead import Ahead
+
+first = {}  # {role: its first rank}
+way = None  # the group in which roles send to each other
+sent = []  # messages that may be on their way: their works and tensors
 
 
-def check_ahead(system):
-    """Raise BadInput where keys do not go together."""
-    if system.roles and system.generate_tp > 1:
-        raise BadInput("generate_tp with roles: ranks with roles sample each for itself; leave "
-                        "one of the two out")
+def begin(system):
+    """A collective of all ranks: make a group of each role, and take this rank's. Raises BadInput."""
+    global way
+    text = system.roles
+    if system.generate_tp > 1:
+        raise BadInput("generate_tp with roles: each rank that generates samples for itself; leave "
+                       "one of the two out")
+    counts = {name: int(n) for name, n in re.findall(r"(train|generate|score)=(\d{1,6})", text)}
+    size = int(dist.is_initialized() and dist.get_world_size())
+    if not counts.get("train") or not counts.get("generate") or sum(counts.values()) != size:
+        raise BadInput(f"roles = {text!r}, with {max(size, 1)} rank(s): wanted how many ranks train, "
+                       "generate and, if any, score, as train=6,generate=1,score=1, of all ranks: "
+                       "torchrun --nproc_per_node=8")
+    start = 0
+    for role in [role for role in ("train", "generate", "score") if counts.get(role)]:
+        numbers = range(start, start + counts[role])
+        group = dist.new_group(list(numbers), ranks.wait)
+        first[role], start = start, numbers.stop
+        if dist.get_rank() in numbers:
+            mine, parallel.group, parallel.role = role, group, role
+    # gloo also on GPUs, where NCCL would keep the GPU waiting
+    way = dist.new_group(timeout=parallel.PATIENCE, backend="gloo")
+    if mine != "train":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "score" in first:
+        parallel.does = dict(generate=("sample",), score=("score",)).get(mine, parallel.does)
 
 
-class Ahead:
-    """
-    Batches that are sampled ahead of the update, here or by ranks of their own. A batch has a
-    label, (purpose, iteration); purpose is rollout, eval, "refill 0", "refill 1", ...
+class Apart(Ahead):
+    """Rollouts by ranks of their own."""
 
-    system: the shared keys. models: {name: model} of the run. max_iters, max_refills,
-    eval_interval: keys of the script (eval_interval 0: nothing is held out). The others are
-    functions of the script: rows_of(iteration), the data rows of its batch; sample, score,
-    minibatches, micro_batches and forward. Raises BadInput.
-    """
+    coming = ()  # iterations whose batches are on their way to the trainers
 
-    def __init__(self, system, device, models, max_iters, max_refills, eval_interval, rows_of,
-                 sample, score, minibatches, micro_batches, forward):
-        reward_model = models.get("reward_model")
-        if "score" in parallel.roles and reward_model is not None and not hasattr(
-                reward_model.hf.config, "score_shift"):
-            raise BadInput("reward_path: its config.json has no score_shift, and ranks that score "
-                            "do not look for one; write one there, or leave score out of roles")
-        self.system, self.device = system, device
-        self.models = watched.models = present(models)
-        self.max_iters, self.max_refills = max_iters, max_refills
-        self.eval_interval, self.rows_of = eval_interval, rows_of
-        self.sample_now, self.score_here = sample, score
-        self.minibatches, self.micro_batches = minibatches, micro_batches
-        self.forward = forward
-        self.keep = self.system.staleness + 1  # messages that may be on their way at once
-        if parallel.roles:
-            errors.leaving = messages.fail_and_leave  # the roles tell each other their errors
-
-    def versions(self, start, kept=()):
-        """
-        {iteration: the version that samples its batch}, in the order of sampling, of a run that
-        begins with iteration `start`. kept: iterations with batches that are there already.
-        """
-        return versions(start, self.max_iters, self.system.staleness, kept)
-
-    # ---------------------------------------------------------------------------------------------
-    # on the trainers
-
-    def begin(self, run):
-        """A collective: take the batches of the run's checkpoint; let the other roles begin."""
-        self.run = run
-        self.sampled = {}  # iteration: its batch, sampled and not yet scored
-        self.version = {}  # iteration: the version of the weights that sample its batch
-        saved = {}
-        if run.checkpoint:
-            with patience():
-                saved = together(lambda: read_tensors(run.checkpoint, "batches"))  # COLLECTIVE
-        for key, t in saved.items():
-            iteration, version, name = key.split(".")
-            batch = self.sampled.setdefault(int(iteration), {})
-            batch[name] = t.to(self.device)
-            self.version[int(iteration)] = int(version)
-        kept = list(self.sampled)
-        due = self.versions(run.start, kept)
-        self.version |= due
-        self.to_come = list(due)  # iterations, in this order
-        self.from_generators = due if "generate" in parallel.roles else {}
-        for role in [role for role in parallel.roles if role != "train"]:
-            messages.send(role, ("begin", 0), start=run.start, kept=kept)
-        run.to_save = self.to_save
-        self.share_weights(run.start)  # COLLECTIVE
-
-    def age(self, iteration):
-        """The number of updates since the policy that sampled the batch of an iteration."""
-        return iteration - self.version[iteration]
-
-    def sample(self, purpose, iteration, row_numbers, *slots):
-        """A collective, in the place of the script's `sample`: a whole batch, not yet scored."""
-        if purpose != "rollout":
-            return self.sample_now(purpose, iteration, row_numbers, *slots)  # COLLECTIVE
-        # not earlier: a stop during the scoring or a refill of a batch still has to save it
-        self.sampled.pop(iteration - 1, None)
-        self.have(iteration + (0 if self.from_generators else self.system.staleness))  # COLLECTIVE
-        return self.sampled[iteration]
+    def fetch(self, iteration, due):
+        """A collective of the trainers: send the weights, if they are due; receive the batch."""
+        if due:
+            policy = self.run.models["policy"]
+            self.run.enter("weights")
+            weights = {name: parallel.whole(p) for name, p in trained_tensors(policy).items()}
+            send("generate", weights, due=due, shift=self.run.state.get("score_shift"))
+        self.coming = [*self.coming, *due]
+        self.run.enter("rollout")
+        with self.run.saved_if_it_fails():  # COLLECTIVE
+            self.have(iteration)  # COLLECTIVE
+        self.run.leave_if_stop_asked()  # COLLECTIVE
 
     def have(self, last):
-        """A collective: have the batches up to that of iteration `last`, sampled here or sent."""
-        while self.to_come and self.to_come[0] <= last:
-            k = self.to_come.pop(0)
-            if self.from_generators:
-                self.sampled[k], _ = self.receive("generate", ("rollout", k))  # COLLECTIVE
-            else:
-                self.sampled[k] = self.sample_now("rollout", k, self.rows_of(k))  # COLLECTIVE
+        """A collective of the trainers: receive the batches up to that of iteration `last`."""
+        while self.coming and self.coming[0] <= last:
+            fields, batch = receive(list(first)[-1])  # COLLECTIVE
+            if "error" in fields:
+                self.coming = ()
+                raise Stop(fields["error"])
+            self.batches[self.coming.pop(0)] = {
+                name: t.to(self.run.device) for name, t in batch.items()}
 
-    def score(self, purpose, iteration, batch):
-        """
-        A collective, in the place of the script's `score`: a batch with its scores. Scorers with a
-        reference also add ref_logprobs (B, R).
-        """
-        if "score" not in parallel.roles:
-            return self.score_here(purpose, iteration, batch)  # COLLECTIVE
-        label = purpose, iteration
-        if purpose != "rollout" or iteration not in self.from_generators:
-            messages.send("score", label, batch, self.keep)
-        columns, _ = self.receive("score", label)  # COLLECTIVE
-        return batch | columns
+    def tensors(self):
+        """A collective of the trainers: see Ahead; waits for the batches that are on their way."""
+        self.have(self.run.iteration + self.staleness - 1)  # COLLECTIVE
+        return super().tensors()
 
-    def nothing_to_refill(self, purpose, iteration):
-        """Scorers wait for each refill: there is none this time."""
-        if "score" in parallel.roles:
-            messages.send("score", (purpose, iteration))
-
-    def receive(self, source, label):
-        """A collective: a message of another role; its tensors are on the device."""
-        tensors, fields = messages.receive(source, label)  # COLLECTIVE
-        return {name: t.to(self.device) for name, t in tensors.items()}, fields
-
-    def share_weights(self, version):
-        """
-        A collective, right after an update: the present weights are this version. The generators
-        get them, in the background, if they sample a batch with them. Copies are sent, because the
-        next step may change the weights before they are sent.
-        """
-        if version not in self.from_generators.values():
-            return
-        self.run.enter("weights")
-        policy, (_, matrices) = self.models["policy"], dtypes(self.system)
-        checksum = None
-        if self.run.audit_is_due(version):
-            checksum = checksum_of(my_weights(policy, matrices))  # COLLECTIVE
-        # `send` makes one tensor after the other: all ranks gather a sharded tensor, and only the
-        # first one keeps the whole, in the CPU's memory
-        whole = ((name, gather_parts(t, p) if is_shard(p) else t)  # COLLECTIVE
-                 for name, p, t in my_weights(policy, matrices))
-        messages.send("generate", ("weights", version), whole, self.keep, checksum=checksum)
-
-    def to_save(self):
-        """
-        A collective: {"ITERATION.VERSION.NAME": tensor} of the batches of this iteration and later
-        ones from older weights, which a resumed run would not have. It waits for batches that are
-        still being sampled.
-        """
-        tensors, now = {}, self.run.iteration
-        for k in [k for k, version in sorted(self.version.items()) if version < now <= k]:
-            self.have(k)  # COLLECTIVE
-            tensors |= {f"{k}.{self.version[k]}.{name}": t for name, t in self.sampled[k].items()}
-        return tensors
-
-    # ---------------------------------------------------------------------------------------------
-    # on the others
+    def end(self):
+        """A collective of the trainers: let the other roles leave, too."""
+        self.have(self.run.max_iters)  # COLLECTIVE
+        send("generate", {}, end=True)
 
     def serve(self):
-        """
-        The work of a rank that generates or scores, until the run is over; then the process ends.
-        On a trainer it returns at once.
-        """
-        if parallel.role in ("", "train"):
-            return
-        try:
-            _, fields = messages.receive("train", ("begin", 0))  # COLLECTIVE
-            generates = parallel.role == "generate"
-            work = self.sample_for_trainers if generates else self.score_for_trainers
-            work(fields["start"], fields["kept"])  # COLLECTIVE
-            parallel.phase = "the end"
-            messages.wait_for_the_end()  # COLLECTIVE
-        except messages.Ended:
+        """A collective of the others: sample, or score, until the trainers say that it is over."""
+        roles = [*first, "train"]
+        to, own = roles[roles.index(parallel.role) + 1], trained_tensors(self.run.models["policy"])
+        fields = {}
+        while "end" not in fields:
+            errors.phase = "waiting for work"
+            fields, tensors = receive("train" if parallel.role == "generate" else "generate")
             if parallel.role == "generate":
-                messages.tell(["score"], ended=True)
-        launch.finish()  # COLLECTIVE
+                for name, t in tensors.items():
+                    parallel.fill(own[name], t)  # COLLECTIVE where it is sharded
+            if not fields.get("due"):  # the end, or an error
+                if to != "train" or "error" in fields:
+                    send(to, {}, **fields)
+                continue
+            if fields["shift"] is not None and "reward_model" in self.run.models:
+                self.run.models["reward_model"].score_shift = fields["shift"]
+            for k in fields["due"]:
+                self.run.iteration = k
+                received.append({name: t.to(self.run.device) for name, t in tensors.items()})
+                try:
+                    batch = self.now("rollout", k, self.rows, self.rows_of(k))  # COLLECTIVE
+                    send(to, batch, due=[k], shift=fields["shift"])
+                except Stop as e:
+                    send(to, {}, error=str(e))
+        ranks.leave()  # COLLECTIVE
         sys.exit(0)
 
-    def sample_for_trainers(self, start, kept):
-        """A collective of the generators: sample each batch with the weights that are due."""
-        version, frozen = None, {}
-        for k, due in self.versions(start, kept).items():
-            if version != due:
-                parallel.phase = f"iteration {k}, waiting for weights"
-                checksum = take_weights(self.models["policy"], due)  # COLLECTIVE
-                version = due
-                # no checksums of the old weights: the audit would see a frozen model that changes
-                frozen = {key: x for key, x in frozen.items() if key[0] != "policy"}
-            parallel.phase = f"iteration {k}, rollout"
-            with told_if_it_fails():  # COLLECTIVE
-                sampled = self.sample_now(  # COLLECTIVE
-                    "rollout", k, self.rows_of(k), stop=trainers_have_left)
-                leave_with_trainers()  # COLLECTIVE
-                if checksum:  # the trainers audit their models in the iteration of this version
-                    audit(self.models, frozen, k)  # COLLECTIVE
-                    check_copy(self.models["policy"], version, checksum, k)  # COLLECTIVE
-            for to in ["train"] + ["score"] * ("score" in parallel.roles):
-                messages.send(to, ("rollout", k), sampled, self.keep)
 
-    def score_for_trainers(self, start, kept):
-        """A collective of the scorers: score each batch, and read it with the reference."""
-        frozen, interval = {}, self.system.sync_check_interval
-        for purpose, k in to_score(start, self.max_iters, self.max_refills, self.eval_interval):
-            from_generators = (purpose == "rollout" and "generate" in parallel.roles
-                               and k not in kept)
-            parallel.phase = f"iteration {k}, waiting for {purpose}"
-            sampled, _ = self.receive(  # COLLECTIVE
-                "generate" if from_generators else "train", (purpose, k))
-            if not sampled:  # no place to refill
-                continue
-            parallel.phase = f"iteration {k}, score"
-            with told_if_it_fails():  # COLLECTIVE
-                if purpose == "rollout" and (k % interval == 0 or k == start):
-                    audit(self.models, frozen, k)  # COLLECTIVE
-                batch = self.score_here(purpose, k, sampled)  # COLLECTIVE
-                reader = dict(ref_logprobs=self.models.get("ref_policy"))
-                steps = self.minibatches(k) if purpose == "rollout" else [batch["index"]]
-                read_batch(batch, reader, self.forward,  # COLLECTIVE
-                           self.micro_batches_of_trainers(batch, steps), k, self.device)
-            columns = {name: t for name, t in batch.items() if name not in sampled}
-            messages.send("train", (purpose, k), columns, self.keep)
-
-    def micro_batches_of_trainers(self, batch, steps):
-        """
-        The micro-batches of the trainers, dealt to the scorers: a scorer may get those of several
-        trainers. A scorer without a trainer reads equally many, without rows, because a sharded
-        model needs all ranks in each forward.
-        """
-        rank, size = parallel.rank_and_size()
-        trainers = len(parallel.roles["train"])
-        for rows in steps:
-            for number in range(rank, math.ceil(trainers / size) * size, size):
-                part = min(number, trainers - 1), trainers
-                for mb in self.micro_batches(batch, rows, part):
-                    yield mb if number < trainers else micro_batch(batch, rows[:0])
+received = []  # the last one is the batch that a scorer scores
 
 
-def versions(start, max_iters, staleness, kept=()):
-    """See Ahead.versions."""
-    return {k: max(start, k - staleness) for k in range(start, max_iters) if k not in kept}
+def send(to, tensors, **fields):
+    """Send {name: tensor} and the fields to another role: its first rank gets this first rank's."""
+    if parallel.rank_and_size()[0] > 0:
+        return
+    while len(sent) > 100:  # staleness bounds what is on its way; drop what has arrived
+        for work, _ in sent.pop(0):
+            work.wait()
+    # copies: the next step may change the weights before they are sent
+    bodies = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    what = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")]
+            for name, t in bodies.items()}
+    text = torch.tensor(list(json.dumps(fields | dict(tensors=what)).encode()), dtype=torch.uint8)
+    parts = [torch.tensor([len(text)]), text, *(t.flatten().view(torch.uint8)
+                                                for t in bodies.values() if t.numel())]
+    sent.append([(dist.isend(t, first[to], way), t) for t in parts])
 
 
-def to_score(start, max_iters, max_refills, eval_interval):
-    """The labels of the scored batches, in order. eval_interval: 0 = nothing is held out."""
-    for k in range(start, max_iters + 1):
-        if eval_interval and (k % eval_interval == 0 or k == max_iters):
-            yield "eval", k
-        if k < max_iters:
-            yield "rollout", k
-            yield from ((f"refill {attempt}", k) for attempt in range(max_refills))
+def receive(source):
+    """A collective of this role: ({field: value}, {name: tensor}) of another one's next message."""
+    def take(size, dtype=torch.uint8):
+        t = torch.zeros(size, dtype=dtype)
+        if size and parallel.rank_and_size()[0] == 0:
+            dist.recv(t, first[source], way)
+        return t
 
-
-def my_weights(policy, matrices=None):
-    """
-    (name, parameter, this rank's part of it) of a policy. matrices: the dtype of the matrices in
-    frozen copies of it, see models.settle; None: the same as here.
-    """
-    rounded = {id(p) for p in matrices_of(policy)} if matrices else ()
-    for name, p in policy.named_parameters():
-        t = my_part(p.detach())
-        yield name, p, t.to(matrices) if id(p) in rounded else t
-
-
-def checksum_of(parts):
-    """
-    A collective: a hash of a model's weights, as text. It changes with each bit, and does not
-    depend on the number of ranks that have parts. parts: (name, parameter, this rank's part of it,
-    in any dtype), see my_weights.
-    """
-    found = [(is_shard(p), weighted_sum(as_words(t), first_word(p)).to(wire()))
-             for _, p, t in parts]
-    mine = torch.stack([total for _, total in found])
-    of_all = torch.stack(all_gather(mine)).sum(0)  # COLLECTIVE; int64, which wraps around
-    sums = [int((of_all if split else mine)[i]) for i, (split, _) in enumerate(found)]
-    return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
-
-
-def take_weights(policy, version):
-    """A collective of the generators: the policy becomes this version. Returns its checksum."""
-    own = dict(policy.named_parameters())
-    _, fields = messages.receive(  # COLLECTIVE; of a sharded copy only this rank's part stays
-        "train", ("weights", version), lambda name, t: fill(own[name], t))
-    return fields["checksum"]
-
-
-def check_copy(policy, version, checksum, iteration):
-    """A collective of the generators: raise Stop if a copy differs from the trainers' weights."""
-    same = checksum_of(my_weights(policy)) == checksum  # COLLECTIVE
-
-    def refuse():
-        if not same:
-            raise Stop(f"iteration {iteration}: the ranks have drifted apart: a generator's policy "
-                       f"of version {version} is not the trainers'")
-
-    together(refuse)  # COLLECTIVE
-
-
-def trainers_have_left():
-    """Whether the trainers have left: nobody waits for this rank's work."""
-    return messages.trainers_left
-
-
-def leave_with_trainers():
-    """A collective of a role: raise Ended where the trainers have left."""
-    left = torch.tensor(float(trainers_have_left()), device=parallel.wire())
-    if parallel.all_reduce_max(left):  # COLLECTIVE
-        raise messages.Ended
-
-
-@contextlib.contextmanager
-def told_if_it_fails():
-    """A collective, if this block fails: the trainers get the error, save, and all ranks leave."""
-    try:
-        yield
-    except Lost:
-        raise
-    except Stop as e:
-        messages.fail(e)
-        messages.wait_for_the_end()  # COLLECTIVE
+    text = take(int(take(1, torch.int64)))
+    fields = parallel.from_rank(  # COLLECTIVE
+        json.loads(bytes(text.tolist())) if len(text) else None)
+    tensors = {}
+    for name, (shape, dtype) in fields.pop("tensors").items():
+        dtype = getattr(torch, dtype)
+        body = take(math.prod(shape) * dtype.itemsize).to(parallel.wire())
+        dist.broadcast(body, group_src=0, group=parallel.group)  # COLLECTIVE
+        tensors[name] = body.view(dtype).view(shape)
+    return fields, tensors

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from configurator import BadInput, of_model
+from configurator import of_model
+from errors import BadInput
 from load import auto_class, dtypes, matrices_of, read_model, settle
 from model import Model
 from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire

@@ -17,7 +17,7 @@ import math
 import os
 import re
 
-from configurator import BadInput, first_line
+from errors import BadInput, first_line
 from prompts import Rows, permutation, rename
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"

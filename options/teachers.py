@@ -5,7 +5,7 @@ Several teachers count as one: the mean of their scores, each one's less their m
 """
 import torch
 
-from configurator import BadInput, say
+from errors import BadInput, say
 from load import load_reward_model
 from prompts import read_rows
 

@@ -14,19 +14,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from configurator import BadInput, first_line
-from model import Model, freeze
-from load import auto_class
-from models import matrices_of
-from parallel import fill, gather_parts, is_shard, my_part
-
-
-def check_split(n):
-    """Raise BadInput where the ranks cannot sample in groups of n."""
-    size = parallel.rank_and_size()[1]
-    if size % n:
-        raise BadInput(f"generate_tp = {n} does not divide the {size} rank(s) of this run; type "
-                        f"--generate_tp=1, or start a multiple of {n}")
+from errors import BadInput, first_line
+from load import auto_class, matrices_of
+from model import Model
+from parallel import fill, is_shard
 
 
 def split_copy(policy, dtype, device, n):
@@ -89,7 +80,7 @@ def make_split(policy, dtype, device, n):
             module._buffers[name] = torch.empty_like(t, device=device)
     for mine, theirs in zip(hf.buffers(), policy.hf.buffers(), strict=True):
         mine.copy_(theirs)
-    return freeze(Model(hf, path=policy.path))
+    return Model(hf, path=policy.path, tokenizer=policy.tokenizer).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -97,6 +88,5 @@ def copy_weights_into(split, policy):
     """A collective: give the split copy the policy's weights, a tensor at a time."""
     for name, part in split.hf.named_parameters():
         p = policy.hf.get_parameter(name)
-        W = gather_parts(my_part(p.detach()), p) if is_shard(p) else p.detach()  # COLLECTIVE
-        W = policy.merged(name, W)
-        fill(part, W.to(part.dtype))
+        W = p.full_tensor() if is_shard(p) else p.detach()  # COLLECTIVE
+        fill(part, policy.merged(name, W).to(part.dtype))

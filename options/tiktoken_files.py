@@ -17,7 +17,7 @@ import re
 import tempfile
 
 from checkpoint import read_json
-from configurator import BadInput, first_line
+from errors import BadInput, first_line
 
 
 def encode_as(encoding, markers=(), **special):

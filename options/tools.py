@@ -40,7 +40,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from configurator import BadInput, first_line, shorten
+from errors import BadInput, first_line, shorten
 from options.user_code import load_function
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

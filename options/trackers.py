@@ -8,7 +8,7 @@ import importlib
 import math
 import os
 
-from configurator import BadInput, first_line, say
+from errors import BadInput, first_line, say
 from parallel import alone
 
 TRACKERS = "tensorboard", "wandb", "trackio"

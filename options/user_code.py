@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 
-from configurator import BadInput, first_line
+from errors import BadInput, first_line
 
 
 def load_function(named, folder, where):

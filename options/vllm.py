@@ -3,7 +3,7 @@ vLLM as the sampler, the key sampler = "vllm": for models and responses so long 
 most of the time. An optional package; it has kernels, a scheduler and a noise of its own.
 
     rank                                          vLLM, a process of its own
-    VLLM(policy, ...)               starts    serve: loads the architecture, without weights
+    responder: VLLM(policy, ...)    starts    serve: loads the architecture, without weights
     take_weights(policy)            ----->    holds them; answers with the sum of their bits
     respond(prompts, ...)           ----->    samples; answers with ids and log-probs
 
@@ -26,13 +26,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-import before_torch
 import parallel
-from configurator import BadInput, Lost, first_line
-from folders import model_folders
-from model import in_full
-from parallel import gather_parts, is_shard, my_part, wire
-from together import patience
+import ranks
+from errors import BadInput, Lost, first_line
+from rollout import left_pad
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes
@@ -60,63 +57,58 @@ def whole_weights(policy, vocab_size):
     hf = policy.hf
     by_id = [*hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()]
     for name, p in hf.named_parameters(remove_duplicate=False):
-        W = gather_parts(my_part(p.detach()), p) if is_shard(p) else in_full(p)  # COLLECTIVE
-        W = policy.merged(name, W)
+        W = policy.merged(name, parallel.whole(p))  # COLLECTIVE
         yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 
 
-def check_vllm(system, importance_cap):
-    """Raise BadInput where keys do not go together."""
-    if system.dtype not in DTYPES:
-        raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r}: vLLM has no kernels for "
-                        "it; type --dtype=float32 or --dtype=bfloat16")
-    if system.generate_tp > 1:
-        raise BadInput("sampler = 'vllm' with generate_tp: each rank has a vLLM of its own, with "
-                        "the whole policy; leave one of the two out")
-    if system.staleness > 0 and importance_cap == 0:
-        raise BadInput("sampler = 'vllm' with staleness: the ratio would be to vLLM's log-probs, "
-                        "which are rounded differently; type --importance_cap=2: then it is to the "
-                        "policy's own log-probs of the texts")
-
-
-def begin_vllm(policy, tokenizer, system, device):
+def responder(policy, system, device, temperature, seeds):
     """
-    A collective of all ranks: the VLLM of this one; None where it samples with the policy itself,
-    as trainers do whose rollouts come from ranks that generate. system: the keys. Raises BadInput.
+    A collective: the function that samples in the place of rollout.generate, with the policy's
+    present weights. seeds: of the responses; of a later turn they are made of its uniforms. The
+    first call starts vLLM, which stays with the policy. Raises BadInput.
     """
-    samples = parallel.role != "score"
-    if "generate" in parallel.roles:
-        samples = parallel.role == "generate"
-    vllm = VLLM(policy, tokenizer, system, device) if samples else None
-    with parallel.everyone(), patience():  # wait for the slowest here, and not for `timeout` later
-        parallel.all_reduce_max(torch.zeros((), device=wire()))  # COLLECTIVE
-    return vllm
+    if system.dtype not in DTYPES or system.generate_tp > 1:
+        raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r} and generate_tp = "
+                       f"{system.generate_tp}: vLLM samples in float32, bfloat16 or float16, on "
+                       "each rank with the whole policy; leave one of the keys out")
+    refused = f"sampler = 'vllm', {policy.path}: {{}}; type --sampler=own"
+    vllm = policy.__dict__.get("vllm")  # not an attribute that nn.Module would register
+    if vllm is None:
+        with parallel.in_step():  # COLLECTIVE: wait here for the slowest
+            try:
+                vllm = policy.__dict__["vllm"] = VLLM(policy, system, device)
+            except Lost as e:
+                raise BadInput(refused.format(e)) from e
+        try:
+            # some models have other names in vLLM, or no kernels here: say so now
+            vllm.take_weights(policy)  # COLLECTIVE
+            vllm.ask("sample", dict(
+                prompts=[[0]], seeds=[0], max_tokens=[1], temperature=1.0, eos_ids=[]))
+        except Lost as e:
+            raise BadInput(refused.format(e)) from e
+    vllm.take_weights(policy)  # COLLECTIVE
+
+    def respond(decoder, contexts, uniforms, width=None, rooms=None):
+        own = seeds if rooms is None else (uniforms[:, 0] * 2**32).long().tolist()
+        return vllm.respond(contexts, uniforms.shape[1], temperature, own, width, rooms)
+
+    return respond
 
 
 class VLLM:
     """The vLLM of this rank, which holds a copy of the policy. Raises BadInput."""
 
-    def __init__(self, policy, tokenizer, system, device):
+    def __init__(self, policy, system, device):
         self.dtype, self.timeout, self.device = DTYPES[system.dtype], system.timeout, device
-        self.vocab_size, gpu = tokenizer.vocab_size, device.type == "cuda"
-        *_, folder = model_folders(policy.path)  # of the trunk, where that is an adapter's
+        self.tokenizer, gpu = policy.tokenizer, device.type == "cuda"
         # room for twice as many, for in 4 bits two count as one; memory that is not used is free
         room = 2 * sum(p.numel() for _, p in policy.hf.named_parameters(remove_duplicate=False))
         self.start(room * self.dtype.itemsize)
-        shares = parallel.role != "generate"  # the GPU, with models that train
-        try:
-            self.ask("load", dict(
-                folder=folder, dtype=system.dtype, gpu=gpu, sleeps=gpu and shares,
-                stop=list(tokenizer.stop_strings), vocab_size=self.vocab_size,
-                cache=int(system.vllm_cache * 2**30), at_once=system.rollout_batch_size or 256),
-                seconds=START)
-            # some models have other names in vLLM, or no kernels here: say so now
-            self.take_weights(policy)  # COLLECTIVE
-            self.ask("sample", dict(
-                prompts=[[0]], seeds=[0], max_tokens=[1], temperature=1.0, eos_ids=[]))
-        except Lost as e:
-            raise BadInput(f"sampler = 'vllm', {policy.path}: {e}; type --sampler=own, which "
-                           "samples with transformers' model") from e
+        self.ask("load", dict(
+            folder=policy.path, dtype=system.dtype, gpu=gpu, sleeps=gpu,
+            stop=list(self.tokenizer.stop_strings), vocab_size=self.tokenizer.vocab_size,
+            cache=int(system.vllm_cache * 2**30), at_once=system.rollout_batch_size or 256),
+            seconds=START)
 
     def start(self, size):
         """Start the process. size: bytes of the memory for the weights."""
@@ -129,9 +121,7 @@ class VLLM:
         ours, theirs = socket.socketpair()
         memory = os.memfd_create("weights")
         os.ftruncate(memory, size)
-        # this thread may be pinned to one CPU, and a process begins where its parent is
-        code = (f"import os, sys; os.sched_setaffinity(0, {sorted(before_torch.CPUS)}); "
-                f"sys.path.insert(0, {ROOT!r}); from options.vllm import serve; "
+        code = (f"import sys; sys.path.insert(0, {ROOT!r}); from options.vllm import serve; "
                 f"serve({theirs.fileno()}, {memory}, {os.getpid()})")
         quiet = None if "VLLM_LOGGING_LEVEL" in os.environ else subprocess.DEVNULL
         python = os.environ.get("VLLM_PYTHON", sys.executable)
@@ -172,7 +162,7 @@ class VLLM:
     def take_weights(self, policy):
         """vLLM gets the weights of now. A collective where they are sharded. Raises Lost."""
         tensors, end, sent = [], 0, 0
-        for name, t in whole_weights(policy, self.vocab_size):  # COLLECTIVE
+        for name, t in whole_weights(policy, self.tokenizer.vocab_size):  # COLLECTIVE
             t = t.detach().to(self.dtype)
             tensors.append((name, t.shape, end))
             self.memory[end:end + t.numel()].view(t.shape).copy_(t)
@@ -181,30 +171,12 @@ class VLLM:
             raise Lost("vLLM has not taken all weights that were sent to it: it has other names "
                        "for this model's tensors")
 
-    def turns(self, tokenizer, noise, names, length, temperature, stop=None):
-        """What rollout.turns returns, but sampled by vLLM, with its noise: other in each turn."""
-        from rollout import response_seeds
-
-        def turn(contexts, which, number, used, width=None):
-            seed, purpose, iteration = noise
-            purpose = f"{purpose} turn {number}" if number else purpose
-            seeds = response_seeds(seed, purpose, iteration,
-                                   *([named[i] for i in which] for named in names))
-            rooms = [length - n for n in used]
-            return self.respond(contexts, max(rooms, default=length), temperature,
-                                tokenizer.eos_ids, tokenizer.pad_id, seeds, width, stop,
-                                tokenizer.has_stop, rooms)
-
-        return turn
-
-    def respond(self, prompts, max_new_tokens, temperature, eos_ids, pad_id, seeds, prompt_width,
-                stop=None, has_stop=None, rooms=None):
+    def respond(self, prompts, max_new_tokens, temperature, seeds, prompt_width, rooms=None):
         """
         What rollout.generate returns, see there, B rows. seeds: a number for each response, which
         decides its noise.
         """
-        from rollout import left_pad
-
+        pad_id, eos_ids = self.tokenizer.pad_id, self.tokenizer.eos_ids
         B, R = len(prompts), max_new_tokens
         tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P) each
         responses = torch.full((B, R), pad_id)
@@ -212,13 +184,14 @@ class VLLM:
         lengths, finished = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
         sampled = self.ask("sample", dict(
             prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=rooms or [R] * B,
-            temperature=temperature, eos_ids=sorted(eos_ids)), stop)
+            temperature=temperature, eos_ids=sorted(eos_ids)), lambda: ranks.stop)
         for row, (ids, of_ids, ended) in enumerate(sampled or ()):
             if len(ids) < (rooms[row] if rooms else R) and not ended:
                 raise Lost(f"vLLM's cache has no room for a prompt of {len(prompts[row])} tokens "
                            f"and max_new_tokens = {R}; raise vllm_cache")
-            if has_stop:  # vLLM looks for stop strings in another text than we do: ours count
-                first = next((n for n in range(1, len(ids) + 1) if has_stop(ids[:n])), None)
+            if self.tokenizer.stop_strings:  # vLLM looks in another text than we do: ours count
+                first = next((n for n in range(1, len(ids) + 1)
+                              if self.tokenizer.has_stop(ids[:n])), None)
                 ended, ids = ended or first is not None, ids[:first]
             n = len(ids)
             responses[row, :n], logprobs[row, :n] = torch.tensor(ids), torch.tensor(of_ids[:n])

@@ -20,7 +20,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # Python looks for modules in this file's folder; ours are in the repository's, two folders above.
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import BadInput, configure  # noqa: E402
+from configurator import configure  # noqa: E402
+from errors import BadInput  # noqa: E402
 
 import torch  # noqa: E402
 

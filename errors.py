@@ -1,0 +1,105 @@
+"""
+The errors that a user sees: one line on stderr, and an exit code. configure sets the hook. This
+file is imported before torch.
+"""
+import errno
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+
+PARENT = os.getppid()  # as this process begins: see ranks.init
+phase = "start"  # what the run does, such as "iteration 7, update"; Run.enter sets it
+
+
+class BadInput(ValueError):
+    """The user's input is wrong. In one line: what is wrong, where, what to type instead."""
+
+    exit_code = 2
+
+
+class Stop(RuntimeError):
+    """The run has noticed that it must not go on. Mostly raised on all ranks together."""
+
+    exit_code = 1
+
+
+class Lost(Stop):
+    """Another rank has ended or does not answer. Each rank that is left says so."""
+
+
+def report_error(kind, error, trace):
+    """
+    sys.excepthook of all programs. BadInput is one line and exit code 2. Stop, a lost rank, a full
+    disk and too little memory are one line and exit code 1, and Ctrl-C is one line and 130. Any
+    other exception is a bug, and is shown with its traceback.
+    """
+    error = lost(error) or error
+    rank, message = int(os.environ.get("RANK", 0)), str(error)
+    code = getattr(error, "exit_code", None)
+    if issubclass(kind, KeyboardInterrupt):
+        code, message = 130, "interrupted"
+    elif issubclass(kind, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        code, message = 1, (f"{error.filename or 'the output'} cannot be written: "
+                            f"{error.strerror}; make room and run the same again")
+    elif kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in message:
+        code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
+                            "rollout_batch_size, or the model's size")
+    elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
+        code, message = 2, (f"a key of this run needs a file that is not in this folder "
+                            f"({message}); copy it from quartet, or do without that key")
+    # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
+    if code is None:
+        traceback.print_exception(error, file=sys.__stderr__)
+    elif rank and not isinstance(error, Lost):
+        # mostly all ranks have the same error: rank 0 says it, and torchrun ends the others while
+        # they wait here. An error of this rank alone is said by it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(1)
+    if code is not None:
+        where = f" (rank {rank})" if rank else ""
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
+              file=sys.__stderr__, flush=True)
+    sys.stdout.flush()
+    # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
+    os._exit(1 if code is None else code)
+
+
+def lost(error):
+    """The Lost for an exception of torch's that comes from a lost rank; None for any other."""
+    if not isinstance(error, RuntimeError) or isinstance(error, Stop):
+        return None
+    import torch.distributed as dist  # slow; such an exception comes long after
+
+    words = "gloo|nccl|connection (closed|reset)|timed out|broken pipe"
+    if not isinstance(error, dist.DistError) and not (
+            dist.is_initialized() and re.search(words, str(error), re.IGNORECASE)):
+        return None
+    reason = str(error).strip().split("\n")[0].rpartition("] ")[2].partition(". ")[0]
+    return Lost(f"{phase}: lost touch with another rank: it was killed, or hangs ({reason}). The "
+                "last checkpoint is good; resume with the same command")
+
+
+def say(message):
+    """Print a message on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)
+
+
+def first_line(error):
+    """An exception's class and the first line of its message."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def place_of(trace):
+    """" at FILE, line N": the innermost place of a traceback that is not in installed code."""
+    own = [at for at in trace if not re.search(r"/lib/python|<frozen", at.filename)]
+    return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
+
+
+def shorten(value, width=60):
+    """repr, cut to width, for error lines."""
+    text = repr(value)
+    return text if len(text) <= width else text[:width] + "..."

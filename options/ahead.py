@@ -1,0 +1,88 @@
+"""
+The key staleness: batches are sampled ahead of the update. With staleness = 1 the batch of
+iteration k + 1 is sampled at the beginning of iteration k, so the policy that trains on it has made
+one update since. By itself this only makes a run off-policy; with the key roles (options/roles.py)
+other ranks sample meanwhile.
+
+A version is the number of the iteration that begins with these weights. The batch of iteration k is
+always sampled by version max(k - staleness, 0), so the texts depend on nothing but the keys. Those
+that are there when a checkpoint is saved are saved with it: the run that resumes could not sample
+them again.
+
+Where the version is older than the iteration, old_logprobs are the sampler's own log-probs: the
+ratio of PPO and GRPO is then the policy of now / the policy that sampled. With importance_cap the
+policy that begins the update reads the batch: the ratio is to this policy, and the older one gives
+a weight (loss.importance_weights).
+"""
+import torch
+
+import parallel
+from checkpoint import read_tensors
+from errors import BadInput
+
+
+class Ahead:
+    """
+    A script's rollouts, sampled ahead. rollout: the script's function. rows: of the data; rows_of:
+    a function, iteration -> the numbers of its rows. Raises BadInput.
+    """
+
+    def __init__(self, rollout, run, system, rows, rows_of, importance_cap):
+        if system.sampler == "vllm" and system.staleness and not importance_cap:
+            raise BadInput("sampler = 'vllm' with staleness: the ratio would be to vLLM's "
+                           "log-probs, which are rounded differently; type --importance_cap=2")
+        self.now, self.run, self.staleness = rollout, run, system.staleness
+        self.rows, self.rows_of, self.importance_cap = rows, rows_of, importance_cap
+        self.batches, self.version = {}, {}  # of iterations: the batch, and what has sampled it
+        for key, t in read_tensors(run.folder, "batches") if run.folder else ():
+            iteration, version, name = key.split(".")
+            self.version[int(iteration)] = int(version)
+            self.batches.setdefault(int(iteration), {})[name] = t.to(run.device)
+        run.kept["batches"] = self
+
+    def rollout(self, purpose, iteration, rows, row_numbers, **more):
+        """A collective, in the place of the script's rollout."""
+        if purpose == "rollout":
+            self.batches.pop(iteration - 1, None)
+            last = min(iteration + self.staleness, self.run.max_iters - 1)
+            due = [k for k in range(iteration, last + 1) if k not in self.version]
+            self.version |= dict.fromkeys(due, iteration)
+            self.fetch(iteration, due)  # COLLECTIVE
+            batch = dict(self.batches[iteration])
+        else:  # held-out prompts, and refills: by the newest policy
+            batch = self.now(purpose, iteration, rows, row_numbers, **more)  # COLLECTIVE
+        age = iteration - self.version.get(iteration, iteration)
+        if age > 0 and purpose != "eval":
+            batch["age"] = torch.full_like(batch["index"], age)  # (B,)
+            if not self.importance_cap:
+                batch["old_logprobs"] = batch["sampler_logprobs"]
+        return batch
+
+    def fetch(self, iteration, due):
+        """A collective: have the batches of the iterations `due`, by the weights of now."""
+        for k in due:
+            self.batches[k] = self.now("rollout", k, self.rows, self.rows_of(k))  # COLLECTIVE
+
+    def tensors(self):
+        """{"ITERATION.VERSION.NAME": tensor} of the batches that older weights have sampled."""
+        now = self.run.iteration
+        return {f"{k}.{self.version[k]}.{name}": t for k, batch in sorted(self.batches.items())
+                if self.version[k] < now <= k for name, t in batch.items()}
+
+    def end(self):
+        """A collective: the run is over."""
+
+
+def ahead_of(rollout, run, system, rows, rows_of, importance_cap):
+    """
+    A collective: the function that takes the place of a script's rollout. A rank that only
+    generates or scores stays here until the run is over.
+    """
+    kind = Ahead
+    if system.roles:
+        from options.roles import Apart as kind  # noqa: N813
+
+    ahead = kind(rollout, run, system, rows, rows_of, importance_cap)
+    if parallel.role != "train":
+        ahead.serve()  # COLLECTIVE
+    return ahead.rollout

@@ -1,0 +1,112 @@
+"""
+The start and the end of a rank: it meets the others, chooses its device and its kernels, hears
+requests to stop, and leaves. What the ranks do in between is in parallel.py.
+"""
+import atexit
+import ctypes
+import datetime
+import os
+import signal
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+
+import errors
+from errors import BadInput, Lost
+
+stop = False  # whether this process has been asked to stop: SIGTERM, Ctrl-C
+wait = None  # how long a collective waits for a lost rank, the key timeout
+
+
+def init(system):
+    """
+    A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs. From
+    here on SIGTERM and SIGINT are requests, see on_signal. Returns this rank's torch.device.
+    """
+    global wait
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # if only torchrun is killed, this process must end, too; else it would go on alone
+        PR_SET_PDEATHSIG = 1  # of prctl: the signal that this process gets when its parent dies
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != errors.PARENT:  # it died before that call, while torch was imported
+            raise Lost("torchrun has ended before this rank began; type the same command again")
+    choose_kernels(system.deterministic)
+    device = choose_device(system.device_type)
+    wait = datetime.timedelta(seconds=system.timeout)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
+        late = Lost(f"the ranks cannot meet: no answer in timeout = {system.timeout} s. Are all of "
+                    "them started, and do the machines reach each other?")
+        alarm = threading.Timer(system.timeout, errors.report_error, (Lost, late, None))
+        alarm.daemon = True  # a thread, because this one waits in C++
+        alarm.start()
+        where = dict(backend="gloo")
+        if device.type == "cuda":
+            where = dict(backend="nccl", device_id=device)
+        dist.init_process_group(timeout=wait, **where)
+        dist.barrier()  # nccl makes its connections only now
+        alarm.cancel()
+    if system.roles:  # some of the ranks only generate, or score
+        from options.roles import begin
+
+        begin(system)  # COLLECTIVE
+    return device
+
+
+def choose_device(device):
+    """auto | cpu | cuda -> a torch.device; a GPU becomes this process's."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("device_type = 'cuda', but torch sees no GPU here; type --device_type=cpu")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs, and no GPU for rank "
+                       f"{local_rank}; lower --nproc_per_node")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def choose_kernels(deterministic):
+    """All settings of the kernels that a GPU may use. Only the key `deterministic` changes them."""
+    # float32 means float32. TF32 has 10 bits behind the point: the log-probs of sampler and
+    # training would differ by more than loss.gap_limit. Some containers turn it on by a variable.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    # products of 16 bits are summed in 32 bits: their last bits then depend less on the shapes
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # cuDNN may use another kernel of attention for a forward with gradients than for one without:
+    # the ratio of the first step would not be 1
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.benchmark = False
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        # not warn_only: with it the backward of flash attention still sums in any order
+        torch.use_deterministic_algorithms(True)
+        # torch would also fill each new tensor with NaN, which takes time
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def on_signal(number, frame):
+    """SIGTERM or SIGINT: the run stops where it can (stop_agreed); a second one ends it at once."""
+    global stop
+    if stop:
+        os._exit(128 + number)
+    stop = True
+    if os.environ.get("RANK", "0") == "0":
+        line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
+                f"{errors.phase}); send it again to stop at once\n")
+        os.write(2, line.encode())  # print is not safe in a signal handler
+
+
+def leave():
+    """A collective: leave the group together. The run is over: no later error may fail it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        # without _exit, about 1 exit in 50 aborts in one of torch's threads
+        atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
