@@ -45,6 +45,7 @@ LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 MUST_MATCH = "lora", "share_base", "optim", "ref_path"
 lock_file = None  # it is open, and so locked, as long as this process lives
 
+
 def open_folder(out_dir, config, must_match, token_ids, max_iters):
     """
     A collective: create out_dir and lock it, or check that it has the same run: the keys must_match
@@ -56,8 +57,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters):
         max_iters))
     with parallel.in_step():  # COLLECTIVE
         if not os.path.isfile(os.path.join(out_dir, "config.json")):
-            raise BadInput(f"this rank does not see out_dir {out_dir!r}; give an --out_dir on a "
-                           "disk that all hosts share")
+            raise BadInput(f"this rank does not see out_dir {out_dir!r}: no disk that all share")
     return found
 
 
@@ -66,8 +66,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
     file = os.path.join(out_dir, "config.json")
     before = read_json(file) if os.path.isfile(file) else {}
     if before and "out_dir" not in before:
-        raise BadInput(f"{file} is not of a run, and would be overwritten; choose another "
-                       "--out_dir")
+        raise BadInput(f"{file} is not of a run; choose another --out_dir")
     os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)
     for old in glob.glob(os.path.join(glob.escape(out_dir), ".old-*")):
@@ -83,8 +82,8 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
                                f"{config.get(key)!r}; choose another --out_dir, or delete the "
                                "old run")
         if folder and state["iteration"] > max_iters:
-            raise BadInput(f"max_iters = {max_iters}, but {folder} has {state['iteration']} "
-                           "iterations done; type a larger --max_iters, or another --out_dir")
+            raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
+                           "--max_iters, or another --out_dir")
     for name in os.listdir(out_dir):
         if name.startswith((".tmp-", ".old-", ".gone-")):  # of a save that was killed
             shutil.rmtree(os.path.join(out_dir, name))
@@ -104,8 +103,7 @@ def lock(out_dir):
             if attempt == 0:
                 say(f"{out_dir} is in use by another process; waiting up to {LOCK_WAIT} s")
             time.sleep(0.1)
-    raise BadInput(f"out_dir {out_dir!r} is in use by another process; wait for it to end, or "
-                   "choose another --out_dir")
+    raise BadInput(f"{out_dir} is in use by another process; wait, or choose another --out_dir")
 
 
 def append(out_dir, name, records):
@@ -137,15 +135,11 @@ def cut_logs(out_dir, iteration):
         os.replace(file + ".tmp", file)
 
 
-# --------------------------------------------------------------------------------------------------
-# saving
-
-
 def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()):
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones. models, optimizers:
-    {name: Model}, {name: optimizer} of the trained models. state: the numbers of the loop. keep: how many checkpoints stay. more: {file: an object whose
-    tensors() are saved, too}.
+    {name: Model}, {name: optimizer} of the trained models. state: the numbers of the loop. keep:
+    how many checkpoints stay. more: {file: an object whose tensors() are saved, too}.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -154,7 +148,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
         for name, model in models.items():
             os.makedirs(os.path.join(folder, name), exist_ok=True)
             if model.base is None:  # an adapter, or a head, is no model for transformers
-                alone(partial(save_config, model, os.path.join(folder, name)))
+                alone(partial(model.save_settings, os.path.join(folder, name)))
             write_tensors(os.path.join(folder, name), "model", trained_tensors(model))
             write_tensors(folder, f"{name}_optimizer", optimizer_tensors(model, optimizers[name]))
         for name in more:
@@ -185,9 +179,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
 
 def save_final(out_dir, name, model):
     """
-    A collective: write a finished model to out_dir/name, complete or not at all, in the dtype of the
-    model that the run began with. A LoRA adapter is merged into it, and also saved by itself, in
-    out_dir/name_adapter.
+    A collective: write a finished model to out_dir/name, complete or not at all, in the dtype of
+    the model that the run began with. A LoRA adapter is merged into it, and also saved by itself,
+    in out_dir/name_adapter.
     """
     narrow = model.hf.dtype == torch.float32 and model.file_dtype in (torch.bfloat16, torch.float16)
     dtype = model.file_dtype if narrow else model.hf.dtype
@@ -202,7 +196,7 @@ def save_final(out_dir, name, model):
                 tensors[n] = t.to(dtype if t.is_floating_point() else t.dtype).contiguous()
 
         def save():
-            save_config(model, folder)
+            model.save_settings(folder)
             # transformers would only write on rank 0 of all ranks; with roles the first of a role
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
@@ -215,21 +209,6 @@ def save_final(out_dir, name, model):
     if hasattr(model, "save_adapter"):
         put_in_place(lambda folder: alone(lambda: model.save_adapter(folder)),
                      os.path.join(out_dir, f"{name}_adapter"))
-
-
-def save_config(model, folder):
-    """Write config.json and the tokenizer's files of a model, with its ends and its shift."""
-    hf, tokenizer = model.hf, model.tokenizer
-    if model.head == "scalar":
-        hf.config.score_shift = model.score_shift
-        if tokenizer.skipped_id is not None:  # of a reward model in training
-            hf.config.pad_token_id = tokenizer.skipped_id
-    elif hf.generation_config is not None:
-        hf.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
-        hf.generation_config.pad_token_id = tokenizer.pad_id
-        hf.generation_config.save_pretrained(folder)
-    hf.config.save_pretrained(folder)
-    tokenizer.hf.save_pretrained(folder)
 
 
 def trained_tensors(model):
@@ -267,10 +246,6 @@ def write_tensors(folder, stem, tensors):
         alone(partial(save_file, mine, file, metadata={"format": "pt"}))  # COLLECTIVE
 
 
-# --------------------------------------------------------------------------------------------------
-# finding the checkpoint to resume from, and loading it
-
-
 def find_checkpoint(out_dir):
     """
     On rank 0: (folder, state) of the newest checkpoint that is not damaged; (None, None) if the run
@@ -281,13 +256,12 @@ def find_checkpoint(out_dir):
         reason = damage(folder)
         if reason is None:
             for name in refused:
-                say(f"{name} is refused; an older one is used, and this one stays until the next "
-                    "is saved")
+                say(f"{name} is refused; an older one is used")
             return folder, read_json(os.path.join(folder, "state.json"))
         refused.append(f"{folder} ({reason})")
     if refused:
-        raise BadInput(f"none of the checkpoints is good: {', '.join(refused)}; restore one from a "
-                       "backup, or start over with another --out_dir")
+        raise BadInput(f"none of the checkpoints is good: {', '.join(refused)}; start over with "
+                       "another --out_dir")
     return None, None
 
 
@@ -304,7 +278,7 @@ def number_of(folder):
 
 
 def damage(folder):
-    """A folder's damage in a few words; None if every file is, byte for byte, as it was saved."""
+    """A folder's damage in a few words; None if every file is as it was saved."""
     try:
         manifest, found = read_json(os.path.join(folder, "manifest.json")), hashes(folder)
     except (OSError, ValueError) as e:
@@ -319,18 +293,17 @@ def load_checkpoint(folder, models, optimizers, ema=None):
         own = trained_tensors(model)
         for key, t in read_tensors(os.path.join(folder, name), "model"):
             if key not in own or own[key].shape != t.shape:
-                raise BadInput(f"{folder}: its tensor {key} is not one of the model that is "
-                               "trained here; resume with the same model")
+                raise BadInput(f"{folder}: {key} is no tensor of this model; give the same model")
             parallel.fill(own.pop(key), t)
         if own:
-            raise BadInput(f"{folder} has no tensor {min(own)}; resume with the same model")
+            raise BadInput(f"{folder} has no tensor {min(own)}; give the same model")
         fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
     if ema:
         ema.fill(dict(read_tensors(folder, "ema")))
 
 
 def fill_optimizer(model, optimizer, tensors):
-    """The inverse of optimizer_tensors: tensors is an iterator of (name, whole tensor)."""
+    """The inverse of optimizer_tensors."""
     if hasattr(optimizer, "fill_by_name"):
         return optimizer.fill_by_name(model, tensors)
     for full_name, t in tensors:
@@ -347,13 +320,8 @@ def read_tensors(folder, stem):
     for file in sorted(glob.glob(os.path.join(glob.escape(folder), f"{stem}[.-]*safetensors"))):
         with safe_open(file, framework="pt") as f:  # mapped: only used tensors are read
             for key in f.keys():
-                # clone: a mapped tensor may be unaligned in memory. Then kernels add in another
-                # order, and the last bits of a sum change
+                # clone: a mapped tensor may be unaligned, and then the last bits of sums change
                 yield key, f.get_tensor(key).clone()
-
-
-# --------------------------------------------------------------------------------------------------
-# files and folders on a disk that may be full, or may be cut off by a kill
 
 
 def put_in_place(write, final):
@@ -386,8 +354,8 @@ def put_in_place(write, final):
         write(folder)
         alone(end)
     except OSError as e:
-        raise Stop(f"{final} cannot be written ({e.strerror}); earlier checkpoints and the log are "
-                   "as they were. Make room, and resume with the same command") from e
+        raise Stop(f"{final} cannot be written ({e.strerror}); earlier checkpoints are as they "
+                   "were. Make room, and resume with the same command") from e
 
 
 def aside(folder, prefix):

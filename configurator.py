@@ -7,15 +7,11 @@ globals, one comment each, and then calls configure:
 
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: first the config
 files, from left to right, and then each --key=value; of two values for a key the last one counts.
-A config file is Python, run in a namespace of its own; each public name in it must be a key of the
-script (helpers start with an underscore). `--help` prints every key with its default and its
-comment; a * at the beginning of a comment: most runs set this key.
+A config file is Python; each public name in it must be a key of the script. `--help` prints every
+key with its default and its comment; a * in a comment: most runs set this key. The brackets at the
+end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked.
 
-The brackets at the end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It
-is checked, so the comment and the check cannot differ.
-
-config/keys.py has the keys that all scripts share, in the same form. They become attributes of
-`system`, which the script passes on as one value.
+config/keys.py has the keys that all scripts share. They become attributes of `system`.
 
 This file is imported before torch, whose libraries read the two settings below when they start.
 """
@@ -29,9 +25,8 @@ from typing import NamedTuple
 
 from errors import BadInput, report_error, shorten
 
-# For products of each new shape oneDNN writes a program, and keeps 1,024 of them; torch keeps 1,024
-# descriptions, too. Each takes 0.3 MiB. Texts have unequal lengths, so most shapes come only once,
-# and a run would grow by 12 MiB an iteration. A training step uses fewer than 20.
+# For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
+# Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # oneDNN's
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
@@ -50,12 +45,11 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
     str that is assigned as a literal, at the top level, above the call. shared: a file of more
-    keys, beside this one. argv: the arguments; default sys.argv[1:]. defaults: the script's own
-    defaults of shared keys.
+    keys, beside this one. until: a shared key; it and those below it are of other scripts, and keep
+    their defaults. defaults: the script's own defaults of shared keys.
 
-    Returns the final configuration as a dict, the script's keys, then the shared ones; and only the
-    shared ones as attributes of a namespace. Raises BadInput for an unknown key, a value of another
-    type or out of range, and a missing or broken config file.
+    Returns the final configuration as a dict, and the shared keys as attributes of a namespace.
+    Raises BadInput.
     """
     sys.excepthook = report_error
     script = script_globals["__file__"]
@@ -63,8 +57,7 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     if shared:
         more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
     for name in own.keys() & more.keys():
-        raise BadInput(f"{script} sets {name}, which {shared} has, too; give a default that "
-                       f"differs in the call: configure(..., {name}=...)")
+        raise BadInput(f"{script} sets {name}, which {shared} has, too; see configure's defaults")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     shown = list(more)[:list(more).index(until)] if until else more
@@ -87,10 +80,7 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
 
 
 def read_arguments(keys, argv):
-    """
-    {name: (value, where it came from)} of the config files and --key=value arguments in argv,
-    checked against keys, a {name: Key}. Raises BadInput.
-    """
+    """{name: (value, where it came from)} of the arguments argv, checked against {name: Key}."""
     overrides = {}
     # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
@@ -102,8 +92,7 @@ def read_arguments(keys, argv):
         name, equals, text = arg[2:].partition("=")
         check_key(name, keys, arg)
         if not equals:
-            raise BadInput(f"{arg}: a value is missing; type {arg}={keys[name].default!r}, without "
-                           "a blank at the =")
+            raise BadInput(f"{arg}: a value is missing; type {arg}={keys[name].default!r}")
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
@@ -111,10 +100,7 @@ def read_arguments(keys, argv):
 
 
 def read_keys(file):
-    """
-    {name: Key} of the `name = literal  # comment` lines of a file, above its call of configure;
-    read from the source, nothing is run. A heading is a comment on a line of its own.
-    """
+    """{name: Key} of the `name = literal  # comment` lines above a file's call of configure."""
     with open(file, encoding="utf-8") as f:
         source = f.read()
     lines, keys, above = source.split("\n"), {}, 0
@@ -214,10 +200,7 @@ def check_range(name, value, comment, where):
 
 
 def of_model(text, name):
-    """
-    A key's value for one model: "3" and "policy=3,value=2" have "3" for the policy; of two values
-    the last one counts. "" where there is none.
-    """
+    """A key's value for one model, or "": "3" and "policy=3,value=2" have "3" for the policy."""
     found = ""
     for part in text.split(",") if text.strip() else ():
         model, equals, value = (x.strip() for x in part.rpartition("="))

@@ -32,6 +32,8 @@ and its neighbours.
 from configurator import configure  # first: it must be imported before torch
 from errors import BadInput, say
 
+from functools import partial
+
 import torch
 
 import parallel
@@ -166,6 +168,10 @@ if num_minibatches == 1 and not (kl_coef > 0 and kl_in == "reward"):
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
+# this rank's micro-batches of some rows of a batch
+my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
+                           micro_batch_tokens=system.micro_batch_tokens)
+
 
 def forward(model, mb):
     """A model's log-prob and entropy at each response token of a micro-batch, (b, R) each."""
@@ -177,11 +183,6 @@ def minibatches(iteration, epoch=0):
     """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
     return order.to(device).tensor_split(num_minibatches)
-
-
-def my_micro_batches(batch, rows):
-    """This rank's micro-batches of these rows of a batch."""
-    return micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens)
 
 
 def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=None):

@@ -1,8 +1,7 @@
 """
-From a folder, or a hub name, to a Model: `load`. And the four models of ppo.py: load_policy,
-load_ref_policy, load_reward_model, load_value_model. No code in a folder is run, and no pickle is
-read. Two things are checked on the way: the tensors are the model's, and quartet can decode the
-family (`probe`).
+From a folder, or a hub name, to a Model: `load`. And the four models of ppo.py. No code in a folder
+is run, and no pickle is read. Two things are checked on the way: the tensors are the model's, and
+quartet can decode the family (`probe`).
 """
 import contextlib
 import copy
@@ -16,9 +15,6 @@ from errors import BadInput, first_line
 from model import Model, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
-# --------------------------------------------------------------------------------------------------
-# precision
-
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
 
 
@@ -27,9 +23,8 @@ def dtypes(system):
     (dtype of trained weights, dtype of frozen matrices, or None where it is the same).
 
     In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
-    used. So frozen matrices can be stored rounded: the results are the same. Norms and biases are
-    vectors, which autocast does not round. master_weights=False: every weight is bfloat16, and
-    there is no autocast.
+    used, but no vectors. So frozen matrices can be stored rounded: the results are the same.
+    master_weights=False: every weight is bfloat16, and there is no autocast.
     """
     if system.dtype not in SHORT:
         return getattr(torch, system.dtype), None
@@ -50,8 +45,7 @@ def autocast(system, device):
 def matrices_of(model):
     """
     The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings (rows are only looked up), not the biases of many experts (they are only added), not
-    the parameters that the family keeps in 32 bits (some routers), and not a scalar head.
+    embeddings, the biases of experts, what the family keeps in 32 bits (routers), a scalar head.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     wide = {id(p) for m in tables for p in m.parameters()}
@@ -69,13 +63,9 @@ def matrices_of(model):
 def load(path, name, system, device, head="lm", trained=False, tokenizer=None, seed=0):
     """
     The Model of a folder or hub name, on the device, trained or frozen. A collective where
-    zero_stage splits it over the ranks. With LoRA the model is frozen, and an adapter on it is
-    trained.
-
-    name: of the model in the keys: policy, ref, reward, value or judge. head: "lm", or "scalar": a
-    reward or value model; a plain language model gets a new scalar head, drawn from seed (new_head
-    is then True). tokenizer: None: the folder's. Raises BadInput where the folder is no such model,
-    or a tensor is missing, unexpected, of another shape or not finite.
+    zero_stage splits it over the ranks. name: in the keys, policy, ref, reward, value or judge.
+    head: "lm", or "scalar": a reward or value model; a plain language model gets a new scalar head,
+    drawn from seed (new_head is then True). tokenizer: None: the folder's. Raises BadInput.
     """
     check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
@@ -110,14 +100,12 @@ def check_folder(path):
     """Raise BadInput where a path is neither a model's folder nor could be a name on the hub."""
     for name in ("policy", "reward_model"):
         if os.path.isdir(os.path.join(path, name)):
-            raise BadInput(f"{path}: this is the folder of a run, not of a model; type "
-                           f"{path}/{name}")
+            raise BadInput(f"{path} is the folder of a run, not of a model; type {path}/{name}")
     configs = [os.path.join(path, f"{kind}config.json") for kind in ("", "adapter_")]
     if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
         raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
-        raise BadInput(f"{path!r}: no such model folder; train it first, or give a hub name such "
-                       "as EleutherAI/pythia-1b")
+        raise BadInput(f"{path!r}: no such model folder, and no name on the hub; train it first")
 
 
 def read_model(path, head, system, device="cpu", seed=0):
@@ -148,8 +136,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         draw_score_head(model, seed)
     for name, p in hf.named_parameters():
         if not p.isfinite().all():
-            raise BadInput(f"{path}: tensor {name!r} holds NaN or numbers that are not finite in "
-                           f"{system.dtype}; save or download the model again")
+            raise BadInput(f"{path}: tensor {name!r} is not finite in {system.dtype}")
         if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit
             p.data = p.data.clone()
     return model.to(device)
@@ -176,16 +163,14 @@ def settings_of_experts(config, dtype):
 
 def check_tensors(found, hf, head, path):
     """
-    Raise BadInput for tensors that are missing, of another shape, or not the model's. found: the
-    report of transformers. The file of a scalar model may lack the head, which load then draws, and
-    may have a language model's head.
+    Raise BadInput for tensors that are missing, of another shape, or not the model's, but for the
+    heads of a scalar model. found: the report of transformers.
     """
     missing, extra = set(found["missing_keys"]), set(found["unexpected_keys"])
     if head == "scalar":
         score = getattr(hf, "score", None)
         if not isinstance(score, nn.Linear) or score.out_features != 1 or score.bias is not None:
-            raise BadInput(f"{path}: the head of {type(hf).__name__} is not one linear map to one "
-                           "score, without a bias; give another model")
+            raise BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one score")
         missing -= {"score.weight"}
         extra = {n for n in extra if not n.startswith(("lm_head.", "embed_out.", "output."))}
     shapes = [f"{n}, of shape {tuple(here)} and not {tuple(wanted)}"
@@ -194,8 +179,7 @@ def check_tensors(found, hf, head, path):
                         ("have, beside the model's,", extra)):
         if names:
             raise BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such "
-                           "in all), so this would not be the model that was saved; is the "
-                           "download complete?")
+                           "in all); is the download complete?")
 
 
 def draw_score_head(model, seed):
@@ -210,9 +194,8 @@ def draw_score_head(model, seed):
 
 def settle(model, system, trained, adapter=""):
     """
-    Decide requires_grad of each parameter, for the whole run; it says what is stepped and saved. A
-    parameter that no text reaches stays frozen. With an adapter, the model is frozen under it. The
-    matrices of a frozen model get the dtype to which autocast would round them.
+    Decide requires_grad of each parameter: it says what is stepped and saved. A parameter that no
+    text reaches stays frozen. The matrices of a frozen model get autocast's dtype.
     """
     unread = unread_parameters(model) if trained else []
     model.requires_grad_(trained and not adapter)
@@ -228,9 +211,8 @@ def settle(model, system, trained, adapter=""):
 
 def unread_parameters(model):
     """
-    The parameters of model.hf that no text reaches, so no loss has a gradient for them: a vision
-    part, a bias that only chooses experts. The graph of one forward pass has all others: the text
-    is long enough for blocks of compressed attention, and all experts are one tensor.
+    The parameters of model.hf that no text reaches: a vision part, a bias that only chooses
+    experts. The graph of one forward pass has all others.
     """
     model.requires_grad_(True)
     text = torch.arange(min(256, model.max_positions)) % model.config.vocab_size
@@ -259,10 +241,9 @@ def can_read(model):
 
 def probe(model):
     """
-    Raise BadInput unless a language model can do what quartet needs: decode two texts of unequal
-    length together, padded on the left, drop one of them from the cache, and give the other the
-    same log-probs as reading it alone. The dropped text has positions at the end of the context,
-    because a text's log-probs must not depend on the longest text beside it.
+    Raise BadInput unless a language model can decode two texts of unequal length together, drop one
+    from the cache, and give the other the same log-probs as reading it alone. The dropped one has
+    positions at the end of the context: a text must not depend on the longest text beside it.
     """
     from transformers import DynamicCache
 
@@ -292,9 +273,8 @@ def probe(model):
 
 class OnTrunk(Model):
     """
-    A scalar head on the trunk of another Model, `base`; with value_init="shared" the value model
-    stands on the policy, and both losses train the policy's trunk. The trunk's parameters belong to
-    base; its own parameters are those of the head, `score`.
+    A scalar head on the trunk of another Model, `base`, which owns the trunk's parameters; with
+    value_init="shared" the value model stands on the policy, and both losses train its trunk.
     """
 
     def __init__(self, base, seed=0):
@@ -327,31 +307,26 @@ def load_policy(path, system, device, seed=0):
 
 
 def load_ref_policy(path, policy, system, device):
-    """
-    The frozen reference: the model of the key ref_path, or the policy's SFT model. With LoRA the
-    latter is the policy without its adapter: no second copy.
-    """
+    """The frozen reference: of ref_path, or the SFT model; with LoRA the policy's frozen base."""
     if policy.base is not None and not system.ref_path:
         return policy.base
     if not system.ref_path:
         return load(path, "ref", system, device, tokenizer=policy.tokenizer)
     ref_policy = load(system.ref_path, "ref", system, device)
     if ref_policy.tokenizer.vocabulary != policy.tokenizer.vocabulary:
-        raise BadInput(f"ref_path {system.ref_path!r} has another tokenizer than the policy, so "
-                       "its log-probs would be of other tokens; give the model from which the "
-                       "policy's training began")
+        raise BadInput(f"ref_path {system.ref_path!r} has another tokenizer than the policy; give "
+                       "the model from which the policy's training began")
     return ref_policy
 
 
 def load_reward_model(path, policy, system, device):
     """
-    The reward model, frozen. Its tokenizer puts the run's chats into the reward model's own
-    template. With share_base: an adapter and a head on the policy's trunk. Raises BadInput where it
-    is a plain language model, or its head gives 0 for all texts.
+    The reward model, frozen, with its own tokenizer and chat template. With share_base: an adapter
+    and a head on the policy's trunk. Raises BadInput where it is a plain language model.
     """
     if not path:
         raise BadInput("reward_functions names reward_model; say which by --reward_path=FOLDER, or "
-                       "name a config file (--help begins with examples)")
+                       "by a config file")
     if system.share_base:
         from options.lora import load_adapted
 
@@ -362,26 +337,24 @@ def load_reward_model(path, policy, system, device):
     reward_model.tokenizer.set_padding_apart()
     reward_model.tokenizer.skipped_id = reward_model.hf.config.pad_token_id
     if reward_model.new_head or not reward_model.hf.score.weight.any():
-        raise BadInput(f"{path}: it has no trained score head, it is a plain language model; train "
-                       "one with rm.py")
+        raise BadInput(f"{path} has no trained score head; train a reward model with rm.py")
     return reward_model
 
 
 def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     """
-    The value model, trained: it starts as the reward model or as the policy with a new head
-    (value_init), or it is a head on the policy's own trunk (shared).
+    The value model, trained: it starts as the reward model, or as the policy with a new head, or is
+    a head on the policy's own trunk (shared).
     """
     if value_init == "shared":  # both losses train the policy's trunk
         return OnTrunk(policy, seed=seed)
     path = policy.path
     if value_init == "reward":
         if reward_model is None:
-            raise BadInput("value_init = 'reward', but reward_functions does not use reward_model; "
-                           "type --value_init=policy")
+            raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
         if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
-            raise BadInput("the reward model has another tokenizer than the policy, so it cannot "
-                           "value the policy's tokens; type --value_init=policy")
+            raise BadInput("the reward model has another tokenizer than the policy, so no value "
+                           "model can start as it; type --value_init=policy")
         path = getattr(reward_model, "folder", reward_model.path)
     if system.share_base:
         from options.lora import value_on_trunk

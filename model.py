@@ -50,7 +50,7 @@ class Model(nn.Module):
         return self.hf.config.get_text_config()
 
     def states(self, tokens):
-        """tokens (b, T) int64, padded on the right -> the states that the head reads, (b, T, d)."""
+        """tokens (b, T), padded on the right -> the states that the head reads, (b, T, d)."""
         for layer in self.recomputed:
             layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
         return (self.compiled or self.hf.base_model)(tokens, use_cache=False).last_hidden_state
@@ -95,8 +95,8 @@ class Model(nn.Module):
 
     def scalars(self, states):
         """
-        The scalar head: states (n, d) -> (n,) in at least float32, also under autocast. bfloat16
-        has 8 significant bits: scores around 5 would be multiples of 1/32, and many would be equal.
+        The scalar head: states (n, d) -> (n,) in at least float32, also under autocast: in bfloat16
+        scores around 5 would be multiples of 1/32.
         """
         with torch.autocast(states.device.type, enabled=False):
             states, weight = (at_least_float32(x) for x in (states, self.hf.score.weight))
@@ -104,9 +104,8 @@ class Model(nn.Module):
 
     def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
         """
-        A step of a decoding: tokens (n, k) behind the tokens in the cache -> the logits of the next
-        token, (n, V). attention_mask (n, all tokens so far), True on real tokens, and position_ids
-        (n, k): None where no row is padded.
+        A step of a decoding: tokens (n, k) behind those in the cache -> the logits of the next one,
+        (n, V). attention_mask (n, all tokens so far) and position_ids (n, k): None without padding.
         """
         # transformers 5.24 has another name for the argument, and warns of the old one
         takes = inspect.signature(type(self.hf).forward).parameters
@@ -132,8 +131,8 @@ class Model(nn.Module):
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
         enable(dict(use_reentrant=False))
-        # transformers does it where a layer's flag `training` is set. `states` sets the flag of the
-        # layers alone. It is taken back before the layer runs: some have dropout of their own
+        # transformers does it where a layer's flag `training` is set: `states` sets it. It is taken
+        # back before the layer runs: some have dropout of their own
         self.recomputed = [m for m in self.layers() if getattr(m, "gradient_checkpointing", False)]
         for layer in self.recomputed:
             layer._gradient_checkpointing_func = without_dropout(
@@ -143,11 +142,25 @@ class Model(nn.Module):
         """W, a whole tensor of self.hf with this name; with LoRA, plus its adapter."""
         return W
 
+    def save_settings(self, folder):
+        """Write config.json and the tokenizer's files, with the model's ends and its shift."""
+        hf, tokenizer = self.hf, self.tokenizer
+        if self.head == "scalar":
+            hf.config.score_shift = self.score_shift
+            if tokenizer.skipped_id is not None:  # of a reward model in training
+                hf.config.pad_token_id = tokenizer.skipped_id
+        elif hf.generation_config is not None:
+            hf.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
+            hf.generation_config.pad_token_id = tokenizer.pad_id
+            hf.generation_config.save_pretrained(folder)
+        hf.config.save_pretrained(folder)
+        tokenizer.hf.save_pretrained(folder)
+
     @property
     def max_positions(self):
         """
         How many tokens fit into the context. With longrope (Phi-3) fewer do: a longer row would
-        change the angles of the rows beside it, and of its own tokens in the cache.
+        change the angles of the rows beside it.
         """
         rope = getattr(self.config, "rope_parameters", None) or {}
         kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of layers
@@ -193,9 +206,8 @@ def states_before(states, target_mask):
 def scaled_logits(logits, temperature=1.0, tokenizer=None):
     """
     The logits of the distribution that is sampled, trained and compared: logits (..., V) /
-    temperature, in at least float32. The sampler and all log-probs use this function, so they mean
-    the same distribution. Ids from the tokenizer's vocab_size on are padding of the model's
-    vocabulary, and get the logit -inf, so they are impossible.
+    temperature, in at least float32; -inf from the tokenizer's vocab_size on. The sampler and all
+    log-probs use this function, so they mean the same distribution.
     """
     logits = at_least_float32(logits)
     if temperature != 1.0:

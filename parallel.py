@@ -1,8 +1,8 @@
 """
 Raw torch.distributed. A rank is a process that runs the whole script on its own share of the data.
-A collective is a call in which the ranks exchange tensors. All ranks must make the same collectives
-in the same order, because each rank waits there for the others. In a run of one process every
-function here returns at once, so the scripts need no `if distributed`.
+A collective is a call in which the ranks exchange tensors: all must make the same collectives in
+the same order, because each waits there for the others. In a run of one process every function here
+returns at once.
 
 The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
 
@@ -22,9 +22,6 @@ The collectives of one iteration of ppo.py, in order. n ranks, B responses, R re
 8 and 9 run once in each optimizer step, 7 only in the first one. The first iteration runs 6 once
 more, against the reference. Iterations that audit, evaluate or save add calls. Sharded models
 (options/shards.py) gather weights and reduce gradients inside forward and backward.
-
-The docstring of a function that is a collective begins with the words "A collective". In the
-scripts and their rooms a line that calls such a function is marked # COLLECTIVE.
 """
 import contextlib
 import datetime
@@ -53,7 +50,6 @@ def in_step():
     """
     A collective: a block in which every rank does its own share of some work. If it fails on any
     rank, all ranks raise an error at its end, with the message of the first rank that failed.
-    Otherwise the others would go on and wait for a rank that has left.
     """
     error = None
     try:
@@ -98,10 +94,7 @@ def from_rank(value, source=0):
 
 
 def stop_agreed():
-    """
-    A collective: whether any rank has been asked to stop; the same answer on all ranks, because
-    they must leave together: a rank that stayed would wait for the others.
-    """
+    """A collective: whether any rank has been asked to stop; the same answer on all ranks."""
     return bool(all_reduce_max(torch.tensor(float(ranks.stop), device=wire())))
 
 
@@ -140,10 +133,7 @@ def share(n, rank=None, size=None):
 
 
 def broadcast_parameters(models):
-    """
-    A collective: overwrite every rank's parameters with rank 0's, so that all start from the same
-    bytes. Sharded parameters stay as they are: each rank has another part.
-    """
+    """A collective: overwrite every rank's parameters with rank 0's; shards stay as they are."""
     for p in itertools.chain(*(model.parameters() for model in models)):
         if dist.is_initialized() and not is_shard(p):
             sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
@@ -153,9 +143,8 @@ def broadcast_parameters(models):
 
 def gather_rows(mine, total):
     """
-    A collective: the rows of all ranks, in the order of the ranks, on every rank. mine: {name:
-    tensor (b, ...)}, where the b rows are this rank's share of `total` rows -> {name: tensor
-    (total, ...)}, bit for bit the sent ones. b may be 0.
+    A collective: {name: tensor (b, ...)}, this rank's share of `total` rows -> {name: tensor
+    (total, ...)}, those of all ranks, in order, on every rank. b may be 0.
     """
     size = rank_and_size()[1]
     counts = [len(share(total, rank, size)) for rank in range(size)]
@@ -198,8 +187,7 @@ def all_reduce_max(t):
 def all_reduce_metrics(metrics):
     """
     A collective: {name: [sum, count]}, the same names on all ranks -> {name: sum of the sums / sum
-    of the counts}, in one call. A mean of the ranks' means would be another number where the counts
-    differ.
+    of the counts}: a mean of the ranks' means would be another number.
     """
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
                          for pair in metrics.values()])  # (metrics, 2)
@@ -210,8 +198,8 @@ def all_reduce_metrics(metrics):
 
 def check_finite(tensors):
     """
-    Raise Stop, with the tensor and the row, if one of {name: tensor (B, ...)} has a NaN or inf. The
-    tensors are equal on all ranks, so all ranks find it together.
+    Raise Stop, with the tensor and the row, if one of {name: tensor (B, ...)}, equal on all ranks,
+    has a NaN or inf.
     """
     for name, t in tensors.items():
         bad = ~t.isfinite()
@@ -227,8 +215,8 @@ def check_finite(tensors):
 def flatten_gradients(model):
     """
     The gradients of a model's trained parameters as a list of flat buffers, one for each dtype.
-    Each p.grad is a view of a buffer: so the all_reduce needs no copy, and zeroing and clipping are
-    one operation each. Never call zero_grad, because it deletes the views.
+    Each p.grad is a view of a buffer, so the all_reduce needs no copy. Never call zero_grad: it
+    deletes the views.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     buffers = []
@@ -253,9 +241,8 @@ def zero_gradients(gradients):
 
 def all_reduce_gradients(gradients, scale=1.0):
     """
-    A collective: sum the gradients over the ranks, and divide by the scale of the loss. DDP takes
-    the mean; here it is the sum, because each rank's loss is already divided by the number of
-    tokens of *all* ranks.
+    A collective: sum the gradients over the ranks, and divide by the scale of the loss. Not the
+    mean, as in DDP: each rank's loss is already divided by the number of tokens of *all* ranks.
     """
     for flat in itertools.chain(*gradients.values()):
         if not torch.is_tensor(flat):
@@ -268,8 +255,8 @@ def all_reduce_gradients(gradients, scale=1.0):
 
 def clip_gradients(buffers, max_norm):
     """
-    Scale a model's gradients to a joint norm of at most max_norm (0 = no change); returns the norm
-    before. With sharded models a collective: a rank knows only the norm of its part.
+    Scale a model's gradients to a joint norm of at most max_norm, 0 = any; returns the norm before.
+    With sharded models a collective.
     """
     norms = [flat.norm() for flat in buffers]
     norm = norms[0] if len(norms) == 1 else torch.stack([n.double() for n in norms]).norm()
@@ -281,7 +268,6 @@ def clip_gradients(buffers, max_norm):
     return norm
 
 
-# --------------------------------------------------------------------------------------------------
 # sharded parameters (options/shards.py): each rank has some rows of each, a DTensor of torch's
 
 

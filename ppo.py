@@ -30,6 +30,8 @@ N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031)
 """
 from configurator import configure  # first: it must be imported before torch
 
+from functools import partial
+
 import torch
 
 import parallel
@@ -137,11 +139,10 @@ train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, syste
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 
-betas = beta1, beta2
+value_lr = value_learning_rate or learning_rate
 optimizers = dict(
-    policy=make_optimizer(policy, "policy", system, learning_rate, betas, adam_eps),
-    value_model=make_optimizer(value_model, "value", system, value_learning_rate or learning_rate,
-                               betas, adam_eps))
+    policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps),
+    value_model=make_optimizer(value_model, "value", system, value_lr, (beta1, beta2), adam_eps))
 ptx = ema = None
 if ptx_path:
     from options.ptx import Ptx
@@ -160,6 +161,11 @@ value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as f
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
+# the numbers of the data rows of an iteration; this rank's micro-batches of some rows of a batch
+rows_of = partial(batch_rows, seed, batch_size=batch_size, rows=train_rows)
+my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
+                           micro_batch_tokens=system.micro_batch_tokens)
+
 
 def forward(model, mb):
     """The value of the state before each response token, or its log-prob and entropy: (b, R)."""
@@ -173,11 +179,6 @@ def minibatches(iteration, epoch=0):
     """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
     return order.to(device).tensor_split(num_minibatches)
-
-
-def my_micro_batches(batch, rows):
-    """This rank's micro-batches of these rows of a batch."""
-    return micro_batches(batch, rows, micro_batch_size, system.micro_batch_tokens)
 
 
 def rollout(purpose, iteration, rows, row_numbers):
@@ -194,10 +195,7 @@ def rollout(purpose, iteration, rows, row_numbers):
 
 
 def read(batch, steps):
-    """
-    A collective: log-probs of policy and reference, and values, before any update; in the
-    micro-batches in which the steps will train. steps: the rows of each.
-    """
+    """A collective: what the models read before an update, in the micro-batches of its steps."""
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
@@ -205,9 +203,8 @@ def read(batch, steps):
 
 def shape_scores(batch):
     """
-    The scores of a batch, (B,), as the settings want them. A response that never ended gets the
-    penalty in the place of its score: a reward model's means little at another token than EOS. A
-    response to which no reward applies has the score 0.
+    The scores of a batch, (B,), as the settings want them; 0 where no reward applies. A response
+    that never ended gets the penalty: at another token than EOS a score means little.
     """
     scores = torch.where(batch["scores"].isnan(), 0, batch["scores"])
     if missing_eos_penalty > 0:  # N+ detail 23
@@ -223,13 +220,7 @@ def evaluate():
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
 
-def rows_of(iteration):
-    """The numbers of the data rows whose prompts an iteration answers."""
-    return batch_rows(seed, iteration, batch_size, train_rows)
-
-
-# the scores of a reward model of others are shifted: the first responses score 0 on average. So are
-# the values of a value model that starts as this reward model
+# the scores of a reward model of others are shifted: the first ones are 0 on average; see there
 center_scores(  # COLLECTIVE
     run.state, reward_model, value_model if value_init == "reward" else None,
     lambda: rollout("rollout", 0, train_rows, rows_of(0)))
@@ -278,8 +269,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     run.enter("update")
     lrs = dict(
         policy=learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay),
-        value_model=learning_rate_at(iteration, value_learning_rate or learning_rate,
-                                     value_warmup_iters, max_iters, value_lr_decay))
+        value_model=learning_rate_at(iteration, value_lr, value_warmup_iters, max_iters,
+                                     value_lr_decay))
     sums = {}  # {metric: (sum, count)}, measured during the update
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(ppo_epochs):

@@ -6,16 +6,13 @@ A file of rows -> token ids -> the rows of an iteration -> micro-batches.
     {"prompt": "1+2=", "completion": "3"}                                  dialogue, for sft.py
     {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                     and for rm.py
 
-A row's texts are all strings, or all lists of messages. A completion's list continues the prompt's
-list. options/sources.py reads other files, and several files with weights.
-
-The rows of an iteration depend only on the seed and the iteration. So a resumed run sees the same
-rows as a run that was never stopped, and nothing is saved.
+A row's texts are all strings, or all lists of messages; a completion's list continues the prompt's.
+options/sources.py reads other files, and several files with weights. The rows of an iteration
+depend only on the seed and the iteration, so a run that resumes sees the same.
 
 A batch is a dict of tensors, with a row for each response: (B,) such as scores, (B, T) such as
 tokens, or (B, R) such as logprobs. T = P + R: a prompt, padded on the left to P tokens, and a
-response, padded on the right to R. The toy's prompt "123+456=" and response "579" EOS with P = 8
-and R = 6 are a row of T = 14 tokens; the last two are padding.
+response, padded on the right to R; rollout.generate has an example.
 """
 import functools
 import hashlib
@@ -31,9 +28,6 @@ import torch
 import parallel
 from errors import BadInput, say, shorten
 
-# --------------------------------------------------------------------------------------------------
-# a file -> rows
-
 
 class Rows(list):
     """Rows of data, as dicts. ids: what the models read of each row, see the functions below."""
@@ -44,9 +38,8 @@ class Rows(list):
 
 def read_rows(path, shape, fields=""):
     """
-    The Rows of a JSONL file, each checked and brought into one form by shape, such as
-    prompt_row. fields: "question>prompt,a.b>answer" renames fields. Raises BadInput with the
-    file, the line and the fault.
+    The Rows of a JSONL file, each checked and brought into one form by shape, such as prompt_row.
+    fields: "question>prompt,a.b>answer" renames fields. Raises BadInput, with file and line.
     """
     if not os.path.isfile(path) and re.search("[,*:]", path) or re.search(
             r"\.(json|csv|parquet|gz)$", path):
@@ -54,8 +47,7 @@ def read_rows(path, shape, fields=""):
 
         return several_rows(path, shape, fields)
     if not os.path.isfile(path):
-        raise BadInput(f"{path or 'the path of the data'}: no such file; the current folder is "
-                       f"{os.getcwd()}")
+        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}")
     rows = Rows()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
         for number, line in enumerate(f, 1):
@@ -79,18 +71,14 @@ def rename(row, fields):
         value = row
         for key in [theirs] if theirs in row else theirs.strip().split("."):
             if not isinstance(value, dict) or key not in value:
-                raise BadInput(f"field {theirs!r} is missing, which the key fields names; the row "
-                               f"has {', '.join(row)}")
+                raise BadInput(f"fields: {theirs!r} is missing; the row has {', '.join(row)}")
             value = value[key]
         renamed[ours.strip()] = value
     return renamed
 
 
 def prompt_row(row):
-    """
-    A row with a prompt to answer: its prompt, its answer as text if there is one, and all other
-    fields as they are, for rewards.
-    """
+    """A row with a prompt to answer, its answer as text; other fields as they are, for rewards."""
     row = row | {"prompt": text_or_messages(row, "prompt")}
     if isinstance(row.get("answer"), (int, float)):
         row["answer"] = repr(row["answer"]).removesuffix(".0")
@@ -104,8 +92,7 @@ def dialogue(row, *completions):
     made = {field: text_or_messages(row, field) for field in ("prompt", *completions)}
     for field in completions:
         if type(made[field]) is not type(made["prompt"]):
-            raise BadInput(f"one of the fields 'prompt' and {field!r} is a string and one a list "
-                           "of messages; wanted both alike")
+            raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
         if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
                 "assistant"}:
             raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
@@ -135,22 +122,19 @@ def text_or_messages(row, field):
 
 
 # --------------------------------------------------------------------------------------------------
-# rows -> token ids. All are encoded once, at the start: otherwise a row that is too long could end
-# a run on its third day
+# rows -> token ids, all of them at the start
 
 
 def encode_prompts(rows, path, models, max_new_tokens, system):
     """
-    Give Rows the ids of each prompt, rows.ids: the toy's "123+456=" becomes [49, 50, 51, 43, 52,
-    53, 54, 61], a token for each byte. A prompt and max_new_tokens more must fit into the context
-    of every model. {name: model}, the first one is the policy. Returns the rows.
+    Give Rows the ids of each prompt, rows.ids: the toy's "1+2=" becomes [49, 43, 50, 61]. A prompt
+    and max_new_tokens more must fit into the context of every model; the first one is the policy.
     """
     tokenizer = next(iter(models.values())).tokenizer
     limit = min(model.max_positions for model in models.values()) - max_new_tokens
     if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
-                       f"models' smallest context, {limit + max_new_tokens}; type a smaller "
-                       "--max_new_tokens")
+                       f"models' smallest context, {limit + max_new_tokens}")
     limit = min(limit, system.max_prompt_tokens or limit)
     bos = tokenizer.bos_ids
 
@@ -164,8 +148,8 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     """
-    Give Rows their ids. encode: a function of a list of rows. too_long, for rows of more than
-    `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut). Returns the rows.
+    Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
+    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
     """
     try:
         found = encode(rows)
@@ -179,9 +163,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
-            raise BadInput(f"{path}, row {number}: it has {n} tokens, and {limit} is the most that "
-                           "fits the models' context beside max_new_tokens; shorten it, or type "
-                           "--too_long=drop")
+            raise BadInput(f"{path}, row {number}: it has {n} tokens, and only {limit} fit beside "
+                           "max_new_tokens; shorten it, or type --too_long=drop")
     if max(lengths) > limit:
         say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
             f"tokens: {too_long}")
@@ -212,9 +195,8 @@ def hash_of_ids(rows):
 @functools.lru_cache(maxsize=32)
 def permutation(n, *key):
     """
-    The numbers from 0 to n - 1 in a random order, (n,) int64. The order depends only on the key:
-    permutation(5, 1, "epoch", 0) is always [1, 2, 0, 3, 4]. Do not write into the tensor: the cache
-    gives the same tensor to the next caller.
+    The numbers from 0 to n - 1 in a random order, (n,) int64, which depends only on the key:
+    permutation(5, 1, "epoch", 0) is always [1, 2, 0, 3, 4]. Never write into it: it is cached.
     """
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
@@ -223,15 +205,11 @@ def permutation(n, *key):
 
 def batch_rows(seed, iteration, batch_size, rows):
     """
-    The row numbers of an iteration: a list of batch_size numbers of the Rows.
-
-    The epochs follow each other, each in an order of its own, with batch_size rows an iteration. A
-    batch may end one epoch and begin the next. With 5 rows and seed = 1:
+    The row numbers of an iteration. The epochs follow each other, each in an order of its own; a
+    batch may end one and begin the next. With 5 rows and seed = 1:
 
         epoch 0 has the order 1 2 0 3 4, epoch 1 the order 2 3 4 0 1
         the batches of batch_size = 3 are [1, 2, 0], [3, 4, 2], [3, 4, 0], ...
-
-    A mix of several files has its own epochs for each file.
     """
     places = range(iteration * batch_size, (iteration + 1) * batch_size)  # counted over all epochs
     if rows.mix:
@@ -254,9 +232,8 @@ def hashed_row(n, *key):
 
 def spread(n, size, seed):
     """
-    The row numbers of an evaluation: `size` of the n rows of a file, in order, 0 = all. The file is
-    cut into `size` equal parts, and the seed chooses one row of each: so if the file is sorted by
-    task, all tasks are there.
+    The row numbers of an evaluation: `size` of the n rows of a file, in order, 0 = all: one of each
+    of `size` equal parts, so if the file is sorted by task, all tasks are there.
     """
     if not 0 < size < n:
         return list(range(n))
@@ -270,21 +247,18 @@ def spread(n, size, seed):
 PADDING = 256  # one more micro-batch takes about as much time as so many tokens
 
 
-def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
+def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
     """
     This rank's micro-batches of the rows of all ranks: lists of row numbers. All ranks have equally
-    many micro-batches, some of them empty, because a forward of a sharded model is a collective.
+    many, some of them empty, because a forward of a sharded model is a collective. A micro-batch
+    has at most micro_batch_size rows; or, with micro_batch_tokens, at most so many tokens, padding
+    included; and at most PADDING tokens of padding.
 
-    lengths: the tokens of each row, of all ranks. A micro-batch has at most micro_batch_size rows;
-    or, with micro_batch_tokens, at most so many tokens, padding included (a longer row is alone).
-    as_rank: (rank, size) instead of this rank's own.
-
-    The rows are sorted, the longest first, and dealt to the ranks like cards: so all ranks have
-    about equally many tokens, and the rows of a micro-batch about the same length. With lengths of
-    5, 2, 3, 4 on two ranks, rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1. A row also
-    begins a new micro-batch where the present one would have more than PADDING tokens of padding.
+    lengths: the tokens of each row. The rows are sorted, the longest first, and dealt to the ranks
+    like cards: so all have about equally many tokens. With lengths of 5, 2, 3, 4 on two ranks,
+    rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1.
     """
-    rank, size = as_rank or parallel.rank_and_size()
+    rank, size = parallel.rank_and_size()
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     dealt = []  # for each rank its micro-batches
     for mine in (order[number::size] for number in range(size)):
@@ -303,11 +277,8 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0, as_rank=None):
 
 def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
     """
-    This rank's micro-batches of some rows of a batch: dicts like the batch. All ranks have equally
-    many micro-batches, some without rows, and about equally many tokens.
-
-    batch: a dict of tensors (B,), (B, T) or (B, R). rows: a tensor of row numbers. Rows of about
-    the same length come together, so that there is little padding. Example, rows [0, 1, 2] on one
+    This rank's micro-batches of some rows of a batch, dicts like the batch; all ranks have equally
+    many, some without rows. Rows of about the same length come together. Rows [0, 1, 2] on one
     rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
 
         batch["tokens"]   5 6 7  8 9     of 5 tokens
@@ -321,19 +292,16 @@ def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
     lengths = batch["attention_mask"].sum(1)[rows].tolist()
     made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
             for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens))
-    # To make a micro-batch, the CPU waits for the GPU. So on a GPU all are made before the training
-    # begins, and the GPU does not wait for the CPU between two of them.
+    # to make one, the CPU waits for the GPU: on a GPU all are made before the training begins
     return list(made) if rows.is_cuda else made
 
 
 def micro_batch(batch, rows):
     """
-    b rows of the batch, as the models read them: tokens (b, T), each row from its first token on
-    and padded on the right, and target_mask (b, T), True on the tokens that the policy sampled.
-    Columns (B, R) of the batch are here (b, R); R and T are only as long as these rows need.
-
-    Without rows, tokens still has one row, without targets: where the parameters are sharded, all
-    ranks must run the forward, because they gather each layer together.
+    b rows of the batch, as the models read them: tokens (b, T), padded on the right, and
+    target_mask (b, T), True on the tokens that the policy sampled; R and T are as long as these
+    rows need. Without rows there is still one, without targets: sharded models run the forward on
+    all ranks.
     """
     mb = {name: x[rows] for name, x in batch.items() if name not in ("tokens", "attention_mask")}
     R = batch["response_mask"].shape[1]
@@ -354,9 +322,8 @@ def micro_batch(batch, rows):
 
 def left_aligned(tokens, mask):
     """
-    Moves rows to the left: tokens (b, width), and mask, True on a row's tokens, without gaps -> (b,
-    T), each row from its first token on; T is the longest row's length. Behind a row's tokens the
-    last one is repeated; no token sees it.
+    Moves rows to the left: tokens (b, width), and mask, True on a row's tokens -> (b, T). Behind a
+    row's tokens the last one is repeated; no token sees it.
 
         . . 1 2 .   ->  1 2 2
         . 3 4 5 .       3 4 5
@@ -375,7 +342,7 @@ def right_pad(sequences, pad_id):
                                                    8 0 0                      T F F
 
     The mask is made from lengths, not from ids: the pad id may be the EOS. Without sequences there
-    is one row of zeros: sharded models run the forward on all ranks.
+    is one row of zeros.
     """
     sequences = sequences or [[0, 0]]
     lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (B,)

@@ -72,15 +72,13 @@ def choose_device(device):
 
 def choose_kernels(deterministic):
     """All settings of the kernels that a GPU may use. Only the key `deterministic` changes them."""
-    # float32 means float32. TF32 has 10 bits behind the point: the log-probs of sampler and
-    # training would differ by more than loss.gap_limit. Some containers turn it on by a variable.
+    # float32 means float32, and not TF32 with its 10 bits behind the point
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     # products of 16 bits are summed in 32 bits: their last bits then depend less on the shapes
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    # cuDNN may use another kernel of attention for a forward with gradients than for one without:
-    # the ratio of the first step would not be 1
+    # cuDNN may use another kernel of attention with gradients: the first ratio would not be 1
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.benchmark = False
     if deterministic:

@@ -1,9 +1,7 @@
 """
 Responses -> scores, one number for each response: from rules, which read its text, and from models
-(a reward model, a judge), which read its tokens.
-
-A rule is a function reward(batch) -> scores (B,): a tensor, an array or a list. The batch is a dict
-of lists with an entry for each response. For two responses of the toy:
+(a reward model, a judge), which read its tokens. A rule is a function reward(batch) -> scores (B,).
+The batch is a dict of lists with an entry for each response. For two responses of the toy:
 
     batch = dict(
         rows=[{"prompt": "123+456=", "answer": "579"}, {"prompt": "250+250=", "answer": "500"}],
@@ -33,11 +31,12 @@ from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
 from rollout import texts_of
 
+
 def accuracy(batch):
     """
-    (B,): 1.0 where the final answer of the response is the row's `answer`, else 0.0; NaN where the
-    row has no answer. The row's answer may be bare ("72"), or end a worked solution, as in GSM8K
-    ("#### 72") and MATH ("\\boxed{72}"). There is no algebra: see the reward `math`.
+    (B,): 1.0 where the final answer of the response is that of the row's `answer` ("72" or a whole
+    solution that ends with "#### 72"), else 0.0; NaN without one. No algebra: see the reward
+    `math`.
     """
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
@@ -50,7 +49,7 @@ def accuracy(batch):
 def final_answer(text):
     r"""
     The final answer of a text: behind the thinking, in the last <answer>, \boxed{} or behind the
-    last ####; without them the last line that is not blank. "" if the thinking never ends.
+    last ####; without them the last line. "" if the thinking never ends.
     """
     text = text.rpartition("</think>")[2]
     if "<think>" in text:
@@ -80,8 +79,8 @@ def number_of(text):
 
 def whole_responses(batch):
     """
-    The texts that the rules judge: a completion, behind the part of the prompt that belongs to the
-    response: a last message of the assistant, or a <think> with which the prompt ends.
+    The texts that the rules judge: a completion, behind what the prompt has of the response: a last
+    message of the assistant, or a <think> at its end.
     """
     rows, texts = batch["rows"], []
     prompts = batch.get("prompts") or [None] * len(rows)
@@ -139,9 +138,6 @@ def environment(batch):
     return batch["turn_rewards"].sum(1)
 
 
-# --------------------------------------------------------------------------------------------------
-# which rewards a run uses: the key reward_functions
-
 BUILT_IN = ("accuracy", "math", "format", "thinks", "length", "code", "environment", "judge",
             "reward_model")
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}  # fields of the rows
@@ -166,20 +162,18 @@ def reward_terms(spec, config=None, folder="."):
         except ValueError:
             factor = math.nan
         if not math.isfinite(factor):
-            raise BadInput(f"{where}: the weight of {name!r} must be a finite number, found "
-                            f"{weight!r}")
+            raise BadInput(f"{where}: the weight of {name!r} is no finite number: {weight!r}")
         if ":" in name:
             from options.foreign_rewards import load_reward
 
             name, function = load_reward(name, folder, where)
             if name in BUILT_IN:
-                raise BadInput(f"{where}: {name!r} is already the name of a built-in reward; "
-                                "rename yours")
+                raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
         elif name in BUILT_IN:
             function = built_in(name)
         else:
             raise BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(BUILT_IN)}, "
-                            "and FILE.py:FUNCTION of your own")
+                           "and FILE.py:FUNCTION of your own")
         if name in [known for _, known, _ in terms]:
             raise BadInput(f"{where}: {name!r} is given twice; keep one")
         terms.append((factor, name, function))
@@ -189,10 +183,7 @@ def reward_terms(spec, config=None, folder="."):
 
 
 def check_keys(config, rewards):
-    """
-    Raise BadInput where a key of ppo.py or grpo.py has no effect, or cannot have one, beside the
-    others. config: {key: value}. rewards: the names of the rewards.
-    """
+    """Raise BadInput where a key has no effect beside the others. rewards: their names."""
     def refuse(wrong, key, why):
         if wrong:
             raise BadInput(f"{key} = {config[key]!r}: {why}")
@@ -229,15 +220,14 @@ def built_in(name):
 
 
 def check_rows(terms, rows, path):
-    """Raise BadInput where a row lacks what a reward needs, or its sandbox or package is missing."""
+    """Raise BadInput where a row lacks what a reward needs, or its sandbox is missing."""
     for _, name, function in terms:
         for field in NEEDS.get(name, ()):
             for number, row in enumerate(rows, 1):
                 if row.get(field) is None:
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
                                    f"{field!r}; the row has {', '.join(row)}; rename one by "
-                                   f'--fields="THEIRS>{field}", or choose other '
-                                   "--reward_functions")
+                                   f'--fields="THEIRS>{field}"')
         if hasattr(function, "check_rows"):
             function.check_rows(rows, path)
 
@@ -249,10 +239,6 @@ def read_prompts(path, terms, models, max_new_tokens, system):
     rows = read_rows(path, prompt_row, system.fields)
     check_rows(terms, rows, path)
     return encode_prompts(rows, path, models, max_new_tokens, system)
-
-
-# --------------------------------------------------------------------------------------------------
-# scoring a batch
 
 
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
@@ -290,9 +276,8 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
 
 def by_rules(rules, batch):
     """
-    {name: scores} of {name: rule}, which must not take longer than batch["seconds"] together. They
-    run in a thread of their own, so that this one need not wait for a rule that hangs. Raises Stop,
-    with the rule and its file and line, where one fails or hangs.
+    {name: scores} of {name: rule}, in a thread, because one may hang: they have batch["seconds"]
+    together. Raises Stop, with the rule and its file and line, where one fails or hangs.
     """
     scores, failed = {}, []
 
@@ -314,8 +299,7 @@ def by_rules(rules, batch):
         raise failed[0]
     if name:
         place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
-        raise Stop(f"reward {name!r} hangs{place}: the rules have not ended in reward_timeout = "
-                   f"{batch['seconds']} s; raise it if they only need more")
+        raise Stop(f"reward {name!r} hangs{place}: reward_timeout = {batch['seconds']} s are over")
     return scores
 
 
@@ -327,7 +311,6 @@ def model_scores(reward_model, mine, rows, micro_batch_size, system, device):
     sequences = tokenizer.encode_scored(
         [row["prompt"] for row in mine["rows"]], texts, mine["finished"].tolist(),
         reward_model.max_positions)
-    # with micro_batch_tokens so few rows that even at full width they have no more tokens
     at_once = micro_batch_size
     if system.micro_batch_tokens:
         at_once = max(system.micro_batch_tokens // mine["tokens"].shape[1], 1)
@@ -415,8 +398,7 @@ def center_scores(state, reward_model, value_model, first_batch):
         batch = first_batch()  # COLLECTIVE
         scores, finished = batch["reward/reward_model"], batch["finished"]  # (B,) each
         mean = (scores[finished] if finished.any() else scores).double().mean().item()
-        say(f"the reward model scores {mean:.3f} on average at first; its scores are shifted so "
-            "that this is 0")
+        say(f"the reward model scores {mean:.3f} on average at first; this becomes 0")
         state["score_shift"] = -mean
     for model in filter(None, (reward_model, value_model)):
         model.score_shift = state["score_shift"]

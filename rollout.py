@@ -11,16 +11,13 @@ How one response is sampled:
         tokens.append(token)
         if token in eos_ids: break
 
-For example, with the probabilities 0.2, 0.5, 0.3 of three tokens, the cumulated ones are 0.2, 0.7,
-1.0. The uniforms below 0.2 give token 0, those from 0.2 to 0.7 token 1, the rest token 2.
-
-`decode` does this for many responses at once. A cache keeps the states of the tokens so far, so
-each step reads one new token of each row. Rows that have ended leave the cache.
+With the probabilities 0.2, 0.5, 0.3 of three tokens, uniforms below 0.2 give token 0, those from
+0.2 to 0.7 token 1, the rest token 2. `decode` does this for many responses at once; a cache keeps
+the states of the tokens so far.
 
 The uniforms of a response come from a random generator of its own, with a seed made of the
 response's name: (seed, purpose, iteration, slot in the batch, sample number). So the response does
-not depend on the other responses in the batch, on the rank that decodes it, or on its row. And a
-resumed run needs no saved random state.
+not depend on the others, or on the rank that decodes it, and no random state is ever saved.
 
 B responses, P prompt length, R the longest response, V vocabulary.
 """
@@ -54,7 +51,7 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
 
 
 def response_seeds(seed, purpose, iteration, slots, samples=None):
-    """For each response the number that decides its noise; the arguments of response_uniforms."""
+    """For each response the number that decides its noise."""
     seeds = []
     for slot, sample in zip(slots, samples or [0] * len(slots), strict=True):
         name = f"{seed} {purpose} {iteration} {slot} {sample}"
@@ -90,39 +87,29 @@ def left_pad(prompts, pad_id, width=None):
 def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, seed=0, batch_size=0,
              prompt_width=None, rooms=None, truncation=None, stop=None, graphs=False):
     """
-    Sample one response to each prompt.
+    Sample one response to each prompt: it ends with any of the tokenizer's eos_ids, or a stop
+    string, and this token belongs to it.
 
-    prompts: lists of token ids; a prompt that comes twice gets two responses.
-    max_new_tokens: R, the longest response.
-    temperature: logits are divided by it; 0 = always the most likely token.
-    uniforms: (B, R), see response_uniforms; None: they are made from `seed`.
-    batch_size: how many responses decode at once, 0 = all. It changes memory, but no result.
-    prompt_width: P; None: the longest prompt. It changes no result, either.
-    rooms: how many tokens each response may have, up to R; None: R.
-    truncation: leaves unlikely tokens out, one of transformers' warpers; None: all may be sampled.
-    stop: a function that is called before each token. If it returns True, the responses stay
-        incomplete: the caller is about to leave and will not use them.
-    graphs: on an NVIDIA GPU the steps are CUDA graphs, where the model allows it.
-
-    A response ends with any of the tokenizer's eos_ids, or a stop string; this token belongs to the
-    response. Ids behind the tokenizer's are never sampled.
+    prompts: lists of token ids. max_new_tokens: R. temperature: 0 = always the most likely token.
+    uniforms: (B, R); None: they are made from `seed`. batch_size: how many responses decode at
+    once, 0 = all; memory only. prompt_width: P; None: the longest prompt. rooms: how many tokens
+    each response may have; None: R. truncation: one of transformers' warpers, which leaves unlikely
+    tokens out. stop: called before each token; if it returns True, the responses stay incomplete,
+    because the caller is about to leave. graphs: on an NVIDIA GPU the steps are CUDA graphs.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
         attention_mask (B, T) bool: True on prompt and response;
         response_mask (B, R) bool: True on sampled tokens, the EOS included;
-        sampler_logprobs (B, R) float32 (float64 if the model is): log-probs of the sampled tokens
-            in the distribution that was sampled (temperature 0: in that of temperature 1);
+        sampler_logprobs (B, R): log-probs of the sampled tokens, in at least float32;
         finished (B,) bool: whether the response ended with an EOS or a stop string.
 
-    Example: the prompt "123+456=" gets the response "579" and EOS, with R = 6. With the toy's
-    tokenizer (a token for each byte, EOS is 258, pad is 259) the row is
+    The prompt "123+456=" and the response "579" with R = 6, in the toy's tokenizer (a token for
+    each byte, EOS is 258, pad is 259):
 
         tokens           49 50 51 43 52 53 54 61    53 55 57 258 259 259
         attention_mask    T  T  T  T  T  T  T  T     T  T  T   T   F   F
         response_mask                                T  T  T   T   F   F
-
-    Raises BadInput where a prompt is empty or too long for the model's context.
     """
     device, pad_id = policy.hf.device, policy.tokenizer.pad_id
     tokens, mask = (x.to(device) for x in left_pad(prompts, pad_id, prompt_width))  # (B, P) each
@@ -131,7 +118,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, se
     longest = int((mask.sum(1).cpu() + rooms).max()) if B else 0
     if longest > policy.max_positions:
         raise BadInput(f"a prompt of {longest - R} tokens and max_new_tokens = {R} exceed the "
-                       f"model's context of {policy.max_positions}; shorten one of them")
+                       f"model's context of {policy.max_positions}")
     if uniforms is None:
         uniforms = response_uniforms(seed, "generate", 0, range(B), R)
     responses = torch.full((B, R), pad_id, dtype=torch.int64, device=device)
@@ -227,9 +214,9 @@ def choose(probs, uniform):
     One of V outcomes for each row: probs (B, V), uniform (B,) float64 in [0, 1) -> (B,) int64, the
     first outcome whose cumulated probability is above the uniform.
 
-    Probabilities are rounded down to multiples of 2^-40, because sums of integers are the same in
-    any order. A GPU adds in parallel: there the cumulated sums of floats may even fall from one
-    index to the next, and an outcome of probability 0 could be chosen.
+    Probabilities are rounded down to multiples of 2^-40: sums of integers are the same in any
+    order. On a GPU the cumulated sums of floats may even fall, and an outcome of probability 0 be
+    chosen.
     """
     cdf = (probs * 2.0**40).long().cumsum(1)  # (B, V)
     point = (uniform.double() * cdf[:, -1]).long()  # (B,), below the last entry

@@ -1,6 +1,6 @@
 """
-The parts of a run that are not the algorithm, in all four scripts: the audit of the ranks, requests
-to stop, checkpoints, the steps of the optimizers, the log, and at the end the trained models.
+The parts of a run that are not the algorithm: audits, requests to stop, checkpoints, the steps of
+the optimizers, the log, and at the end the trained models.
 
     device = ranks.init(...)                            COLLECTIVE: the ranks meet
     ...                                                 the models, the data, the optimizers
@@ -25,6 +25,7 @@ import torch
 import errors
 import parallel
 import ranks
+from audit import audit
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
 from errors import BadInput, Stop, say
@@ -81,8 +82,7 @@ class Run:
 
         same = f"{config} {token_ids} {torch.__version__}"
         if parallel.from_rank(same) != same:
-            raise BadInput(f"rank {self.rank} has other settings, data or another torch than rank "
-                           "0; give all ranks the same")
+            raise BadInput(f"rank {self.rank} has other settings, data or torch than rank 0")
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
@@ -111,9 +111,8 @@ class Run:
 
     def iterations(self):
         """
-        A collective: the iterations from the first one, or that of the checkpoint, to max_iters. At
-        max_iters there is only a last evaluation. Before an iteration come, if they are due: the
-        audit; a checkpoint, which says that this iteration is next; a stop.
+        A collective: the iterations from the first one, or that of the checkpoint, to max_iters,
+        which only evaluates. Before one come, if they are due: the audit; a checkpoint; a stop.
         """
         for iteration in range(self.start, self.max_iters + 1):
             self.iteration = iteration
@@ -156,8 +155,7 @@ class Run:
         """
         if parallel.stop_agreed():  # COLLECTIVE
             self.save()  # COLLECTIVE
-            say(f"stopped before the update of iteration {self.iteration}, and saved; resume with "
-                "the same command")
+            say(f"saved before iteration {self.iteration}; the same command goes on from there")
             self.leave()  # COLLECTIVE
             sys.exit(0)
 
@@ -257,8 +255,7 @@ class Run:
                    if p.grad is not None and not parallel.my_part(p.grad).isfinite().all()]
             raise Stop(f"iteration {self.iteration}: the gradient of {name}'s "
                        f"{(bad + ['norm (overflow)'])[0]} is not finite; stopped before the step. "
-                       "Lower the learning rate, or look at the scores and the data of this "
-                       "iteration")
+                       "Lower the learning rate, or look at this iteration's scores and data")
         for name, lr in lrs.items():
             for group in self.optimizers[name].param_groups:
                 group["lr"] = lr
@@ -376,56 +373,3 @@ def peak_memory_mib(device):
         return 0.0
     with open("/proc/self/status", encoding="utf-8") as f:
         return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
-
-
-# --------------------------------------------------------------------------------------------------
-# the audit
-
-
-def audit(models, frozen, iteration):
-    """
-    A collective: raise Stop, on all ranks, unless all ranks have the same finite parameters, and
-    the frozen ones still have their first checksums: frozen, {(model, parameter): checksum}, filled
-    here. A rank's part of a sharded parameter must be finite and, if it is frozen, unchanged.
-    """
-    names, rows = [], []
-    for model_name, model in models.items():
-        for name, p in model.named_parameters():
-            part = parallel.my_part(p.detach())
-            mine = int(checksum(part))
-            changed = not p.requires_grad and frozen.setdefault((model_name, name), mine) != mine
-            compared = 0 if parallel.is_shard(p) else mine
-            # ~x reverses the order of integers, so the largest ~x is ~(the smallest x). -x would be
-            # wrong, because the smallest int64 has no negative
-            rows.append([compared, ~compared, int(not part.isfinite().all()), int(changed)])
-            names.append(f"{model_name}, parameter {name}")
-    mine = torch.tensor(rows, device=parallel.wire())  # (parameters, 4)
-    largest, smallest, infinite, changed = parallel.all_reduce_max(mine.clone()).unbind(1)
-    for bad, what, column in (
-            (largest != ~smallest, "the ranks have drifted apart: {} differs on {}", 0),
-            (infinite > 0, "{} is not finite on {}", 2),
-            (changed > 0, "the frozen {} has changed on {}: it is not what it was", 3)):
-        if bad.any():
-            i = int(bad.nonzero()[0])
-            values = torch.stack(parallel.all_gather(mine[i, column])).tolist()
-            common = max(values, key=values.count) if column == 0 else 0
-            odd = [rank for rank, value in enumerate(values) if value != common]
-            odd = odd if column or 2 * len(odd) < len(values) else range(len(values))
-            raise Stop(f"iteration {iteration}: {what.format(names[i], parallel.name_ranks(odd))} "
-                       f"({int(bad.sum())} parameters in all); the last checkpoint is good")
-
-
-def checksum(t):
-    """
-    The sum of (2 i + 1) * word i over the words of a tensor's memory, an int64 that wraps around.
-    Integers, because only equal bits are the same weights: NaN != NaN and 0.0 == -0.0. The factors
-    differ, so that the order counts, and are odd, so that a change of one word always changes the
-    sum: an odd factor has an inverse modulo 2**64.
-    """
-    words = t.flatten().view({1: torch.uint8, 2: torch.int16}.get(t.element_size(), torch.int32))
-    total, first = torch.zeros((), dtype=torch.int64, device=words.device), 0
-    for chunk in words.split(2**20):  # int64 copies of a chunk, not of a whole embedding matrix
-        i = torch.arange(first, first + len(chunk), device=words.device)
-        total += (chunk.long() * (i * 2 + 1)).sum()
-        first += len(chunk)
-    return total

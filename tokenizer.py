@@ -6,9 +6,8 @@ Text -> token ids and back, with transformers' AutoTokenizer.
     encode_scored     a prompt with its response, as a reward model reads them
     encode_learned    a prompt with its completion, as sft.py learns it
 
-Messages are {"role", "content"}; they become the ids of transformers' apply_chat_template. Text
-that looks like a special token is plain text in all of them: a prompt cannot end a turn or a
-response.
+Messages become the ids of transformers' apply_chat_template. Text that looks like a special token
+is plain text in all of them: a prompt cannot end a turn or a response.
 """
 import ast
 import glob
@@ -23,10 +22,7 @@ MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 
 
 def load_tokenizer(path, system):
-    """
-    The Tokenizer of a model folder or hub name, with the keys for chats and stop_strings. Raises
-    BadInput where there is none, or a file is broken.
-    """
+    """The Tokenizer of a model folder or hub name. Raises BadInput."""
     if path.startswith("tiktoken:") or glob.glob(os.path.join(glob.escape(path), "*.tiktoken")):
         from options.tiktoken_files import read
 
@@ -44,9 +40,8 @@ def load_tokenizer(path, system):
     except Exception as e:  # transformers raises anything
         raise BadInput(f"{path}: no usable tokenizer ({first_line(e)[:300]})") from e
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
-        raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token, so no response could "
-                       "ever end; copy a tokenizer's files there, and set eos_token in its "
-                       "tokenizer_config.json")
+        raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
+                       "files there, and set eos_token in its tokenizer_config.json")
     return Tokenizer(hf, path, system)
 
 
@@ -59,8 +54,6 @@ class Tokenizer:
         pad_id         fills rows; no mask is ever made from it
         bos_ids        the ids that the tokenizer itself puts before a string
         vocab_size     ids from this one on are never sampled
-        specials       {text: id} of the special tokens
-        template       the chat template, or None
         skipped_id     a reward model's score is read at the last token that is not this one
         messages_of    a function of a response's ids, of several turns (options/environment.py)
     """
@@ -88,11 +81,10 @@ class Tokenizer:
         self.skipped_id = self.messages_of = None
         self.template = hf.get_chat_template() if hf.chat_template else None
         if self.system_prompt and not self.template:
-            raise BadInput("system_prompt is given, but the tokenizer has no chat template; give "
-                           "one with --chat_template=FILE, or leave it out")
-        # all tokens in a template such as <|im_end|> become special, also where their author has
-        # not done it: otherwise a message with one would end a turn. Other tokens in a template,
-        # such as <think>, are tokens in a message, too
+            raise BadInput("system_prompt: the tokenizer has no chat template; give one with "
+                           "--chat_template=FILE")
+        # all tokens in a template such as <|im_end|> become special: otherwise a message with one
+        # would end a turn. Others, such as <think>, are tokens in a message, too
         plain = [t.content for t in hf.added_tokens_decoder.values() if not t.special
                  and t.content in (self.template or "") and re.fullmatch(MARKUP, t.content)]
         hf.add_tokens(plain, special_tokens=True)
@@ -104,7 +96,7 @@ class Tokenizer:
     def find_turn_ends(self):
         """
         {the id of the first special token that the template writes behind an answer}; empty where
-        there is none. A base model's files may have another end than its chat template.
+        there is none.
         """
         try:
             ids = self.chat_ids([dict(role="user", content="a"),
@@ -117,9 +109,8 @@ class Tokenizer:
 
     def fit(self, model, path):
         """
-        Take a language model's own ends of a response. Raise BadInput if there are ids without an
-        embedding in the model, unless these are special tokens that no text needs: Gemma 3 1B reads
-        no images, but has a token for them.
+        Take a language model's own ends of a response. Raise BadInput if ids have no embedding in
+        the model, unless no text needs them: Gemma 3 1B has a token for images, but reads none.
         """
         settings = getattr(model.hf, "generation_config", None) or model.config
         for ends in (settings.eos_token_id, model.config.eos_token_id):
@@ -129,8 +120,8 @@ class Tokenizer:
         needed = self.eos_ids | {self.pad_id, *self.bos_ids}
         spare = set(self.specials.values()) - needed
         if not spare.issuperset(range(embeddings, max(self.vocab_size, *(i + 1 for i in needed)))):
-            raise BadInput(f"{path}: the tokenizer has {self.vocab_size} tokens but the model's "
-                           f"vocabulary only {embeddings}; they do not belong together")
+            raise BadInput(f"{path}: the tokenizer has {self.vocab_size} tokens, and the model "
+                           f"{embeddings}; they do not belong together")
         self.vocab_size = min(self.vocab_size, embeddings)
 
     # text -> ids
@@ -150,8 +141,8 @@ class Tokenizer:
 
     def encode_prompts(self, prompts):
         """
-        The ids of each prompt: BOS (where there is one) and a string; or messages, up to the place
-        where the response begins: a new turn, or the last message, if it is the assistant's.
+        The ids of each prompt: BOS and a string; or messages, up to where the response begins: a
+        new turn, or the last message, if it is the assistant's.
         """
         strings = iter(self.encode_texts([p for p in prompts if isinstance(p, str)]))
         return [self.bos_ids + next(strings) if isinstance(p, str) else self.open_ids(p)
@@ -160,12 +151,9 @@ class Tokenizer:
     def encode_scored(self, prompts, completions, finished=None, longest=None):
         """
         The ids of each prompt and response up to the token at which a reward model's score is read,
-        the last one that is not skipped_id. With a chat template they are a chat (strings, too),
-        with all the text of the template. Without one they are strings, joined to one text, with
-        EOS behind it where the response has finished (None: all have). longest: further tokens are
-        cut off, as if the response had never ended.
-
-        transformers and TRL read the same ids; rm.py trains on the same.
+        the last one that is not skipped_id; as in transformers and TRL. With a chat template they
+        are a chat (strings, too). Without one they are strings, joined, with EOS behind them where
+        the response has finished (None: all have). longest: further tokens are cut off.
         """
         pairs = list(zip(prompts, completions, strict=True))
         plain = [not self.template and isinstance(p, str) and isinstance(c, str) for p, c in pairs]
@@ -186,10 +174,9 @@ class Tokenizer:
 
     def encode_learned(self, prompt, completion):
         """
-        (ids, trained) of a demonstration: trained is True on the tokens that SFT learns. With
-        strings these are the completion and EOS; with messages the assistant's turns of the
-        completion with their ends. Each is learned behind the ids that the policy would get there
-        as the prompt. Raises BadInput where the template makes this impossible.
+        (ids, trained) of a demonstration: trained is True on the tokens that SFT learns: the
+        completion and EOS, or the assistant's turns of the completion with their ends, each behind
+        the ids that the policy would get there as the prompt. Raises BadInput.
         """
         if isinstance(prompt, str):
             ids = self.bos_ids + self.encode_texts([prompt])[0]
@@ -210,9 +197,8 @@ class Tokenizer:
                     learned != self.text_of(self.encode_texts([said])[0]).strip()):
                 raise BadInput(f"the chat template of {self.path} does not write the assistant's "
                                f"{shorten(said)} as it stands, with an end behind it, but "
-                               f"{shorten(self.text_of(whole[len(open_ids):end + 1]))}; leave one "
-                               "answer in each row, or type --chat_template=FILE or "
-                               "--template_kwargs=enable_thinking=False")
+                               f"{shorten(self.text_of(whole[len(open_ids):end + 1]))}; type "
+                               "--chat_template=FILE or --template_kwargs=enable_thinking=False")
             trained += [False] * (len(open_ids) - len(trained)) + [True] * (end + 1 - len(open_ids))
             ids = whole[:end + 1]
         return ids, trained
@@ -229,13 +215,10 @@ class Tokenizer:
         return ids
 
     def chat_ids(self, messages, **how):
-        """
-        The ids of the messages in the chat template. how: arguments for transformers. Raises
-        BadInput with the template's own words where it refuses the messages.
-        """
+        """The ids of the messages in the chat template. how: for transformers. Raises BadInput."""
         if not self.template:
             raise BadInput("this is a list of messages, but the tokenizer has no chat template; "
-                           "write strings, or give one with --chat_template=FILE")
+                           "give one with --chat_template=FILE")
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=self.system_prompt), *messages]
         try:
@@ -254,8 +237,8 @@ class Tokenizer:
 
     def decode(self, ids, behind=False):
         """
-        The text of ids without padding and ends. An end that is text (a line break) stays. behind:
-        the text continues another one; then its first blank stays, too.
+        The text of ids without padding and special ends. behind: it continues another text; then
+        its first blank stays.
         """
         unseen = {self.eos_id, self.pad_id, *self.eos_ids.intersection(self.specials.values())}
         kept = [i for i in ids if i not in unseen]
@@ -265,9 +248,8 @@ class Tokenizer:
 
     def decode_response(self, ids, prompt=None):
         """
-        The text of a response, cut right behind its first stop string, if it has one. prompt: the
-        data's; the response continues it, if it is a string or ends with the assistant. In a new
-        turn of a chat a first blank is the template's.
+        The text of a response, cut right behind its first stop string. prompt: the data's; the
+        response continues it, if it is a string or ends with the assistant.
         """
         continues = prompt and (isinstance(prompt, str) or prompt[-1]["role"] == "assistant")
         text = self.decode(ids, behind=bool(continues))
@@ -283,9 +265,8 @@ class Tokenizer:
 
     def set_padding_apart(self):
         """
-        For a reward model: its score is read at the last token that is not the padding, here and in
-        transformers. This should be the EOS, so the padding becomes a special token that ends
-        nothing, if there is one; else the score is read in front of the EOS.
+        For a reward model: its score is read at the last token that is not the padding. This should
+        be the EOS, so the padding becomes a special token that ends nothing, if there is one.
         """
         ends = {self.eos_id, *self.turn_ends}
         if self.pad_id in ends:
@@ -297,10 +278,7 @@ class Tokenizer:
 
 
 def joined(prompt, completion):
-    """
-    One dialogue of prompt and completion, strings or messages. If the prompt ends with the
-    assistant, the completion continues its last message.
-    """
+    """One dialogue of prompt and completion; this may continue a last message of the prompt."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(completion, str):
@@ -313,27 +291,21 @@ def joined(prompt, completion):
 
 
 def parse_stop_strings(text):
-    """
-    The key stop_strings -> a list of texts. The key is one text as it is, or several as a list in
-    Python, "['Q:', '\\n\\n']"; "" is no text.
-    """
+    """The key stop_strings, one text as it is, or a list in Python -> a list of texts."""
     if not text.startswith("["):
         return [text] if text else []
     try:  # from a config file, "['\n']" has real line breaks
         return [s for s in ast.literal_eval(text.replace("\n", "\\n")) if s + ""]
     except (ValueError, SyntaxError, TypeError) as e:
-        raise BadInput(f"stop_strings = {shorten(text)}: wanted one text, or a list of texts in "
-                       "quotes, such as --stop_strings=\"['Q:', '\\n\\n']\"") from e
+        raise BadInput(f"stop_strings = {shorten(text)}: wanted one text, or a list, such as "
+                       "--stop_strings=\"['Q:', '\\n\\n']\"") from e
 
 
 def parse_template_kwargs(text):
-    """
-    {name: value} of the key template_kwargs: "enable_thinking=False,date_string='1 May'", written
-    like the arguments of a call in Python; the values are literals.
-    """
+    """{name: value} of the key template_kwargs, written like the arguments of a call in Python."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
     except (ValueError, SyntaxError) as e:
-        raise BadInput(f"template_kwargs = {shorten(text)}: wanted names with Python values, such "
-                       "as enable_thinking=False,language='en'") from e
+        raise BadInput(f"template_kwargs = {shorten(text)}: wanted Python values, such as "
+                       "enable_thinking=False,language='en'") from e

@@ -3,7 +3,7 @@ The key roles: ranks of their own sample, and score, while the others train.
 
     roles = "train=6,generate=1,score=1"      the first 6 ranks train, the next one samples, ...
 
-    trainers     --- weights --->   generators   --- batch --->   scorers   --- scores --->  trainers
+    trainers   -- weights -->   generators   -- batch -->   scorers   -- scores -->   trainers
 
 Without scorers the generators score. The ranks of a role do their collectives among themselves
 (parallel.group), and run the script's own function `rollout`; in it a generator leaves the scoring
@@ -38,7 +38,7 @@ sent = []  # messages that may be on their way: their works and tensors
 
 
 def begin(system):
-    """A collective of all ranks: make a group of each role, and take this rank's. Raises BadInput."""
+    """A collective of all ranks: make a group of each role. Raises BadInput."""
     global way
     text = system.roles
     if system.generate_tp > 1:
@@ -47,7 +47,7 @@ def begin(system):
     counts = {name: int(n) for name, n in re.findall(r"(train|generate|score)=(\d{1,6})", text)}
     size = int(dist.is_initialized() and dist.get_world_size())
     if not counts.get("train") or not counts.get("generate") or sum(counts.values()) != size:
-        raise BadInput(f"roles = {text!r}, with {max(size, 1)} rank(s): wanted how many ranks train, "
+        raise BadInput(f"roles = {text!r}, of {max(size, 1)} rank(s): wanted how many ranks train, "
                        "generate and, if any, score, as train=6,generate=1,score=1, of all ranks: "
                        "torchrun --nproc_per_node=8")
     start = 0
