@@ -123,10 +123,6 @@ def read_keys(file):
     return keys
 
 
-# -------------------------------------------------------------------------------------------------
-# the values given for them
-
-
 def run_config_file(path):
     """Execute a config file in a fresh namespace; returns its public names. Raises BadInput."""
     if not os.path.isfile(path):
@@ -207,10 +203,6 @@ def of_model(text, name):
         if not equals or model == name:
             found = value
     return found
-
-
-# -------------------------------------------------------------------------------------------------
-# what is printed
 
 
 def print_settings(keys, overrides):

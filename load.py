@@ -56,10 +56,6 @@ def matrices_of(model):
             if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
 
 
-# --------------------------------------------------------------------------------------------------
-# one model
-
-
 def load(path, name, system, device, head="lm", trained=False, tokenizer=None, seed=0):
     """
     The Model of a folder or hub name, on the device, trained or frozen. A collective where
@@ -295,10 +291,6 @@ class OnTrunk(Model):
 
     def states(self, tokens):
         return self.base.states(tokens)
-
-
-# --------------------------------------------------------------------------------------------------
-# the models of ppo.py and grpo.py
 
 
 def load_policy(path, system, device, seed=0):

@@ -169,10 +169,6 @@ class Model(nn.Module):
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
 
 
-# --------------------------------------------------------------------------------------------------
-# what the scripts read of a micro-batch
-
-
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
     """
     Log-prob and entropy of each response token, (b, R) both, in the distribution that is sampled. 0

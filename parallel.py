@@ -41,10 +41,6 @@ does = "sample", "score"  # its part of a rollout
 PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the disk
 
 
-# --------------------------------------------------------------------------------------------------
-# ranks in step: all work, or rank 0 works for all. An error of one is raised on all of them
-
-
 @contextlib.contextmanager
 def in_step():
     """
@@ -107,10 +103,6 @@ def ranks_where(flag):
 def name_ranks(numbers):
     """[1, 2] -> "rank 1 and rank 2"."""
     return " and ".join(f"rank {number}" for number in numbers)
-
-
-# --------------------------------------------------------------------------------------------------
-# the share of each rank, and tensors
 
 
 def rank_and_size():
@@ -206,10 +198,6 @@ def check_finite(tensors):
         if bad.any():
             raise Stop(f"{errors.phase}: {name} is not finite (first in response "
                        f"{int(bad.nonzero()[0, 0])} of the batch); stopped before the step")
-
-
-# --------------------------------------------------------------------------------------------------
-# gradients
 
 
 def flatten_gradients(model):

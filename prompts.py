@@ -121,10 +121,6 @@ def text_or_messages(row, field):
     return value
 
 
-# --------------------------------------------------------------------------------------------------
-# rows -> token ids, all of them at the start
-
-
 def encode_prompts(rows, path, models, max_new_tokens, system):
     """
     Give Rows the ids of each prompt, rows.ids: the toy's "1+2=" becomes [49, 43, 50, 61]. A prompt
@@ -188,10 +184,6 @@ def hash_of_ids(rows):
     return digest.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------
-# which rows an iteration sees
-
-
 @functools.lru_cache(maxsize=32)
 def permutation(n, *key):
     """
@@ -241,9 +233,7 @@ def spread(n, size, seed):
     return [first + hashed_row(end - first, seed, "eval", first) for first, end in pairwise(ends)]
 
 
-# --------------------------------------------------------------------------------------------------
 # micro-batches
-
 PADDING = 256  # one more micro-batch takes about as much time as so many tokens
 
 
@@ -322,11 +312,8 @@ def micro_batch(batch, rows):
 
 def left_aligned(tokens, mask):
     """
-    Moves rows to the left: tokens (b, width), and mask, True on a row's tokens -> (b, T). Behind a
-    row's tokens the last one is repeated; no token sees it.
-
-        . . 1 2 .   ->  1 2 2
-        . 3 4 5 .       3 4 5
+    Moves rows to the left: [. . 1 2 .] and [. 3 4 5 .] -> [1 2 2] and [3 4 5]. Behind a row's
+    tokens the last one is repeated; no token sees it.
     """
     first, lengths = mask.int().argmax(1), mask.sum(1)  # (b,) each
     column = torch.arange(max(lengths.tolist(), default=1), device=tokens.device)  # (T,)
@@ -336,13 +323,8 @@ def left_aligned(tokens, mask):
 
 def right_pad(sequences, pad_id):
     """
-    Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool:
-
-        [5, 6, 7], [8] with pad_id 0  ->  tokens   5 6 7     attention_mask   T T T
-                                                   8 0 0                      T F F
-
-    The mask is made from lengths, not from ids: the pad id may be the EOS. Without sequences there
-    is one row of zeros.
+    Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool,
+    made from lengths, not from ids: the pad id may be the EOS. Without sequences: a row of zeros.
     """
     sequences = sequences or [[0, 0]]
     lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (B,)

@@ -150,8 +150,7 @@ def reward_terms(spec, config=None, folder="."):
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
     A reward of weight 0 is only logged. A model's reward has the function None. FILE.py:FUNCTION is
-    the user's, see options/foreign_rewards.py; its path begins in `folder`. config: all keys of a
-    run, which check_keys checks. Raises BadInput.
+    the user's, and begins in `folder`. config: all keys, to be checked, too. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -191,10 +190,8 @@ def check_keys(config, rewards):
     for key, name in ("reward_path", "reward_model"), ("judge_path", "judge"):
         refuse(config[key] and name not in rewards, key, f"reward_functions does not name {name}; "
                f"type --reward_functions={name}, or --{key}=")
-    refuse(config["ref_path"] and not config["kl_coef"], "ref_path",
-           "there is no reference where kl_coef = 0; type --kl_coef=0.05, or --ref_path=")
-    refuse(config["keep_best"] and not config["eval_path"], "keep_best",
-           "the best policy is found by held-out prompts; give an eval_path")
+    refuse(config["ref_path"] and not config["kl_coef"], "ref_path", "kl_coef = 0: no reference")
+    refuse(config["keep_best"] and not config["eval_path"], "keep_best", "give it an eval_path")
     refuse("environment" in rewards and not (config["environment"] or config["tools"]),
            "reward_functions", "there is no environment; type --environment=FILE.py:FUNCTION")
     refuse(config["reward_timeout"] >= config["timeout"], "reward_timeout",
@@ -386,10 +383,8 @@ def center_scores(state, reward_model, value_model, first_batch):
     responses of iteration 0 score 0 on average (N+ detail 13). Training on pairs only fixes
     differences of scores, so a reward model of others may score 15 on average. Then the score -1 of
     a response that never ends would be the worst by far, and a new value model would begin 15 too
-    low. Only responses that ended count, if there are any.
-
-    state: of the run; it keeps the shift. value_model: gets the same shift, if it starts as the
-    reward model; else None. first_batch: a function that samples and scores that batch.
+    low. Only responses that ended count, if there are any. state: of the run; it keeps the shift.
+    value_model: gets the same shift. first_batch: a function that samples and scores that batch.
     """
     if reward_model is None or hasattr(reward_model.hf.config, "score_shift") or (
             parallel.role != "train"):

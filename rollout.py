@@ -37,11 +37,10 @@ from model import no_grad_forwards, scaled_logits, trunk_of
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     """
-    The uniforms in [0, 1) of some responses: (len(slots), length) float64.
-
-    purpose: "rollout", "eval" and so on. slots: for each response, the place of its prompt in the
-    batch. samples: its number among the responses to its prompt; None: 0. GRPO with 2 responses to
-    each of 2 prompts has the slots [0, 0, 1, 1] and the samples [0, 1, 0, 1].
+    The uniforms in [0, 1) of some responses: (len(slots), length) float64. slots: for each
+    response, the place of its prompt in the batch. samples: its number among the responses to its
+    prompt; None: 0. GRPO with 2 responses to each of 2 prompts: slots [0, 0, 1, 1], samples [0, 1,
+    0, 1].
     """
     rows = []
     for number in response_seeds(seed, purpose, iteration, slots, samples):
@@ -64,9 +63,7 @@ def response_seeds(seed, purpose, iteration, slots, samples=None):
 def left_pad(prompts, pad_id, width=None):
     """
     Lists of token ids -> tokens (B, P) int64, padded on the left, and attention_mask (B, P) bool.
-    width: P; None: the longest prompt.
-
-    The prompts [5, 6, 7] and [8] with pad_id 0:
+    width: P; None: the longest prompt. The prompts [5, 6, 7] and [8] with pad_id 0:
 
         tokens   5 6 7     attention_mask   T T T
                  0 0 8                      F F T
@@ -76,8 +73,7 @@ def left_pad(prompts, pad_id, width=None):
     mask = torch.zeros(len(prompts), width, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise BadInput(f"prompt {row} is empty: there is nothing to predict the first token "
-                           "from")
+            raise BadInput(f"prompt {row} is empty")
         tokens[row, width - len(prompt):] = torch.as_tensor(prompt)
         mask[row, width - len(prompt):] = True
     return tokens, mask
@@ -223,10 +219,6 @@ def choose(probs, uniform):
     i = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1)  # the first one above
     # with NaN it is V, behind the last index; the checks find the NaN later, and stop the run
     return i.clamp(max=probs.shape[1] - 1)
-
-
-# --------------------------------------------------------------------------------------------------
-# a whole batch, over all ranks
 
 
 def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
