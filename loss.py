@@ -107,8 +107,7 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
 
 def explained_variance(values, returns, mask):
     """The share of the returns' variance (B, R) that the values predict: 1 is perfect."""
-    residual = (returns - values)[mask]
-    return 1 - residual.var() / returns[mask].var().clamp(min=1e-8)
+    return 1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8)
 
 
 def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
@@ -121,10 +120,12 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     figures = dict(scores=mean_of(batch["scores"]))
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
+    weights = importance_weights(batch, importance_cap if "age" in batch else 0)  # 1, if 0
     if "old_logprobs" in batch:
-        figures["entropy"] = -batch["old_logprobs"].sum(1).mean()
+        figures["entropy"] = -(batch["old_logprobs"] * weights).sum(1).mean()
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
-        figures["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean()
+        log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]
+        figures["kl"] = (log_ratio * weights).sum(1).mean()
     figures["length"] = mask.sum(1).double().mean()
     figures["finished"] = batch["finished"].double().mean()
     if not batch["accuracy"].isnan().any():  # NaN: the data has no answers
