@@ -373,7 +373,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     run.enter("metrics")
     # KL and entropy of the batch that was trained; all else is of what was sampled before refills
     trained = summarize(batch, "objective", reward_names, importance_cap)
-    record |= trained | sampled
+    record |= trained | {name: x for name, x in sampled.items()
+                         if name not in ("objective/entropy", "objective/kl")}
     if max_refills > 0:
         record |= summarize(batch, "trained", reward_names, importance_cap)
         record["trained/flat_groups"] = flat.double().mean().item()
