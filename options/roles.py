@@ -115,6 +115,8 @@ class Apart(Ahead):
             if parallel.role == "generate":
                 for name, t in tensors.items():
                     parallel.fill(own[name], t)  # COLLECTIVE where it is sharded
+            else:
+                received[:] = [{name: t.to(self.run.device) for name, t in tensors.items()}]
             if not fields.get("due"):  # the end, or an error
                 if to != "train" or "error" in fields:
                     send(to, {}, **fields)
@@ -123,7 +125,6 @@ class Apart(Ahead):
                 self.run.models["reward_model"].score_shift = fields["shift"]
             for k in fields["due"]:
                 self.run.iteration = k
-                received.append({name: t.to(self.run.device) for name, t in tensors.items()})
                 try:
                     batch = self.now("rollout", k, self.rows, self.rows_of(k))  # COLLECTIVE
                     send(to, batch, due=[k], shift=fields["shift"])
@@ -133,7 +134,7 @@ class Apart(Ahead):
         sys.exit(0)
 
 
-received = []  # the last one is the batch that a scorer scores
+received = []  # the batch that a scorer scores
 
 
 def send(to, tensors, **fields):
