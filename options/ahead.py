@@ -48,6 +48,7 @@ class Ahead:
             due = [k for k in range(iteration, last + 1) if k not in self.version]
             self.version |= dict.fromkeys(due, iteration)
             self.fetch(iteration, due)  # COLLECTIVE
+            self.run.enter("score")  # the models read it
             batch = dict(self.batches[iteration])
         else:  # held-out prompts, and refills: by the newest policy
             batch = self.now(purpose, iteration, rows, row_numbers, **more)  # COLLECTIVE
