@@ -60,8 +60,10 @@ class LLM:
         noise = [torch.Generator().manual_seed(one.seed) for one in settings]
         rooms = [one.max_tokens for one in settings]
         uniforms = torch.stack([torch.rand(max(rooms), generator=g, dtype=torch.float64) for g in noise])
-        out = generate(self.model, [one["prompt_token_ids"] for one in prompts], max(rooms), s.temperature, s.stop_token_ids,
-                       uniforms=uniforms, rooms=rooms)
+        self.model.tokenizer = SimpleNamespace(
+            eos_ids=set(s.stop_token_ids), pad_id=0, stop_strings=[], vocab_size=self.model.config.vocab_size)
+        out = generate(self.model, [one["prompt_token_ids"] for one in prompts], max(rooms), s.temperature, uniforms=uniforms,
+                       rooms=rooms)
         results = []
         for ids, mask, logprobs, finished in zip(out["tokens"][:, -max(rooms):], out["response_mask"], out["sampler_logprobs"],
                                                  out["finished"], strict=True):
