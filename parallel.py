@@ -44,8 +44,8 @@ PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the
 @contextlib.contextmanager
 def in_step():
     """
-    A collective: a block in which every rank does its own share of some work. If it fails on any
-    rank, all ranks raise an error at its end, with the message of the first rank that failed.
+    A collective: a block in which every rank does its own share of some work. If one fails, all
+    raise an error at its end, with the message of the first that failed.
     """
     error = None
     try:
@@ -59,7 +59,8 @@ def in_step():
         kind, message = from_rank([getattr(error, "exit_code", 1), str(error)], failed[0])
         if error is not None and not hasattr(error, "exit_code"):
             raise error
-        where = f"on rank {failed[0]}: " if failed[0] or kind == 1 else ""
+        rank = dist.get_global_rank(group or dist.group.WORLD, failed[0])
+        where = f"on rank {rank}: " if rank or kind == 1 else ""
         raise (BadInput if kind == 2 else Stop)(where + message) from error
 
 
@@ -90,7 +91,7 @@ def from_rank(value, source=0):
 
 
 def stop_agreed():
-    """A collective: whether any rank has been asked to stop; the same answer on all ranks."""
+    """A collective: whether any rank has been asked to stop."""
     return bool(all_reduce_max(torch.tensor(float(ranks.stop), device=wire())))
 
 
@@ -189,10 +190,7 @@ def all_reduce_metrics(metrics):
 
 
 def check_finite(tensors):
-    """
-    Raise Stop, with the tensor and the row, if one of {name: tensor (B, ...)}, equal on all ranks,
-    has a NaN or inf.
-    """
+    """Raise Stop if one of {name: tensor (B, ...)}, equal on all ranks, has a NaN or inf."""
     for name, t in tensors.items():
         bad = ~t.isfinite()
         if bad.any():
