@@ -48,8 +48,8 @@ class Steps:
 
     def next_logits(self, token, cache, mask, position):
         """
-        token (rows, 1), cache: self.cache, mask (rows, columns so far, the token's included), position (rows, 1) ->
-        logits (rows, V), which the next step overwrites.
+        token (rows, 1), cache: self.cache, mask (rows, columns so far, the token's included),
+        position (rows, 1) -> logits (rows, V), which the next step overwrites.
         """
         global off
         rows, used = mask.shape

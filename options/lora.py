@@ -309,6 +309,8 @@ def read_adapter(folder):
     from safetensors import SafetensorError, safe_open
 
     file = os.path.join(folder, "adapter_config.json")
+    if not os.path.isfile(file):
+        raise BadInput(f"{file}: no such file; give the folder of an adapter")
     settings = dict(peft_type="LORA", r=8, lora_alpha=8) | read_json(file)
     odd = [key for key, value in settings.items()
            if value and (key not in PLAIN or PLAIN[key] and value not in PLAIN[key])]
