@@ -331,7 +331,8 @@ def read_adapter(folder):
 
 def load_adapted(base, folder, head="lm"):
     """
-    An Adapted from an adapter's folder. base: the model that the adapter was trained on. Raises BadInput, also if the adapter was trained on another folder's model.
+    An Adapted from an adapter's folder. base: the model that the adapter was trained on. Raises
+    BadInput, also if the adapter was trained on another folder's model.
     """
     if base is None:
         raise BadInput("share_base: the policy needs an adapter, too; type --lora=16")

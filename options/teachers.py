@@ -40,7 +40,8 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
     for each of `data` a tensor (n, k). One teacher at a time is in memory.
 
     teacher: the key. data: [(rows, their path, the fields of their completions, the numbers of n
-    rows), ...]; a teacher reads the texts in its own tokens. encode, all_scores: rm.py's. Raises BadInput where all scores of the first data, those to learn, are the same.
+    rows), ...]; a teacher reads the texts in its own tokens. encode, all_scores: rm.py's. Raises
+    BadInput where all scores of the first data, those to learn, are the same.
     """
     paths, found = teacher.split(","), [0.0] * len(data)
     for path in paths:
