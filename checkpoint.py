@@ -42,7 +42,7 @@ FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is
 LOCK_WAIT = 30  # seconds: the time in which a run that was asked to stop can save
 LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 # keys of all scripts that must be the same when a run resumes
-MUST_MATCH = "lora", "share_base", "optim", "ref_path"
+MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
 lock_file = None  # it is open, and so locked, as long as this process lives
 
 

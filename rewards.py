@@ -192,16 +192,18 @@ def check_keys(config, rewards):
                f"type --reward_functions={name}, or --{key}=")
     refuse(config["ref_path"] and not config["kl_coef"], "ref_path", "kl_coef = 0: no reference")
     refuse(config["keep_best"] and not config["eval_path"], "keep_best", "give it an eval_path")
-    refuse("environment" in rewards and not (config["environment"] or config["tools"]),
-           "reward_functions", "there is no environment; type --environment=FILE.py:FUNCTION")
+    turns = config["environment"] or config["tools"]
+    refuse("environment" in rewards and not turns, "reward_functions",
+           "there is no environment; type --environment=FILE.py:FUNCTION")
     refuse(config["reward_timeout"] >= config["timeout"], "reward_timeout",
            f"it must be below timeout = {config['timeout']}, or ranks that wait give up first")
     refuse(config["num_minibatches"] > config["batch_size"], "num_minibatches",
            "some of them would be empty; lower it")
     refuse(not config["master_weights"] and config["dtype"] != "bfloat16", "master_weights",
            "the weights themselves are trained in 16 bits; type --dtype=bfloat16")
-    refuse(parallel.rank_and_size()[1] % config["generate_tp"], "generate_tp",
-           "it must divide the number of ranks that sample")
+    tp = config["generate_tp"]
+    refuse(parallel.rank_and_size()[1] % tp or tp > 1 and turns, "generate_tp",
+           "it must divide the number of ranks, and goes with no environment or tools")
 
 
 def built_in(name):
