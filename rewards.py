@@ -193,8 +193,7 @@ def check_keys(config, rewards):
     refuse(config["ref_path"] and not config["kl_coef"], "ref_path", "kl_coef = 0: no reference")
     refuse(config["keep_best"] and not config["eval_path"], "keep_best", "give it an eval_path")
     turns = config["environment"] or config["tools"]
-    refuse("environment" in rewards and not turns, "reward_functions",
-           "there is no environment; type --environment=FILE.py:FUNCTION")
+    refuse("environment" in rewards and not turns, "reward_functions", "there is no environment")
     refuse(config["reward_timeout"] >= config["timeout"], "reward_timeout",
            f"it must be below timeout = {config['timeout']}, or ranks that wait give up first")
     refuse(config["num_minibatches"] > config["batch_size"], "num_minibatches",
