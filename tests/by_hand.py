@@ -54,18 +54,16 @@ def flat(items):
     return list(itertools.chain.from_iterable(items))
 
 
-# what is drawn ------------------------------------------------------------------------------------
-
 def hashed(text, size):
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
 
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
+def generator(key):
+    return torch.Generator().manual_seed(hashed(key, 4))
 
 
 def permutation(n, key):
-    return torch.randperm(n, generator=generator(hashed(key, 4))).tolist()
+    return torch.randperm(n, generator=generator(key)).tolist()
 
 
 def prompts_of(c, iteration, count, n):
@@ -85,19 +83,12 @@ def held_out_of(c, rows):
 
 def minibatches_of(c, iteration, epochs):
     """[[place in the batch, ...], ...] of each step; the first of an epoch may have one more."""
-    steps = []
+    steps, (count, more) = [], divmod(c.batch_size, c.num_minibatches)
     for epoch in range(epochs):
-        order = permutation(c.batch_size, f"{c.seed} minibatches {iteration} {epoch}")
-        for i in range(c.num_minibatches):
-            count = c.batch_size // c.num_minibatches + (i < c.batch_size % c.num_minibatches)
-            steps.append([order.pop(0) for _ in range(count)])
+        order = iter(permutation(c.batch_size, f"{c.seed} minibatches {iteration} {epoch}"))
+        steps += [list(itertools.islice(order, count + (i < more)))
+                  for i in range(c.num_minibatches)]
     return steps
-
-
-def new_head(seed, width):
-    """Weights (1, width) of a value or reward head that has never been trained."""
-    head = torch.empty(1, width).normal_(0, (width + 1) ** -0.5, generator=generator(seed))
-    return torch.nn.Parameter(head.double())
 
 
 # models -------------------------------------------------------------------------------------------
@@ -118,7 +109,9 @@ def scalar_model(folder, seed=None):
 
 
 def with_new_head(trunk, seed):
-    return SimpleNamespace(trunk=trunk, head=new_head(seed, trunk.config.hidden_size), shift=0.0)
+    d, drawn = trunk.config.hidden_size, torch.Generator().manual_seed(seed)
+    head = torch.empty(1, d).normal_(0, (d + 1) ** -0.5, generator=drawn).double()
+    return SimpleNamespace(trunk=trunk, head=torch.nn.Parameter(head), shift=0.0)
 
 
 def scalars(model, ids):
@@ -144,8 +137,6 @@ def logprobs_of(model, prompt, response, temperature=1.0):
         entropies.append(-(distribution.exp() * distribution).sum())
     return logprobs, entropies
 
-
-# optimizer ----------------------------------------------------------------------------------------
 
 class AdamW:
     """Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
@@ -185,24 +176,16 @@ def learning_rate(iteration, peak, warmup, iterations, shape):
     """Up to the peak in a line, then down to 0, or not."""
     if iteration < warmup:
         return peak * (iteration + 1) / warmup
-    share = (iteration - warmup) / (iterations - warmup)
-    if shape == "linear":
-        return peak * (1 - share)
-    if shape == "cosine":
-        return peak * (1 + math.cos(math.pi * share)) / 2
-    return peak
+    x = (iteration - warmup) / (iterations - warmup)
+    return peak * dict(constant=1, linear=1 - x, cosine=(1 + math.cos(math.pi * x)) / 2)[shape]
 
 
 # formulas, a token each ---------------------------------------------------------------------------
 
 def kl_estimate(logprob, reference, kind):
     """KL(policy || reference), from one token (Schulman, joschu.net/blog/kl-approx.html)."""
-    difference = logprob - reference
-    if kind == "k2":
-        return difference**2 / 2
-    if kind == "k3":
-        return math.e ** -difference - 1 + difference
-    return difference
+    x = logprob - reference
+    return dict(k1=x, k2=x**2 / 2, k3=math.e**-x - 1 + x)[kind]
 
 
 def clipped_surrogate(ratio, advantage, low, high):
@@ -241,11 +224,9 @@ def advantages_and_returns(rewards, values, gamma, lam):
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-# sampling and scoring -----------------------------------------------------------------------------
-
 def noise_of(c, purpose, iteration, slot, which):
     """The uniforms of a response, one a token."""
-    drawn = generator(hashed(f"{c.seed} {purpose} {iteration} {slot} {which}", 4))
+    drawn = generator(f"{c.seed} {purpose} {iteration} {slot} {which}")
     return torch.rand(c.max_new_tokens, generator=drawn, dtype=torch.float64).tolist()
 
 
@@ -268,43 +249,41 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     response = sample(c, models.policy, prompt, noise_of(c, purpose, iteration, slot, which))
     r = SimpleNamespace(prompt=prompt, response=response, text=decode(response),
                         finished=response[-1] in ENDS)
-    r.each = {name: learned_score(c, models.reward, row, r) if name == "reward_model" else
-              RULES[name](c, row, r) for _, name in c.mix}
+    r.each = {name: RULES[name](c, row, r, models.reward) for _, name in c.mix}
     # a reward may not apply (None). Where none applies that has a weight, there is no score
-    applies = [(weight, r.each[name]) for weight, name in c.mix
+    applies = [weight * r.each[name] for weight, name in c.mix
                if weight and r.each[name] is not None]
-    r.raw = r.score = sum(weight * x for weight, x in applies) if applies else None
-    r.old = [x.item() for x in logprobs_of(models.policy, prompt, response, c.temperature)[0]]
+    r.raw = r.score = sum(applies) if applies else None
+    r.old = torch.stack(logprobs_of(models.policy, prompt, response, c.temperature)[0]).tolist()
     r.kls = [0.0] * len(response)
     if models.reference:
         logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature)
         r.reference = [x.item() for x in logprobs]
-        r.kls = [kl_estimate(p, q, c.kl_estimator)
-                 for p, q in zip(r.old, r.reference, strict=True)]
+        r.kls = list(map(kl_estimate, r.old, r.reference, [c.kl_estimator] * len(response)))
     if models.value:  # of the states before each token was chosen
         r.values = scalars(models.value, prompt + response)[len(prompt) - 1:-1].tolist()
     return r
 
 
-def learned_score(c, reward, row, r):
+def learned_score(c, row, r, reward):
     """The reward model's number at the last token of the text, in its own tokenizer."""
     markers = MARKERS[::-1] if c.reward_path.endswith("other") else MARKERS
     return scalars(reward, encode(row["prompt"] + r.text, markers) + [EOS] * r.finished)[-1].item()
 
 
-def length(c, row, r):
+def length(c, row, r, _):
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); a fifth of R is its cache."""
     cache = c.max_new_tokens / 5
     return min(max((c.max_new_tokens - cache - len(r.response)) / cache, -1), 0)
 
 
-def letters(c, row, r):
+def letters(c, row, r, _):
     return sum(ch in "abcd" for ch in r.text) / 4
 
 
-RULES = dict(length=length, letters=letters,
-             sometimes=lambda c, row, r: 0.3 if len(row["prompt"]) % 2 else letters(c, row, r),
-             some=lambda c, row, r: None if len(r.text) % 2 else letters(c, row, r))
+RULES = dict(length=length, letters=letters, reward_model=learned_score,
+             sometimes=lambda c, row, *r: 0.3 if len(row["prompt"]) % 2 else letters(c, row, *r),
+             some=lambda c, row, r, _: None if len(r.text) % 2 else letters(c, row, r, _))
 
 
 def finish_scores(c, batch, missing=None):
@@ -320,14 +299,13 @@ def finish_scores(c, batch, missing=None):
 def summary(c, batch, prefix):
     """Means over responses."""
     figures = dict(scores=there([r.raw for r in batch]), length=[len(r.response) for r in batch],
-                   finished=[float(r.finished) for r in batch],
-                   entropy=[-sum(r.old) for r in batch])
+                   finished=[r.finished for r in batch], entropy=[-sum(r.old) for r in batch])
     if hasattr(batch[0], "reference"):
         figures["kl"] = [sum(r.old) - sum(r.reference) for r in batch]
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": there([r.each[name] for r in batch]) for _, name in c.mix}
     if len(figures["scores"]) < len(batch):
-        figures["scored"] = [float(r.raw is not None) for r in batch]
+        figures["scored"] = [r.raw is not None for r in batch]
     return {f"{prefix}/{name}": mean(x) for name, x in figures.items()}
 
 
@@ -335,16 +313,15 @@ def evaluation(c, models, rows, iteration):
     """Figures of held-out prompts."""
     if iteration % c.eval_interval and iteration < c.max_iters:
         return {}
-    return summary(c, [respond(c, models, row, "eval", 0, slot)
-                       for slot, row in enumerate(held_out_of(c, rows))], "eval")
+    rows = enumerate(held_out_of(c, rows))
+    return summary(c, [respond(c, models, row, "eval", 0, i) for i, row in rows], "eval")
 
 
 def models_of(c):
     learned = "reward_model" in [name for _, name in c.mix]
-    return SimpleNamespace(
-        policy=language_model(c.policy_path), value=None,
-        reward=scalar_model(c.reward_path) if learned else None,
-        reference=language_model(c.policy_path) if c.kl_coef else None)
+    return SimpleNamespace(policy=language_model(c.policy_path), value=None,
+                           reward=scalar_model(c.reward_path) if learned else None,
+                           reference=language_model(c.policy_path) if c.kl_coef else None)
 
 
 # PPO ----------------------------------------------------------------------------------------------
@@ -396,7 +373,7 @@ def find_advantages(c, batch):
     """Rewards, returns, and advantages of mean 0 and variance 1 over all tokens. Gives figures."""
     for r in batch:
         r.rewards = [-c.kl_coef * kl for kl in r.kls]
-    figures = {"objective/non_score_reward": mean([sum(r.rewards) for r in batch])}
+    before = mean([sum(r.rewards) for r in batch])
     for r in batch:
         r.rewards[-1] += r.score
         r.advantages, r.returns = advantages_and_returns(r.rewards, r.values, c.gamma, c.lam)
@@ -404,10 +381,11 @@ def find_advantages(c, batch):
     middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
     for r in batch:
         r.advantages = [(a - middle) / deviation for a in r.advantages]
-    returns, values = flat(r.returns for r in batch), flat(r.values for r in batch)
-    left = statistics.variance([x - v for x, v in zip(returns, values, strict=True)])
-    return figures | {"objective/rlhf_reward": mean([sum(r.rewards) for r in batch]),
-                      "val/explained_variance": 1 - left / statistics.variance(returns)}
+    returns = flat(r.returns for r in batch)
+    left = statistics.variance(map(float.__sub__, returns, flat(r.values for r in batch)))
+    return {"objective/rlhf_reward": mean([sum(r.rewards) for r in batch]),
+            "objective/non_score_reward": before,
+            "val/explained_variance": 1 - left / statistics.variance(returns)}
 
 
 def ppo_losses(c, models, r, tokens):
@@ -444,8 +422,8 @@ def grpo(c, train, val):
         batch = flat(groups)
         record |= summary(c, batch, "objective")
         finish_scores(c, batch)
-        record["objective/flat_groups"] = mean([float(is_flat(r.score for r in group))
-                                                for group in groups])
+        flat_ones = [is_flat(r.score for r in group) for group in groups]
+        record["objective/flat_groups"] = mean(flat_ones)
         record["objective/score_std"] = statistics.stdev(there([r.score for r in batch]))
         find_group_advantages(c, groups)
         record["objective/rlhf_reward"] = mean(there([r.judged for r in batch]))
@@ -461,8 +439,7 @@ def grpo(c, train, val):
             tokens = sum(len(r.response) for r in rows)
             adam.zero_gradients()
             for r in rows:
-                # what its tokens count: DAPO (arXiv 2503.14476, eq. 12), GRPO (arXiv 2402.03300,
-                # eq. 3), Dr. GRPO (arXiv 2503.20783, listing 1)
+                # DAPO (2503.14476, eq. 12), GRPO (2402.03300, eq. 3), Dr. GRPO (2503.20783, l. 1)
                 weight = {"token-mean": 1 / tokens,
                           "seq-mean-token-mean": 1 / len(rows) / len(r.response),
                           "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
@@ -553,8 +530,8 @@ def sft(c, train, val, adapt=None):
 
     def loss_of(rows):
         """The mean over the tokens of the completions and their EOS."""
-        losses = flat(logprobs_of(policy, encode(row["prompt"]), encode(row["completion"]) + [EOS])
-                      [0] for row in rows)
+        texts = [(encode(row["prompt"]), encode(row["completion"]) + [EOS]) for row in rows]
+        losses = flat(logprobs_of(policy, *text)[0] for text in texts)
         return -sum(losses) / len(losses)
 
     def learn(picked):
@@ -578,9 +555,8 @@ def rm(c, train, val, demonstrations):
 
     def losses_of(pairs, margin_coef, smoothing, sure):
         """
-        Bradley-Terry (arXiv 2009.01325, section 3.4) with a lead that is wanted (2307.09288, eq. 2)
-        and labels that may be wrong (cDPO); the square that keeps scores around 0 (2312.09244);
-        how likely the chosen one is the better one.
+        Bradley-Terry (2009.01325, 3.4) with a lead that is wanted (2307.09288, eq. 2) and labels
+        that may be wrong (cDPO); a square that keeps scores at 0 (2312.09244); P(chosen is better).
         """
         losses, squares, chances = [], [], []
         for row in pairs:
@@ -589,8 +565,8 @@ def rm(c, train, val, demonstrations):
             # right with the row's confidence, and then swapped with a chance of `smoothing`
             p = row.get("confidence", 1.0) if sure else 1.0
             p = p * (1 - smoothing) + (1 - p) * smoothing
-            losses.append(p * torch.log(1 + torch.exp(-lead))
-                          + (1 - p) * torch.log(1 + torch.exp(lead)))
+            lost, won = (torch.log(1 + torch.exp(x)) for x in (-lead, lead))
+            losses.append(p * lost + (1 - p) * won)
             squares.append((better + worse) ** 2)
             chances.append(1 / (1 + math.exp((worse - better).item())))
         return losses, squares, chances
@@ -606,20 +582,19 @@ def rm(c, train, val, demonstrations):
             low, high = 0.5 + i / 20, 0.5 + (i + 1) / 20
             inside = [p for p in chances if low <= max(p, 1 - p) < high]
             off += abs(sum(max(p, 1 - p) - hit(p) for p in inside)) / len(chances)
-        return {"eval/loss": mean([x.item() for x in losses]), "eval/calibration_error": off,
+        return {"eval/loss": sum(losses).item() / len(losses), "eval/calibration_error": off,
                 "eval/accuracy": mean([hit(p) for p in chances])}
 
     def learn(picked):
-        losses, squares, chances = losses_of([train[i] for i in picked], c.margin_coef,
-                                             c.label_smoothing, c.use_confidence)
-        return (sum(losses) + c.centre_coef * sum(squares)) / len(losses), {
-            "loss/preference": mean([x.item() for x in losses]),
-            "loss/centring": mean([x.item() for x in squares]),
+        pairs, how = [train[i] for i in picked], (c.margin_coef, c.label_smoothing)
+        losses, squares, chances = losses_of(pairs, *how, c.use_confidence)
+        loss, square = sum(losses) / len(losses), sum(squares) / len(losses)
+        return loss + c.centre_coef * square, {
+            "loss/preference": loss.item(), "loss/centring": square.item(),
             "train/accuracy": mean([hit(p) for p in chances])}
 
     adam = AdamW(parameters_of(model).values(), c)
     log = train_on(c, adam, "reward_model", evaluate, learn, len(train))
     zero = [(row, "completion") for row in demonstrations] or [(row, "chosen") for row in val]
-    with torch.no_grad():
-        model.shift = -mean([score(*one).item() for one in zero])
+    model.shift = -mean([score(*one).item() for one in zero])
     return log, dict(reward_model=model)

@@ -81,8 +81,6 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
         max_new_tokens=5)),
     "sft": ("stage 3", ["long gradient"], TUNED | dict(
         init_from="policy", warmup_iters=2, lr_decay="cosine", weight_decay=0.1, grad_clip=2.5)),
-    "sft, tied": ("two ranks", [], TUNED | dict(
-        init_from="tied", micro_batch_size=3, eval_size=2, head_chunk=3, max_iters=3)),
     "rm": ("two ranks", ["tie", "long gradient"], PAIRS | dict(
         init_from="policy", warmup_iters=2, lr_decay="linear", weight_decay=0.1, grad_clip=2.0)),
     # a second training; without demonstrations the chosen ones of the held-out pairs score 0
@@ -92,7 +90,7 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
 IDS = [f"{name}: {layout}" for name, (layout, _, _) in CASES.items()]
 
 
-def files_of(world, keys, script):
+def files_of(keys, script):
     """{key: the name of a file} of a script's data, in the order in which by_hand.py takes it."""
     if "mix" in keys:
         return dict(prompts_path="rl_train", eval_path="rl_val")
@@ -102,29 +100,29 @@ def files_of(world, keys, script):
                 demonstrations_path="sft_val" if keys["demonstrations"] else "")
 
 
-def typed_keys(world, keys, script, layout):
-    """The keys as a user types them."""
-    typed = {key: x for key, x in keys.items() if key not in ("mix", "new_head", "demonstrations")}
-    typed |= dict(dtype="float64", device_type="cpu", timeout=60, checkpoint_interval=0) | layout
-    typed |= {key: getattr(world, name, "") for key, name in files_of(world, keys, script).items()}
-    if "mix" in keys:
-        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some")}
-        typed["reward_functions"] = ",".join(f"{weight}*{where.get(name, name)}"
-                                             for weight, name in keys["mix"])
-    return typed | folders_of(world, keys)
-
-
 def folders_of(world, keys):
     """The models' folders; that of a reward model only where it is used."""
-    used = "reward_model" in [name for _, name in keys.get("mix", ())]
-    return {key: getattr(world, keys[key]) if key != "reward_path" or used else ""
+    unused = "reward_model" not in [name for _, name in keys.get("mix", ())]
+    return {key: "" if key == "reward_path" and unused else getattr(world, keys[key])
             for key in ("policy_path", "reward_path", "init_from") if key in keys}
+
+
+def typed_keys(world, keys, script, more):
+    """The keys as a user types them."""
+    typed = {key: x for key, x in keys.items() if key not in ("mix", "new_head", "demonstrations")}
+    typed |= dict(dtype="float64", device_type="cpu", timeout=60, checkpoint_interval=0)
+    typed |= {key: getattr(world, name, "") for key, name in files_of(keys, script).items()}
+    if "mix" in keys:
+        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some")}
+        typed["reward_functions"] = ",".join(f"{x}*{where.get(name, name)}"
+                                             for x, name in keys["mix"])
+    return typed | folders_of(world, keys) | more
 
 
 def work_out(world, keys, script):
     """(log, models) by hand."""
     c = SimpleNamespace(**keys | folders_of(world, keys))
-    rows = [world.rows.get(name, []) for name in files_of(world, keys, script).values()]
+    rows = [world.rows.get(name, []) for name in files_of(keys, script).values()]
     return getattr(by_hand, script)(c, *rows)
 
 

@@ -31,11 +31,6 @@ def case(T):
     return rewards, values, mask
 
 
-def assert_close(got, want, tolerance):
-    for g, w in zip(got, want, strict=True):
-        assert (g.double() - w).abs().max() <= tolerance * max(1.0, w.abs().max().item())
-
-
 def test_the_example_of_the_header():
     rewards = torch.tensor([[-0.125, 0, 1]])
     values = torch.tensor([[0.5, 0.5, 0.75]])
@@ -49,7 +44,8 @@ def test_the_example_of_the_header():
 def test_equals_the_loop(T, gamma, lam):
     rewards, values, mask = case(T)
     got = compute_gae(rewards, values.requires_grad_(), mask, gamma, lam)
-    assert_close(got, by_loop(rewards, values, mask, gamma, lam), 1e-12)
+    for g, w in zip(got, by_loop(rewards, values, mask, gamma, lam), strict=True):
+        assert (g - w).abs().max() <= 1e-12 * max(1.0, w.abs().max().item())
     assert not any(x.requires_grad or x[~mask].any() for x in got)
 
 
@@ -60,12 +56,3 @@ def test_what_is_masked_changes_no_bit(garbage):
     dirty = compute_gae(rewards.masked_fill(~mask, garbage), values.masked_fill(~mask, garbage),
                         mask, 1.0, 0.95)
     assert all(torch.equal(x, y) for x, y in zip(clean, dirty, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_half_precision_is_computed_in_float32(dtype):
-    rewards, values, mask = case(700)
-    rewards, values = rewards.to(dtype), values.to(dtype)
-    got = compute_gae(rewards, values, mask, 1.0, 0.95)
-    assert got[0].dtype == got[1].dtype == torch.float32
-    assert_close(got, by_loop(rewards, values, mask, 1.0, 0.95), 2e-6)

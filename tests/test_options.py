@@ -1,24 +1,20 @@
 """options/: each option against something independent of it: by hand, by enumeration, on paper."""
 import json
 import runpy
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import by_hand
-from prompts import Rows, batch_rows, read_rows
-from run import make_optimizer
+from prompts import Rows
 from test_by_hand import PPO, TUNED, assert_agrees, typed_keys
-from tiny import (assert_same_run, at, jsonl, keys_of, keys_of_system, killed, read_jsonl,
-                  read_weights, run, signal, well)
+from tiny import assert_same_run, at, keys_of, read_jsonl, read_weights, run, well
 
 
 class Adapters:
-    """
-    LoRA (arXiv 2106.09685, eq. 3) on GPT-2: each linear map W of the layers becomes
-    W + alpha / rank B A. W stays; A and B are trained.
-    """
+    """LoRA (arXiv 2106.09685, eq. 3): each map W of GPT-2's layers becomes W + alpha / rank B A."""
 
     def __init__(self, trunk, rank, alpha, seed):
         self.scale, self.maps = alpha / rank, []
@@ -62,8 +58,8 @@ def test_lora(world, tmp_path, layout):
 def test_ptx(world, tmp_path):
     """InstructGPT (arXiv 2203.02155, eq. 2): in each step coef times the mean over all tokens."""
     keys, texts, losses = PPO | dict(value_init="policy"), world.rows["texts"], []
-    out = well("ppo.py", tmp_path, typed_keys(world, keys, "ppo", dict(
-        ptx_path=world.texts, ptx_coef=2.5)))
+    more = dict(ptx_path=world.texts, ptx_coef=2.5)
+    out = well("ppo.py", tmp_path, typed_keys(world, keys, "ppo", more))
     c = SimpleNamespace(**keys | dict(policy_path=world.policy, reward_path=world.reward))
 
     def also(policy, step):
@@ -121,22 +117,6 @@ def test_refills():
     assert got["prompt"].tolist()[4:] == [asked[1][1][0]] * 2
 
 
-def test_a_mix_of_files(tmp_path):
-    """Each file has its share after every iteration, and its own rows come in whole epochs."""
-    sizes, weights = dict(a=7, b=40, c=1), dict(a=0.1, b=5.0, c=2.0)
-    paths = ",".join(f"{weights[name]}*" + jsonl(tmp_path / f"{name}.jsonl", [
-        dict(name=name, number=i) for i in range(n)]) for name, n in sizes.items())
-    rows, walks = read_rows(paths, dict), {name: [] for name in sizes}
-    for iteration in range(60):
-        for i in batch_rows(3, iteration, 16, rows):
-            walks[rows[i]["name"]].append(rows[i]["number"])
-        for name, walk in walks.items():
-            assert abs(len(walk) - 16 * (iteration + 1) * weights[name] / 7.1) < 3
-    for name, n in sizes.items():
-        epochs = [walks[name][i:i + n] for i in range(0, len(walks[name]) - n + 1, n)]
-        assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
-
-
 def test_an_environment(world, tmp_path):
     """Of each response: the replies are the function's, and its rewards are the score."""
     talks = runpy.run_path(world.rules)["talks"]
@@ -148,54 +128,13 @@ def test_an_environment(world, tmp_path):
         replies = [talks(messages[:i], {}) for i in range(2, len(messages) + 1, 2)]
         for (reply, _), message in zip(replies, messages[2::2], strict=False):
             assert message == dict(role="user", content=reply)
-        ended = replies if sample["finished"] else replies[:-1]
-        paid = [x for _, x in replies[:len(ended)]]
-        left = sample["scores"]["reward/environment"] - sum(paid)
-        # the last turn was paid for, too, if it came to its end but the dialogue found no more room
-        assert abs(left) < 1e-9 or not sample["finished"] and abs(left - replies[-1][1]) < 1e-9
-        assert sample["scores"]["scores"] == pytest.approx(
-            2 * sample["scores"]["reward/environment"])
+        paid, score = [x for _, x in replies], sample["scores"]["reward/environment"]
+        # a last turn that has not come to its end is not paid for
+        wanted = [sum(paid)] + ([] if sample["finished"] else [sum(paid[:-1])])
+        assert min(abs(score - x) for x in wanted) < 1e-9
+        assert sample["scores"]["scores"] == pytest.approx(2 * score)
         turns.append(len(messages) // 2)
     assert {2, 3} <= set(turns)
-
-
-def test_adafactor():
-    """arXiv 1804.04235, algorithm 4, of one matrix, with a learning rate that is a step's size."""
-    model = torch.nn.Linear(3, 4, bias=False).double()
-    W, drawn = model.weight.detach().clone(), torch.Generator().manual_seed(0)
-    optimizer = make_optimizer(model, "policy", keys_of_system(optim="adafactor"), 0.01, (0, 0), 0)
-    R, C = torch.zeros(4, 1).double(), torch.zeros(1, 3).double()
-    for t in range(1, 4):
-        G = torch.randn(4, 3, generator=drawn, dtype=torch.float64)
-        beta = 1 - t**-0.8
-        R = beta * R + (1 - beta) * G.square().mean(1, keepdim=True)
-        C = beta * C + (1 - beta) * G.square().mean(0, keepdim=True)
-        U = G / (R * C / R.mean()).sqrt()
-        W = W - 0.01 * U / max(1, U.square().mean().sqrt().item())
-        model.weight.grad = G
-        optimizer.step()
-        assert (model.weight - W).abs().max() < 1e-9
-
-
-def test_a_teacher(world, tmp_path):
-    """The first losses by hand: two teachers, of which one reads the texts in its own tokens."""
-    keys = keys_of(world, "rm.py", teacher=f"{world.reward},{world.other}", init_from=world.reward,
-                   score_coef=0.7, preference_coef=1.3, batch_size=9, max_iters=1, eval_interval=9)
-    record = read_jsonl(f"{well('rm.py', tmp_path, keys)}/log.jsonl")[0]
-
-    def scores(folder, markers):
-        model = by_hand.scalar_model(folder)
-        return torch.stack([torch.stack([by_hand.scalars(model, by_hand.encode(
-            row["prompt"] + row[field], markers) + [by_hand.EOS])[-1] for field in (
-                "chosen", "rejected")]) for row in world.rows["pairs_train"]]).detach()
-
-    ours, markers = scores(world.reward, by_hand.MARKERS), by_hand.MARKERS
-    theirs = [ours, scores(world.other, markers[::-1])]
-    wanted = sum(x - x.mean() for x in theirs) / 2
-    p, q = ((x[:, 0] - x[:, 1]).sigmoid() for x in (wanted, ours - 0.25))
-    assert record["loss/score"] == pytest.approx((ours - 0.25 - wanted).square().mean().item())
-    assert record["loss/preference"] == pytest.approx(
-        -(p * q.log() + (1 - p) * (1 - q).log()).mean().item())
 
 
 def test_shards_are_saved_whole(world, tmp_path):
@@ -204,16 +143,7 @@ def test_shards_are_saved_whole(world, tmp_path):
     whole = well("grpo.py", tmp_path / "whole", keys)
     for iteration, stage, ranks in ((1, "3", 2), (2, "", 1)):
         stopped = run("grpo.py", tmp_path, keys | dict(zero_stage=stage), ranks=ranks,
-                      before=at(iteration, killed(signal.SIGTERM)))
+                      before=at(iteration, signal.SIGTERM))
         assert set(stopped.codes) == {0} and "stopped" in stopped.out[0], stopped
     out = well("grpo.py", tmp_path, keys | dict(zero_stage="2"), ranks=2)
     assert_same_run(whole, out, ("policy", "ema_policy"), 1e-9)
-
-
-def test_share_base(world, tmp_path):
-    """All adapters on one trunk, or each model whole: the same numbers."""
-    keys = keys_of(world, "ppo.py", lora="2:5", value_init="policy")
-    keys |= dict(reward_functions=f"{world.rules}:letters", reward_path="")
-    outs = [well("ppo.py", tmp_path / str(share), keys | dict(share_base=share))
-            for share in (False, True)]
-    assert_same_run(*outs, ("policy", "value_model"), 1e-12)

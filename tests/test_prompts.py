@@ -5,13 +5,9 @@ import pytest
 import torch
 
 from configurator import BadInput
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, iterations, micro_batches,
-                     prompt_row, read_rows, right_pad, Rows, spread, PADDING)
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_rows, micro_batches, prompt_row,
+                     read_rows)
 from tiny import write
-
-# --------------------------------------------------------------------------------------------------
-# a file -> rows
-
 
 def test_rows_of_a_file(tmp_path):
     """A BOM, blank lines, numbers as answers, other fields, names of others."""
@@ -40,20 +36,6 @@ def test_a_bad_row_is_one_line_that_names_it(tmp_path, line, words):
     assert "\n" not in said and all(word in said for word in [str(path), "line 2", *words]), said
 
 
-def test_no_file_and_an_empty_one(tmp_path):
-    for path in (str(tmp_path / "nowhere.jsonl"), write(tmp_path / "a.jsonl", "\n"), ""):
-        with pytest.raises(BadInput):
-            read_rows(path, prompt_row)
-
-
-def test_prompt_and_completion_are_alike():
-    chat, answer = [dict(role="user", content="a")], [dict(role="assistant", content="b")]
-    assert dialogue(dict(prompt=chat, x=answer, y=1), "x") == dict(prompt=chat, x=answer)
-    for prompt, x in ((chat, "b"), ("a", answer), (chat, chat)):
-        with pytest.raises(BadInput):
-            dialogue(dict(prompt=prompt, x=x), "x")
-
-
 def test_rows_that_are_too_long():
     def encoded(too_long, limit=3):
         rows = Rows(dict(n=n) for n in (2, 5, 3))
@@ -69,10 +51,6 @@ def test_rows_that_are_too_long():
         encoded("drop", 1)
 
 
-# --------------------------------------------------------------------------------------------------
-# which rows an iteration sees
-
-
 @pytest.mark.parametrize("n, batch_size", [(5, 3), (7, 7), (3, 8), (1, 2)])
 def test_whole_epochs_in_new_orders(n, batch_size):
     """The batches are one walk through the epochs; each has every row once."""
@@ -84,31 +62,6 @@ def test_whole_epochs_in_new_orders(n, batch_size):
     if n > 3:
         assert len(set(epochs)) > 10
         assert batch_rows(4, 0, batch_size, rows) != walk[:batch_size]
-
-
-@pytest.mark.parametrize("n, size", [(10, 3), (500, 256), (7, 6), (40, 40), (40, 0), (5, 9)])
-def test_an_evaluation_takes_rows_from_all_over_a_sorted_file(n, size):
-    seen = set()
-    for seed in range(20):
-        rows = spread(n, size, seed)
-        assert rows == spread(n, size, seed) == sorted(set(rows))
-        assert len(rows) == (min(n, size) or n)
-        for task in range(4):  # four tasks, one behind the other: each has its share
-            first, end = n * task // 4, n * (task + 1) // 4
-            assert abs(sum(first <= i < end for i in rows) - len(rows) * (end - first) / n) < 2
-        seen.update(rows)
-    assert len(seen) > 0.9 * n
-
-
-def test_epochs_in_iterations():
-    """The fewest batches that have all rows: 11 tenths of 50 are 55, though 1.1 * 50 is more."""
-    for tenths, n, batch_size in itertools.product(range(1, 35), (1, 3, 50, 7473), (1, 5, 16)):
-        assert iterations(7, tenths / 10, n, batch_size) == -(-tenths * n // (10 * batch_size))
-    assert iterations(7, 0.0, 50, 5) == 7
-
-
-# --------------------------------------------------------------------------------------------------
-# micro-batches
 
 
 @pytest.mark.parametrize("ranks, size, most",
@@ -151,11 +104,3 @@ def test_micro_batches_have_each_row_as_it_was():
             assert torch.equal(mb["logprobs"][b, :r], batch["logprobs"][i, :r])
         assert mb["tokens"].shape[1] == max(prompts[mb["index"]] + responses[mb["index"]])
     assert sorted(seen) == sorted(wanted.tolist())
-    nothing = next(micro_batches(batch, wanted[:0], 4), None)  # one rank alone has no empty ones
-    assert nothing is None or not nothing["target_mask"].any()
-
-
-def test_right_pad():
-    tokens, mask = right_pad([[5, 6, 7], [8]], 0)
-    assert tokens.tolist() == [[5, 6, 7], [8, 0, 0]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert right_pad([], 0)[0].shape == (1, 2)  # sharded models run a forward on all ranks

@@ -1,5 +1,4 @@
 """rewards.py: the rules on texts, the key reward_functions, and where a model's score is read."""
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from configurator import BadInput
 from load import load
 from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows, format,
-                     last_real, length, number_of, reward_terms, score_sequences, thinks)
+                     last_real, length, reward_terms, score_sequences, thinks)
 from tiny import keys_of_system, write
 
 NAN = float("nan")
@@ -33,11 +32,6 @@ def test_accuracy(answer, right, wrong):
     assert accuracy(batch_of(right, None)).isnan().all()  # no answer, no accuracy
 
 
-def test_numbers():
-    assert [number_of(x) for x in ("1,000", "-3/6", "+2.50", "1e5", "1,00", "3/0", "")] == [
-        1000, -0.5, 2.5, None, None, None, None]
-
-
 FORMATS = {
     1: ["<think>a</think>b", " \n<think>\n</think>\n\nb\n", "<think>a</think>\n<answer>b</answer>"],
     0: ["", "b", "<think>a</think> \n", "<think>a", "well <think>a</think>b", "</think>a<think>b",
@@ -51,11 +45,6 @@ def test_format_and_thinks():
     assert thinks(batch_of(["<think></think>", "</think><think>", "<think>"])).tolist() == [1, 0, 0]
     begun = batch_of(["a</think>b", "<think>a</think>b"], prompt="go: <think>")
     assert format(begun).tolist() == [1, 0] and thinks(begun).tolist() == [1, 1]
-
-
-def test_length():
-    mask = torch.arange(100) < torch.tensor([1, 80, 90, 95, 100])[:, None]
-    assert length(dict(response_mask=mask)).tolist() == [0, 0, -0.5, -0.75, -1]
 
 
 def test_the_key_reward_functions(tmp_path):
@@ -110,14 +99,10 @@ def test_the_zero_of_a_reward_model_of_others(finished, shift):
         return {"reward/reward_model": torch.tensor([1.0, 8.0, 3.0]),
                 "finished": torch.tensor(finished)}
 
-    def never():
-        raise AssertionError("it is known")
-
     state, value = {}, SimpleNamespace()
     reward = SimpleNamespace(hf=SimpleNamespace(config=object()))
     center_scores(state, reward, value, first_batch)
     assert reward.score_shift == value.score_shift == state["score_shift"] == shift
-    center_scores(state, reward, None, never)
+    center_scores(state, reward, None, None)  # it is known, and not measured again
     said = SimpleNamespace(hf=SimpleNamespace(config=SimpleNamespace(score_shift=0.5)))
-    center_scores({}, said, None, never)
-    assert not hasattr(said, "score_shift") and not math.isnan(shift)
+    center_scores({}, said, None, None)

@@ -2,7 +2,7 @@
 tokenizer.py: the toy's ids by hand; chats against transformers' apply_chat_template; a tokenizer in
 SentencePiece's manner; and text that spells a special token.
 """
-import random
+from functools import partial
 from itertools import groupby
 
 import pytest
@@ -21,12 +21,11 @@ CHATML = """{%- for message in messages %}
 START, END = 256, 257
 
 
-def user(text):
-    return dict(role="user", content=text)
+def turn(role, text):
+    return dict(role=role, content=text)
 
 
-def assistant(text):
-    return dict(role="assistant", content=text)
+user, assistant = partial(turn, "user"), partial(turn, "assistant")
 
 
 @pytest.fixture
@@ -60,10 +59,6 @@ def test_the_toys_ids(toy):
     assert t.encode_scored(["1+"] * 2, "22", [True, False]) == [[49, 43, 50, 258], [49, 43, 50]]
     assert t.encode_scored(["1+"], ["2"], longest=2) == [[49, 43]]
     assert t.decode([256, *b"7<eos>", 257, 258, 259]) == "<think>7<eos></think>"
-    drawn = random.Random(0)
-    for _ in range(100):  # broken characters come back as Python shows them
-        broken = bytes(drawn.choices(range(256), k=12))
-        assert t.decode([*broken, 258]) == broken.decode(errors="replace")
     with pytest.raises(BadInput, match="template"):
         t.encode_prompts([[user("hi")]])
 
@@ -98,29 +93,14 @@ def test_a_prompt_that_the_response_continues(chat):
     assert t.decode_response(list(b" far") + [END], prompt) == " far"
 
 
-def test_a_system_prompt_and_templates_that_refuse(chat, toy, tmp_path):
+def test_a_system_prompt_and_a_template_that_refuses(chat, tmp_path):
     system = [dict(role="system", content="s")]
-    assert chat(system_prompt="s").encode_prompts([[user("a")]]) == [
-        ids_of([*system, user("a")], opened=True)]
-    assert chat(system_prompt="t").encode_prompts([[*system, user("a")]]) == [
-        ids_of([*system, user("a")], opened=True)]
-    refuses = write(tmp_path / "refuses", "{{ raise_exception('no such role') }}")
-    with pytest.raises(BadInput, match="no such role"):
-        chat(chat_template=refuses).encode_prompts([[user("a")]])
+    for said, messages in (("s", [user("a")]), ("t", [*system, user("a")])):
+        assert chat(system_prompt=said).encode_prompts([messages]) == [
+            ids_of([*system, user("a")], opened=True)]
     changes = write(tmp_path / "changes", CHATML.replace('["content"]', '["content"] | upper'))
     with pytest.raises(BadInput, match="does not write the assistant's 'b' as it stands"):
         chat(chat_template=changes).encode_learned([user("a")], [assistant("b")])
-    for keys in (dict(system_prompt="s"), dict(chat_template="nowhere"),
-                 dict(template_kwargs="a=b("), dict(stop_strings="[1")):
-        with pytest.raises(BadInput):
-            toy(**keys)
-
-
-def test_stop_strings(toy):
-    t = toy(stop_strings="['Q:', '##']")
-    assert t.decode_response(b"so## Q:") == "so##" and t.decode_response(b"so#") == "so#"
-    for n in range(8):
-        assert t.has_stop(list(b"abcd ##")[:n]) == (n == 7)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 A tiny world in a folder, and the scripts run in it as a user runs them. Helpers, no tests.
 
 The models are random ones of transformers with a width of 16, saved in float64. A byte is a token;
-then come two markers, EOS and padding. The models have four ids more than the tokenizer: these must
-never be sampled, nor counted.
-
-A run is a fork of the process that tests: torch is there already, and it takes half a second.
+then come two markers, EOS, padding, and four ids that must never be sampled, nor counted. A run is
+a fork of the process that tests: torch is there already, and it takes half a second.
 """
 import json
 import os
@@ -23,8 +21,7 @@ from configurator import read_keys
 
 from conftest import ROOT
 
-MARKERS = ["<think>", "</think>"]
-EOS, PAD, VOCABULARY = 258, 259, 264
+MARKERS, EOS, PAD, VOCABULARY = ["<think>", "</think>"], 258, 259, 264
 ENDS = [257, EOS]  # generation_config.json names a second token that ends a response
 PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
            "12", "é"]
@@ -51,10 +48,6 @@ def talks(messages, row):  # an environment
 """
 
 
-# --------------------------------------------------------------------------------------------------
-# files
-
-
 def write(path, text):
     with open(path, "w", encoding="utf-8") as f:
         f.write(text)
@@ -71,13 +64,12 @@ def read_jsonl(path):
 
 
 def read_log(out):
-    """The records of out/log.jsonl, without what no two runs share."""
+    """The records of a log, without what no two runs share."""
     return [{key: x for key, x in record.items() if not key.startswith(("time/", "mem/"))}
             for record in read_jsonl(f"{out}/log.jsonl")]
 
 
 def read_weights(folder):
-    """{name: tensor} of a saved model."""
     from safetensors.torch import load_file
 
     return load_file(f"{folder}/model.safetensors")
@@ -85,9 +77,7 @@ def read_weights(folder):
 
 def assert_same_run(out, other, models=("policy",), tolerance=0.0):
     """Two runs left the same log and the same weights, within the tolerance; 0: the same bits."""
-    logs = [read_log(folder) for folder in (out, other)]
-    assert len(logs[0]) == len(logs[1]) > 1
-    for a, b in zip(*logs, strict=True):
+    for a, b in zip(read_log(out), read_log(other), strict=True):
         assert a.keys() == b.keys()
         for key, x in a.items():
             near = isinstance(x, float) and abs(x - b[key]) <= tolerance * max(1, abs(x))
@@ -95,39 +85,31 @@ def assert_same_run(out, other, models=("policy",), tolerance=0.0):
     for model in models:
         a, b = (read_weights(f"{folder}/{model}") for folder in (out, other))
         assert a.keys() == b.keys()
-        far = max((a[name] - b[name]).abs().max().item() for name in a)
-        assert far <= tolerance, (model, far)
-
-
-# --------------------------------------------------------------------------------------------------
-# models and data
+        assert max((a[name] - b[name]).abs().max().item() for name in a) <= tolerance, model
 
 
 def keys_of_system(**changed):
     """The namespace `system` that the scripts pass on, with its defaults."""
-    keys = {name: key.default for name, key in read_keys(f"{ROOT}/config/keys.py").items()}
-    return SimpleNamespace(**keys | changed)
+    keys = read_keys(f"{ROOT}/config/keys.py")
+    return SimpleNamespace(**{name: key.default for name, key in keys.items()} | changed)
 
 
 def save_random(folder, kind="gpt2", markers=MARKERS, seed=1, shift=None, scalar=False):
     """
-    A random model with its tokenizer. kind: gpt2, or neox, whose head is tied to the embedding.
-    scalar: a reward model, and its score_shift, if it has one. A language model says a few letters
-    most of the time, and an end about once in five tokens.
+    A random model with its tokenizer: gpt2, or neox, whose head is tied to the embedding. scalar: a
+    reward model; else it says a few letters most of the time, and an end once in five tokens.
     """
-    sizes = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
-    sizes |= dict(num_labels=1) if scalar else {}
-    sizes |= dict(score_shift=shift) if shift is not None else {}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_inner=24, n_positions=64,
-                                         tie_word_embeddings=False, **sizes)
-    else:
-        config = transformers.GPTNeoXConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-            max_position_embeddings=64, tie_word_embeddings=True, **sizes)
-    auto = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.for_model(
+        "gpt2" if kind == "gpt2" else "gpt_neox", vocab_size=VOCABULARY, bos_token_id=None,
+        eos_token_id=EOS, pad_token_id=PAD, hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=kind != "gpt2",
+        **{"n_inner" if kind == "gpt2" else "intermediate_size": 24})
     if scalar:
-        auto = transformers.AutoModelForSequenceClassification
+        config.num_labels = 1
+    if shift is not None:
+        config.score_shift = shift
+    auto = (transformers.AutoModelForSequenceClassification if scalar else
+            transformers.AutoModelForCausalLM)
     model, drawn = auto.from_config(config).double(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -157,13 +139,11 @@ def build(folder):
         setattr(world, name, f"{folder}/{name}")
     kinds = dict(rl=[], sft=[], pairs=[])
     for i, prompt in enumerate(PROMPTS):
-        right = PROMPTS[5 * i % len(PROMPTS)]
-        wrong = PROMPTS[(7 * i + 3) % len(PROMPTS)] * (1 + i % 2)
+        right, wrong = PROMPTS[5 * i % 12], PROMPTS[(7 * i + 3) % 12] * (1 + i % 2)
+        more = dict(margin=i / 5, confidence=0.5 + i / 40) if i % 3 else {}
         kinds["rl"].append(dict(prompt=prompt, answer=right))
         kinds["sft"].append(dict(prompt=prompt, completion=right * (1 + i % 2)))
-        kinds["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong))
-        if i % 3:
-            kinds["pairs"][-1] |= dict(margin=i / 5, confidence=0.5 + i / 40)
+        kinds["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong) | more)
     kinds["pairs"].append(dict(prompt="tie", chosen="ab", rejected="ab"))
     for kind, rows in kinds.items():
         for part, some in (("train", rows[:9]), ("val", rows[9:])):
@@ -174,39 +154,33 @@ def build(folder):
     return world
 
 
-# --------------------------------------------------------------------------------------------------
-# runs
-
-
 def keys_of(world, script, **changed):
     """The keys of a small run of a script in which every part does something."""
     keys = dict(device_type="cpu", dtype="float64", timeout=60, max_iters=3, eval_interval=2,
                 eval_size=2, batch_size=5, micro_batch_size=2, learning_rate=1e-2)
-    if script in ("ppo.py", "grpo.py"):
-        keys |= dict(policy_path=world.policy, prompts_path=world.rl_train, eval_path=world.rl_val,
-                     max_new_tokens=6, temperature=0.8, kl_coef=0.3, num_minibatches=2)
-    if script == "ppo.py":
-        keys |= dict(reward_path=world.reward, ppo_epochs=2)
-    if script == "grpo.py":
-        keys |= dict(batch_size=6, group_size=3, reward_functions=f"{world.rules}:letters")
-    if script == "sft.py":
-        keys |= dict(init_from=world.policy, train_path=world.sft_train, val_path=world.sft_val)
-    if script == "rm.py":
-        keys |= dict(init_from=world.policy, train_path=world.pairs_train,
-                     val_path=world.pairs_val, demonstrations_path=world.sft_val)
-    return keys | changed
+    sampled = dict(policy_path=world.policy, prompts_path=world.rl_train, eval_path=world.rl_val,
+                   max_new_tokens=6, temperature=0.8, kl_coef=0.3, num_minibatches=2)
+    own = {"ppo.py": sampled | dict(reward_path=world.reward, ppo_epochs=2),
+           "grpo.py": sampled | dict(batch_size=6, group_size=3,
+                                     reward_functions=f"{world.rules}:letters"),
+           "sft.py": dict(init_from=world.policy, train_path=world.sft_train,
+                          val_path=world.sft_val),
+           "rm.py": dict(init_from=world.policy, train_path=world.pairs_train,
+                         val_path=world.pairs_val, demonstrations_path=world.sft_val)}
+    return keys | own[script] | changed
 
 
 def typed(keys):
-    """{key: value} as arguments of a command line."""
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
 class Started:
-    """A run that goes on, of one process a rank: pids, in the folder of their output."""
+    """
+    A run that goes on in a folder, of one process a rank. before(rank) is called in each of them
+    before the script: it may patch what it likes.
+    """
 
     def __init__(self, script, args, folder, ranks=1, before=lambda rank: None):
-        """before(rank) is called in each process before the script: it may patch what it likes."""
         os.makedirs(folder, exist_ok=True)
         self.folder = folder
         with socket.socket() as s:
@@ -223,7 +197,6 @@ class Started:
             os.chdir(self.folder)
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            # pytest's own are files of its own
             sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
             sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, closefd=False)
             if ranks > 1:
@@ -260,20 +233,19 @@ class Started:
 
 
 def run(script, folder, keys, **how):
-    """A run of a script with these keys, to its end: its out_dir is folder/out. See Started."""
-    args = keys if isinstance(keys, list) else typed(dict(out_dir="out") | keys)
-    return Started(script, args, str(folder), **how).wait()
+    """A run of a script with these keys, to its end; out_dir is folder/out. how: see Started."""
+    return Started(script, typed(dict(out_dir="out") | keys), str(folder), **how).wait()
 
 
 def well(script, folder, keys, **how):
-    """A run that must come to its end; returns its out_dir."""
+    """The out_dir of a run that must come to its end."""
     result = run(script, folder, keys, **how)
     assert set(result.codes) == {0}, result
     return f"{folder}/out"
 
 
 def at(iteration, action, rank=0):
-    """For `before`: this rank does something when it draws the rows of this iteration."""
+    """For `before`: this rank does it, or gets the signal, when it draws the iteration's rows."""
     def before(mine):
         import prompts
 
@@ -281,17 +253,12 @@ def at(iteration, action, rank=0):
 
         def batch_rows(seed, now, *rest):
             if now == iteration and mine == rank:
-                action()
+                action() if callable(action) else os.kill(os.getpid(), action)
             return drawn(seed, now, *rest)
 
         prompts.batch_rows = batch_rows
 
     return before
-
-
-def killed(number=signal.SIGKILL):
-    """An action: this process gets a signal."""
-    return lambda: os.kill(os.getpid(), number)
 
 
 def assert_one_line(result, script, *words, code=2):
