@@ -62,6 +62,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_used(world, tmp_path):
     assert result.codes == [0] and "checkpoint-000003" in result.out[0].split("iter 2/3")[0]
     assert read_log(out) == log  # iterations 1 and 2 were done again, with the same figures
     for folder in list_checkpoints(out):
+        assert damage(folder) is None  # they were written anew
         os.remove(f"{folder}/state.json")
     assert_one_line(run("ppo.py", tmp_path, keys), "ppo.py", "none of the checkpoints is good")
 
