@@ -80,15 +80,15 @@ def test_a_checksum_sees_every_bit_and_the_order(dtype):
 
 
 def drift(name):
-    """An action: one bit of a parameter changes, in the model that the script has as `name`."""
+    """An action: one bit of a parameter changes, of the policy or of the frozen reward model."""
     def action():
         import gc
 
         from model import Model
-        (model,) = [m for m in gc.get_objects() if isinstance(m, Model) and m.path.endswith(name)
-                    and (m.head == "scalar" or any(p.requires_grad for p in m.parameters()))][:1]
-        p = next(p for n, p in model.named_parameters() if n.endswith("ln_f.bias"))
-        p.data.view(torch.int64)[3] ^= 1
+        wanted = ("lm", True) if name == "policy" else ("scalar", False)
+        (model,) = [m for m in gc.get_objects() if isinstance(m, Model)
+                    and (m.head, next(m.parameters()).requires_grad) == wanted]
+        model.get_parameter("hf.transformer.ln_f.bias").data.view(torch.int64)[3] ^= 1
     return action
 
 
