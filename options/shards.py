@@ -98,7 +98,7 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
 
 def outline(path, head, system):
     """The model of a folder without its weights: only shapes and settings, without memory."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         from options.lora import base_of
@@ -110,6 +110,8 @@ def outline(path, head, system):
     with torch.device("meta"):
         hf = auto_class(head).from_config(config, dtype=dtypes(system)[0],
                                           attn_implementation=system.attn_implementation)
+    with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
+        hf.generation_config = GenerationConfig.from_pretrained(path)
     model = Model(hf, head, path)
     model.file_dtype = file_dtype
     return model

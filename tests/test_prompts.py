@@ -1,88 +1,106 @@
-"""prompts.py: which rows a batch of several files holds, and micro-batches. (One file's order is by_hand.py's.)"""
+"""prompts.py: a file -> rows; which rows an iteration sees; micro-batches, by enumeration."""
 import itertools
 
 import pytest
 import torch
 
-from options.refill import other_row
-from prompts import batch_rows, iterations, my_micro_batches, spread
+from configurator import BadInput
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_rows, micro_batches, prompt_row,
+                     read_rows)
+from tiny import write
+
+def test_rows_of_a_file(tmp_path):
+    """A BOM, blank lines, numbers as answers, other fields, names of others."""
+    path = write(tmp_path / "a.jsonl", '\ufeff{"prompt": "1+2=", "answer": 3.0, "level": 7}\n\n'
+                                       '{"q": {"text": "é"}, "prompt": "old"}\n')
+    with pytest.raises(BadInput, match="line 1.*'q.text'"):
+        read_rows(path, prompt_row, "q.text>prompt")
+    assert read_rows(path, prompt_row)[0] == dict(prompt="1+2=", answer="3", level=7)
+    path = write(tmp_path / "b.jsonl", '{"q": {"text": "é"}, "prompt": "old", "a": "x"}\n')
+    assert read_rows(path, prompt_row, "q.text>prompt,a>answer") == [
+        dict(prompt="é", answer="x", q=dict(text="é"))]
 
 
-@pytest.mark.parametrize("sizes, weights, batch_size", [
-    ((7, 5), (1, 0.3), 4), ((10, 1, 100), (1, 1, 1), 6), ((3, 40, 9, 5), (0.1, 5, 2, 0.7), 16), ((4,), (2.5,), 3)])
-def test_a_mix_of_files(sizes, weights, batch_size):
-    """Each file has its share after every iteration, and its own rows come in whole epochs."""
-    files, firsts = list(zip(sizes, weights, strict=True)), [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    walks = [[] for _ in sizes]
-    for iteration in range(60):
-        rows = batch_rows(3, iteration, batch_size, files)
-        assert len(rows) == batch_size and rows == batch_rows(3, iteration, batch_size, files)
-        for row in rows:
-            file = next(i for i in range(len(sizes)) if firsts[i] <= row < firsts[i + 1])
-            walks[file].append(row - firsts[file])
-        done = (iteration + 1) * batch_size
-        for walk, weight in zip(walks, weights, strict=True):
-            assert abs(len(walk) - done * weight / sum(weights)) < len(sizes) <= batch_size
-    for walk, n in zip(walks, sizes, strict=True):
-        epochs = [walk[i:i + n] for i in range(0, len(walk) - n + 1, n)]
-        assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
-    for row in range(sum(sizes)):
-        other = other_row(row, files, "key", row)
-        file = next(i for i in range(len(sizes)) if row < firsts[i + 1])
-        assert firsts[file] <= other < firsts[file + 1] and (other != row or sizes[file] == 1)
-    assert batch_rows(4, 0, batch_size, files) != batch_rows(3, 0, batch_size, files)
+@pytest.mark.parametrize("line, words", [
+    ('{"prompt": "a"', ["line 2"]), ('["a"]', ["object"]), ('{"question": "a"}', ["question"]),
+    ('{"prompt": ""}', ["empty"]), ('{"prompt": 7}', ["7"]), ('{"prompt": []}', ["empty"]),
+    ('{"prompt": "\\ud800"}', ["UTF-8"]), ('{"prompt": "a", "answer": ["b"]}', ["'answer'"]),
+    ('{"prompt": [{"role": "bot", "content": "a"}]}', ["bot", "assistant"]),
+    ('{"prompt": [{"role": "user", "content": null}]}', ["content"]), ("caf\udce9", ["line 2"])])
+def test_a_bad_row_is_one_line_that_names_it(tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(BadInput) as e:
+        read_rows(str(path), prompt_row)
+    said = str(e.value)
+    assert "\n" not in said and all(word in said for word in [str(path), "line 2", *words]), said
 
 
-@pytest.mark.parametrize("n, size", [(10, 3), (500, 256), (7, 6), (1319, 1), (40, 40), (40, 0), (5, 9), (0, 4), (1000, 10)])
-def test_an_evaluation_takes_rows_from_all_over_a_sorted_file(n, size):
-    """Of four tasks one behind the other each has its share, give or take one row; a seed decides, and always alike."""
-    seen = set()
-    for seed in range(20):
-        rows = spread(n, size, seed)
-        assert rows == spread(n, size, seed) == sorted(set(rows)) and len(rows) == (min(n, size) or n)
-        for task in range(4):
-            first, end = n * task // 4, n * (task + 1) // 4
-            share = sum(first <= row < end for row in rows)
-            assert abs(share - len(rows) * (end - first) / max(n, 1)) < 2
-        seen.update(rows)
-    assert all(0 <= row < n for row in seen) and (len(seen) == n or n > 20 * size > 0 or len(seen) > 0.9 * n)
+def test_rows_that_are_too_long():
+    def encoded(too_long, limit=3):
+        rows = Rows(dict(n=n) for n in (2, 5, 3))
+        return encode_rows(rows, "a", lambda rows: [list(range(row["n"])) for row in rows], limit,
+                           too_long, lambda ids: ids[-limit:])
+
+    with pytest.raises(BadInput, match="row 2: it has 5 tokens"):
+        encoded("error")
+    assert [list(ids) for ids in encoded("drop").ids] == [[0, 1], [0, 1, 2]]
+    assert encoded("drop") == [dict(n=2), dict(n=3)]
+    assert [list(ids) for ids in encoded("cut").ids] == [[0, 1], [2, 3, 4], [0, 1, 2]]
+    with pytest.raises(BadInput, match="no row is left"):
+        encoded("drop", 1)
 
 
-def test_epochs_in_iterations():
-    """The fewest batches that have all rows, in whole numbers: 11 tenths of 50 rows are 55, though 1.1 * 50 is above 55."""
-    for tenths, n, batch_size in itertools.product(range(1, 35), (1, 3, 10, 50, 90, 170, 7473), (1, 2, 5, 16)):
-        assert iterations(7, tenths / 10, n, batch_size) == -(-tenths * n // (10 * batch_size)), (tenths, n, batch_size)
-    assert iterations(7, 0.0, 50, 5) == 7
+@pytest.mark.parametrize("n, batch_size", [(5, 3), (7, 7), (3, 8), (1, 2)])
+def test_whole_epochs_in_new_orders(n, batch_size):
+    """The batches are one walk through the epochs; each has every row once."""
+    rows = Rows(range(n))
+    walk = [i for iteration in range(40) for i in batch_rows(3, iteration, batch_size, rows)]
+    assert len(walk) == 40 * batch_size
+    epochs = [tuple(walk[i:i + n]) for i in range(0, len(walk) - n + 1, n)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    if n > 3:
+        assert len(set(epochs)) > 10
+        assert batch_rows(4, 0, batch_size, rows) != walk[:batch_size]
 
 
-def test_micro_batches_by_enumeration():
-    """Every row of a random batch, on every rank: its own tokens from the first on, its response chosen, its columns."""
+@pytest.mark.parametrize("ranks, size, most",
+                         [*itertools.product((1, 2, 7, 100), (1, 5, 64), (0, 150))])
+def test_rows_are_dealt_like_cards(ranks, size, most):
+    """Each row once; within the limits; as many parts on each rank; about equally many tokens."""
+    lengths = torch.randint(1, 100, (61,), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = [deal_rows(lengths, size, most, (rank, ranks)) for rank in range(ranks)]
+    assert sorted(i for mine in parts for part in mine for i in part) == list(range(61))
+    assert len({len(mine) for mine in parts}) == 1
+    for part in itertools.chain(*parts):
+        held = [lengths[i] for i in part]
+        tokens = len(part) * max(held, default=0)
+        assert tokens - sum(held) <= PADDING
+        assert len(part) <= size if most == 0 else len(part) <= 1 or tokens <= most
+    of_rank = [sum(lengths[i] for part in mine for i in part) for mine in parts]
+    assert max(of_rank) - min(of_rank) <= max(lengths)
+
+
+def test_micro_batches_have_each_row_as_it_was():
+    """Of random rows with gaps in the response: own tokens from the first on, own columns."""
     P, R, B = 7, 5, 23
-    generator = torch.Generator().manual_seed(0)
-    prompts, responses = (torch.randint(1, most + 1, (B,), generator=generator) for most in (P, R))
+    drawn = torch.Generator().manual_seed(0)
+    prompts, responses = (torch.randint(1, most + 1, (B,), generator=drawn) for most in (P, R))
     column = torch.arange(P + R)
     mask = (column >= P - prompts[:, None]) & (column < P + responses[:, None])
-    tokens = torch.randint(0, 9, (B, P + R), generator=generator)  # padding is no special id
-    batch = dict(tokens=tokens, attention_mask=mask, response_mask=mask[:, P:], index=torch.arange(B),
-                 logprobs=torch.randn(B, R, generator=generator))
-    wanted = torch.tensor([4, 22, 0, *range(7, 20)])
-    for ranks, size, most in itertools.product((1, 2, 3, 20), (1, 4, 50), (0, 1, 25)):
-        seen, counts = [], []
-        for rank in range(ranks):
-            parts = list(my_micro_batches(batch, wanted, size, most, (rank, ranks)))
-            counts.append(len(parts))
-            for mb in parts:
-                assert mb["tokens"].shape == mb["target_mask"].shape and not mb["target_mask"][:, 0].any()
-                assert mb["response_mask"].shape == mb["logprobs"].shape and "attention_mask" not in mb
-                if len(mb["index"]) == 0:
-                    assert mb["tokens"].shape == (1, 2) and not mb["target_mask"].any() and mb["logprobs"].shape == (0, 1)
-                    continue
-                for i, row in enumerate(mb["index"].tolist()):
-                    p, r = prompts[row].item(), responses[row].item()
-                    assert mb["tokens"][i, :p + r].tolist() == tokens[row, mask[row]].tolist()
-                    assert mb["target_mask"][i].nonzero().flatten().tolist() == list(range(p, p + r))
-                    assert mb["response_mask"][i].sum() == r and torch.equal(mb["logprobs"][i, :r], batch["logprobs"][row, :r])
-                lengths = mask[mb["index"]].sum(1)
-                assert mb["tokens"].shape[1] == lengths.max() and mb["logprobs"].shape[1] == responses[mb["index"]].max()
-                seen += mb["index"].tolist()
-        assert sorted(seen) == sorted(wanted.tolist()) and len(set(counts)) == 1
+    sampled = mask[:, P:] & (torch.rand(B, R, generator=drawn) < 0.8)
+    batch = dict(tokens=torch.randint(0, 9, (B, P + R), generator=drawn), attention_mask=mask,
+                 response_mask=sampled, index=torch.arange(B),
+                 logprobs=torch.randn(B, R, generator=drawn))
+    seen, wanted = [], torch.tensor([4, 22, 0, *range(7, 20)])
+    for mb in micro_batches(batch, wanted, 4):
+        for b, i in enumerate(mb["index"].tolist()):
+            seen.append(i)
+            p, r = int(prompts[i]), int(responses[i])
+            assert mb["tokens"][b, :p + r].tolist() == batch["tokens"][i][mask[i]].tolist()
+            targets = [False] * p + sampled[i, :r].tolist()
+            width = mb["tokens"].shape[1]
+            assert mb["target_mask"][b].tolist() == targets + [False] * (width - p - r)
+            assert torch.equal(mb["logprobs"][b, :r], batch["logprobs"][i, :r])
+        assert mb["tokens"].shape[1] == max(prompts[mb["index"]] + responses[mb["index"]])
+    assert sorted(seen) == sorted(wanted.tolist())

@@ -1,0 +1,96 @@
+"""The four scripts as a user runs them: to the end, stopped, resumed; and bad input."""
+import os
+import signal
+import subprocess
+import sys
+from math import nan
+
+import pytest
+import transformers
+
+from conftest import ROOT
+from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, typed, well
+
+SCRIPTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py": ("policy",),
+           "rm.py": ("reward_model",)}
+
+
+@pytest.mark.parametrize("script, models", SCRIPTS.items(), ids=SCRIPTS)
+def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, script, models):
+    """SIGTERM in iteration 1, kill -9 in iteration 3; the same command each time."""
+    keys = keys_of(world, script, max_iters=5, checkpoint_interval=1, dtype="float32")
+    whole = well(script, tmp_path / "whole", keys)
+    stopped = run(script, tmp_path / "cut", keys, before=at(1, signal.SIGTERM))
+    assert stopped.codes == [0] and "resume with the same command" in stopped.out[0], stopped
+    assert run(script, tmp_path / "cut", keys, before=at(3, signal.SIGKILL)).codes == [-9]
+    out = well(script, tmp_path / "cut", keys)
+    assert [record["iteration"] for record in read_log(out)] == list(range(6))
+    assert_same_run(whole, out, models)
+    assert not [name for name in os.listdir(out) if name.startswith((".tmp", ".old", ".gone"))]
+    auto = (transformers.AutoModelForSequenceClassification if script == "rm.py" else
+            transformers.AutoModelForCausalLM)
+    for model in models[:1]:  # what a run leaves is a model for transformers
+        theirs, info = auto.from_pretrained(f"{out}/{model}", output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert transformers.AutoTokenizer.from_pretrained(f"{out}/{model}").eos_token == "<eos>"
+
+
+def test_from_scratch_as_it_is_typed(world, tmp_path):
+    """A process of its own, and the toy's config file; then PPO begins where its SFT has ended."""
+    keys = dict(max_iters=2, batch_size=8, device_type="cpu", n_layer=1, d_model=32, n_head=2,
+                context=64, out_dir=f"{tmp_path}/sft", tokenizer_path=world.policy,
+                train_path=world.sft_train, val_path=world.sft_val)
+    subprocess.run([sys.executable, "sft.py", "config/arithmetic_sft.py", *typed(keys)], cwd=ROOT,
+                   check=True, capture_output=True, timeout=100)
+    keys = keys_of(world, "ppo.py", policy_path=f"{tmp_path}/sft/policy", dtype="float32")
+    first = read_log(well("ppo.py", tmp_path, keys))[0]
+    assert first["objective/kl"] == 0 == first["policy/ratio_gap"]  # before any update
+    assert first["policy/sampler_gap"] < 1e-4
+
+
+BAD = {  # what people type: script, keys, words of the line
+    "a typo": ("ppo.py", dict(kl_coeff=0.1), ["'kl_coef'"]),
+    "no number": ("sft.py", dict(batch_size="many"), ["batch_size", "int"]),
+    "out of range": ("rm.py", dict(label_smoothing=0.7), ["label_smoothing", "[0..0.5]"]),
+    "no file": ("grpo.py", dict(prompts_path="nowhere.jsonl"), ["nowhere.jsonl"]),
+    "no folder": ("ppo.py", dict(policy_path="out/nowhere"), ["out/nowhere", "train it first"]),
+    "a reward model's path alone": ("ppo.py", dict(reward_path=""), ["--reward_path"]),
+    "a policy as the reward": ("ppo.py", lambda w: dict(reward_path=w.policy), ["rm.py"]),
+    "no value model": ("ppo.py", dict(reward_functions="length", reward_path=""), ["value_init"]),
+    "a group of 4 in 6": ("grpo.py", dict(group_size=4), ["batch_size = 6", "group_size = 4"]),
+    "no penalty": ("grpo.py", dict(kl_estimator="k1"), ["kl_estimator"]),
+    "an unknown reward": ("grpo.py", dict(reward_functions="acuracy"), ["acuracy", "accuracy"]),
+    "no answers": ("grpo.py", lambda w: dict(
+        reward_functions="accuracy", prompts_path=w.sft_train), ["row 1", "'answer'"]),
+    "no room": ("ppo.py", dict(max_new_tokens=64), ["max_new_tokens"]),
+    "prompts that are too long": ("ppo.py", dict(max_new_tokens=59), ["row", "--too_long"]),
+    "completions for pairs": ("rm.py", lambda w: dict(train_path=w.sft_train), ["'chosen'"]),
+    "no GPU": ("sft.py", dict(device_type="cuda"), ["--device_type=cpu"])}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_line_before_anything_is_written(world, tmp_path, what):
+    script, wrong, words = BAD[what]
+    keys = keys_of(world, script, **(wrong(world) if callable(wrong) else wrong))
+    assert_one_line(run(script, tmp_path, keys), script, *words)
+    assert not os.path.exists(tmp_path / "out")
+
+
+def test_another_run_in_the_folder_of_one(world, tmp_path):
+    """Refused, and all is as it was; more iterations are the same run."""
+    keys = keys_of(world, "sft.py")
+    out = well("sft.py", tmp_path, keys)
+    log = read_log(out)
+    for other in (dict(seed=7), dict(train_path=world.sft_val), dict(lora="2:4")):
+        assert_one_line(run("sft.py", tmp_path, keys | other), "sft.py", *other, "--out_dir")
+        assert read_log(out) == log
+    assert len(read_log(well("sft.py", tmp_path, keys | dict(max_iters=4)))) == 5
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(world, tmp_path):
+    def spoils(rank):
+        import parallel
+
+        parallel.all_reduce_gradients = lambda gradients, scale: gradients["policy"][0].fill_(nan)
+    result = run("ppo.py", tmp_path, keys_of(world, "ppo.py"), before=spoils)
+    assert_one_line(result, "ppo.py", "iteration 0", "the gradient of policy's", code=1)
