@@ -146,8 +146,8 @@ def settings_of(path, head, system):
     if attention == "sdpa" and not auto_class(head)._model_mapping[type(config)]._supports_sdpa:
         attention = "eager"
     if attention == "eager" and dtype == torch.float64:
-        raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32; "
-                       "dtype = 'float64' needs attn_implementation = 'sdpa', and a family with it")
+        raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
+                       " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
     return config, dict(dtype=dtype, attn_implementation=attention,
                         **settings_of_experts(config, dtype))
 
