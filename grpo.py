@@ -356,9 +356,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
             if steps == 0:  # the ratio is 1: no update yet
                 sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
-                ratio_gap = run.must_agree(  # COLLECTIVE
-                    torch.stack(gaps).max(), "the training forward",
-                    checked="age" not in batch or importance_cap > 0)
+                ratio_gap = run.first_ratio(  # COLLECTIVE
+                    gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, dict(policy=lr), grad_clip)
