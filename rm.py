@@ -46,8 +46,8 @@ init_from = "out/arithmetic_sft/policy"  # * a folder or hub name; N+ detail 11:
 # a teacher: frozen reward models; their scores are learned in the place of the labels. train_path
 # may then be pairs, or single responses: rows with "prompt" and "completion", as for sft.py
 teacher = ""  # a folder or hub name, or A,B,C: the mean of their scores; empty = none
-score_coef = 1.0  # teacher: weight of (score - the teacher's score)^2 [>= 0]
-preference_coef = 1.0  # teacher: weight of the cross-entropy against its preferences [>= 0]
+score_coef = 1.0  # with teacher: weight of (score - the teacher's score)^2 [>= 0]
+preference_coef = 1.0  # with teacher: weight of the cross-entropy against its preferences [>= 0]
 
 # without one, the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and
 margin_coef = 1.0  # the chosen one should lead by this times the pair's "margin", if any [>= 0]
