@@ -10,6 +10,7 @@ import os
 import torch
 import torch.nn as nn
 
+import parallel
 from configurator import of_model
 from errors import BadInput, first_line
 from model import Model, no_grad_forwards, scaled_logits
@@ -66,6 +67,13 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
+    if not adapter and not parallel.holds(name):  # another role has it: here are only its shapes
+        from options.shards import outline
+
+        model = outline(path, head, system).requires_grad_(trained)
+        model.tokenizer = tokenizer
+        tokenizer.fit(model, path)
+        return model
     if system.zero_stage or system.offload:
         from options.shards import load_split
 
@@ -342,7 +350,8 @@ def load_reward_model(path, policy, system, device):
         reward_model = load(path, "reward", system, device, head="scalar")
     reward_model.tokenizer.set_padding_apart()
     reward_model.tokenizer.skipped_id = reward_model.hf.config.pad_token_id
-    if reward_model.new_head or not reward_model.hf.score.weight.any():
+    weight = reward_model.hf.score.weight
+    if reward_model.new_head or not weight.is_meta and not weight.any():
         raise BadInput(f"{path} has no trained score head; train a reward model with rm.py")
     return reward_model
 

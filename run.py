@@ -45,7 +45,8 @@ def make_optimizer(model, name, system, lr, betas, eps):
         groups = [dict(params=[p for p in parameters if p.dim() >= 2])]
         groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
     kind, settings = torch.optim.AdamW, dict(
-        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay, fused=True)
+        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
+        fused=parallel.role == "train")  # others never step
     if of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
 
@@ -80,8 +81,8 @@ class Run:
             if model.base is not None and model.base not in models.values():
                 models[f"trunk of {model.path}"] = model.base
 
-        same = f"{config} {token_ids} {torch.__version__}"
-        if parallel.from_rank(same) != same:
+        self.settings = f"{config} {token_ids} {torch.__version__}"
+        if parallel.from_rank(self.settings) != self.settings:
             raise BadInput(f"rank {self.rank} has other settings, data or torch than rank 0")
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
