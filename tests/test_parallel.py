@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from run import checksum
+from audit import checksum
 from tiny import assert_same_run, at, keys_of, run, well, write
 
 WORKER = """
@@ -18,10 +18,12 @@ import json
 import sys
 import torch
 import parallel
-from configurator import report_error
+import ranks
+from errors import report_error
+from tiny import keys_of_system
 
 sys.excepthook = report_error
-parallel.init("cpu", 20)
+ranks.init(keys_of_system(device_type="cpu", timeout=20))
 rank, size = parallel.rank_and_size()
 said = []
 for n in (7, 3, 2, 1):  # more rows than ranks, as many, fewer
@@ -50,7 +52,7 @@ except RuntimeError as e:
     print(e)
 except OSError as e:
     print("on rank 1:", e)
-parallel.leave()
+ranks.leave()
 """
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configurator import BadInput
+from errors import BadInput
 from load import load
 from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows, format,
                      last_real, length, reward_terms, score_sequences, thinks)

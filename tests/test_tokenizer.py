@@ -10,7 +10,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 
 from byte_tokenizer import write_byte_tokenizer
-from configurator import BadInput
+from errors import BadInput
 from tiny import keys_of_system, write
 from tokenizer import load_tokenizer
 
