@@ -8,8 +8,8 @@ from math import nan
 import pytest
 import transformers
 
-from conftest import ROOT
-from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, typed, well
+from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
+                  run, typed, well)
 
 SCRIPTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py": ("policy",),
            "rm.py": ("reward_model",)}
@@ -21,7 +21,7 @@ def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, sc
     keys = keys_of(world, script, max_iters=5, checkpoint_interval=1, dtype="float32")
     whole = well(script, tmp_path / "whole", keys)
     stopped = run(script, tmp_path / "cut", keys, before=at(1, signal.SIGTERM))
-    assert stopped.codes == [0] and "resume with the same command" in stopped.out[0], stopped
+    assert_stopped(stopped, tmp_path / "cut")
     assert run(script, tmp_path / "cut", keys, before=at(3, signal.SIGKILL)).codes == [-9]
     out = well(script, tmp_path / "cut", keys)
     assert [record["iteration"] for record in read_log(out)] == list(range(6))

@@ -19,8 +19,7 @@ import transformers
 from byte_tokenizer import write_byte_tokenizer
 from configurator import read_keys
 
-from conftest import ROOT
-
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MARKERS, EOS, PAD, VOCABULARY = ["<think>", "</think>"], 258, 259, 264
 ENDS = [257, EOS]  # generation_config.json names a second token that ends a response
 PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
@@ -159,7 +158,8 @@ def keys_of(world, script, **changed):
     keys = dict(device_type="cpu", dtype="float64", timeout=60, max_iters=3, eval_interval=2,
                 eval_size=2, batch_size=5, micro_batch_size=2, learning_rate=1e-2)
     sampled = dict(policy_path=world.policy, prompts_path=world.rl_train, eval_path=world.rl_val,
-                   max_new_tokens=6, temperature=0.8, kl_coef=0.3, num_minibatches=2)
+                   max_new_tokens=6, temperature=0.8, kl_coef=0.3, num_minibatches=2,
+                   reward_timeout=50)
     own = {"ppo.py": sampled | dict(reward_path=world.reward, ppo_epochs=2),
            "grpo.py": sampled | dict(batch_size=6, group_size=3,
                                      reward_functions=f"{world.rules}:letters"),
@@ -244,6 +244,12 @@ def well(script, folder, keys, **how):
     return f"{folder}/out"
 
 
+def assert_stopped(result, folder):
+    """A run in a folder has left in order, before its end."""
+    assert set(result.codes) == {0} and os.path.exists(f"{folder}/out/log.jsonl"), result
+    assert not {"policy", "reward_model"}.intersection(os.listdir(f"{folder}/out")), result
+
+
 def at(iteration, action, rank=0):
     """For `before`: this rank does it, or gets the signal, when it draws the iteration's rows."""
     def before(mine):
@@ -251,10 +257,10 @@ def at(iteration, action, rank=0):
 
         drawn = prompts.batch_rows
 
-        def batch_rows(seed, now, *rest):
+        def batch_rows(seed, now, *rest, **more):
             if now == iteration and mine == rank:
                 action() if callable(action) else os.kill(os.getpid(), action)
-            return drawn(seed, now, *rest)
+            return drawn(seed, now, *rest, **more)
 
         prompts.batch_rows = batch_rows
 
