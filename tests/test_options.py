@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("options")
 import by_hand
 from prompts import Rows
 from test_by_hand import PPO, TUNED, assert_agrees, typed_keys
