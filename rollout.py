@@ -262,7 +262,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 
         respond = responder(  # noqa: F811  COLLECTIVE
             policy, system, device, temperature, response_seeds(*noise, *names))
-    with autocast(system, device), decoding_copy(policy, system, device) as decoder:
+    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 

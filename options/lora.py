@@ -369,7 +369,8 @@ def fill_adapter(model, folder):
         if not found[name].isfinite().all():
             raise BadInput(f"{folder}: tensor {name!r} holds NaN or infinite numbers")
         own[name].data.copy_(found[name])
-    model.score_shift = model.score_shift if shift is None else shift
+    if shift is not None:  # in the settings, too: rewards.center_scores asks whether it is known
+        model.score_shift = model.hf.config.score_shift = shift
     model.new_head = False
 
 
@@ -396,5 +397,7 @@ def read_merged(folder, head, system, device, seed):
     if has_head:
         model.hf.score.weight.copy_(adapted.score.weight)
         model.score_shift, model.new_head = adapted.score_shift, False
+        if hasattr(adapted.hf.config, "score_shift"):
+            model.hf.config.score_shift = model.score_shift
     model.path = folder
     return model
