@@ -117,7 +117,10 @@ def read_model(path, head, system, device="cpu", seed=0):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         config.num_labels = 1 if head == "scalar" else config.num_labels
         file_dtype, attention = config.dtype, system.attn_implementation
-        if attention == "sdpa" and not auto_class(head)._model_mapping[type(config)]._supports_sdpa:
+        classes = auto_class(head)._model_mapping
+        if type(config) not in classes:
+            raise ValueError(f"{config.model_type} has no class {auto_class(head).__name__[4:]}")
+        if attention == "sdpa" and not classes[type(config)]._supports_sdpa:
             attention = "eager"  # always ours: a config.json may name one that is fetched
         hf, found = auto_class(head).from_pretrained(
             path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
