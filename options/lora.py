@@ -186,6 +186,8 @@ def adapt(base, text, head="lm", seed=0):
     rank, alpha, targets = [*text.split(":"), "", ""][:3]
     try:
         rank, alpha = int(rank), float(alpha or 2 * int(rank))
+        if rank < 1:
+            raise ValueError("no rank")
     except ValueError as e:
         raise BadInput(f"lora = {text!r}: wanted RANK[:ALPHA[:TARGETS]], such as 16:32:q+v, for "
                        "all trained models or as policy=16,value=8") from e
@@ -289,7 +291,7 @@ def read_adapter(folder):
     odd = [key for key, value in settings.items()
            if value and (key not in PLAIN or PLAIN[key] and value not in PLAIN[key])]
     odd += [key for key in ("r", "lora_alpha")
-            if type(settings[key]) not in (int, float) or not 0 <= settings[key] < 1e9]
+            if type(settings[key]) not in (int, float) or not 0 < settings[key] < 1e9]
     if odd:
         raise BadInput(f"{config}: {shorten(odd[0])} = {shorten(settings[odd[0]])} is not "
                        "supported; merge the adapter with peft, and give the merged model")
@@ -334,7 +336,8 @@ def fill_adapter(model, folder):
         if not found[name].isfinite().all():
             raise BadInput(f"{folder}: tensor {name!r} holds NaN or infinite numbers")
         own[name].data.copy_(found[name])
-    model.score_shift = model.score_shift if shift is None else shift
+    if shift is not None:  # in the config, too: there ppo.py sees that the zero is known
+        model.score_shift = model.hf.config.score_shift = shift
     model.new_head = False
 
 
@@ -361,5 +364,7 @@ def read_merged(folder, head, system, device, seed):
     if has_head:
         model.hf.score.weight.copy_(adapted.score.weight)
         model.score_shift, model.new_head = adapted.score_shift, False
+        if hasattr(adapted.hf.config, "score_shift"):
+            model.hf.config.score_shift = model.score_shift
     model.path = folder
     return model
