@@ -196,6 +196,9 @@ class Started:
         code = 1
         try:
             os.chdir(self.folder)
+            # as in a shell: under nohup, or behind an &, this process ignores Ctrl-C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
