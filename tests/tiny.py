@@ -19,8 +19,7 @@ import transformers
 from byte_tokenizer import write_byte_tokenizer
 from configurator import read_keys
 
-from conftest import ROOT
-
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MARKERS, EOS, PAD, VOCABULARY = ["<think>", "</think>"], 258, 259, 264
 ENDS = [257, EOS]  # generation_config.json names a second token that ends a response
 PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
@@ -255,10 +254,10 @@ def at(iteration, action, rank=0):
 
         drawn = prompts.batch_rows
 
-        def batch_rows(seed, now, *rest):
+        def batch_rows(seed, now, *rest, **more):
             if now == iteration and mine == rank:
                 action() if callable(action) else os.kill(os.getpid(), action)
-            return drawn(seed, now, *rest)
+            return drawn(seed, now, *rest, **more)
 
         prompts.batch_rows = batch_rows
 

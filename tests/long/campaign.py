@@ -33,7 +33,7 @@ import time
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from conftest import ROOT  # first: it puts the repository on the path
+import conftest  # noqa: F401  first: it puts the repository on the path
 
 import tiny
 
@@ -206,7 +206,7 @@ def launch(world, job, folder, fault=None):
         errors.PARENT = os.getppid()  # as if this process had imported it
         if ranks > 1:
             os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True")
-        inject(rank, os.path.join(ROOT, script), fault, f"{folder}/listed-{rank}")
+        inject(rank, os.path.join(tiny.ROOT, script), fault, f"{folder}/listed-{rank}")
 
     try:
         import torch.distributed as dist
@@ -258,7 +258,8 @@ def run_once(world, job, folder, fault=None):
     codes = json.loads(open(f"{folder}/codes").read()) if os.path.exists(f"{folder}/codes") else []
     if kind not in ("none", "line", "signal"):
         came = codes[victim] == -signal.SIGKILL
-    said = [open(f"{folder}/stderr-{rank}").read() for rank in range(len(pids))]
+    said = [open(path).read() for path in (f"{folder}/stderr-{rank}" for rank in range(len(pids)))
+            if os.path.exists(path)]  # a rank may be killed before it has one
     wrong += [f"a traceback: {text[-300:]}" for text in said if "Traceback" in text]
     return came, codes, wrong
 
