@@ -369,8 +369,8 @@ def campaign(world, work, jobs, kills=0, seed=1, only=None, report=print):
         hits, wrong = trial(world, jobs[name], whole[name], faults, folder)
         came, number = came + hits, number + 1
         report(f"{came:3} kills: {json.dumps([name, *faults])}" + "".join(
-            f"\n    WRONG: {line}" for line in wrong))
-        problems += [f"--only='{json.dumps([name, *faults])}': {line}" for line in wrong]
+            f"\n    WRONG: {line}" for line in wrong[:9]), flush=True)
+        problems += [f"--only='{json.dumps([name, *faults])}': {line}" for line in wrong[:4]]
         if not wrong:
             shutil.rmtree(folder)
     return came, problems
