@@ -362,7 +362,7 @@ def campaign(world, work, jobs, kills=0, seed=1, only=None, report=print):
         reference(name)
         faults = only[1:] if only else []
         for nth in range(0 if only else 1 + (number % 7 == 3)):
-            kind = KINDS[(number + number // len(jobs)) % len(KINDS)] if nth == 0 else rng.choice(
+            kind = KINDS[(number + number // len(jobs) + seed) % 6] if nth == 0 else rng.choice(
                 [kind for kind in KINDS if kind != "signal"])
             faults = [*faults, draw(rng, jobs[name], kind, f"{work}/{name} whole")]
         folder = f"{work}/{number}"
