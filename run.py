@@ -90,7 +90,7 @@ class Run:
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
-            with parallel.in_step():  # COLLECTIVE
+            with parallel.patient(), parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
