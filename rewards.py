@@ -55,7 +55,7 @@ def final_answer(text):
     if "<think>" in text:
         return ""
     for place in (r"<answer>((?:(?!</?answer>).)*)</answer>",
-                  r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+                  r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}",
                   r"####\s*([^\n]*)"):
         text = (re.findall(place, text, re.DOTALL) or [text])[-1]
     return (text.strip().split("\n") or [""])[-1].strip()
