@@ -18,7 +18,6 @@ new process goes on with the next pair.
 import importlib.util
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from errors import BadInput, Stop
-from grading.sandbox import CPUS, cpus_of_a_rank
+from grading.sandbox import cpus_of_a_rank, use_all_cpus
 from rewards import final_answer, same_answer, whole_responses
 
 SECONDS = 10  # for one pair; math-verify itself stops reading after 5, and comparing after 5
@@ -188,8 +187,7 @@ def same_formulas(pairs, workers, seconds):
     """
     end, found = time.monotonic() + seconds, [None] * len(pairs)
     workers = min(workers, 1 + len(pairs) // 16)  # a start takes as long as a hundred pairs
-    # OpenMP may have bound this thread to one CPU, and new threads and processes inherit that
-    with ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS)) as pool:
+    with ThreadPoolExecutor(workers, initializer=use_all_cpus) as pool:
         parts = [range(first, len(pairs), workers) for first in range(workers)]
         for part, verdicts in zip(parts, pool.map(
                 lambda part: ask([pairs[i] for i in part], end), parts), strict=True):
