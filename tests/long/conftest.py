@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(TESTS)  # `from conftest import ROOT` may find this file
+sys.path.insert(0, TESTS)
 
 
 def pytest_collection_modifyitems(items):
