@@ -188,8 +188,8 @@ def iterations(script, folder, keys):
 
 if __name__ == "__main__":
     print(f"{choose_device(system.device_type).type}, {torch.get_num_threads()} CPU threads, torch "
-          f"{torch.__version__}; {batch_size} responses of up to {max_new_tokens} tokens to prompts "
-          f"of {prompt_length}")
+          f"{torch.__version__}; {batch_size} responses of up to {max_new_tokens} tokens to "
+          f"prompts of {prompt_length}")
     with tempfile.TemporaryDirectory() as folder:
         sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
                      num_hidden_layers=n_layer, num_attention_heads=n_head,
@@ -210,6 +210,6 @@ if __name__ == "__main__":
             records = iterations(script, folder, keys)
             seconds = [f"{phase} {statistics.median(r[f'time/{phase}'] for r in records):.3f} s"
                        for phase in ("rollout", "score", "update", "iteration")]
-            print(f"  {script}.py: {', '.join(seconds)}; "
-                  f"{statistics.mean(r['objective/length'] for r in records):.0f} tokens a response,"
-                  f" peak {max(r['mem/peak_mib'] for r in records):.0f} MiB", flush=True)
+            length = statistics.mean(r["objective/length"] for r in records)
+            print(f"  {script}.py: {', '.join(seconds)}; {length:.0f} tokens a response, "
+                  f"peak {max(r['mem/peak_mib'] for r in records):.0f} MiB", flush=True)

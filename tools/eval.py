@@ -23,7 +23,6 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 import json  # noqa: E402
 import math  # noqa: E402
 import signal  # noqa: E402
-from itertools import product  # noqa: E402
 from statistics import fmean  # noqa: E402
 
 import parallel  # noqa: E402

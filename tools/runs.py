@@ -7,7 +7,7 @@ import os
 from checkpoint import read_json
 from errors import BadInput
 
-# what decides how a policy is asked, and by what its answers are judged: {key: the run's name of it}
+# {key: the run's name of it}: what decides how a policy is asked, and how its answers are judged
 ASKED = {key: key for key in (
     "max_new_tokens", "temperature", "fields", "max_prompt_tokens", "system_prompt", "stop_strings",
     "template_kwargs", "environment", "tools", "max_turns", "dtype")}
@@ -38,7 +38,7 @@ def split_paths(text, key):
     paths = [path.strip() for path in text.split(",") if path.strip()]
     full = list(map(os.path.abspath, paths))
     if not paths or len(set(full)) < len(full):
-        raise BadInput(f"{key} = {text!r}: wanted one folder, or several different ones with commas")
+        raise BadInput(f"{key} = {text!r}: wanted a folder, or several different ones with commas")
     above = os.path.commonpath(list(map(os.path.dirname, full)))
     return {os.path.relpath(one, above): path for one, path in zip(full, paths, strict=True)}
 
