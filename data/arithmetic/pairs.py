@@ -24,8 +24,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 from configurator import configure  # noqa: E402
 from errors import BadInput  # noqa: E402
 
-import torch  # noqa: E402
-
 from load import autocast, load  # noqa: E402
 from prompts import batch_rows, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
