@@ -19,5 +19,5 @@ learning_rate = 1e-5
 warmup_iters = 3
 eval_interval = 20
 checkpoint_interval = 0
-micro_batch_tokens = 32768
+micro_batch_tokens = 16384
 dtype = "bfloat16"
