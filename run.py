@@ -296,7 +296,7 @@ class Run:
         return record
 
     def samples(self, batch, rows, count):
-        """The first responses of a batch as dicts for samples.jsonl; see docs/metrics.md."""
+        """The first responses of a batch as dicts for samples.jsonl; see docs/running.md."""
         first = {name: t[:count] for name, t in batch.items()}
         texts = texts_of(first, rows, self.models["policy"].tokenizer)
         columns = {name: t for name, t in first.items()
