@@ -159,7 +159,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     if graphs:
         from options.decoding_graph import steps_of
 
-        cache, step = steps_of(policy, cache)
+        cache, step = steps_of(policy, cache, tokens.shape[1] + R)
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
     # from here on each response has a row; which (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)

@@ -14,23 +14,23 @@ from transformers.cache_utils import DynamicLayer
 from errors import first_line
 
 SPARE = 64  # columns behind the used ones, in a cache
-COLUMNS = 256  # a graph has room for so many tokens
+COLUMNS = 256  # a graph has room for so many tokens, or for those that may still come
 MULTIPLE = 64  # kernels are faster with whole multiples
 
 off = ""  # the reason why this process decodes without graphs, after one has failed
 
 
-def steps_of(policy, cache):
+def steps_of(policy, cache, longest):
     """
     (cache, next_logits) for a decoding by graphs; as they are, where a layer of the model does not
-    see all tokens.
+    see all tokens. longest: the most tokens of a row, its padding included.
     """
     kinds = [type(layer) for layer in cache.layers]
     if off or policy.config._attn_implementation != "sdpa" or set(kinds) != {DynamicLayer}:
         return cache, policy.next_logits
     cache = DynamicCache(config=policy.hf.config)
     cache.layers = [RoomyLayer() for _ in kinds]
-    steps = Steps(policy, cache)
+    steps = Steps(policy, cache, longest)
     return cache, steps.next_logits
 
 
@@ -41,8 +41,8 @@ class Steps:
     without graphs.
     """
 
-    def __init__(self, policy, cache):
-        self.policy, self.cache = policy, cache
+    def __init__(self, policy, cache, longest):
+        self.policy, self.cache, self.longest = policy, cache, longest
         self.graph, self.rows, self.columns = None, 0, 0
         self.proved = False
 
@@ -82,7 +82,7 @@ class Steps:
     def record(self, token, mask, position):
         """A graph for the steps from here on; see next_logits."""
         rows, used = mask.shape
-        columns = -(-(used + COLUMNS) // MULTIPLE) * MULTIPLE
+        columns = -(-min(used + COLUMNS, self.longest) // MULTIPLE) * MULTIPLE
         self.graph = None  # its memory is free for the next one
         self.token, self.position = token.clone(), position.clone()
         self.column = torch.tensor([used - 1], device=token.device)
