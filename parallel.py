@@ -46,6 +46,17 @@ PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the
 
 
 @contextlib.contextmanager
+def patient():
+    """A block of work at the disk: there a rank waits for the slowest one up to PATIENCE."""
+    waiting = dist.is_initialized() and (group or dist.group.WORLD)
+    if waiting:
+        waiting.set_timeout(max(ranks.wait, PATIENCE))
+    yield
+    if waiting:
+        waiting.set_timeout(ranks.wait)
+
+
+@contextlib.contextmanager
 def in_step():
     """
     A collective: a block in which every rank does its own share of some work. If one fails, all
@@ -72,12 +83,10 @@ def alone(function):
     """A collective: only rank 0 calls function; all ranks return its result, sent as JSON."""
     if not dist.is_initialized():
         return function()
-    result, waiting = None, group or dist.group.WORLD
-    waiting.set_timeout(max(ranks.wait, PATIENCE))  # work at the disk: rank 0 may write 190 GB
-    with in_step():  # COLLECTIVE
+    result = None
+    with patient(), in_step():  # COLLECTIVE; rank 0 may write 190 GB
         if rank_and_size()[0] == 0:
             result = function()
-    waiting.set_timeout(ranks.wait)
     return from_rank(result)
 
 

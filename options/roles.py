@@ -8,8 +8,8 @@ The key roles: ranks of their own sample, and score, while the others train.
 Without scorers the generators score. The ranks of a role do their collectives among themselves
 (parallel.group), and run the script's own function `rollout`; in it a generator leaves the scoring
 out, and a scorer receives in the place of sampling (parallel.does). Held-out prompts and refills
-are the trainers' own. Trainers load all models, generators the policy, scorers the reward model and the
-judge; only the trainers step and save.
+are the trainers' own. Trainers load all models, generators the policy, scorers the reward model and
+the judge; only the trainers step and save.
 
 The trainers lead: at the beginning of an iteration they send weights with the numbers of the
 batches that are due (options/ahead.py), later they receive these batches in the same order, and at

@@ -83,7 +83,8 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
         return [name for name, p in read[0].named_parameters() if not p.requires_grad]
 
     frozen, model = alone(read_whole), outline(path, head, system)  # COLLECTIVE
-    settle(model, system, False, adapter)
+    if not whole:  # a trained model keeps its 32 bits
+        settle(model, system, False, adapter)
     model.requires_grad_(whole)
     for frozen_name in frozen:
         model.get_parameter(frozen_name).requires_grad_(False)

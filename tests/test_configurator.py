@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from configurator import BadInput, check_range, configure, of_model, read_arguments, read_keys
-from conftest import ROOT
-from tiny import write
+from configurator import check_range, configure, of_model, read_arguments, read_keys
+from errors import BadInput
+from tiny import ROOT, write
 
 SCRIPT = '''"""A toy."""
 out_dir = "out"  # where
