@@ -68,8 +68,6 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
     if not adapter and not parallel.holds(name):  # another role has it: here are only its shapes
-        from options.shards import outline
-
         model = outline(path, head, system).requires_grad_(trained)
         model.tokenizer = tokenizer
         tokenizer.fit(model, path)
@@ -139,6 +137,25 @@ def read_model(path, head, system, device="cpu", seed=0):
         if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit
             p.data = p.data.clone()
     return model.to(device)
+
+
+def outline(path, head, system):
+    """The Model of a folder without its weights: only shapes and settings, without memory."""
+    from transformers import GenerationConfig
+
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import base_of
+
+        path = base_of(path)
+    config, how = settings_of(path, head, system)
+    file_dtype = config.dtype
+    with torch.device("meta"):
+        hf = auto_class(head).from_config(config, **how)
+    with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
+        hf.generation_config = GenerationConfig.from_pretrained(path)
+    model = Model(hf, head, path)
+    model.file_dtype = file_dtype
+    return model
 
 
 def settings_of(path, head, system):

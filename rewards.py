@@ -242,23 +242,22 @@ def read_prompts(path, terms, models, max_new_tokens, system):
 
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
     """
-    A collective: add the scores to a sampled batch, which all ranks have. Every rank scores its
-    share of the responses. New columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
-    the weighted sum of the rewards. Raises Stop, on all ranks, if a rule fails or hangs, or a
-    model's output is not finite.
+    A collective: add the scores to a sampled batch, which all ranks have; every rank scores its
+    share. New columns (B,): reward/NAME for each reward; accuracy, thinks; scores, the weighted sum
+    of the rewards. Raises Stop, on all ranks, if a rule fails or hangs, or a model's output is not
+    finite.
     """
     if "score" not in parallel.does:  # ranks of another role will do it
         return
     B = len(batch["tokens"])
-    mine = {name: t[share.start:share.stop]
-            for share in [parallel.share(B)] for name, t in batch.items()}
+    share = parallel.share(B)
+    mine = {name: t[share.start:share.stop] for name, t in batch.items()}
     mine |= texts_of(mine, rows, policy.tokenizer)
     mine |= dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        # no rule is called without responses
-        scores = by_rules(rules, mine) if mine["completions"] else dict.fromkeys(rules, [])
+        scores = by_rules(rules, mine) if len(share) else dict.fromkeys(rules, [])
         for name, x in scores.items():
             columns[f"reward/{name}"] = torch.as_tensor(x, dtype=torch.float64).to(like)
     if reward_model is not None:
