@@ -187,7 +187,7 @@ def minibatches(iteration, epoch=0):
 
 
 def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=None):
-    """A collective: the policy answers each row's prompt `samples` times; the answers get scores."""
+    """A collective: the policy answers each row's prompt `samples` times; answers get scores."""
     run.enter(purpose)
     batch = sample_batch(  # COLLECTIVE
         policy, rows, row_numbers, (seed, purpose, iteration), max_new_tokens, temperature, system,
