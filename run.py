@@ -200,8 +200,8 @@ class Run:
     def sampler_gap(self, batch):
         """
         A collective: the distance of the sampler's log-probs from old_logprobs, in nats. In 16
-        bits, or with another engine, other kernels sample, and no limit fits all models: then it is
-        only logged. Before the first update the reference's must be the policy's, too.
+        bits, or with another engine, other kernels sample, and no limit fits all models: then a
+        large one is only said. Before the first update the reference's must be the policy's, too.
         """
         if "age" in batch:  # an older policy has sampled it (options/ahead.py)
             return None
@@ -211,7 +211,11 @@ class Run:
             self.must_agree(ref_gap, "the reference")  # COLLECTIVE
         exact = dtype not in ("bfloat16", "float16") and self.system.sampler == "own"
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
-        return self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
+        worst = self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
+        if worst > self.gap_limit and self.iteration == self.start:
+            say(f"warning: in {dtype} the sampler's log-probs differ from the policy's by "
+                f"{worst:.2g} nats a token; --importance_cap=2 corrects for it")
+        return worst
 
     def first_ratio(self, gaps, sums, to_older):
         """
