@@ -133,8 +133,8 @@ def heads_in_groups():
 def attend(module, query, key, value, attention_mask, scaling=None, **_):
     """
     Attention of one new token of each row: query (rows, H, 1, d), key and value (rows, K, T, d),
-    attention_mask (rows, 1, 1, T) -> (rows, 1, H, d). The H / K heads that share keys become rows of
-    one query, so each key is read once. transformers would first copy it for each head.
+    attention_mask (rows, 1, 1, T) -> (rows, 1, H, d). The H / K heads that share keys become tokens
+    of one query, so each key is read once. transformers would first copy it for each head.
     """
     rows, H, _, d = query.shape
     query = query.reshape(rows, key.shape[1], -1, d)  # (rows, K, H / K, d)
