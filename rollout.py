@@ -145,7 +145,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     Sample a response to each of n prompts together. sampled: tensors for the results: responses and
     logprobs (n, R), lengths and finished (n,). rooms: (n,), the most tokens of each. See generate.
     """
-    from transformers import DynamicCache  # slow to import
+    from decoding_cache import decoding_cache  # transformers is slow to import
 
     responses, logprobs, lengths, finished = sampled
     tokenizer, device, (n, R) = policy.tokenizer, uniforms.device, uniforms.shape
@@ -155,7 +155,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
-    cache, step = DynamicCache(config=policy.hf.config), policy.next_logits
+    cache, step = decoding_cache(policy.hf.config), policy.next_logits
     if graphs:
         from options.decoding_graph import steps_of
 
@@ -263,7 +263,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 
         respond = responder(  # noqa: F811  COLLECTIVE
             policy, system, device, temperature, response_seeds(*noise, *names))
-    with autocast(system, device), decoding_copy(policy, system, device) as decoder:
+    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 

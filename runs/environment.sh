@@ -1,8 +1,7 @@
 # The other scripts source this file. It makes a virtual environment, once, in .venv or
 # $QUARTET_VENV, and installs requirements.txt there, in the versions of requirements.lock. If an
-# environment is active, it uses that one. It sets $PYTHON. $more_requirements: further files of
-# requirements to install. $QUARTET_PYTHON: an interpreter that has them all; then it installs
-# nothing.
+# environment is active, it uses that one. It sets $PYTHON. $extras: those of pyproject.toml to
+# install, too. $QUARTET_PYTHON: an interpreter that has them all; then it installs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # a step: a command that you could type yourself; it is printed before it runs
@@ -71,12 +70,11 @@ then
         --index-url https://download.pytorch.org/whl/cpu ||
         echo "PyTorch's own index cannot be reached; pip takes its usual one"
 fi
-# install once for each version of the requirements
-for file in requirements.txt ${more_requirements:-}; do
-    stamp="$venv/.installed-$(basename "$file")"
-    if ! cat "$file" requirements.lock | cmp -s - "$stamp"; then
-        echo "+ $PYTHON -m pip install -r $file -c requirements.lock"
-        "$PYTHON" -m pip install --disable-pip-version-check -r "$file" -c requirements.lock
-        cat "$file" requirements.lock > "$stamp"
-    fi
-done
+# install once for each version of the requirements, and each extra
+stamp="$venv/.installed${extras:+-$extras}"
+if ! cat requirements.txt requirements.lock pyproject.toml | cmp -s - "$stamp"; then
+    wanted=(-r requirements.txt ${extras:+".[$extras]"} -c requirements.lock)
+    echo "+ $PYTHON -m pip install ${wanted[*]}"
+    "$PYTHON" -m pip install --disable-pip-version-check "${wanted[@]}"
+    cat requirements.txt requirements.lock pyproject.toml > "$stamp"
+fi

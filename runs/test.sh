@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment of its own. After the install it needs no network, and no
-# GPU. The last lines say how many tests were skipped, and why.
+# The whole test suite, in an environment of its own: tests/ and tests/long. After the install it
+# needs no network, and no GPU. The last lines say how many tests were skipped, and why.
 #   bash runs/test.sh [pytest options]
 #   OLDEST=1 bash runs/test.sh   the same with the oldest transformers of requirements.txt
-more_requirements=requirements-dev.txt
+extras=dev,math
 [ -z "${OLDEST:-}" ] || QUARTET_VENV="${QUARTET_VENV:-.venv-oldest}"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ -n "${OLDEST:-}" ]; then
@@ -16,11 +16,12 @@ command -v ip >/dev/null || missing+=(iproute2)  # two network namespaces, as tw
 command -v g++ >/dev/null || missing+=(g++)  # for the key compile
 # without them the tests that need them are skipped
 [ ${#missing[@]} = 0 ] || install_packages "${missing[@]}" || true
-"$PYTHON" -m ruff check .
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processes at a time as it is
-# a file's tests stay together: they share runs that take seconds. conftest.py puts the longest
-# first; more than four processes at a time would only wait for one another's longest file
+# a file's tests stay together: they share runs that take seconds. More than four processes at a
+# time would only wait for one another's longest file
 cores=$("$PYTHON" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
-exec "$PYTHON" -m pytest -q -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \
-    "$@"
+"$PYTHON" -m pytest -q -rs -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \
+    tests tests/long/test_*.py "$@"
+# the style comes last, and only of files that git knows: yours may look as they like
+git ls-files '*.py' 2>/dev/null | xargs -r "$PYTHON" -m ruff check
