@@ -8,6 +8,8 @@ hides the columns that are not used yet, and a step's inputs are written to the 
 rows leave, or all columns are used, another graph is recorded.
 """
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from decoding_cache import RoomyLayer
 from errors import first_line
@@ -108,10 +110,29 @@ class Steps:
     def step(self):
         """Read self.token, and prepare mask, position and column for the next step."""
         self.seen.index_fill_(3, self.column, True)
-        logits = self.policy.next_logits(self.token, self.cache, self.seen, self.position)
+        config = self.policy.config
+        usual, config._attn_implementation = config._attn_implementation, "one_token"
+        try:
+            logits = self.policy.next_logits(self.token, self.cache, self.seen, self.position)
+        finally:
+            config._attn_implementation = usual
         self.position += 1
         self.column += 1
         return logits
+
+
+def one_token(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """
+    Attention of one new token of each row: query (rows, heads, 1, width), key and value (rows,
+    their heads, columns, width) -> (rows, 1, heads, width). Heads that share keys are taken for
+    tokens that do: transformers would copy all keys and values, once for each of these heads.
+    """
+    shared = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    out = scaled_dot_product_attention(shared, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(len(query), 1, query.shape[1], -1), None
+
+
+AttentionInterface.register("one_token", one_token)
 
 
 def check_alike(ours, theirs):
