@@ -282,7 +282,7 @@ def probe(model):
     from the cache, and give the other the same log-probs as reading it alone. The dropped one has
     positions at the end of the context: a text must not depend on the longest text beside it.
     """
-    from transformers import DynamicCache
+    from decoding_cache import decoding_cache  # transformers is slow to import
 
     device = model.hf.device
     tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
@@ -292,7 +292,7 @@ def probe(model):
     positions[0] += max(model.max_positions - 5, 0)  # 5 tokens of row 0 are read
     text = tokens[1:, 3:]
     with can_read(model):
-        cache = DynamicCache(config=model.hf.config)
+        cache = decoding_cache(model.hf.config)
         # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
         logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
         cache.batch_select_indices(torch.tensor([1], device=device))
