@@ -31,7 +31,7 @@ def dies_at(number):
 
 def test_kills_at_all_moments_of_a_run_leave_the_same_bits(world, tmp_path):
     """Killed again and again, each time a few calls further, until the run comes to its end."""
-    keys = keys_of(world, "sft.py", checkpoint_interval=1, eval_interval=1)
+    keys = keys_of(world, "sft.py", checkpoint_interval=1, eval_interval=1, max_iters=2)
     whole = well("sft.py", tmp_path / "whole", keys)
     number, kills, codes = 1, 0, [-9]
     while codes != [0]:
