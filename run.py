@@ -90,7 +90,7 @@ class Run:
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
-            with parallel.in_step():  # COLLECTIVE
+            with parallel.patient(), parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
@@ -212,6 +212,17 @@ class Run:
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
         return self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
 
+    def first_ratio(self, gaps, sums, to_older):
+        """
+        A collective, in the first step of an update, before any weight has moved: the distance of
+        the ratios from 1, in nats; gaps: of each micro-batch. to_older: the ratio is to an older
+        policy, which has sampled the batch; then the KL to it goes into sums.
+        """
+        if to_older:
+            sums["policy/off_policy_kl"] = sums["policy/approx_kl"]  # so far of this step alone
+        return self.must_agree(  # COLLECTIVE
+            torch.stack(gaps).max(), "the training forward", checked=not to_older)
+
     def must_agree(self, worst, what, checked=True):
         """
         A collective: the largest gap of any rank, in nats, between log-probs that are equal in
@@ -285,7 +296,7 @@ class Run:
         return record
 
     def samples(self, batch, rows, count):
-        """The first responses of a batch as dicts for samples.jsonl; see docs/metrics.md."""
+        """The first responses of a batch as dicts for samples.jsonl; see docs/running.md."""
         first = {name: t[:count] for name, t in batch.items()}
         texts = texts_of(first, rows, self.models["policy"].tokenizer)
         columns = {name: t for name, t in first.items()

@@ -196,6 +196,9 @@ class Started:
         code = 1
         try:
             os.chdir(self.folder)
+            # as in a shell: under nohup, or behind an &, this process ignores Ctrl-C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
@@ -275,7 +278,12 @@ def at(iteration, action, rank=0):
 
 
 def assert_one_line(result, script, *words, code=2):
-    """Some rank has said why it ended, in one line with these words, and nothing else is said."""
-    said = "".join(result.err)
-    assert set(result.codes) == {code} and said.startswith(f"{script}: error"), result
-    assert said.count("\n") == 1 and all(word in said for word in words), said
+    """
+    The run has said why it ended, in one line with these words, and nothing else is said. (Without
+    torchrun, which ends the other ranks, these say it as well, a second later.)
+    """
+    lines = {line.replace(f" (rank {rank})", "", 1) for rank, said in enumerate(result.err)
+             for line in said.splitlines()}
+    assert set(result.codes) == {code} and len(lines) == 1, result
+    (said,) = lines
+    assert said.startswith(f"{script}: error: ") and all(word in said for word in words), said
