@@ -58,7 +58,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_used(world, tmp_path):
     for number, name in ((3, "policy/model.safetensors"), (2, "value_model_optimizer.safetensors")):
         flip(f"{out}/checkpoint-00000{number}/{name}")
     result = run("ppo.py", tmp_path, keys)
-    assert result.codes == [0] and "checkpoint-000003" in result.out[0].split("iter 2/3")[0]
+    assert result.codes == [0] and "checkpoint-000001" in result.out[0]
     assert read_log(out) == log  # iterations 1 and 2 were done again, with the same figures
     for folder in list_checkpoints(out):
         assert damage(folder) is None  # they were written anew
