@@ -100,7 +100,7 @@ def drawn(script, number):
     if keys["ema_decay"] == 0:
         layouts += ["stage 2", "stage 3"]
     if keys["staleness"]:
-        layouts += ["generate", "one rank, stopped"]
+        layouts, keys["max_iters"] = [*layouts, "generate", "one rank, stopped"], 3
     return rng.choice(layouts), [], (PPO if script == "ppo" else GRPO) | keys
 
 
