@@ -1,7 +1,7 @@
 """
 Slips of the pen in the rooms, and the tests that must notice them. A campaign by hand:
 
-    python tests/long/mutants.py              all of them, one after the other: about 8 CPU minutes
+    python tests/long/mutants.py              all of them, one after the other: about 12 CPU minutes
     python tests/long/mutants.py gae.py 7     those of a file, or of these numbers
 
 Each is made in a copy of the repository, in which only the tests run that are named with it, up to
@@ -111,6 +111,10 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("rollout.py", 'columns[name][mb["index"], :output', "columns[name][:len(output), :output",
      "test_by_hand", "dr"),
     ("run.py", 'group["lr"] = lr\n', "pass\n", "test_by_hand", "sft"),
+    ("run.py", "score - best > 1e-6 * abs(best)", "score < best", "long/test_by_hand_options",
+     "ppo and centred"),
+    ("rewards.py", "(scores[finished] if finished.any() else scores)", "scores",
+     "long/test_by_hand_options", "grpo and centred"),
     ("load.py", "tokenizer=policy.tokenizer, seed=seed)", "tokenizer=policy.tokenizer)",
      "test_by_hand", "rules"),
     ("load.py", 'return load(path, "ref", system, device, tokenizer=policy.tokenizer)',
