@@ -126,7 +126,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("ppo.py", "0.5 * torch.max(vf_losses1, vf_losses2)", "0.5 * torch.min(vf_losses1, vf_losses2)",
      "test_by_hand", "learned"),
     ("ppo.py", "(iteration * ppo_epochs + epoch) * num_minibatches + number",
-     "iteration * ppo_epochs + epoch", "test_options", "ptx"),
+     "iteration * ppo_epochs + epoch", "long/test_by_hand_options", "ppo and capped"),
     ("ppo.py", 'last_real(mask)] -= batch["turn_rewards"].sum(1)', "last_real(mask)] -= 0",
      "long/test_by_hand_options", "ppo and turns"),
     ("grpo.py", "clipped_ratio.detach() * logprobs", "clipped_ratio * logprobs", "test_by_hand",
