@@ -380,12 +380,11 @@ def alike_for_equal_texts(scores, batch):
 
 def center_scores(state, reward_model, value_model, first_batch):
     """
-    A collective: where the reward model's config.json has no score_shift, it gets one: with it the
-    responses of iteration 0 score 0 on average (N+ detail 13). Training on pairs only fixes
-    differences of scores, so a reward model of others may score 15 on average. Then the score -1 of
-    a response that never ends would be the worst by far, and a new value model would begin 15 too
-    low. Only responses that ended count, if there are any. state: of the run; it keeps the shift.
-    value_model: gets the same shift. first_batch: a function that samples and scores that batch.
+    A collective: a reward model whose settings have no score_shift gets one: with it the responses
+    of iteration 0 score 0 on average (N+ detail 13); only those that ended count, if there are any.
+    Training on pairs only fixes differences: a model of others may score 15 on average. Then the -1
+    of a response that never ends would be the worst by far, and a new value model begin 15 too low.
+    state keeps the shift, value_model gets it, too. first_batch() samples and scores that batch.
     """
     if reward_model is None or hasattr(reward_model.hf.config, "score_shift") or (
             parallel.role != "train"):

@@ -380,8 +380,8 @@ def models_of(c):
 
 # PPO ----------------------------------------------------------------------------------------------
 
-def ppo(c, train, val, also=None):
-    """A run of ppo.py. also(policy, step) may add to the policy's gradients in each step."""
+def ppo(c, train, val):
+    """A run of ppo.py."""
     models = models_of(c)
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
         models.value = with_new_head(models.policy.base_model, c.seed)
@@ -400,13 +400,16 @@ def ppo(c, train, val, also=None):
         record |= summary(c, batch, "objective")
         finish_scores(c, batch, 0.0)
         record |= find_advantages(c, batch)
-        record |= ppo_update(c, models, (policy_adam, value_adam), batch, iteration, also)
+        record |= ppo_update(c, models, (policy_adam, value_adam), batch, iteration)
     log.append(evaluation(c, models, val, c.max_iters))
     return log, dict(policy=models.policy, value_model=models.value)
 
 
 def ppo_update(c, models, adams, batch, iteration, also=None, behind=lambda: None):
-    """The steps of an iteration, as figures. behind(): is called after each of them."""
+    """
+    The steps of an iteration, as figures. also(policy, step) may add to the policy's gradients in
+    each of them; behind() is called after it.
+    """
     lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
     value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
                              c.value_warmup_iters, c.max_iters, c.value_lr_decay)
