@@ -336,7 +336,7 @@ def fill_adapter(model, folder):
         if not found[name].isfinite().all():
             raise BadInput(f"{folder}: tensor {name!r} holds NaN or infinite numbers")
         own[name].data.copy_(found[name])
-    if shift is not None:  # in the config, too: there ppo.py sees that the zero is known
+    if shift is not None:  # in the settings, too: rewards.center_scores asks whether it is known
         model.score_shift = model.hf.config.score_shift = shift
     model.new_head = False
 
