@@ -117,10 +117,6 @@ class Adapted(OnTrunk):
         key, W = module.replace(".", "/"), at_least_float32(W)
         if key in self.adapters and name.endswith(".weight"):
             linear = self.hf.base_model.get_submodule(module)
-            if hasattr(linear.weight, "quant_state"):
-                from options.four_bits import in_full
-
-                W = in_full(linear.weight).to(W)
             W = W + self.adapters[key].product(linear).to(W)
         return W
 
