@@ -285,7 +285,7 @@ def test_rows_longer_than_the_first_context_are_refused(runs):
 # --------------------------------------------------------------------------------------------------
 # split over the ranks, and in 16 bits
 
-SPLIT = ["GPT-2", "Llama", "Gemma 2", "OPT", "Cohere", "Mixtral", "gpt-oss"]
+SPLIT = ["GPT-2", "Gemma 2", "Cohere", "Mixtral", "gpt-oss"]
 
 
 def on_two_ranks(folder, check):
@@ -303,7 +303,7 @@ def on_two_ranks(folder, check):
 
 
 def test_split_models_compute_the_same(tmp_path):
-    """At stage 2 and 3, with layers that are computed again: also eager attention, and mixtures."""
+    """At stage 3, with layers that are computed again, and 2: also eager attention, mixtures."""
     for name in SPLIT:
         save(tmp_path / name, name)
 
@@ -311,7 +311,7 @@ def test_split_models_compute_the_same(tmp_path):
         tokens, mask = rows_of_texts()
         for name in SPLIT:
             found = []
-            for stage in ("", "2", "3"):
+            for stage in ("", "3", "2")[:3 if name == "Gemma 2" else 2]:
                 system = keys_of_system(zero_stage=stage, gradient_checkpointing=stage == "3")
                 model = load(f"{tmp_path}/{name}", "policy", system, CPU, trained=True)
                 assert model.elsewhere == bool(stage)
@@ -328,9 +328,8 @@ def test_split_models_compute_the_same(tmp_path):
     on_two_ranks(str(tmp_path), check)
 
 
-SHORT = {  # policy: the stages at which it samples the same texts in 16 bits
-    "Qwen2": ("", "1", "2", "3"), "Mixtral": ("", "3"), "gpt-oss": ("", "3"), "Ernie": ("", "3")}
-FAMILIES_IN_16_BITS = FAMILIES | {"Ernie": ("ernie4_5_moe", ERNIE)}
+SHORT = {name: FAMILIES[name] for name in ("Qwen2", "Mixtral", "gpt-oss")} | {
+    "Ernie": ("ernie4_5_moe", ERNIE)}
 
 
 def test_in_16_bits_all_copies_round_alike(tmp_path):
@@ -341,14 +340,14 @@ def test_in_16_bits_all_copies_round_alike(tmp_path):
     is padding on the left, by AVX2 already in these short rows.
     """
     for name in SHORT:
-        random_model(*FAMILIES_IN_16_BITS[name]).save_pretrained(tmp_path / name)
+        random_model(*SHORT[name]).save_pretrained(tmp_path / name)
         write_byte_tokenizer(tmp_path / name, tiny.MARKERS)
     tokens, mask = rows_of_texts()
 
     def check():
-        for name, stages in SHORT.items():
+        for name in SHORT:
             read, texts = [], []
-            for stage in stages:
+            for stage in ("", "3"):
                 system = keys_of_system(dtype="bfloat16", zero_stage=stage)
                 models = [load(f"{tmp_path}/{name}", kind, system, CPU, trained=kind == "policy")
                           for kind in ("policy", "ref")]
