@@ -9,8 +9,7 @@ import shutil
 from functools import partial
 
 import pytest
-from tokenizers import processors
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig
 
 import models_of_the_world as others
 import tiny
@@ -21,7 +20,7 @@ from load import load
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
 from tiny import keys_of_system
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import load_tokenizer
 
 system = partial(turn, "system")
 
@@ -177,7 +176,7 @@ def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path, number):
                 t.encode_learned([user("a")], chat)
 
 
-def test_a_template_and_a_system_prompt_of_the_run(ours, folders, tmp_path):
+def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
     """For a base model; the saved folder carries the template, and its end of turn ends."""
     template = tiny.write(tmp_path / "my.jinja", HEAD + "{{ m['role'] + ':\n' + m['content'] + "
                           "eos_token }}" + ASK.replace("<|im_start|>assistant", "assistant:"))
@@ -188,12 +187,6 @@ def test_a_template_and_a_system_prompt_of_the_run(ours, folders, tmp_path):
     assert spans(model.tokenizer, ids, trained)[1] == "d<|endoftext|>"
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs.apply_chat_template(chat, return_dict=False)[:len(ids)] == ids
-    said, plain = ours("qwen2.5", system_prompt="Be brief."), ours("qwen2.5")
-    whole = [system("Be brief."), user("a")]
-    assert said.encode_learned([user("a")], [assistant("d")]) == plain.encode_learned(
-        whole, [assistant("d")])
-    assert said.encode_prompts([[system("x"), user("a")]]) == plain.encode_prompts(
-        [[system("x"), user("a")]])
     dated = ours("llama3.2", template_kwargs="date_string='1 May, 1999'")
     assert "Today Date: 1 May, 1999\n" in dated.decode(dated.encode_prompts([[user("a")]])[0])
 
@@ -233,24 +226,6 @@ def test_special_tokens_in_texts_stay_letters(ours, name):
         assert evil == plain
         assert t.encode_prompts([[user(text)]])[0].count(t.specials[text]) == t.encode_prompts(
             [[user("a")]])[0].count(t.specials[text])
-
-
-@pytest.mark.parametrize(("form", "roles"), [
-    ("$A", {}), ("<s> $A", {}), ("<s> $A", dict(bos_token="<s>")), ("$A <eos>", {}),
-    ("<s> $A <eos>", dict(bos_token="<s>")), ("[GO] <s> $A", {}), ("<eos> $A <eos>", {})])
-def test_what_stands_before_a_string(form, roles, tmp_path):
-    """The ids that the tokenizer itself puts in front of a text, and none that it puts behind."""
-    write_byte_tokenizer(tmp_path, [])
-    backend = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer
-    names = ["<s>", "<eos>", "[GO]"]
-    backend.add_special_tokens(names)
-    ids = [(name, backend.token_to_id(name)) for name in names]
-    backend.post_processor = processors.TemplateProcessing(single=form, special_tokens=ids)
-    t = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", **roles),
-                  "", keys_of_system())
-    before = [backend.token_to_id(s) for s in form.partition("$A")[0].split()]
-    assert t.encode_prompts(["1+2"]) == [[*before, *b"1+2"]]
-    assert t.encode_scored(["1+"], ["2"]) == [[*before, *b"1+2", t.eos_id]]
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):

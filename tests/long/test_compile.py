@@ -46,7 +46,7 @@ def test_a_trunk_is_traced_once_and_computes_the_same(tmp_path, monkeypatch):
     assert torch.equal(texts[0]["sampler_logprobs"], texts[1]["sampler_logprobs"])
     assert not counters["stats"]
     graphs = []
-    for rows, T in [(2, 32), (3, 11), (2, 50)]:
+    for rows, T in [(2, 32), (3, 11)]:
         for a, b in zip(computed(plain, rows, T), computed(compiled, rows, T), strict=True):
             assert (a - b).abs().max() <= 1e-12 * max(1, a.abs().max())
         graphs.append(counters["stats"]["unique_graphs"])

@@ -49,7 +49,7 @@ def begin(rank):
 
 
 RUNS = {
-    "ppo.py": dict(deterministic=True, kl_estimator="k2", entropy_coef=0.1, ema_decay=0.5,
+    "ppo.py": dict(ppo_epochs=1, num_minibatches=1, deterministic=True, kl_estimator="k2", entropy_coef=0.1, ema_decay=0.5,
                    head_chunk=5, cuda_graphs=False),
     "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
                     optim="adafactor", offload="ref=params", cuda_graphs=False, save_rollouts=1),
