@@ -328,6 +328,8 @@ def test_in_16_bits_all_copies_round_alike(tmp_path):
                 system = keys_of_system(dtype="bfloat16", zero_stage=stage)
                 models = [load(f"{tmp_path}/{name}", kind, system, CPU, trained=kind == "policy")
                           for kind in ("policy", "ref")]
+                trained, frozen = ({p.dtype for p in model.parameters()} for model in models)
+                assert trained == {torch.float32} and torch.bfloat16 in frozen
                 with autocast(system, CPU), torch.no_grad():
                     read += [model.logprobs(tokens, mask)[0] for model in models]
                     with decoding_copy(models[0], system, CPU) as decoder:
