@@ -67,6 +67,9 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
+    if trained and system.quantize == "4bit" and not adapter:
+        raise BadInput(f"quantize = '4bit' is for a frozen model under an adapter, and {name} has "
+                       "none; type --lora=16")
     if not adapter and not parallel.holds(name):  # another role has it: here are only its shapes
         model = outline(path, head, system).requires_grad_(trained)
         model.tokenizer = tokenizer
@@ -77,7 +80,9 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
 
         model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
     else:
-        model = read_model(path, head, system, "cpu" if system.quantize == "4bit" else device, seed)
+        # 4 bits: it goes to the GPU matrix by matrix
+        here = "cpu" if adapter and system.quantize == "4bit" else device
+        model = read_model(path, head, system, here, seed)
         settle(model, system, trained, adapter)
     model.tokenizer = tokenizer
     tokenizer.fit(model, path)

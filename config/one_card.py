@@ -8,7 +8,8 @@ takes 32 GB of the CPU's memory.
     python grpo.py config/one_card.py
 
 Nobody has run it: no GPU was there. A tiny model in 4 bits has run on CPUs
-(tests/test_four_bits.py). The model is on the Hugging Face hub, where it asks for your consent.
+(tests/long/test_four_bits.py). The model is on the Hugging Face hub, where it asks for your
+consent.
 """
 out_dir = "out/one_card"
 policy_path = "meta-llama/Llama-3.1-8B-Instruct"
