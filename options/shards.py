@@ -83,7 +83,8 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
         return [name for name, p in read[0].named_parameters() if not p.requires_grad]
 
     model, frozen = outline(path, head, system), alone(read_whole)  # COLLECTIVE
-    settle(model, system, False, adapter)
+    if not whole:  # the matrices of a trained one are rounded when they are gathered: see shard
+        settle(model, system, False, adapter)
     model.requires_grad_(whole)
     for frozen_name in frozen:
         model.get_parameter(frozen_name).requires_grad_(False)
