@@ -145,7 +145,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     Sample a response to each of n prompts together. sampled: tensors for the results: responses and
     logprobs (n, R), lengths and finished (n,). rooms: (n,), the most tokens of each. See generate.
     """
-    from transformers import DynamicCache  # slow to import
+    from decoding_cache import decoding_cache  # transformers is slow to import
 
     responses, logprobs, lengths, finished = sampled
     tokenizer, device, (n, R) = policy.tokenizer, uniforms.device, uniforms.shape
@@ -155,11 +155,11 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
-    cache, step = DynamicCache(config=policy.hf.config), policy.next_logits
+    cache, step = decoding_cache(policy.hf.config), policy.next_logits
     if graphs:
         from options.decoding_graph import steps_of
 
-        cache, step = steps_of(policy, cache)
+        cache, step = steps_of(policy, cache, tokens.shape[1] + R)
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
     # from here on each response has a row; which (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)

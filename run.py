@@ -211,6 +211,17 @@ class Run:
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
         return self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
 
+    def first_ratio(self, gaps, sums, to_older):
+        """
+        A collective, in the first step of an update, before any weight has moved: the distance of
+        the ratios from 1, in nats; gaps: of each micro-batch. to_older: the ratio is to an older
+        policy, which has sampled the batch; then the KL to it goes into sums.
+        """
+        if to_older:
+            sums["policy/off_policy_kl"] = sums["policy/approx_kl"]  # so far of this step alone
+        return self.must_agree(  # COLLECTIVE
+            torch.stack(gaps).max(), "the training forward", checked=not to_older)
+
     def must_agree(self, worst, what, checked=True):
         """
         A collective: the largest gap of any rank, in nats, between log-probs that are equal in
