@@ -142,8 +142,10 @@ def settings_of(path, head, system):
 
     config, (dtype, _) = AutoConfig.from_pretrained(path, trust_remote_code=False), dtypes(system)
     config.num_labels = 1 if head == "scalar" else config.num_labels
-    attention = system.attn_implementation
-    if attention == "sdpa" and not auto_class(head)._model_mapping[type(config)]._supports_sdpa:
+    attention, classes = system.attn_implementation, auto_class(head)._model_mapping
+    if type(config) not in classes:
+        raise BadInput(f"{path}: {config.model_type} has no class {auto_class(head).__name__[4:]}")
+    if attention == "sdpa" and not classes[type(config)]._supports_sdpa:
         attention = "eager"
     if attention == "eager" and dtype == torch.float64:
         raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"

@@ -215,7 +215,8 @@ def all_scores(groups, model):
         for part in my_micro_batches(numbered):
             rows = [number for _, number in part]
             scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
-    return parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))["scores"].cpu()
+    scores = parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))  # COLLECTIVE
+    return scores["scores"].cpu()
 
 
 def losses_of(scores, known):
@@ -262,7 +263,7 @@ def judge(scores):
 def evaluate():
     """A collective: judge the scores of the held-out pairs, and compare them with the teacher's."""
     run.enter("eval")
-    scores = all_scores(eval_pairs, reward_model)  # (n, 2)
+    scores = all_scores(eval_pairs, reward_model)  # COLLECTIVE; (n, 2)
     record = judge(scores)
     say(f"eval {run.iteration}: held-out loss {record['eval/loss']:.4f}, "
         f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
@@ -327,7 +328,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 # Training on pairs only fixes differences of scores, so the zero point can be chosen: the average
 # demonstration (N+ detail 15). Then a fixed penalty for a response that does not end means the same
 # for every reward model.
-mean = all_scores(demonstrations, reward_model).mean().item()
+mean = all_scores(demonstrations, reward_model).mean().item()  # COLLECTIVE
 reward_model.score_shift = -mean
 what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")

@@ -168,7 +168,8 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
-    # cache until a quarter of the rows have ended; its further tokens are dropped
+    # cache until a quarter of the rows have ended; its further tokens are dropped. By graphs until
+    # half have: then a new graph is recorded, which takes two steps without one
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     for t in range(R):
         if truncation:
@@ -186,7 +187,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R or stop is not None and stop():
             break
-        if len(going) <= 0.75 * len(live):
+        if len(going) <= (0.5 if graphs else 0.75) * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
@@ -262,7 +263,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 
         respond = responder(  # noqa: F811  COLLECTIVE
             policy, system, device, temperature, response_seeds(*noise, *names))
-    with autocast(system, device), decoding_copy(policy, system, device) as decoder:
+    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 

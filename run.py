@@ -81,7 +81,7 @@ class Run:
                 models[f"trunk of {model.path}"] = model.base
 
         same = f"{config} {token_ids} {torch.__version__}"
-        if parallel.from_rank(same) != same:
+        if parallel.from_rank(same) != same:  # COLLECTIVE
             raise BadInput(f"rank {self.rank} has other settings, data or torch than rank 0")
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
@@ -206,7 +206,8 @@ class Run:
             return None
         mask, old, dtype = batch["response_mask"], batch["old_logprobs"], self.system.dtype
         if self.iteration == 0 and "ref_logprobs" in batch and not self.system.ref_path:
-            self.must_agree(gap(batch["ref_logprobs"] - old, mask, dtype), "the reference")
+            ref_gap = gap(batch["ref_logprobs"] - old, mask, dtype)
+            self.must_agree(ref_gap, "the reference")  # COLLECTIVE
         exact = dtype not in ("bfloat16", "float16") and self.system.sampler == "own"
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
         return self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
@@ -295,7 +296,7 @@ class Run:
         return record
 
     def samples(self, batch, rows, count):
-        """The first responses of a batch as dicts for samples.jsonl; see docs/metrics.md."""
+        """The first responses of a batch as dicts for samples.jsonl; see docs/running.md."""
         first = {name: t[:count] for name, t in batch.items()}
         texts = texts_of(first, rows, self.models["policy"].tokenizer)
         columns = {name: t for name, t in first.items()

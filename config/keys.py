@@ -63,8 +63,8 @@ weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 # models beside the four
 ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
 share_base = False  # all models are adapters on one trunk, policy_path; also reward_path
-judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
-judge_template = "yes_no"  # with judge_path: its question: yes_no, rubric, a file; docs/rewards.md
+judge_path = ""  # a language model that is asked how good a response is: the reward judge
+judge_template = "yes_no"  # with judge_path: its question: yes_no, rubric, a file; docs/data.md
 
 # sampling
 sampler = "own"  # vllm: an engine for large models and long responses; docs/scale.md [own | vllm]

@@ -83,7 +83,7 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
         return [name for name, p in read[0].named_parameters() if not p.requires_grad]
 
     frozen, model = alone(read_whole), outline(path, head, system)  # COLLECTIVE
-    if not whole:  # the matrices of a trained one are rounded when they are gathered: see shard
+    if not whole:  # a trained model keeps its 32 bits
         settle(model, system, False, adapter)
     model.requires_grad_(whole)
     for frozen_name in frozen:

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from configurator import check_range, configure, of_model, read_arguments, read_keys
-from conftest import ROOT
 from errors import BadInput
-from tiny import write
+from tiny import ROOT, write
 
 SCRIPT = '''"""A toy."""
 out_dir = "out"  # where

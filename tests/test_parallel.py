@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from audit import checksum
-from tiny import assert_same_run, at, keys_of, run, well, write
+from tiny import assert_same_run, assert_stopped, at, keys_of, run, well, write
 
 WORKER = """
 import json
@@ -122,5 +122,5 @@ def test_a_run_stops_on_two_ranks_and_goes_on_with_one(world, tmp_path):
     keys = keys_of(world, "ppo.py", checkpoint_interval=1)
     whole = well("ppo.py", tmp_path / "whole", keys)
     stopped = run("ppo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, rank=1))
-    assert stopped.codes == [0, 0] and "stopped" in stopped.out[0], stopped
+    assert_stopped(stopped, tmp_path)
     assert_same_run(whole, well("ppo.py", tmp_path, keys), ("policy", "value_model"), 1e-9)

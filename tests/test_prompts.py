@@ -1,14 +1,15 @@
 """prompts.py: a file -> rows; which rows an iteration sees; micro-batches, by enumeration."""
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import parallel
 from errors import BadInput
-from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_rows, micro_batches, prompt_row,
-                     read_rows)
-from tiny import write
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
+                     micro_batches, prompt_row, read_rows)
+from tiny import keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
     """A BOM, blank lines, numbers as answers, other fields, names of others."""
@@ -50,6 +51,15 @@ def test_rows_that_are_too_long():
     assert [list(ids) for ids in encoded("cut").ids] == [[0, 1], [2, 3, 4], [0, 1, 2]]
     with pytest.raises(BadInput, match="no row is left"):
         encoded("drop", 1)
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
+    tokenizer = SimpleNamespace(bos_ids=[1], encode_prompts=lambda texts: [
+        [1, *text.encode()] for text in texts])
+    models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
+    rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))
+    encode_prompts(rows, "a", models, 5, keys_of_system(too_long="cut"))
+    assert [list(ids) for ids in rows.ids] == [[1, *b"def"], [1, *b"x"]]
 
 
 @pytest.mark.parametrize("n, batch_size", [(5, 3), (7, 7), (3, 8), (1, 2)])
