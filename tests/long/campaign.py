@@ -297,7 +297,7 @@ def newest(folder):
 def trial(world, job, whole, faults, folder):
     """The kills that came, and what was wrong, in words."""
     kills, wrong = 0, []
-    for number, fault in enumerate(faults):
+    for fault in faults:
         there = newest(folder)
         came, codes, more = run_once(world, job, folder, fault)
         wrong, kills = wrong + more, kills + came

@@ -7,5 +7,5 @@ JOBS = {"ppo": ("ppo.py", 2, dict(keep_best=True, max_iters=2), 1),
 
 def test_killed_runs_end_in_the_same_bits(world, tmp_path):
     """Weights, optimizer states, metrics, and no other file than without the kill."""
-    kills, problems = campaign.campaign(world, str(tmp_path), JOBS, kills=4, seed=4)
-    assert kills >= 4 and not problems, "\n".join(problems)
+    kills, problems = campaign.campaign(world, str(tmp_path), JOBS, kills=3, seed=4)
+    assert kills >= 3 and not problems, "\n".join(problems)

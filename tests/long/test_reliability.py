@@ -13,8 +13,8 @@ import time
 import pytest
 
 from campaign import alive
-from tiny import (ROOT, Started, assert_one_line, assert_same_run, at, keys_of, read_log, run, typed,
-                  well, write)
+from tiny import (ROOT, Started, assert_one_line, assert_same_run, at, keys_of, read_log, run,
+                  typed, well, write)
 
 
 def patched(module, name, change, rank=None):

@@ -36,7 +36,7 @@ def watch(rank):
 
 
 SHORT = {"bfloat16, sharded": dict(dtype="bfloat16", zero_stage="3", head_chunk=5),
-         "no master weights": dict(dtype="bfloat16", master_weights=False, zero_stage="policy=2"),
+         "no master weights": dict(dtype="bfloat16", master_weights=False),
          "float16, lora": dict(dtype="float16", lora="4", zero_stage="3",
                                gradient_checkpointing=True)}
 
@@ -44,8 +44,9 @@ SHORT = {"bfloat16, sharded": dict(dtype="bfloat16", zero_stage="3", head_chunk=
 @pytest.mark.parametrize("name", SHORT)
 def test_in_16_bits_the_reference_is_the_policy_at_first(world, tmp_path, name):
     keys = keys_of(world, "ppo.py", max_iters=1, num_minibatches=1, value_init="policy",
-                   eval_interval=1, **SHORT[name])
-    out = well("ppo.py", tmp_path, keys, ranks=2, before=watch)
+                   eval_interval=1, ppo_epochs=1, **SHORT[name])
+    ranks = 1 + ("zero_stage" in keys)
+    out = well("ppo.py", tmp_path, keys, ranks=ranks, before=watch)
     first, last = read_log(out)
     assert first["objective/kl"] == 0 == first["eval/kl"] and first["policy/ratio_gap"] == 0
     assert last["eval/kl"] != 0
@@ -74,13 +75,12 @@ def save_family(folder, family, **sizes):
 SIZES = dict(vocab_size=264, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=None, hidden_size=32,
              num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
              intermediate_size=48, max_position_embeddings=64)
-EXPERTS = SIZES | dict(num_local_experts=4, num_experts_per_tok=2)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
-def test_in_16_bits_all_stages_sample_the_same_texts(world, tmp_path, family):
-    """What samples is rounded where autocast rounds, and so are gathered layers."""
-    path = save_family(tmp_path / "policy", family, **SIZES if family == "llama" else EXPERTS)
+def test_in_16_bits_all_stages_sample_the_same_texts(world, tmp_path):
+    """What samples is rounded where autocast rounds, and so are gathered layers, where they are."""
+    path = save_family(tmp_path / "policy", "gpt_oss", num_local_experts=4, num_experts_per_tok=2,
+                       **SIZES)
     keys = keys_of(world, "grpo.py", policy_path=path, eval_path="", max_iters=1,
                    num_minibatches=1, dtype="bfloat16")
     a, b = (read_log(well("grpo.py", tmp_path / (stage or "0"), keys | dict(zero_stage=stage),
@@ -90,8 +90,7 @@ def test_in_16_bits_all_stages_sample_the_same_texts(world, tmp_path, family):
         assert record["objective/kl"] == 0 and record["policy/sampler_gap"] < 1e-5, record
 
 
-@pytest.mark.parametrize("ranks, more", [(1, {}), (2, dict(dtype="bfloat16", zero_stage="3"))])
-def test_a_vision_part_stays_bit_for_bit(world, tmp_path, ranks, more):
+def test_a_vision_part_stays_bit_for_bit(world, tmp_path):
     """As Gemma 3 has one. Neither decay nor averages move it, and it is saved."""
     text = SIZES | dict(model_type="gemma3_text", sliding_window=8)
     vision = dict(model_type="siglip_vision_model", hidden_size=16, intermediate_size=24,
@@ -103,8 +102,8 @@ def test_a_vision_part_stays_bit_for_bit(world, tmp_path, ranks, more):
                                        " for text in batch['completions']]\n")
     keys = keys_of(world, "grpo.py", policy_path=path, reward_functions=f"{rule}:odd", eval_path="",
                    max_iters=2, num_minibatches=1, weight_decay=0.3, ema_decay=0.5,
-                   sync_check_interval=1, dtype="float32")
-    out = well("grpo.py", tmp_path, keys | more, ranks=ranks)
+                   sync_check_interval=1, dtype="bfloat16", zero_stage="3")
+    out = well("grpo.py", tmp_path, keys, ranks=2)
     before = read_weights(path)
     seeing = {n for n in before if "vision_tower" in n or "projector" in n}
     for product in ("policy", "ema_policy"):
