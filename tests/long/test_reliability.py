@@ -172,6 +172,7 @@ def test_a_rule_that_hangs_or_fails_on_one_rank_saves_the_run_and_is_named(world
         result = run("ppo.py", tmp_path, keys, ranks=2)
         assert_one_line(result, "ppo.py", "on rank 1", f"'late' {deed} at mine.py, line 10",
                         f"saved before iteration {now}", code=1)
+        assert os.path.isdir(tmp_path / "out" / f"checkpoint-00000{now}")
         assert len(read_log(f"{tmp_path}/out")) == now
     os.remove(tmp_path / "wrong")
     out = well("ppo.py", tmp_path, keys, ranks=2)

@@ -106,6 +106,7 @@ def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(world, tmp_path
                   before=at(1, signal.SIGTERM))
     assert stopped.codes == [0] * 3 and "checkpoint-000002" not in stopped.out[0], stopped
     there = len(read_log(f"{tmp_path}/out"))
+    assert os.path.isdir(tmp_path / "out" / f"checkpoint-00000{there}")
     # at the generator's first batch since then
     killed = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3, before=patched(
         "rollout", "generate", once(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), rank=1))
@@ -149,6 +150,7 @@ def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
     said = result.err[0]
     assert said.count("\n") == 1 and all(word in said for word in (
         "'late' failed at mine.py, line 7", "The run is saved before iteration 1")), result
+    assert os.path.isdir(tmp_path / "out" / "checkpoint-000001")
     os.remove(tmp_path / "wrong")
     out = well("ppo.py", tmp_path, own | dict(roles=""))
     assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3]
