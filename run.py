@@ -73,7 +73,7 @@ class Run:
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers, self.ema = models, optimizers, ema
         self.kept = dict(ema=ema) if ema else {}  # {file: what has more tensors to be saved}
-        self.rank, size = parallel.rank_and_size()
+        size = parallel.rank_and_size()[1]
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = gap_limit(system.dtype, temperature)
         self.frozen = {}  # the frozen models' checksums, filled by the first audit
@@ -82,8 +82,9 @@ class Run:
                 models[f"trunk of {model.path}"] = model.base
 
         self.settings = f"{config} {token_ids} {torch.__version__}"
-        if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
-            raise BadInput(f"rank {self.rank} has other settings, data or torch than rank 0")
+        with parallel.in_step():  # COLLECTIVE: all say it, and nothing is written yet
+            if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
+                raise BadInput("this rank has other settings, data or torch than rank 0")
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE

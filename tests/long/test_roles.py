@@ -19,9 +19,9 @@ FLAT = dict(max_refills=2, refill_by="sometimes", kl_in="reward", num_minibatche
 CASES = {  # name: script, roles, ranks, keys
     "ppo": ("ppo.py", THREE, 3, dict(staleness=1, checkpoint_interval=1, max_iters=4)),
     "grpo, sharded, refilled": ("grpo.py", "train=2,generate=1,score=1", 4, FLAT | dict(
-        staleness=1, zero_stage="policy=3,ref=3", sync_check_interval=1)),
+        staleness=1, zero_stage="policy=3,ref=3", sync_check_interval=1, max_iters=2)),
     "lora in 16 bits": ("ppo.py", "train=1,generate=1", 2, dict(
-        dtype="bfloat16", lora="2", value_init="shared", num_minibatches=1))}
+        dtype="bfloat16", lora="2", value_init="shared", num_minibatches=1, max_iters=2))}
 
 
 def keys(world, name, **more):
@@ -108,7 +108,8 @@ def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(world, tmp_path
                   before=at(1, signal.SIGTERM))
     assert stopped.codes == [0] * 3 and "checkpoint-000002" not in stopped.out[0], stopped
     there = len(read_log(f"{tmp_path}/out"))
-    # the generator's third batch since then; what was said of it names what each rank did
+    assert os.path.isdir(tmp_path / "out" / f"checkpoint-00000{there}")
+    # at the generator's first batch since then
     killed = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3, before=patched(
         "rollout", "generate", once(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), rank=1))
     assert killed.codes == [1, -signal.SIGKILL, 1], killed
@@ -151,8 +152,9 @@ def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
     said = result.err[0]
     assert said.count("\n") == 1 and all(word in said for word in (
         "'late' failed at mine.py, line 7", "The run is saved before iteration 1")), result
+    assert os.path.isdir(tmp_path / "out" / "checkpoint-000001")
     os.remove(tmp_path / "wrong")
-    out = well("ppo.py", tmp_path, own, ranks=3)
+    out = well("ppo.py", tmp_path, own | dict(roles=""))
     assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3]
 
 
