@@ -49,7 +49,7 @@ CASES |= {
     "the last of two": (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
     "cut off": (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),
     "not closed before the next": (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),
-    "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\n{block(DRAFT)}", F),
+    "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\nyes", F),
     "a bare answer": (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
     "after thinking": (f"<think>{block(DRAFT)}</think>{block()}", F),
     "bare": (F, F),
@@ -201,8 +201,8 @@ def test_grpo_runs_on_verdicts(world, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     tests = dict(stdin="", stdout="")
     path = jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, tests=tests) for p in ("a", "#", "1")])
-    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40, max_iters=2,
-                   code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
+    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40,
+                   max_iters=2, code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
     log = read_log(well("grpo.py", tmp_path, keys))
     assert [r["iteration"] for r in log] == [0, 1, 2]
     assert all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])
