@@ -14,8 +14,6 @@ from grading import expressions
 from grading.expressions import math_answer
 from rewards import accuracy, check_rows, final_answer, reward_terms
 
-from tiny import jsonl, keys_of, read_log, well
-
 ROWS = [dict(prompt="q", answer="1 + x")]
 
 
@@ -143,13 +141,3 @@ def test_hostile_text():
         found = expressions.verdict(text, "5"), expressions.verdict(text + "\n", text + "0")
         assert time.thread_time() - began < 0.5, text[:9]
         assert all(x is False or json.dumps(x) for x in found)
-
-
-def test_a_run(world, tmp_path):
-    """Which is right is known: a text of letters equals an answer only if it is the same."""
-    pytest.importorskip("math_verify")
-    path = jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, answer="a") for p in ("a", "b", "c")])
-    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", max_iters=2,
-                   reward_timeout=40, reward_functions="math,0*accuracy", max_new_tokens=2)
-    for record in read_log(well("grpo.py", tmp_path, keys))[:-1]:
-        assert record["objective/reward/math"] >= record["objective/reward/accuracy"]
