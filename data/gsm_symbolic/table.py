@@ -1,0 +1,124 @@
+"""
+The table of runs/smollm2.sh, in Markdown: what the runs learned, and how fast they were.
+
+    python data/gsm_symbolic/table.py [out/smollm2]
+
+Reads, where they are there, the runs PREFIX_grpo, _ppo and _ppo_rm; PREFIX_seen.json and
+PREFIX_new.json of tools/eval.py; PREFIX_grpo.memory and so on, of tools/memory.py. Writes
+PREFIX.md, and prints it.
+
+The update has 6 FLOP for each weight and token, of each trained model, and attention's products.
+Decoding reads the weights at each step, and a response's keys and values so far at each token, all
+in 2 bytes. The peaks of a GPU are measured: a product of 8,192 x 8,192 matrices, and a copy.
+"""
+import json
+import os
+import re
+import sys
+import time
+from statistics import fmean, median
+
+import torch
+from transformers import AutoTokenizer
+
+
+def read(path):
+    """The JSON values of a file's lines; [] where there is no file."""
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in (f if path.endswith("l") else [f.read()])]
+
+
+def seconds(work):
+    """Of one call on a GPU."""
+    for repeats in (3, 20):  # the first ones warm up
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats
+
+
+def speed(folder, peaks):
+    """{row: text} of the seconds, speeds and memory of a run: medians over its iterations."""
+    log = [r for r in read(f"{folder}/log.jsonl") if "time/rollout" in r][1:]  # the first warms up
+    if not log:
+        return {}
+    at = {key: median(r[key] for r in log if r.get(key) is not None) for key in log[-1]
+          if isinstance(log[-1][key], float)}
+    config = read(f"{folder}/config.json")[0]
+    path, rows = config["policy_path"], read(config["prompts_path"])[:200]
+    [model] = read(f"{path}/config.json")
+    chat = AutoTokenizer.from_pretrained(path).apply_chat_template
+    P = fmean(len(chat(r["prompt"], add_generation_prompt=True, return_dict=False)) for r in rows)
+    R, B, passes = at["objective/length"], config["batch_size"], config.get("ppo_epochs", 1)
+    d, L, V = (model[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    kv = d * model["num_key_value_heads"] // model["num_attention_heads"]
+    body = L * d * (2 * d + 2 * kv + 3 * model["intermediate_size"])  # weights
+    trunks = 2 if "value_init" in config else 1
+    flop = 6 * passes * B * (trunks * (body + L * d * (P + R)) * (P + R) + V * d * R)
+    moved = 2 * config["max_new_tokens"] * (body + V * d) + 4 * B * R * (P + R / 2) * L * kv
+    flops, bandwidth = flop / at["time/update"], moved / at["time/rollout"]
+    share = [f" ({x / y:.0%} of the peak)" for x, y in zip((flops, bandwidth), peaks, strict=False)]
+    return {
+        "iterations": f"{log[-1]['iteration'] + 1}",
+        "KL to the SFT model, the last, nats a response": f"{log[-1].get('objective/kl', 0):.2f}",
+        "tokens of a prompt, of a response": f"{P:.0f}, {R:.0f}",
+        "seconds an iteration": f"{at['time/iteration']:.2f}",
+        "of these: rollout, score, update":
+            ", ".join(f"{at[f'time/{phase}']:.2f}" for phase in ("rollout", "score", "update")),
+        "tokens sampled a second": f"{B * R / at['time/rollout']:,.0f}",
+        "tokens trained a second": f"{passes * B * (P + R) / at['time/update']:,.0f}",
+        "update, TFLOP/s": f"{flops / 1e12:.1f}" + "".join(share[:1]),
+        "decoding, GB/s": f"{bandwidth / 1e9:,.0f}" + "".join(share[1:]),
+        "memory, GiB": f"{max(r['mem/peak_mib'] for r in log) / 1024:.1f}{predicted(folder)}",
+        "sampler gap, mean nats a token": f"{at['policy/sampler_gap']:.2g}"}
+
+
+def predicted(folder):
+    """What tools/memory.py has printed into a file beside a run's folder, in words."""
+    if not os.path.exists(f"{folder}.memory"):
+        return ""
+    with open(f"{folder}.memory", encoding="utf-8") as f:
+        text = f.read()
+    peaks = [float(x) for x in re.findall(r"^\w+ +([\d.]+)   \w+ [\d.]", text, re.M)]
+    return f" (predicted: {max(peaks) / (1024 if text.count('MiB') else 1):.1f})" if peaks else ""
+
+
+def table(title, columns):
+    """The lines of a table: columns {name: {row: text}}."""
+    lines = [f"\n| {title} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for row in dict.fromkeys(row for column in columns.values() for row in column):
+        lines.append(f"| {row} | {' | '.join(c.get(row, '') for c in columns.values())} |")
+    return lines
+
+
+prefix, peaks, right = (sys.argv[1:] or ["out/smollm2"])[0], [], {}
+text = [f"torch {torch.__version__} on a CPU"]
+if torch.cuda.is_available():
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    x, y = torch.empty(2, 2**31, device="cuda", dtype=torch.uint8)
+    peaks = [2 * 8192**3 / seconds(lambda: a @ b), 2 * 2**31 / seconds(lambda: x.copy_(y))]
+    text = [f"torch {torch.__version__} on an {torch.cuda.get_device_name()}; its peaks here: "
+            f"{peaks[0] / 1e12:.0f} TFLOP/s in bfloat16, {peaks[1] / 1e12:.2f} TB/s"]
+for part in ("seen", "new"):
+    for found in read(f"{prefix}_{part}.json"):
+        for policy, figures in found["policies"].items():
+            for name, x in figures.items():
+                form = ".0f" if "length" in name else ".1%"
+                cell = f"{x['mean']:{form}} ± {x['error'] or 0:{form}}"
+                if name.split()[1] in ("accuracy", "length"):
+                    right.setdefault(policy, {})[f"{part} ({found['prompts']}): {name}"] = cell
+text += table("held-out problems of templates", right)
+runs = {name: speed(f"{prefix}_{name}", peaks) for name in ("grpo", "ppo", "ppo_rm")}
+text += table("training", {name: rows for name, rows in runs.items() if rows})
+samples = read(f"{prefix}_grpo/samples.jsonl")
+for number in list(dict.fromkeys(s["row"] for s in samples))[:2]:
+    first, *_, last = [s for s in samples if s["row"] == number] * 2
+    text += ["", "```", first["prompt"][-1]["content"], "", f"before GRPO: {first['text']}", "",
+             f"after GRPO: {last['text']}", "```"]
+with open(f"{prefix}.md", "w", encoding="utf-8") as f:
+    f.write("\n".join(text) + "\n")
+print("\n".join(text))
