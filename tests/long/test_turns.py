@@ -488,14 +488,3 @@ def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
         chat_template=tiny.write(tmp_path / "t.jinja", template))
     log = tiny.read_log(tiny.well("grpo.py", tmp_path, keys, ranks=2))
     assert log[0]["objective/failed_calls"] == 0 and log[0]["objective/turns"] == 1
-
-
-REFUSED = {"there is no file": dict(environment="none.py:env"),
-           "wanted FILE.py:FUNCTION": dict(environment="mine")}
-
-
-def test_bad_keys_are_one_line(world, tmp_path):
-    for part, keys in REFUSED.items():
-        keys = tiny.keys_of(world, "grpo.py", reward_functions="environment", reward_timeout=40,
-                            **keys)
-        tiny.assert_one_line(tiny.run("grpo.py", tmp_path / "run", keys), "grpo.py", part)
