@@ -206,7 +206,7 @@ fcntl.fcntl(os.pipe()[1], 1031, 2**20)
 f = open(os.__file__)
 for n in range(50): fcntl.lockf(f, fcntl.LOCK_SH, 1, 2 * n)
 with open(os.__file__) as other:  # F_OFD_GETLK: would a lock of mine fit in?
-    mine = [struct.pack('hhqqi4x', 0, 0, 2 * n, 1, 0) for n in range(50)]
+    mine = [struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0) for n in range(50)]
     held = [struct.unpack_from('h', fcntl.fcntl(other, 36, lock))[0] for lock in mine]
 return held.count(fcntl.F_UNLCK) < 50
 --- shared memory
@@ -283,8 +283,10 @@ for lower in (lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
               lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1))):
     try: lower()
     except (ValueError, OSError): pass
+get, put = (97, 160) if os.uname().machine == "x86_64" else (163, 164)
 limits = (ctypes.c_ulong * 2)()
-ctypes.CDLL(None).syscall(97 if os.uname().machine == "x86_64" else 163, 4, limits)
+ctypes.CDLL(None).syscall(put, 4, (ctypes.c_ulong * 2)(0, 1))
+ctypes.CDLL(None).syscall(get, 4, limits)
 return limits[0]
 """)
 HIDDEN = ["/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run", "/usr/bin/env", "/bin/sh",
@@ -535,11 +537,11 @@ def test_an_ordinary_user():
         pytest.skip("only root can be another user, who needs a Python 3.11 in /usr/bin")
     code = """
 sandbox.check_sandbox()
-look = b"""import os
+look = b'''import os
 print(os.getresuid(), os.uname().nodename, os.path.exists('/etc'))
 for path in '/x', '/tmp/x', os.path.dirname(os.__file__) + '/x':
     try: print(open(path, 'x'))
-    except OSError: pass"""
+    except OSError: pass'''
 for text in look, b"while True: pass":
     print(sandbox.run_program(text, None, b"", 999, 1, 128, 20)[:2])
 """
