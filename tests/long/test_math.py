@@ -44,7 +44,7 @@ x = 5|y = 5   2x = 5|5   x+1 = 5|5   x = 6 = 5|5   \sin(x) = 5|5   x + y = 5|5  
 (1, 2)|(1, 2]   [1,2)|[1,2]   (1,2)|(2,1)   5 or 6|5   5, 6|5   5 to 6|5   5–6|5   5 \text{ or } 6|5
 not 5|5   cannot be $5$|5   It is not $5$.|5   $5$ is wrong|5   the total is not 5|5
 \text{not } 5|5   either 5|5   5 more|5   5 hundred|5   5 million|5   5 dozen|5   5 halves|5
-5 tenths|5   5th|5   5 squared|5   5!|5   5½|5   5+|5   ≥ 5|5   about 5|5   ≈ 5|5   5?|5
+5 tenths|5   5th|5   5 squared|5   5!|5   5½|5   5+|5   ≥ 5|5   about 5|5   ≈ 5|5   x+y ≈ 5|5   5?|5
 Let x = 5|5   4:30 am|4:30 pm   5 am|5   act|cat   Paris|Parsi   yes, no|yes   \sqrt{8}|\sqrt{2}
 The answer is not 5.|5   The wrong answer is 5.|5   The answer is 5 or 6.|5
 \frac{1}{2}|\frac{1}{3}   x + 1|x + 2   import os|x   A) 5|5   5 i|5   5x|5   6|5   \pm 3|3
