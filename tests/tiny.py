@@ -251,10 +251,10 @@ def at(iteration, action, rank=0):
 
         drawn = prompts.batch_rows
 
-        def batch_rows(seed, now, *rest):
+        def batch_rows(seed, now, *rest, **more):
             if now == iteration and mine == rank:
                 action() if callable(action) else os.kill(os.getpid(), action)
-            return drawn(seed, now, *rest)
+            return drawn(seed, now, *rest, **more)
 
         prompts.batch_rows = batch_rows
 
