@@ -356,6 +356,8 @@ def ppo(c, train, val, also=None):
             value_adam.zero_gradients()
             tokens = sum(len(batch[i].response) for i in minibatch)
             figures += flat(ppo_losses(c, models, batch[i], tokens) for i in minibatch)
+            if too_far(c, figures[-tokens:]):
+                break
             if also:
                 also(models.policy, iteration * c.ppo_epochs * c.num_minibatches + steps)
             record |= {"policy/grad_norm": policy_adam.clip(), "val/grad_norm": value_adam.clip()}
@@ -367,6 +369,10 @@ def ppo(c, train, val, also=None):
 
     log.append(evaluation(c, models, val, c.max_iters))
     return log, dict(policy=models.policy, value_model=models.value)
+
+
+def too_far(c, figures):
+    """Whether an update ends before this step, of which these are the figures: never."""
 
 
 def find_advantages(c, batch):
@@ -444,6 +450,8 @@ def grpo(c, train, val):
                           "seq-mean-token-mean": 1 / len(rows) / len(r.response),
                           "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
                 figures += grpo_losses(c, models, r, weight[c.aggregation])
+            if too_far(c, figures[-tokens:]):
+                break
             norm = adam.clip()
             adam.step(lr)
             steps += 1
