@@ -41,7 +41,7 @@ def worked_out(world, keys, lora=None):
         return c.beta * sum(p - q for p, q in zip(ours, theirs, strict=True))
 
     def compare(rows, wrong):
-        """Losses of pairs, of which a share is labelled the wrong way round; and figures of each."""
+        """The loss of pairs, of which a share has the wrong label; and the means of figures."""
         losses, figures = [], []
         for row in rows:
             good, bad = reward(row, "chosen"), reward(row, "rejected")
