@@ -284,8 +284,8 @@ def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
 def test_credit_by_turn(world, tmp_path):
     """By a loop over turns; in a run of several turns; and with one turn it is GRPO."""
     mine = fork(f"{tmp_path}/fork", ["turn_credit"])
-    keys = keys_of(world, "grpo.py", environment=f"{world.rules}:talks", max_new_tokens=14, timeout=400,
-                   batch_size=6, reward_functions=f"0.7*environment,0.5*{world.rules}:letters")
+    keys = keys_of(world, "grpo.py", environment=f"{world.rules}:talks", max_new_tokens=14,
+                   timeout=400, reward_functions=f"0.7*environment,0.5*{world.rules}:letters")
     out = killed_and_resumed(mine, "grpo", f"{tmp_path}/turns", keys | dict(out_dir="out"))
     one = run_fork(mine, "grpo", f"{tmp_path}/one", keys, ranks=1)
     assert one.codes == [0]
