@@ -1,6 +1,6 @@
 """
 GRPO on an 8B model with one card of 24 GB: the policy is an adapter on a trunk in 4 bits, which is
-the reference, too, and AdamW has states of 8 bits. docs/memory.md has the predicted memory. Loading
+the reference, too, and AdamW has states of 8 bits. docs/scale.md has the predicted memory. Loading
 takes 32 GB of the CPU's memory.
 
     pip install bitsandbytes

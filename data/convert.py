@@ -5,45 +5,46 @@ Data sets in other layouts -> our JSONL, once; and what data/*/prepare.py share.
     python data/convert.py --source=theirs.parquet --out=train.jsonl --val=0.05 --chat
     python data/convert.py --source=rows.csv --fields="task>prompt,steps>answer" --out=train.jsonl
 
-A row becomes one of three kinds: a demonstration for sft.py, a pair for rm.py, a prompt for ppo.py
-and grpo.py (--kind; the first row decides if it is not given). A row that makes no sense as that is
-dropped, and what is wrong with it is counted and printed. So are the columns that are left out.
+A row becomes one of three kinds (--kind; the first row decides if it is not given):
+
+    sft           a demonstration: `messages` (Tulu); `conversations` of {"from", "value"}
+                  (ShareGPT); `instruction`, `input`, `output` (Alpaca); a question and its
+                  `completion` or `response`
+    preferences   `chosen` and `rejected`, whole dialogues (UltraFeedback; the prompt is their
+                  common beginning), strings with "\\n\\nHuman:" and "\\n\\nAssistant:" (HH), or
+                  two answers to a `prompt`
+    prompts       `prompt`, `question` or `problem`, and an `answer` (behind "####": GSM8K), a
+                  `final_answer` (DeepMath), a `solution` with a \\boxed{} (MATH), a `reward_model`
+                  with its `ground_truth` (verl, DAPO)
+
+A string `system` or `system_prompt` becomes the first message. A row that makes no sense is
+dropped, and what is wrong with it is counted and printed; so are the columns that are left out. Of
+a prompt's row these are kept: prompt, answer, numbers, target, tests, and what --fields names.
 With --val=0.05 about that share of the rows goes into a second file, train_val.jsonl for
 train.jsonl; equal prompts go into the same file.
-
-Of a prompt's row these are kept: prompt, answer, numbers, target, tests, which the rewards of
-rewards.py read, and what --fields names.
 """
 import argparse
 import collections
 import contextlib
 import hashlib
-import http.client
-import itertools
 import json
 import os
 import pathlib
 import re
-import signal
-import socket
 import sys
 import urllib.request
 
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from answers import last_boxed  # noqa: E402
-from completions import PAIR, preference_row, sft_row  # noqa: E402
-from errors import BadInput, one_line, report_errors  # noqa: E402
-from options.assistant import FLAGS, is_learned  # noqa: E402
-from rows import files_of, parse_fields, prompt_row, raw_rows, rename  # noqa: E402
-from tools.output import check_writable, written  # noqa: E402
+from errors import BadInput, report_error  # noqa: E402
+from grading.answers import last_boxed  # noqa: E402
+from options.sources import hub_files, raw_rows  # noqa: E402
+from prompts import dialogue, prompt_row, rename  # noqa: E402
 
-SHAPES = {"sft": sft_row, "preferences": preference_row, "prompts": prompt_row}
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
-
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # for data/*/prepare.py, too
 
 # a task as a base model is given it: the prompt opens the thinking
@@ -55,26 +56,16 @@ Assistant: I will work this out step by step.
 <think>"""
 
 
-def stop(message):
-    """End the script with one line and exit code 2."""
-    print(f"{os.path.basename(sys.argv[0])}: error: {one_line(message)}", file=sys.stderr)
-    sys.exit(2)
-
-
 def parser_of(doc):
     """An argparse parser that ends with one line. Its --help shows the script's docstring."""
-    report_errors()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing half is left
+    def error(said):
+        raise BadInput(said)
+
+    sys.excepthook = report_error
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser.error = error
     return parser
-
-
-def check_range(name, value, low, high):
-    """Stop unless the value of the option --name is in the range."""
-    if not low <= value <= high:
-        stop(f"--{name}={value} is out of range: [{low}..{high}]")
 
 
 def fetch(source, name, folder):
@@ -87,57 +78,47 @@ def fetch(source, name, folder):
     url, local = f"{source.rstrip('/')}/{name}", os.path.join(folder, os.path.basename(name))
     if not os.path.exists(local):
         print(f"downloading {url}", flush=True)
-        socket.setdefaulttimeout(60)  # or a dead connection would be waited for without end
         os.makedirs(folder, exist_ok=True)
         try:  # urlretrieve raises an error if the download is cut short
             urllib.request.urlretrieve(url, local + ".part")
-        except (OSError, http.client.HTTPException, ValueError) as e:
-            stop(f"{url}: cannot download: {e}")
+        except (OSError, ValueError) as e:
+            raise BadInput(f"{url}: cannot download: {e}") from e
         os.replace(local + ".part", local)
     return local
 
 
-# how a file begins that write_rows has written: two blanks end its first line
-MADE = rb"\{.*\}  \n"
-
-
-def write_rows(out, names, rows, kept=None, reads=()):
+def write_rows(out, names, rows, kept=None):
     """
     Write out/NAME.jsonl for each of the names, and print how many rows each has. All files get
     their names at the end, or none: an old file might share rows with a new one.
 
     rows: (name, row) one by one; a string in place of the row says why one is dropped. kept: a
-    Counter, in which the caller sees how many rows each file has so far. reads: what is read.
+    Counter, in which the caller sees how many rows each file has so far.
     """
     kept = collections.Counter() if kept is None else kept
     dropped = {name: collections.Counter() for name in names}
     paths = {name: os.path.join(out, f"{name}.jsonl") for name in names}
-    try:
-        for path in paths.values():
-            check_writable(path, reads=reads, made=MADE)
-        with contextlib.ExitStack() as stack:
-            files = {name: stack.enter_context(written(path)) for name, path in paths.items()}
-            for name, row in rows:
-                if isinstance(row, str):
-                    dropped[name][row] += 1
-                else:
-                    files[name].write(json.dumps(row, default=str) + "  " * (not kept[name]) + "\n")
-                    kept[name] += 1
-            for name in names:
-                files[name].flush()  # if the disk is full, none gets its name
-                if not kept[name]:
-                    reasons = [reason for reason, _ in dropped[name].most_common(1)]
-                    raise BadInput(": ".join([f"no row is left for {paths[name]}", *reasons]))
-    except BadInput as e:
-        stop(str(e))
-    except OSError as e:
-        stop(f"--out={out}: {e.strerror or e}")
-    for name in names:
+    os.makedirs(out or ".", exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(path + ".part", "w", encoding="utf-8"))
+                 for name, path in paths.items()}
+        for name, row in rows:
+            if isinstance(row, str):
+                dropped[name][row] += 1
+            else:
+                files[name].write(json.dumps(row, default=str) + "\n")
+                kept[name] += 1
+    for name, path in paths.items():
+        if not kept[name]:
+            reasons = [reason for reason, _ in dropped[name].most_common(1)]
+            raise BadInput(": ".join([f"no row is left for {path}", *reasons]))
+    for name, path in paths.items():
+        os.replace(path + ".part", path)
         reasons = "".join(f"; dropped {n}: {reason}" for reason, n in sorted(dropped[name].items()))
         print(f"{name}.jsonl: {kept[name]} rows{reasons}")
 
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the layouts of others. A function takes what it reads out of the row; what stays is left out.
 # Whatever is a dialogue (ShareGPT, Alpaca, HH) becomes messages; other strings do with --chat
 
@@ -146,26 +127,25 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGP
 
 def ours(row, kind, chat=False, named=()):
     """
-    (a row of ours, the names of the columns that it leaves out). kind: of SHAPES. chat: make
+    (a row of ours, the names of the columns that it leaves out). kind: of LAYOUTS. chat: make
     messages of all strings. named: columns that a prompt's row keeps. Raises BadInput.
     """
-    row = dict(row)
-    made = {name: value for name, value in LAYOUTS[kind](row).items() if value is not None}
-    system = next((name for name in ("system", "system_prompt")
+    row, (layout, *fields) = dict(row), LAYOUTS[kind]
+    made = {name: value for name, value in layout(row).items() if value is not None}
+    system = next((row[name] for name in ("system", "system_prompt")
                    if isinstance(row.get(name), str) and row[name]), "")
-    texts = [name for name in ("prompt", "completion", *PAIR) if name in made]
+    texts = [name for name in ("prompt", *fields) if name in made]
     if chat or system or any(isinstance(made[name], list) for name in texts):
         for name in texts:
             if isinstance(made[name], str):
-                said = made[name] if name == "prompt" else made[name].strip()
                 role = "user" if name == "prompt" else "assistant"
-                made[name] = [{"role": role, "content": said}]
-    shaped = SHAPES[kind](row | made)
+                made[name] = [dict(role=role, content=made[name])]
+    shaped = dialogue(row | made, *fields) if fields else prompt_row(row | made)
     if system and shaped["prompt"][0]["role"] != "system":
-        shaped["prompt"] = [{"role": "system", "content": row.pop(system)}, *shaped["prompt"]]
+        shaped["prompt"] = [dict(role="system", content=system), *shaped["prompt"]]
     if kind == "prompts":
         shaped = {name: shaped[name] for name in shaped if name in (*KEPT, *named)}
-    return shaped, row.keys() - (shaped.keys() - made.keys())
+    return shaped, row.keys() - (shaped.keys() - made.keys()) - {"system", "system_prompt"}
 
 
 def demonstration(row):
@@ -174,14 +154,12 @@ def demonstration(row):
     if not messages:
         return {"prompt": question(row), "completion": pop(row, "completion", "output", "response")}
     first = before_answer(messages)
-    if not any(message["role"] == "assistant" and is_learned(message) for message in messages):
-        raise BadInput("the dialogue has no message of the assistant to learn")
     return {"prompt": messages[:first] or None, "completion": messages[first:]}
 
 
 def pair(row):
     """Two whole dialogues, whose common beginning is the prompt; or a question, two answers."""
-    chosen, rejected = (messages_in(pop(row, name), name) for name in PAIR)
+    chosen, rejected = (messages_in(pop(row, name), name) for name in ("chosen", "rejected"))
     if not all(isinstance(said, list) and said and said[0]["role"] != "assistant"
                for said in (chosen, rejected)):
         return {"prompt": question(row), "chosen": chosen, "rejected": rejected}
@@ -196,9 +174,7 @@ def pair(row):
 def prompt(row):
     """What is asked, or stands before the first answer of a dialogue; and the true answer."""
     asked = question(row)
-    if not asked and row.get("chosen"):
-        asked = pair(row)["prompt"]
-    elif not asked:
+    if not asked:
         messages = dialogue_of(row) or []
         asks = messages[-1:] and messages[-1]["role"] == "user"  # the last turn is to be answered
         asked = (messages if asks else messages[:before_answer(messages)]) or None
@@ -209,10 +185,11 @@ def prompt(row):
     if answer is None and boxed is not None:
         answer = boxed
         del row["solution"]
-    return {"prompt": asked} | ({} if answer is None else {"answer": true_answer(answer)})
+    return {"prompt": asked, "answer": true_answer(answer)}
 
 
-LAYOUTS = {"sft": demonstration, "preferences": pair, "prompts": prompt}
+LAYOUTS = {"sft": (demonstration, "completion"), "preferences": (pair, "chosen", "rejected"),
+           "prompts": (prompt,)}  # kind: its function, the fields beside the prompt
 
 
 def pop(row, *names):
@@ -255,17 +232,13 @@ def messages_in(value, field):
             value.pop()  # the turn that the completion is
     if not isinstance(value, list):
         return value
-    if not all(isinstance(message, dict) for message in value):
-        raise BadInput(f"field {field!r} must be a list of messages")
     messages = []
     for given in value:
+        if not isinstance(given, dict):
+            raise BadInput(f"field {field!r} must be a list of messages")
         role = str(given.get("role", given.get("from")))
         messages.append({"role": ROLES.get(role, role),
                          "content": given.get("content", given.get("value"))})
-        more = given.keys() - {"role", "content", "from", "value"}
-        if messages[-1]["role"] != "assistant" or is_learned(given):
-            more -= FLAGS.keys()  # they say what holds without them
-        messages[-1] |= {name: given[name] for name in sorted(more)}
     return messages
 
 
@@ -281,36 +254,33 @@ def true_answer(answer):
     return text.replace(",", "") if re.fullmatch(r"-?[\d,]*\.?\d+", text) else text
 
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the command
-
-
-def kind_of(row):
-    """Which kind of row a data set's first one looks like."""
-    if "chosen" in row or "rejected" in row:
-        return "preferences"
-    told = {"completion", "output", "response", "messages", "conversations"} & row.keys()
-    return "sft" if told else "prompts"
 
 
 def converted(args, names, left):
     """(name, row or what is wrong with it), one by one. left: a set, to which columns are added."""
-    fields, kind = parse_fields(args.fields), args.kind
-    for _, row in itertools.chain.from_iterable(map(raw_rows, files_of(args.source))):
-        name = names[0]
-        try:
-            row = rename(row, fields)
-            kind = kind or kind_of(row)
-            row, columns = ours(row, kind, args.chat, [name for _, name in fields])
-            if kind == "preferences" and row["chosen"] == row["rejected"]:
-                raise BadInput("chosen and rejected are the same")
-            left.update(columns)
-            # a number from 0 to 1 that is a function of the prompt
-            digest = hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=8).digest()
-            name = names[int.from_bytes(digest, "little") / 2**64 < args.val]
-        except BadInput as e:
-            row = re.sub(r"\d+", "N", str(e))[:200]  # alike for rows that fail alike
-        yield name, row
+    kind, named = args.kind, [part.rpartition(">")[2].strip() for part in args.fields.split(",")]
+    for source in args.source.split(","):
+        for file in hub_files(source) if source.startswith("hf:") else [source]:
+            for _, row in raw_rows(file):
+                name = names[0]
+                try:
+                    row = rename(row, args.fields)
+                    if not kind:  # the first row decides
+                        told = {"completion", "output", "response", "messages", "conversations"}
+                        kind = "sft" if told & row.keys() else "prompts"
+                        kind = "preferences" if "chosen" in row else kind
+                    row, columns = ours(row, kind, args.chat, named)
+                    if kind == "preferences" and row["chosen"] == row["rejected"]:
+                        raise BadInput("chosen and rejected are the same")
+                    left.update(columns)
+                    # a number from 0 to 1 that is a function of the prompt
+                    digest = hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=8)
+                    name = names[int.from_bytes(digest.digest(), "little") / 2**64 < args.val]
+                except BadInput as e:
+                    row = re.sub(r"\d+", "N", str(e))[:200]  # alike for rows that fail alike
+                yield name, row
 
 
 def main():
@@ -318,23 +288,17 @@ def main():
     parser.add_argument("--source", required=True, help="a file, hf:NAME:SPLIT, hf:NAME:FOLDER:"
                         "SPLIT (NAME may be a folder here), or several with commas")
     parser.add_argument("--out", required=True, help="the JSONL file to write")
-    parser.add_argument("--kind", choices=SHAPES, help="what the rows are (default: as they look)")
+    parser.add_argument("--kind", choices=LAYOUTS, help="what the rows are (default: as they look)")
     parser.add_argument("--fields", default="", help="their names for ours: question>prompt,a.b>c")
     parser.add_argument("--chat", action="store_true", help="strings become chat messages")
     parser.add_argument("--val", type=float, default=0.0, help="share of held-out rows, 0 = none")
     args = parser.parse_args()
-    check_range("val", args.val, 0, 0.9)
-    if not args.out.endswith(".jsonl"):
-        stop(f"--out={args.out} must end with .jsonl")
     folder, file = os.path.split(args.out)
-    name = file.removesuffix(".jsonl")
+    if not file.endswith(".jsonl"):
+        raise BadInput(f"--out={args.out} must end with .jsonl")
+    name, left = file.removesuffix(".jsonl"), set()
     names = [name, f"{name}_val"] if args.val else [name, name]
-    left = set()
-    try:
-        reads = files_of(args.source)
-    except BadInput as e:
-        stop(str(e))
-    write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left), reads=reads)
+    write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left))
     if left:
         print(f"left out: the columns {', '.join(sorted(left))}")
 

@@ -17,74 +17,53 @@ computes is the loss as one more step would see it. All this happens in a tempor
     ratio, clipped, loss     exp(new - policy); whether the clip has taken the gradient away; and
                              the loss of one more step
 """
-import contextlib
-import io
 import os
-import shlex
-import signal
 import sys
-import tempfile
 
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import before_torch  # noqa: E402, F401, before torch: it notes which CPUs this process may use
+from configurator import configure  # noqa: E402  first: it must be imported before torch
 
-import launch  # noqa: E402
+import contextlib  # noqa: E402
+import io  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import tempfile  # noqa: E402
+
+import loss  # noqa: E402
 import prompts  # noqa: E402
-import report  # noqa: E402
+import ranks  # noqa: E402
+import rewards  # noqa: E402
 import rollout  # noqa: E402
-import run_folder  # noqa: E402
-from checkpoint import find_checkpoint  # noqa: E402
-from configurator import configure  # noqa: E402
-from errors import BadConfig, BadInput  # noqa: E402
-from folders import read_json  # noqa: E402
+from checkpoint import find_checkpoint, read_json  # noqa: E402
+from errors import BadInput  # noqa: E402
 from gae import compute_gae  # noqa: E402
-from loss import kl_estimate  # noqa: E402
-from rewards import NEEDS, check_rows  # noqa: E402
-from rows import check_text  # noqa: E402
 from run import Run  # noqa: E402
-from tools.curves import check_picture, empty_picture, save_picture  # noqa: E402
+from tools.runs import response_of  # noqa: E402
 
-
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has a checkpoint
 prompt = "123+456="  # what the policy is asked
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
-reward_functions = ""  # empty = the run's; where these are code of its own, you must name them here
-environment = ""  # as reward_functions
-tools = ""  # as reward_functions
 out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
 config, _ = configure(globals())
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the run: its script, its keys, its last checkpoint
 
-if not prompt.strip():
-    raise BadConfig('prompt is empty; type --prompt="123+456="')
-check_text(prompt, "command line: the prompt")
-if out:
-    check_picture(out)
-checkpoint, state = find_checkpoint(run) if os.path.isdir(run) else (None, None)
-file = os.path.join(checkpoint or "", "config.json")
-keys = read_json(file) if checkpoint else {}
+checkpoint, state = find_checkpoint(run)
+keys = read_json(f"{checkpoint}/config.json") if checkpoint else {}
 if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")
-# of the files that the run began with, of its machine; and nothing is reported to others
-others = "sha256", "gpu", "format", "command", "commit"
-keys = {name: x for name, x in keys.items() if name not in others} | {"report_to": ""}
-for key in ("reward_functions", "environment", "tools"):
-    files = run_folder.code_files({key: keys[key]})
-    if files and not config[key]:  # the folder may be somebody else's
-        raise BadInput(f"{file} names code, {', '.join(files)}, which runs only where you name it; "
-                       f"type --{key}={shlex.quote(keys[key])}")
-    keys[key] = config[key] or keys[key]
-iteration = state["iteration"]
+if keys["roles"] or keys["staleness"]:
+    raise BadInput(f"{run} has roles or staleness: its batches are sampled ahead of the update")
+token_ids, iteration = keys.pop("token_ids"), state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks
-keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0,
+keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "report_to": "",
          "eval_interval": max(keys["max_iters"], iteration) + 2}  # no evaluation
 if script == "grpo":
     keys["max_refills"] = 0  # the group stays, even if all its scores are equal
@@ -93,39 +72,38 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
     keys["max_iters"] = iteration + 1
     print("the run is over: this update has the peak learning rate")
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # one more iteration of it, with a few functions of the house changed
 
 names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
 seen = {}  # column -> (n,): what the script adds up of the first response, in its last pass
-encode, noise, add_up = prompts.encode_for_all, rollout.response_uniforms, report.add_up
+read_prompts, noise, add_up = rewards.read_prompts, rollout.response_uniforms, loss.add_up
 take_step = Run.step
 
 
-def encode_with_the_prompt(rows, path, *rest):
-    """encode_for_all, where the prompt takes the place of the batch's first row."""
-    ids = encode(rows, path, *rest)  # rows that are too long may be dropped here
+def read_with_the_prompt(path, terms, models, max_new_tokens, system):
+    """rewards.read_prompts, where the prompt takes the place of the batch's first row."""
+    rows = read_prompts(path, terms, models, max_new_tokens, system)
     if path == keys["prompts_path"]:
         count = keys["batch_size"] // keys.get("group_size", 1)
-        first = prompts.batch_rows(keys["seed"], iteration, count, rows.mix)[0]
-        chat = rows[0]["prompt"] if isinstance(rows[0]["prompt"], list) else None
-        system = [message for message in chat or [] if message["role"] == "system"]
-        row = {"prompt": [*system, {"role": "user", "content": prompt}] if chat else prompt}
-        for known in (*rows, *names["eval_rows"]):  # a row of the data, with all its fields
-            if prompts.prompt_text(known) == prompt:
-                row = known
-        rows[first] = row | ({"answer": answer} if answer else {})
-        needs = {field for _, name, _ in names["terms"] for field in NEEDS.get(name, ())}
-        if needs - row.keys() == {"answer"} and not answer:
-            raise BadInput(f"the run's data does not have the prompt {prompt!r}, and so no answer "
-                           "to it, which a reward of the run needs; type --answer=ANSWER")
-        check_rows(names["terms"], [rows[first]], f"prompt {prompt!r} with --answer={answer!r}")
-        ids[first], = encode([rows[first]], f"prompt {prompt!r}", *rest[:-1], "error")
-    return ids
+        first = prompts.batch_rows(keys["seed"], iteration, count, rows)[0]
+        chat = rows[0]["prompt"] if isinstance(rows[0]["prompt"], list) else []
+        system_message = [message for message in chat if message["role"] == "system"]
+        asked = [*system_message, dict(role="user", content=prompt)] if chat else prompt
+        known = [row for row in rows if row["prompt"] == asked]  # of the data, with all its fields
+        if keys["eval_path"] and not known:
+            held_out = prompts.read_rows(keys["eval_path"], prompts.prompt_row, system.fields)
+            known = [row for row in held_out if row["prompt"] == asked]
+        row = known[0] if known else prompts.prompt_row(dict(prompt=asked))
+        row = prompts.Rows([row | (dict(answer=answer) if answer else {})])
+        rewards.check_rows(terms, row, f"--prompt={prompt} --answer={answer}")
+        row = prompts.encode_prompts(row, "--prompt", models, max_new_tokens, system)
+        rows[first], rows.ids[first] = row[0], row.ids[0]
+    return rows
 
 
 def add_up_and_look(sums, mask, columns):
-    """report.add_up, where the losses of the first response are kept."""
+    """loss.add_up, where the losses of the first response are kept."""
     if "loss/policy" in columns and 0 in names["mb"]["index"]:
         row = names["mb"]["index"].tolist().index(0)
         kept = dict(new=names["logprobs"], ratio=names["ratio"],
@@ -144,15 +122,16 @@ def end(*_, **__):
     sys.exit()
 
 
-prompts.encode_for_all, report.add_up, Run.step = encode_with_the_prompt, add_up_and_look, step
+rewards.read_prompts, loss.add_up, Run.step, Run.log = (
+    read_with_the_prompt, add_up_and_look, step, end)
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
-Run.log = end
-launch.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
-run_folder.hash_of_ids = lambda _: None  # the prompts are the run's but for the one asked about
+ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
+prompts.hash_of_ids = lambda _: token_ids  # the prompts are the run's but for the one asked about
 
 with tempfile.TemporaryDirectory(prefix="explain-") as folder:
     os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
+    shutil.copy(f"{checkpoint}/config.json", folder)
     keys["out_dir"] = folder
     sys.argv = [f"{script}.py", *(f"--{key}={value}" for key, value in keys.items())]
     with open(names["__file__"], encoding="utf-8") as f:
@@ -160,20 +139,20 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         exec(code, names)
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the table: the first response in the script's variables
 
-batch, tokenizer, mask = names["batch"], names["tokenizer"], names["batch"]["response_mask"]
-responses = batch["tokens"][:, -mask.shape[1]:]  # (B, R)
-asked = [(names["train_rows"][i], ()) for i in batch["prompt"].tolist()]
-texts = rollout.texts_of(asked, batch, tokenizer)
-texts = [report.answer_of(dict(messages=messages)) for messages in texts["dialogues"]] \
-    if "dialogues" in texts else texts["completions"]
+batch, mask = names["batch"], names["batch"]["response_mask"]
+tokenizer, group = names["policy"].tokenizer, keys.get("group_size", 1)
+texts = rollout.texts_of({name: x[:group] for name, x in batch.items()}, names["train_rows"],
+                         tokenizer)
+said = [response_of(dict(text=text) | ({"messages": texts["dialogues"][i]} if "dialogues" in texts
+                                       else {})) for i, text in enumerate(texts["completions"])]
 tensors = dict(policy=batch["old_logprobs"])  # column -> (B, R)
 if "ref_logprobs" in batch:
     tensors["reference"] = batch["ref_logprobs"]
-    tensors["KL"] = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
-                                names["kl_estimator"])
+    tensors["KL"] = loss.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
+                                     names["kl_estimator"])
 if script == "ppo":
     given = names["rewards"], batch["values"], mask, names["gamma"]
     tensors |= dict(reward=names["rewards"], value=batch["values"],
@@ -181,7 +160,7 @@ if script == "ppo":
                     whitened=batch["advantages"], ret=batch["returns"])
 else:
     tensors["advantage"] = batch["advantages"]
-ids = responses[0][mask[0]].tolist()
+ids = batch["tokens"][0, -mask.shape[1]:][mask[0]].tolist()
 columns = {"#": list(range(1, len(ids) + 1)),
            "token": ["EOS" if i in tokenizer.eos_ids else ascii(tokenizer.decode([i]))
                      for i in ids]}
@@ -199,47 +178,48 @@ def cell(x, digits=3):
 
 def print_table(columns):
     """{name: values}: names above, text on the left, numbers on the right."""
-    lines = [[] for _ in range(len(columns["#"]) + 1)]
-    for name, values in columns.items():
-        cells = [name, *(cell(x, 4 if name in ("KL", "reward") else 3) for x in values)]
-        width = max(map(len, cells))
-        left = name in ("token", "response")
-        for line, text in zip(lines, cells, strict=True):
-            line.append(text.ljust(width) if left else text.rjust(width))
-    print("\n".join(" ".join(line).rstrip() for line in lines))
+    shown = [[name, *(cell(x, 4 if name in ("KL", "reward") else 3) for x in values)]
+             for name, values in columns.items()]
+    wide = [max(map(len, cells)) for cells in shown]
+    for line in zip(*shown, strict=True):
+        print(" ".join(text.ljust(n) if name in ("token", "response") else text.rjust(n)
+                       for name, text, n in zip(columns, line, wide, strict=True)).rstrip())
 
 
 score = batch["scores"][0].item()
 parts = [f"{weight:g} * {name} {cell(batch[f'reward/{name}'][0].item())}"
          for weight, name, _ in names["terms"]]
 print(f"one response of {run}: iteration {iteration} of {script}.py, from "
-      f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {texts[0]!r}")
+      f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {said[0]!r}")
 print(f"score     {cell(score)} = {' + '.join(parts)}"
       + ("" if batch["finished"][0] else "; cut off at max_new_tokens"))
 print(f"shaped    {cell(names['scores'][0].item())}, after what the keys make of a score\n")
 if script == "grpo":
-    size = keys["group_size"]
     print_table({
-        "#": list(range(1, size + 1)), "score": names["scores"][:size].tolist(),
-        "advantage": batch["advantages"][:size, 0].tolist(),
-        "tokens": mask[:size].sum(1).tolist(),
-        "response": [text if len(text) <= 80 else f"{text[:78]}.."
-                     for text in map(repr, texts[:size])]})
+        "#": list(range(1, group + 1)), "score": names["scores"][:group].tolist(),
+        "advantage": batch["advantages"][:group, 0].tolist(),
+        "tokens": mask[:group].sum(1).tolist(),
+        "response": [text if len(text) <= 80 else f"{text[:78]}.." for text in map(repr, said)]})
     print()
 print_table(columns)
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the picture: one panel above the other, all over the same tokens
 
 if out:
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, not a window
+    import matplotlib.pyplot as plt
+
     columns = {name: cells[-64:] for name, cells in columns.items()}
     groups = (("policy", "reference", "new"), ("KL", "reward"), ("value", "ret"),
               ("delta", "raw", "whitened", "advantage"), ("ratio", "loss"))
-    panels = [[name for name in group if name in columns] for group in groups]
+    panels = [[name for name in names if name in columns] for names in groups]
     panels = [panel for panel in panels if panel]
     x = range(len(columns["token"]))
-    figure, axes = empty_picture(len(panels), 1, 12.8, 1.5, sharex=True)
-    for axis, panel in zip(axes[:, 0], panels, strict=True):
+    figure, axes = plt.subplots(len(panels), figsize=(12.8, 1.5 * len(panels)), sharex=True)
+    for axis, panel in zip(axes, panels, strict=True):
         for name, style in zip(panel, ("o-", "s--", "^:"), strict=False):
             if name in ("KL", "reward", "delta"):
                 axis.bar(x, columns[name], width=0.4, alpha=0.6, label=name)
@@ -250,10 +230,14 @@ if out:
             axis.plot(clipped, [columns["ratio"][i] for i in clipped], "o", color="C3",
                       markersize=8, label="clipped")
         axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05))
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
     # parse_math=False: a $ in a text is a dollar
-    axes[-1, 0].set_xticks(x, columns["token"], rotation=90, parse_math=False, fontsize=8,
-                           family="monospace")
-    figure.suptitle(f"{prompt!r} -> {texts[0]!r}, score {score:.2f}"[:110], fontsize=12,
+    axes[-1].set_xticks(x, columns["token"], rotation=90, parse_math=False, fontsize=8,
+                        family="monospace")
+    figure.suptitle(f"{prompt!r} -> {said[0]!r}, score {score:.2f}"[:110], fontsize=12,
                     parse_math=False)
-    save_picture(figure, axes, out)
+    figure.tight_layout()
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    figure.savefig(out, dpi=110)
     print(f"\nsaved {out}")

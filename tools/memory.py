@@ -3,28 +3,18 @@ How much memory a run will take on each GPU, before anything is loaded: each mod
 gradients and optimizer states, counted; and the peak of each phase, by a dry run.
 
 python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80    # a table, and what fits
-python tools/memory.py config/llama_8b.py --world-size=8 --lora=16      # and with any other keys
-python tools/memory.py config/llama.py --policy_path=FOLDER --reward_path=FOLDER
+python tools/memory.py config/llama.py --policy_path=FOLDER --lora=16   # and with any other keys
+python tools/memory.py grpo.py config/mine.py                           # of the script grpo.py
 
-Config files and --key=value are those of ppo.py, grpo.py, sft.py or rm.py; where they fit several
-of these, the first line printed says which one is meant, and its name in front of them (grpo.py)
-chooses. The tool's own options:
-
-    --world-size=1   ranks, one GPU each
-    --gpu-gb=80      also say the largest micro_batch_size whose peak is below this many GB
-
-Of each model its config.json is enough, in a folder or on the hub. Texts are taken to be as long as
-they may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py and rm.py max_tokens
+--world-size: ranks, one GPU each. --gpu-gb: also say the largest micro_batch_size whose peak is
+below this many GB. Of each model its config.json is enough. Texts are taken to be as long as they
+may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py and rm.py max_tokens
 (1024).
 
-How it counts: the models are built as the run builds them, but of fake tensors, which have shapes
-and no memory. One step goes through them, by the functions that the scripts call, while torch's
-MemTracker adds up what is alive: half a minute for 8B, more with --gpu-gb. What bitsandbytes would
-hold (matrices in 4 bits, states in 8) is counted by its formats, and it need not be installed.
-
-What is not in it: a GPU also needs room for its context, for the workspaces of its libraries and
-for gaps between tensors, 2 GB or more. CUDA graphs (the key cuda_graphs) take up to 256 tokens more
-of each row's cache. Kernels are those of a CPU, and nothing is compiled. What
+The models are loaded by the run's own functions, but of fake tensors, which have shapes and no
+memory. One step goes through them, while torch's MemTracker adds up what is alive: half a minute
+for 8B. What is not in it: a GPU also needs room for its context, for workspaces of libraries and
+for gaps between tensors, 2 GB or more. Kernels are those of a CPU, and nothing is compiled. What
 the key offload moves into the CPU's memory is taken off all phases.
 """
 import os
@@ -34,141 +24,333 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import before_torch  # noqa: E402, F401, before torch: it notes which CPUs this process may use
-
-import math  # noqa: E402
-
-import torch.distributed as dist  # noqa: E402
-
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
-from errors import BadConfig, report_errors  # noqa: E402
-from models import in_memory  # noqa: E402
-from options.shards import mesh_of_ranks, offload_of  # noqa: E402
-from tools.dry_run import (COLUMNS, CPU, SHORT, build, equip, fake_tensors,  # noqa: E402
-                           step_through, system_of)
 
-SCRIPTS = "ppo", "grpo", "sft", "rm"
+import contextlib  # noqa: E402
+import gc  # noqa: E402
+import math  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
+from unittest import mock  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
+
+import load  # noqa: E402
+import parallel  # noqa: E402
+from errors import BadInput, report_error  # noqa: E402
+from model import Model, no_grad_forwards, response_logprobs, response_values  # noqa: E402
+from options import lora, shards  # noqa: E402
+from options.ema import MovingAverage  # noqa: E402
+from rollout import decoding_copy, draw  # noqa: E402
+from run import make_optimizer  # noqa: E402
+
+COLUMNS = "weights", "gradients", "optimizer", "average"
+SHORT = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
+             judge="judge")  # the models, and their names in zero_stage and offload
+CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
 OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []))
-
-
-# --------------------------------------------------------------------------------------------------
-# the script's configuration
-
-
-def keys_of(script):
-    """{name: Key} of a script."""
-    return read_keys(os.path.join(ROOT, f"{script}.py"))
 
 
 def read_run(argv):
     """
-    (script, its configuration with these arguments, in which the tool's own options are, too). The
-    script may be named (grpo.py). If not, it is the first that has all keys that are given; one in
-    the name of the config file comes before others. Raises BadConfig.
+    (script, its configuration with these arguments). The script may be named (grpo.py). If not, it
+    is the first that has all keys that are given; one in the name of a config file comes first.
+    Raises BadInput.
     """
-    named = [script for script in SCRIPTS if f"{script}.py" in argv]
-    argv = [arg for arg in argv if arg.removesuffix(".py") not in named]
+    scripts = {script: read_keys(f"{ROOT}/{script}.py") | read_keys(f"{ROOT}/config/keys.py")
+               for script in ("ppo", "grpo", "sft", "rm")}
+    named = [arg.removesuffix(".py") for arg in argv if arg.removesuffix(".py") in scripts]
+    argv = [arg for arg in argv if arg.removesuffix(".py") not in scripts]
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")} - OPTIONS.keys()
     given = given.union(*map(run_config_file, files))
-    fits = [script for script in SCRIPTS if given <= keys_of(script).keys()] or ["ppo"]
+    fits = [script for script in scripts if given <= scripts[script].keys()] or ["ppo"]
     if fits[:2] == ["ppo", "grpo"] and "reward_path" not in given:
         del fits[0]  # ppo.py without a reward model has the key value_init, and grpo.py has not
     words = "_".join(os.path.basename(file).removesuffix(".py") for file in files).split("_")
     script = min(named or fits, key=lambda script: script not in words)
-    keys = keys_of(script) | OPTIONS
+    keys = scripts[script] | OPTIONS
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
-    if config.get("roles") or config.get("generate_tp", 1) > 1:
-        raise BadConfig("this tool counts ranks that do everything, each for itself; type --roles= "
-                        "and --generate_tp=1, and as --world-size the ranks of a role")
+    if config["roles"] or config["generate_tp"] > 1 or "8bit" in config["optim"] or (
+            config["quantize"] != "none"):
+        raise BadInput("this tool counts ranks that do everything, each for itself, and nothing of "
+                       "bitsandbytes: type --roles= --generate_tp=1 --optim=adamw --quantize=none")
     return script, config
 
 
-# --------------------------------------------------------------------------------------------------
-# the prediction
-
-
-def sizes_of(script, config, ranks):
-    """
-    (rows that decode at once, different prompts of these, rows of a micro-batch, prompt length,
-    response length).
-    """
-    if script in ("sft", "rm"):
-        T = config["max_tokens"] or 1024
-        n, distinct, at_once, P, R = 0, 0, config["batch_size"], T // 2, T - T // 2
-    else:
-        P, R = config["max_prompt_tokens"] or 512, config["max_new_tokens"]
-        evaluated = math.ceil(config["eval_size"] / ranks) if config["eval_path"] else 0
-        n = max(math.ceil(config["batch_size"] / ranks), evaluated)
-        n = min(n, config["rollout_batch_size"] or n)
-        distinct = max(math.ceil(n / config.get("group_size", 1)), min(n, evaluated))
-        at_once = math.ceil(config["batch_size"] / config["num_minibatches"])
-    b = config["micro_batch_size"]
+def sizes_of(script, config):
+    """(rows that decode at once, their prompts, rows of a micro-batch, prompt, response length)."""
+    ranks, group = config["world_size"], config.get("group_size", 1)
+    if script in ("sft", "rm"):  # rm.py's rows are pairs
+        T, pair = config["max_tokens"] or 1024, 2 if script == "rm" else 1
+        b = min(config["micro_batch_size"], math.ceil(config["batch_size"] / ranks))
+        return 0, 0, pair * b, T // 2, T - T // 2
+    P, R = config["max_prompt_tokens"] or 512, config["max_new_tokens"]
+    n = math.ceil(config["batch_size"] / ranks)
+    b = min(config["micro_batch_size"], math.ceil(n / config["num_minibatches"]))
     if config["micro_batch_tokens"]:
         b = max(1, config["micro_batch_tokens"] // (P + R))
-    b = min(b, math.ceil(at_once / ranks))
-    return n, distinct, 2 * b if script == "rm" else b, P, R  # rm.py's are pairs
+    n = min(n, config["rollout_batch_size"] or n)
+    return n, math.ceil(n / group), b, P, R
 
 
-def predict(script, config, ranks, limit=0):
+# -------------------------------------------------------------------------------------------------
+# fake tensors
+
+
+class Tracker(MemTracker):
+    """
+    MemTracker without its hooks on modules, which fail where a module is called twice. And fake
+    tensors have no values: `chosen` is how many True there are in any mask, and a number is 1.
+    """
+
+    chosen = 0
+
+    def __init__(self):
+        super().__init__()
+        names = "register_user_hooks", "clear_user_hooks", "__enter__", "__exit__"
+        nothing = dict.fromkeys(names, lambda *args: None)
+        self._mod_tracker = SimpleNamespace(is_bw=False, **nothing)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return 1.0
+        if func is aten.nonzero.default:
+            return torch.empty(self.chosen, args[0].dim(), dtype=torch.int64)
+        if func is aten.index.Tensor and args[1][0].dtype == torch.bool:
+            where = torch.empty(self.chosen, args[1][0].dim(), dtype=torch.int64)
+            args = args[0], list(where.unbind(1))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextlib.contextmanager
+    def peak(self, peaks, *name):
+        """In this block: peaks[name] becomes the peak, in bytes."""
+        gc.collect()  # what is in cycles would be freed at some moment or other
+        self._peak_mem.clear()
+        yield
+        peaks[name] = max(self._peak_mem.values(), default=0)
+
+
+@contextlib.contextmanager
+def fake_tensors(ranks):
+    """In this block tensors are fake, and so are model files; it gives the Tracker."""
+    from transformers import masking_utils
+    from transformers.integrations import moe
+
+    mesh = shards.mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers
+    with contextlib.ExitStack() as stack:
+        for where, name, fake in (
+                (load, "read_model", read_fake), (shards, "read_model", read_fake),
+                (shards, "outline", read_fake), (Model, "to_empty", lambda self, device: self),
+                (lora, "read_model", read_fake), (lora, "fill_adapter", lambda *args: None),
+                (load, "load_tokenizer", tokenizer_of), (load, "probe", lambda model: None),
+                (shards, "mesh_of_ranks", lambda device: mesh), (shards, "alone", lambda f: f()),
+                (shards, "fill_from_rank_0", lambda *args: None),
+                # transformers takes fake tensors for a trace, in which it keeps masks that a run
+                # drops; and the kernels for experts refuse them: others have the same shapes
+                (masking_utils, "is_tracing",
+                 lambda t=None: t is not None and t.dtype == torch.bool),
+                (moe, "_can_use_grouped_mm", lambda *args: False)):
+            stack.enter_context(mock.patch.object(where, name, fake))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(Tracker())
+
+
+def read_fake(path, head, system, device="cpu", seed=0):
+    """load.read_model, of which only the config.json is read."""
+    from transformers import AutoConfig
+
+    path = lora.base_of(path) if os.path.isfile(f"{path}/adapter_config.json") else path
+    config, (dtype, _) = AutoConfig.from_pretrained(path), load.dtypes(system)
+    config.num_labels = 1 if head == "scalar" else config.num_labels
+    return Model(load.auto_class(head).from_config(
+        config, dtype=dtype, attn_implementation="sdpa",
+        **load.settings_of_experts(config, dtype)), head, path)
+
+
+def tokenizer_of(path, system, read=load.load_tokenizer):
+    """The tokenizer, or, where it is not there, one as large as the model's vocabulary."""
+    try:
+        return read(path, system)
+    except BadInput:
+        return SimpleNamespace(vocab_size=math.inf, vocabulary={}, pad_id=0, fit=lambda *args: None,
+                               set_padding_apart=lambda: None)
+
+
+# -------------------------------------------------------------------------------------------------
+# the models of a run, and one step through them
+
+
+def build(script, config):
+    """
+    {name: Model}: the models as rank 0 has them, by the functions of the run, all on one device:
+    what is offloaded is subtracted later. Raises BadInput.
+    """
+    system = SimpleNamespace(**config | dict(offload="", compile=False))
+    if script in ("sft", "rm"):
+        if system.init_from == "scratch":
+            raise BadInput("init_from = 'scratch'; this tool counts models with a config.json: "
+                           "type --init_from=FOLDER")
+        name, head = dict(sft=("policy", "lm"), rm=("reward_model", "scalar"))[script]
+        return {name: load.load(system.init_from, SHORT[name], system, CPU, head, trained=True)}
+    policy = load.load_policy(system.policy_path, system, CPU)
+    models, rewards = dict(policy=policy), system.reward_functions
+    if system.kl_coef > 0:
+        models["ref_policy"] = load.load_ref_policy(system.policy_path, policy, system, CPU)
+    elif policy.base is not None:
+        models["trunk"] = policy.base
+    if "reward_model" in rewards:
+        models["reward_model"] = load.load_reward_model(system.reward_path, policy, system, CPU)
+    if script == "ppo":
+        models["value_model"] = load.load_value_model(
+            system.value_init, policy, models.get("reward_model"), system, CPU)
+    if "judge" in rewards:
+        models["judge"] = load.load(system.judge_path, "judge", system, CPU)
+    return models
+
+
+def equip(models, config):
+    """
+    Give the models what they have once a first step is done: gradients, optimizers, an average.
+    Returns {name: {column: bytes}}, and the optimizers and buffers, which must stay alive.
+    """
+    def size_of(tensors):
+        return sum(parallel.my_part(t).numel() * t.element_size() for t in tensors)
+
+    rows, made, system = {}, [], SimpleNamespace(**config | dict(offload="", weight_decay=0.0))
+    for name, model in models.items():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        rows[name] = dict.fromkeys(COLUMNS, 0) | dict(weights=size_of(model.parameters()))
+        if trained:
+            made.append(parallel.flatten_gradients(model))
+            for p in trained:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # shards have none yet
+            optimizer = make_optimizer(model, SHORT[name], system, 1e-6, (0.9, 0.999), 1e-5)
+            optimizer.step()
+            states = [t for state in shards.inner(optimizer).state.values() for t in state.values()]
+            rows[name] |= dict(gradients=size_of(p.grad for p in trained),
+                               optimizer=size_of(filter(torch.is_tensor, states)))
+            made.append(optimizer)
+        if name == "policy" and config.get("ema_decay", 0) > 0:
+            made.append(MovingAverage(model, config["ema_decay"]))
+            rows[name]["average"] = size_of(made[-1].averages)
+    return rows, made
+
+
+def step_through(models, made, system, n, distinct, b, P, R, tracker):
+    """One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update."""
+    precision, peaks = load.autocast(system, CPU), {}
+    temperature = getattr(system, "temperature", 1.0)
+    if n:
+        with torch.no_grad(), precision, decoding_copy(models["policy"], system, CPU) as decoder:
+            decode(decoder, n, distinct, P, R, temperature, tracker, peaks)
+    tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
+    target_mask = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
+    mb = dict(tokens=tokens, target_mask=target_mask, response_mask=mask)
+    tracker.chosen = b * R
+
+    def read(name, model):
+        with precision:
+            if name == "reward_model":
+                return model.scores(tokens, mask.sum(1))
+            if name == "judge":
+                return model.logits(model.states(tokens)[:, -1])
+            if name == "value_model":
+                return response_values(model, mb)
+            return response_logprobs(model, mb, temperature, system.head_chunk,
+                                     getattr(system, "entropy_coef", 0) > 0)[0]
+
+    for name, model in models.items():
+        with tracker.peak(peaks, "reading", name), no_grad_forwards([model], CPU):
+            read(name, model)
+    for name, model in models.items():
+        if any(p.requires_grad for p in model.parameters()):
+            with tracker.peak(peaks, "update", name):
+                read(name, model).sum().backward()
+    with tracker.peak(peaks, "update", "step"):
+        for optimizer in made:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.step()
+    return peaks
+
+
+def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
+    """A rollout of n rows: it reads the distinct prompts, and samples the last token."""
+    from transformers import DynamicCache
+
+    def next_logits(rows, tokens, past):
+        mask = torch.ones(rows, past + tokens, dtype=torch.bool)
+        positions = mask.long().cumsum(1)[:, -tokens:]
+        tokens = torch.zeros(rows, tokens, dtype=torch.int64)
+        return decoder.next_logits(tokens, cache, mask, positions)
+
+    cache = DynamicCache(config=decoder.hf.config)
+    with tracker.peak(peaks, "rollout", "prompts"):
+        next_logits(distinct, P, 0)
+        cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
+    for layer in cache.layers if R > 2 else ():  # tokens which no model has read
+        layer.update(*(t.new_empty(*t.shape[:2], R - 2, t.shape[-1])
+                       for t in (layer.keys, layer.values)))
+    with tracker.peak(peaks, "rollout", "responses"):
+        logits = next_logits(n, 1, P + R - 2)
+        draw(logits, torch.zeros(n, dtype=torch.float64), temperature)
+
+
+def predict(script, config):
     """
     Of rank 0: {model: {column: bytes}}; {(phase, what is at work): peak in bytes}; and the largest
-    micro_batch_size whose peaks are at most `limit` bytes, if that is not 0.
+    micro_batch_size whose peak is below config["gpu_gb"], 0 if none is.
     """
-    mesh = mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers, which fake tensors lack
-    system = system_of(script, config)
-    n, distinct, b, P, R = sizes_of(script, config, ranks)
-    with fake_tensors() as tracker:
-        models = build(script, config, mesh)
-        optimizers, rows = equip(models, config)
-        moved = sum(offloaded(name, model, rows[name], system)
-                    for name, model in in_memory(**models).items() if name in SHORT)
+    system, moved, fits, limit = SimpleNamespace(**config), 0, 0, config["gpu_gb"] * 1e9
+    with fake_tensors(system.world_size) as tracker:
+        models = build(script, config)
+        rows, made = equip(models, config)
+        for name, model in models.items() if system.offload and system.device_type != "cpu" else ():
+            trained = any(p.requires_grad for p in model.parameters())
+            offload = shards.offload_of(system, SHORT.get(name, "policy"), trained)
+            away = dict(none=(), optimizer=["optimizer"], params=COLUMNS)[offload]
+            moved += sum(rows[name][column] for column in away)
+            rows[name] |= dict.fromkeys(away, 0)
 
-        def peaks_of(n, b):
-            peaks = step_through(config, models, optimizers, n, distinct, b, P, R, tracker)
-            return {key: peak - moved for key, peak in peaks.items()}
+        def step(sizes):
+            found = step_through(models, made, system, *sizes, tracker)
+            return {key: peak - moved for key, peak in found.items()}
 
-        peaks, fits = peaks_of(n, b), 0
-        if limit and not any(peak > limit for (phase, _), peak in peaks.items()
-                             if phase == "rollout"):
-            most = config | dict(micro_batch_size=10**6, micro_batch_tokens=0)
-            most, unit = sizes_of(script, most, ranks)[2], 2 if script == "rm" else 1
-            fits = largest(lambda b: max(peaks_of(0, b * unit).values()), most // unit, limit)
+        n, distinct, *sizes = sizes_of(script, config)
+        peaks = step((n, distinct, *sizes))
+        if limit and max(peak for (phase, _), peak in peaks.items() if phase != "update") <= limit:
+            # by a straight line between the peaks of the fewest and of the most rows. A peak is the
+            # highest of several lines: so it is not above that one, and what is found does fit
+            few, many = (sizes_of(script, config | dict(micro_batch_size=b, micro_batch_tokens=0))
+                         for b in (1, 10**6))
+            low, high = (max(step((0, 0, *sizes[2:])).values()) for sizes in (few, many))
+            share = 1.0 if high <= limit else (limit - low) / (high - low)
+            fits = int(1 + share * (many[2] / few[2] - 1)) if low <= limit else 0
     return rows, peaks, fits
 
 
-def offloaded(name, model, row, system):
-    """How many bytes of a model are in the CPU's memory. Its row becomes what is left."""
-    trained = any(p.requires_grad for p in model.parameters())
-    offload = offload_of(system, SHORT[name], trained) if system.device_type != "cpu" else "none"
-    away = dict(none=(), optimizer=["optimizer"], params=COLUMNS)[offload]
-    moved = sum(row[column] for column in away)
-    row |= dict.fromkeys(away, 0)
-    return moved
+if __name__ == "__main__":
+    sys.excepthook = report_error
+    if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
+        print(__doc__.strip())
+        sys.exit()
+    script, config = read_run([arg.replace("--world-size=", "--world_size=").replace(
+        "--gpu-gb=", "--gpu_gb=") for arg in sys.argv[1:]])
+    if config["world_size"] > 1:  # a group of ranks that are not there
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-
-def largest(peak_of, most, limit):
-    """
-    The largest micro-batch whose peak is at most `limit`, by a straight line between the peaks of 1
-    and of the most rows that a step has; 0 if not even 1 fits. A peak is the highest of several
-    lines: so it is not above that one, and the micro-batch does fit.
-    """
-    one, all_rows = peak_of(1), peak_of(most)
-    if one > limit or all_rows <= limit:
-        return most if all_rows <= limit else 0
-    return 1 + int((limit - one) / (all_rows - one) * (most - 1))
-
-
-# --------------------------------------------------------------------------------------------------
-# printing
-
-
-def show(rows, peaks):
-    """Print a prediction."""
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config["world_size"])
+    n, _, b, P, R = sizes_of(script, config)
+    print(f"{script}.py on each of {config['world_size']} rank(s), {config['dtype']}: texts of {P} "
+          f"+ {R} tokens, {b} in a micro-batch{f', {n} decode at once' if n else ''}\n")
+    rows, peaks, fits = predict(script, config)
     size, unit = (2**30, "GiB") if max(peaks.values()) > 8 * 2**30 else (2**20, "MiB")
     print(f"{unit:<14}" + "".join(f"{column:>13}" for column in COLUMNS))
-    rows = rows | {"all": {c: sum(row[c] for row in rows.values()) for c in COLUMNS}}
+    rows |= {"all": {c: sum(row[c] for row in rows.values()) for c in COLUMNS}}
     for name, row in rows.items():
         print(f"{name:<14}" + "".join(f"{row[c] / size:>13.2f}" for c in COLUMNS))
     print("\nat the peak of")
@@ -176,30 +358,6 @@ def show(rows, peaks):
         parts = {name: peak / size for (of, name), peak in peaks.items() if of == phase}
         print(f"{phase:<14}{max(parts.values()):>13.2f}   "
               + ", ".join(f"{name} {peak:.2f}" for name, peak in parts.items()))
-
-
-def main(argv):
-    """The tool, with these arguments. Raises BadInput."""
-    report_errors()
-    if not argv or {"--help", "-h"} & set(argv):
-        print(__doc__.strip())
-        return
-    script, config = read_run([arg.replace("--world-size=", "--world_size=").replace(
-        "--gpu-gb=", "--gpu_gb=") for arg in argv])
-    ranks, limit = config["world_size"], config["gpu_gb"] * 1e9
-    if ranks > 1:  # a group of ranks that are not there
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    n, _, b, P, R = sizes_of(script, config, ranks)
-    print(f"{script}.py on each of {ranks} rank(s), {config['dtype']}: texts of {P} + {R} tokens, "
-          f"{b} in a micro-batch{f', {n} decode at once' if n else ''}\n")
-    rows, peaks, fits = predict(script, config, ranks, limit)
-    show(rows, peaks)
-    if limit:
+    if config["gpu_gb"]:
         print(f"\nof {config['gpu_gb']:g} GB the largest micro_batch_size that fits is "
               f"{fits or 'none'}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,35 +1,43 @@
 """
-Draw the curves of one run or of several, from log.jsonl, as a PNG; and print a table of each run's
-first and last evaluation, or of all evaluations where they are drawn over another metric.
+The curves of one run or of several, from log.jsonl: as a picture, or as a page with the samples and
+the configuration; and a table of each run's evaluations.
 
 python tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
 python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/both.png
 python tools/plot.py --runs=out/arithmetic_grpo --metrics="eval/reward/*,policy/*,time/iteration"
 python tools/plot.py --runs=out/arithmetic_ppo --metrics=eval/accuracy --against=eval/kl
 
-tools/page.py makes a page of HTML instead, with all metrics, and with samples to read.
+python tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.html    # the page
+
+The page is a single file that needs no network: open it from disk, or send it. It has the samples
+of each evaluation, and all rollouts where the run has saved some (the key save_rollouts). Sort them
+by a score to see what earns it: a reward that is being hacked shows at once.
 """
+import difflib
+import fnmatch
+import html
+import json
 import os
 import sys
 
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from checkpoint import read_json  # noqa: E402
 from configurator import configure  # noqa: E402
-from tools.curves import (  # noqa: E402
-    check_picture, choose_metrics, empty_picture, metrics_in, points, read_runs, save_picture)
+from errors import BadInput  # noqa: E402
+from tools.runs import read_records, response_of, split_paths  # noqa: E402
 
-
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
-out = "out/plot.png"  # the picture; empty = only the table
-metrics = ""  # a panel for each of these, as "eval/kl,policy/*"; empty = what says most of the runs
+out = "out/plot.png"  # a picture, .png, or a page, .html; empty = only the table
+metrics = ""  # as "eval/kl,policy/*"; empty = in a picture what says most, in a page all
 against = ""  # the metric to draw them over, such as eval/kl; empty = the iteration
-smooth = 0.0  # how much of their past thin curves keep, as a moving average [0..0.999]
+smooth = 0.0  # how much of their past curves of training keep, as a moving average [0..0.999]
 config, _ = configure(globals())
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # title: metrics. eval/ is of the held-out prompts and is drawn thick, the others are of training.
-# Where metrics is empty: the first six of them of which something is logged
+# A picture has the first six of them of which something is logged, unless the key metrics says more
 PANELS = {
     "score": ("eval/scores", "objective/scores"),
     "accuracy": ("eval/accuracy", "objective/accuracy", "train/accuracy"),
@@ -45,17 +53,103 @@ PANELS = {
 # the table's columns: how each eval/ metric is written
 COLUMNS = {"accuracy": "{:.1%}", "thinks": "{:.1%}", "length": "{:.1f}", "scores": "{:.2f}",
            "kl": "{:.2f}", "loss": "{:.4f}"}
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")  # without data
 
-if out:
-    check_picture(out)
-read = read_runs(runs)
-logged = metrics_in(read)
-x = choose_metrics(against, logged)[0] if against else "iteration"
+
+def choose(wanted):
+    """The metrics that a key names, such as "eval/kl,policy/*", in its order. Raises BadInput."""
+    chosen = {}
+    for part in filter(None, map(str.strip, wanted.split(","))):
+        found = fnmatch.filter(logged, part)
+        if not found:
+            near = difflib.get_close_matches(part, logged, n=1) or logged
+            raise BadInput(f"no run has logged {part!r}; there is {', '.join(near)}")
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def points(records, metric):
+    """
+    [(iteration, value)] of a metric where it has a value; over another metric, `against`, where
+    both have one. A curve of training is smoothed: its moving average is divided by the sum of its
+    weights, so that it begins with the first value.
+    """
+    past = 0.0 if metric.startswith("eval/") else smooth
+    found, mean, weight = [], 0.0, 0.0
+    for record in records:
+        x, y = record.get(place), record.get(metric)  # None: null in JSON, not finite
+        if isinstance(x, (int, float)) and isinstance(y, (int, float)):
+            mean, weight = past * mean + (1 - past) * y, past * weight + 1 - past
+            found.append((x, mean / weight))
+    return found
+
+
+def draw(shown):
+    """Write the picture: a panel for each (title, metrics), a colour for each run."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, not a window
+    import matplotlib.pyplot as plt
+
+    columns = max(1, min(3, len(shown)))
+    lines = max(1, -(-len(shown) // columns))
+    figure, axes = plt.subplots(lines, columns, squeeze=False,
+                                figsize=(4.2 * columns, 2.9 * lines))
+    for axis, (title, keys) in zip(axes.flat, shown, strict=False):
+        for number, records in enumerate(logs.values()):
+            for key in keys:
+                held_out = key.startswith("eval/")
+                if curve := points(records, key):
+                    axis.plot(*zip(*curve, strict=True), color=f"C{number}",
+                              linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
+                              marker="o" if held_out else None, markersize=3)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(place, fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(shown):]:
+        axis.set_visible(False)
+    for number, name in enumerate(logs):  # a line without points, for the legend
+        axes.flat[0].plot([], [], color=f"C{number}", label=name)
+    axes.flat[0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def page_of(wanted):
+    """The text of the page, with these metrics; page.html says what it takes."""
+    pages = []
+    for name, folder in paths.items():
+        curves = {metric: points(logs[name], metric) for metric in wanted}
+        files = [os.path.join(folder, f"{kind}.jsonl") for kind in ("samples", "rollouts")]
+        samples = [one | dict(trained="rollouts" in file, text=response_of(one))
+                   for file in files if os.path.exists(file) for one in read_records(file)]
+        file = os.path.join(folder, "config.json")
+        pages.append(dict(name=name, samples=samples,
+                          config=read_json(file) if os.path.exists(file) else {},
+                          curves={metric: curve for metric, curve in curves.items() if curve}))
+    # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
+    # sample can end the script or begin a tag. JSON reads \u003c as the same character.
+    data = json.dumps(pages, allow_nan=False).replace("<", "\\u003c")
+    with open(PAGE, encoding="utf-8") as f:
+        page = f.read().replace("<!-- title -->", html.escape(", ".join(logs)), 1)
+    return page.replace("<!-- data -->", data, 1)
+
+
+if out and not out.endswith((".png", ".html")):
+    raise BadInput(f"out = {out!r}: wanted a name that ends with .png or .html")
+paths = split_paths(runs, "runs")  # {short name: folder}
+logs = {name: read_records(os.path.join(path, "log.jsonl")) for name, path in paths.items()}
+logged = sorted({key for records in logs.values() for record in records
+                 for key, value in record.items()
+                 if isinstance(value, (int, float)) and key != "iteration"})
+place = choose(against)[0] if against else "iteration"
 
 # the table: the first evaluation, and the last one if there is more than one
-wide = max(28, *map(len, read))
+wide = max(28, *map(len, logs))
 print(f"{'run':<{wide}} {'iteration':>9}  " + "  ".join(f"{name:>8}" for name in COLUMNS))
-for name, (_, records) in read.items():
+for name, records in logs.items():
     evaluated = [r for r in records if any(k.startswith("eval/") for k in r)]
     for record in evaluated if against else evaluated[:1] + evaluated[1:][-1:]:
         # None: the run does not log it, or it was not finite
@@ -63,29 +157,14 @@ for name, (_, records) in read.items():
         cells = ["-" if value is None else form.format(value) for value, form in figures]
         print(f"{name:<{wide}} {record['iteration']:>9}  " + "  ".join(f"{c:>8}" for c in cells))
 
-# the picture: a panel for each group of metrics, a colour for each run
-shown = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
-if metrics:
-    shown = [(metric, (metric,)) for metric in choose_metrics(metrics, logged)]
 if out:
-    columns = max(1, min(3, len(shown)))
-    figure, axes = empty_picture(max(1, -(-len(shown) // columns)), columns, 4.2, 2.9)
-    for axis, (title, keys) in zip(axes.flat, shown, strict=False):
-        for number, (_, records) in enumerate(read.values()):
-            for key in keys:
-                held_out = key.startswith("eval/")
-                curve = points(records, key, 0.0 if held_out else smooth, x)
-                if curve:
-                    axis.plot(*zip(*curve, strict=True), color=f"C{number}",
-                              linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
-                              marker="o" if held_out else None, markersize=3)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(x, fontsize=8)
-        axis.tick_params(labelsize=8)
-    for axis in axes.flat[len(shown):]:
-        axis.set_visible(False)
-    for number, name in enumerate(read):  # a line without points, for the legend
-        axes.flat[0].plot([], [], color=f"C{number}", label=name)
-    axes.flat[0].legend(fontsize=8, frameon=False)
-    save_picture(figure, axes, out)
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+if out.endswith(".html"):
+    text = page_of(choose(metrics) or logged)
+    with open(out, "w", encoding="utf-8") as f:
+        f.write(text)
+    print(f"saved {out} ({len(text) / 2**20:.1f} MiB); open it in a browser")
+elif out:
+    titles = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
+    draw([(metric, (metric,)) for metric in choose(metrics)] or titles)
     print(f"saved {out} (thick: held-out prompts, thin: training batches)")

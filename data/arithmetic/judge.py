@@ -30,11 +30,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from configurator import configure  # noqa: E402
-from folders import read_text  # noqa: E402
-from options.judging import answers_and_question, fill  # noqa: E402
+from options.judging import answers_and_question, fill, template_text  # noqa: E402
 from prepare import guess, think  # noqa: E402
-from completions import sft_row  # noqa: E402
-from rows import read_rows  # noqa: E402
+from prompts import dialogue, read_rows  # noqa: E402
 
 rows = 64000  # to train on; 1000 more are held out [>= 10]
 so_far = 0.4  # share of the rows of the second kind [0..1]
@@ -75,9 +73,9 @@ def beginning(rng, a, b):
 
 
 rng = random.Random(f"judge {seed}")
-_, question = answers_and_question(read_text(os.path.join(HERE, "judge.txt")))
+_, question = answers_and_question(template_text(os.path.join(HERE, "judge.txt")))
 problems = [tuple(map(int, row["prompt"].rstrip("=").split("+")))
-            for row in read_rows(os.path.join(HERE, "sft_train.jsonl"), sft_row)]
+            for row in read_rows(os.path.join(HERE, "sft_train.jsonl"), dialogue)]
 made = []
 for _ in range(rows + 1000):
     a, b = rng.choice(problems)

@@ -30,7 +30,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
-from convert import check_range, parser_of, stop, write_rows  # noqa: E402
+from convert import parser_of, write_rows  # noqa: E402
 
 # Shares of the demonstrations: right; a mistake in the first step; another operation in the second
 # step; a number too small by one; a number too large by one
@@ -158,12 +158,7 @@ def main():
     parser.add_argument("--val", type=int, default=200,
                         help="held-out problems (default: %(default)s)")
     args, everything = parser.parse_args(), problems()
-    check_range("sft", args.sft, 1, 1_000_000)
-    check_range("val", args.val, 1, len(everything) - 1)
-    try:
-        write_byte_tokenizer(os.path.join(args.out, "tokenizer"))
-    except OSError as e:
-        stop(f"--out={args.out}: {e.strerror}")
+    write_byte_tokenizer(os.path.join(args.out, "tokenizer"))
     write_rows(args.out, ["rl_val", "sft_val", "rl_train", "sft_train"], rows(args, everything))
     print("tokenizer/: 256 bytes, <eos>, <pad>")
 

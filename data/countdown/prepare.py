@@ -24,9 +24,10 @@ import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
+sys.path[:0] = [HERE, os.path.dirname(HERE)]
 
-from convert import BASE, check_range, parser_of, write_rows  # noqa: E402
+from convert import BASE, parser_of, write_rows  # noqa: E402
+from reward import evaluate_arithmetic  # noqa: E402
 
 NUMBERS = (3, 4)  # how many numbers a problem has
 LARGEST = 99  # the numbers are from 1 to this
@@ -47,22 +48,22 @@ def random_expression(rng, numbers):
     return f"({left} {operation} {random_expression(rng, numbers[cut:])})"
 
 
-def problem(rng, evaluate):
+def problem(rng):
     """A problem that has a solution: (its numbers, shuffled, its target)."""
     size, value = rng.choice(NUMBERS), None
     while value is None or value.denominator != 1 or not TARGETS[0] <= value <= TARGETS[1]:
         numbers = [rng.randint(1, LARGEST) for _ in range(size)]
         # a Fraction, so that nothing is rounded; None for a division by zero
-        value = evaluate(random_expression(rng, numbers))
+        value = evaluate_arithmetic(random_expression(rng, numbers))
     rng.shuffle(numbers)  # or their order would be a hint
     return numbers, int(value)
 
 
-def problems(rng, evaluate):
+def problems(rng):
     """Yield (numbers, target) of problems without end, no two with the same numbers and target."""
     seen = set()
     while True:
-        numbers, target = problem(rng, evaluate)
+        numbers, target = problem(rng)
         key = (*sorted(numbers), target)
         if key not in seen:
             seen.add(key)
@@ -75,9 +76,9 @@ def prompt(numbers, target, chat):
     return [{"role": "user", "content": task}] if chat else BASE.format(task=task)
 
 
-def rows(args, evaluate):
+def rows(args):
     """(our file, row): first the held-out problems, then those to train on."""
-    walk = problems(random.Random(args.seed), evaluate)
+    walk = problems(random.Random(args.seed))
     for name, size in (("rl_val", args.val), ("rl_train", args.train)):
         for numbers, target in itertools.islice(walk, size):
             words = prompt(numbers, target, args.chat)
@@ -97,12 +98,7 @@ def main():
     parser.add_argument("--chat", action="store_true",
                         help="prompts as chat messages, for models with a chat template")
     args = parser.parse_args()
-    check_range("train", args.train, 1, 1_000_000)
-    check_range("val", args.val, 1, 100_000)
-    sys.path[:0] = [HERE, os.path.dirname(os.path.dirname(HERE))]
-    from reward import evaluate_arithmetic  # here: --help need not wait for it
-
-    write_rows(args.out, ["rl_train", "rl_val"], rows(args, evaluate_arithmetic))
+    write_rows(args.out, ["rl_train", "rl_val"], rows(args))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """
 The reward of Countdown, an example of a reward of your own: reach a target with some numbers.
 
-    reward_functions = "data/countdown/reward.py:countdown"    # as in config/countdown_grpo.py
+    python grpo.py config/mine.py --prompts_path=data/countdown/rl_train.jsonl --eval_path= \\
+        --reward_functions=data/countdown/reward.py:countdown --max_new_tokens=512
 
 Rows have `numbers` and `target`, as prepare.py writes them.
 """
@@ -12,7 +13,7 @@ from fractions import Fraction
 
 import torch
 
-from answers import TAGGED, after_thinking, last_match, whole_responses
+from rewards import whole_responses
 
 LONGEST = 200  # characters of an equation, which also bounds the digits
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -31,11 +32,12 @@ def countdown(batch):
     """
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
-        text = after_thinking(response)
-        equation = None if "<think>" in text else last_match(TAGGED, text)
-        if not equation or not equation.strip():
+        text = response.rpartition("</think>")[2]
+        found = re.findall("<answer>((?:(?!</?answer>).)*)</answer>", text, re.DOTALL)
+        if "<think>" in text or not found or not found[-1].strip():
             scores.append(0.0)
             continue
+        equation = found[-1]
         right = evaluate_arithmetic(equation) == row["target"]  # which bounds the equation's length
         if right:
             used = [int(digits) for digits in re.findall(r"[0-9]+", equation)]

@@ -20,13 +20,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # Python looks for modules in this file's folder; ours are in data/ and in the repository's.
 sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
+import torch  # noqa: E402
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
-from checkpoint import save_model  # noqa: E402
-from convert import parser_of  # noqa: E402
-from scratch import from_scratch  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, logging  # noqa: E402
 
-parser_of(__doc__).parse_args()  # there are no options but --help
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
@@ -49,10 +46,11 @@ folder = os.path.join(HERE, "model")
 write_byte_tokenizer(folder, ["<|system|>", "<|user|>", "<|assistant|>"])
 with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:
     f.write(TEMPLATE)
-tokenizer = load_tokenizer(folder)
-save_model(folder, from_scratch(dict(
-    model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-    intermediate_size=128, max_position_embeddings=64, vocab_size=tokenizer.vocab_size,
-    bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-    initializer_range=64**-0.5), seed=1), tokenizer)
+logging.disable_progress_bar()
+torch.manual_seed(1)
+eos = 256 + 3  # behind the bytes and the roles; then comes the padding
+AutoModelForCausalLM.from_config(AutoConfig.for_model(
+    "llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+    max_position_embeddings=64, vocab_size=eos + 2, bos_token_id=None, eos_token_id=eos,
+    pad_token_id=eos + 1, initializer_range=64**-0.5)).save_pretrained(folder)
 print("model/: a chat model of random weights")

@@ -25,8 +25,8 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
-from convert import BASE, check_range, fetch, ours, parser_of, write_rows  # noqa: E402
-from rows import read_rows  # noqa: E402
+from convert import BASE, fetch, ours, parser_of, write_rows  # noqa: E402
+from prompts import read_rows  # noqa: E402
 
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
 FILES = {"rl_train": "train.jsonl", "rl_val": "test.jsonl"}  # our file -> theirs
@@ -55,5 +55,4 @@ if __name__ == "__main__":
     parser.add_argument("--chat", action="store_true", help="prompts as chat messages")
     parser.add_argument("--limit", type=int, default=0, help="rows a file, 0 = all (default: 0)")
     args, kept = parser.parse_args(), collections.Counter()
-    check_range("limit", args.limit, 0, 10**12)
     write_rows(args.out, FILES, rows(args, kept), kept)

@@ -35,8 +35,9 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
-from convert import fetch, parser_of, stop, write_rows  # noqa: E402
-from rows import raw_rows  # noqa: E402
+from convert import fetch, parser_of, write_rows  # noqa: E402
+from errors import BadInput  # noqa: E402
+from options.sources import raw_rows  # noqa: E402
 
 SOURCE = "https://openaipublic.blob.core.windows.net/summarize-from-feedback"
 POSTS = {"train": "train", "valid": "val"}  # their file: our part
@@ -44,6 +45,11 @@ SPLITS = {"train": "train", "valid1": "val", "valid2": "val"}  # of comparisons:
 BATCHES = [f"batch{i}" for i in [*range(3, 21), 22]] + ["edit_b2_eval_test"]  # there is no batch21
 QUERY, SFT, PREFS = 512, 53, 169  # the most tokens of a query, of a completion with its EOS
 NAMES = [f"{kind}_{part}" for kind in ("sft", "prompts", "prefs") for part in ("train", "val")]
+
+
+def rows_of(path):
+    """(file and line, row) of each row of a file."""
+    return ((f"{path}, {where}", row) for where, row in raw_rows(path))
 
 
 def field(where, row, name, kind=str):
@@ -55,7 +61,8 @@ def field(where, row, name, kind=str):
     except (KeyError, IndexError, TypeError):
         value = None
     if type(value) is not kind:
-        stop(f"{where}: {name}: wanted {kind.__name__}, found {json.dumps(value)[:40]}")
+        raise BadInput(f"{where}: {name}: wanted {kind.__name__}, found "
+                       f"{json.dumps(value)[:40]}")
     return value
 
 
@@ -102,7 +109,7 @@ def all_rows(args, count, kept):
     raw, limit = os.path.join(args.out, "raw"), args.limit if args.limit > 0 else math.inf
     for file, part in POSTS.items():
         path = fetch(args.source, f"datasets/tldr_3_filtered/{file}.jsonl", raw)
-        for where, row in raw_rows(path):
+        for where, row in rows_of(path):
             if kept[f"sft_{part}"] >= limit:
                 break
             said = (field(where, row, name) for name in ("subreddit", "title", "post"))
@@ -115,10 +122,10 @@ def all_rows(args, count, kept):
     for batch in BATCHES:
         if min(kept["prefs_train"], kept["prefs_val"]) >= limit:
             break  # before the next download
-        for where, row in raw_rows(fetch(args.source, f"dataset/comparisons/{batch}.json", raw)):
+        for where, row in rows_of(fetch(args.source, f"dataset/comparisons/{batch}.json", raw)):
             part = SPLITS.get(field(where, row, "split"))
             if part is None:
-                stop(f"{where}: split: wanted one of {', '.join(SPLITS)}")
+                raise BadInput(f"{where}: split: wanted one of {', '.join(SPLITS)}")
             if kept[f"prefs_{part}"] >= limit:
                 continue
             said = (field(where, row, f"info.{name}") for name in ("subreddit", "title", "post"))
@@ -144,11 +151,8 @@ def main():
     parser.add_argument("--limit", type=int, default=0,
                         help="at most so many rows a file, 0 = all (default: 0)")
     args, kept = parser.parse_args(), collections.Counter()
-    try:
-        from transformers import AutoTokenizer  # here: --help need not wait for it
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as e:
-        stop(f"--tokenizer={args.tokenizer}: {str(e).strip().splitlines()[0]}")
+    from transformers import AutoTokenizer  # here: --help need not wait for it
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
     tokenizer.model_max_length = sys.maxsize  # no warnings: lengths are checked
 
     def count(text):

@@ -1,0 +1,70 @@
+"""
+What a run has left in its folder: its keys in config.json, its records in log.jsonl, its samples.
+"""
+import json
+import os
+
+from checkpoint import read_json
+from errors import BadInput
+
+# {key: the run's name of it}: what decides how a policy is asked, and how its answers are judged
+ASKED = {key: key for key in (
+    "max_new_tokens", "temperature", "fields", "max_prompt_tokens", "system_prompt", "stop_strings",
+    "template_kwargs", "environment", "tools", "max_turns", "dtype")}
+JUDGED = {key: key for key in (
+    "reward_functions", "reward_path", "judge_path", "judge_template")} | {
+    "prompts_path": "eval_path"}
+
+
+def as_in_run(argv, key, default, keys):
+    """
+    A tool's arguments argv, behind those of the runs that have made its policies: so a key that is
+    not typed is as it was in training. key: the tool's key that has the policies, out_dir/policy,
+    with commas between several; default: its default. keys: {key of the tool: of the run}. Of
+    several runs the first one that sets a key counts.
+    """
+    typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
+    taken = {}
+    for path in typed.get(key, default).split(","):
+        file = os.path.join(os.path.dirname(os.path.realpath(path.strip())), "config.json")
+        run = read_json(file) if os.path.isfile(file) else {}
+        if "out_dir" in run:  # else it is not of a run
+            taken = {name: run[theirs] for name, theirs in keys.items() if run.get(theirs)} | taken
+    return [f"--{name}={value}" for name, value in taken.items() if name not in typed] + argv
+
+
+def split_paths(text, key):
+    """{short name: path} of a key's paths: x/a/ppo,x/b/ppo -> a/ppo and b/ppo. Raises BadInput."""
+    paths = [path.strip() for path in text.split(",") if path.strip()]
+    full = list(map(os.path.abspath, paths))
+    if not paths or len(set(full)) < len(full):
+        raise BadInput(f"{key} = {text!r}: wanted a folder, or several different ones with commas")
+    above = os.path.commonpath(list(map(os.path.dirname, full)))
+    return {os.path.relpath(one, above): path for one, path in zip(full, paths, strict=True)}
+
+
+def read_records(file):
+    """
+    The dicts of a log.jsonl, samples.jsonl or rollouts.jsonl. A last line without an end is left
+    out: the run may be writing it. Raises BadInput.
+    """
+    if not os.path.isfile(file):
+        raise BadInput(f"{file}: no such file; give the folder of a run that has logged something")
+    with open(file, encoding="utf-8") as f:
+        lines = [line for line in f if line.endswith("\n")]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+            records[-1]["iteration"]
+        except (ValueError, TypeError, KeyError) as e:
+            raise BadInput(f"{file}, line {number}: no record of a run") from e
+    return records
+
+
+def response_of(sample):
+    """The response of a sample as one text; of several turns, with what was said in between."""
+    if "messages" not in sample:
+        return sample["text"]
+    return " ".join(m["content"].strip() if m["role"] == "assistant" else
+                    f"[{m['role']}: {m['content'].strip()}]" for m in sample["messages"])
