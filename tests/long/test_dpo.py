@@ -22,7 +22,7 @@ KEYS = dict(
 
 
 def keys_of(world, **changed):
-    return KEYS | dict(dtype="float64", device_type="cpu", timeout=400, policy_path=world.policy,
+    return KEYS | dict(dtype="float64", device_type="cpu", timeout=60, policy_path=world.policy,
                        train_path=world.pairs_train, val_path=world.pairs_val) | changed
 
 
