@@ -4,6 +4,8 @@ copy runs with nothing else of the repository, on two ranks, killed and resumed.
 what by_hand.py works out, with the functions of this file in the place of its own.
 """
 import glob
+import inspect
+import itertools
 import math
 import os
 import re
@@ -13,15 +15,19 @@ import signal
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import by_hand
+import by_hand_options
+import test_by_hand
+import test_by_hand_options as with_options
 from by_hand import flat, is_flat, mean, seen
 from conftest import ROOT
-from test_by_hand import GRPO, PPO, assert_agrees, typed_keys, work_out
-from tiny import Started, assert_same_run, at, keys_of, read_jsonl, run
+from test_by_hand import GRPO, PPO, assert_agrees
+from tiny import Started, at, run, write
 from tiny import typed as as_typed
 
 with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
@@ -57,8 +63,8 @@ def fork(folder, diffs, numbers=()):
     return mine
 
 
-def run_fork(mine, script, folder, keys, ranks=2, also=()):
-    """A run in a process that has our modules already: those of the copy take their place."""
+def run_fork(mine, script, folder, keys, also=()):
+    """A run in processes that have our modules already: those of the copy take their place."""
     ours = {os.path.basename(path)[:-3] for path in glob.glob(f"{ROOT}/*.py")} | {"options"}
 
     def before(rank):
@@ -68,7 +74,7 @@ def run_fork(mine, script, folder, keys, ranks=2, also=()):
         for patch in also:
             patch(rank)
 
-    return run(f"{mine}/{script}.py", folder, keys, ranks=ranks, before=before)
+    return run(f"{mine}/{script}.py", folder, keys, ranks=2, before=before)
 
 
 # A sampler that is wrong: its log-probs are off by a function of the token and its place
@@ -201,24 +207,26 @@ def over_the_mean(c, groups):
             r.advantage /= middle + 1e-4
 
 
-def deepseek_losses(c, models, r, weight):
-    """Of one step an iteration: the old policy is the policy, and a ratio is 1."""
-    logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature)
-    distance = mean([r.old[t] + off(token, t) - logprobs[t].item()
-                     for t, token in enumerate(r.response)])
-    r.left_out_now = left_out = r.advantage < 0 and distance > c.off_policy_limit
-    seen["left out" if left_out else "worse, and kept" if r.advantage < 0 else "good"] += 1
+def losses_of_one_step(c, models, r, weight, advantages, kl_has_the_ratio):
+    """by_hand.grpo_losses where the old policy is the policy. advantages: of each token."""
+    logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
-        ratio = torch.exp(logprob - r.old[t])
-        x = r.reference[t] - logprob
-        loss = torch.zeros(()) if left_out else -ratio * r.advantage
-        kl = ratio * (torch.exp(x) - 1 - x)
-        total = total + loss + c.kl_coef * kl
-        figures.append({"loss/policy": loss.item(), "loss/kl": kl.item(), "policy/clipfrac": 0.0,
-                        "policy/approx_kl": 0.0})
+        ratio, x = torch.exp(logprob - r.old[t]), r.reference[t] - logprob
+        kl = (ratio if kl_has_the_ratio else 1) * (torch.exp(x) - 1 - x)
+        total = total - ratio * advantages[t] + c.kl_coef * kl
+        figures.append({"loss/policy": -advantages[t], "loss/kl": kl.item(), "policy/clipfrac": 0,
+                        "policy/approx_kl": 0})
     (total * weight).backward()
     return figures
+
+
+def deepseek_losses(c, models, r, weight):
+    distance = mean([off(token, t) for t, token in enumerate(r.response)])  # the policy is the old
+    r.left_out_now = r.advantage < 0 and distance > c.off_policy_limit
+    seen["left out" if r.left_out_now else "worse, and kept" if r.advantage < 0 else "good"] += 1
+    advantage = 0 if r.left_out_now else r.advantage
+    return losses_of_one_step(c, models, r, weight, [advantage] * len(r.own), True)
 
 
 def deepseek_update(c, models, adam, batch, iteration):
@@ -227,8 +235,30 @@ def deepseek_update(c, models, adam, batch, iteration):
     return figures | {"policy/left_out": share}
 
 
+def by_turns(c, groups):
+    for group in groups:
+        for r in group:
+            r.judged, r.advantages, r.worth = r.score, [], {}
+            r.turn_of = [sum(b > a + 1 for a, b in itertools.pairwise(r.own[:t + 1]))
+                         for t in range(len(r.own))]  # a new turn behind a gap
+            for t, turn in enumerate(r.turn_of):
+                r.worth.setdefault(turn, r.score - sum(r.paid[:t]))
+        for r in group:
+            for turn in r.turn_of:
+                x = [other.worth[turn] for other in group if turn in other.worth]
+                r.advantages.append(0.0 if is_flat(x) else
+                                    (r.worth[turn] - mean(x)) / (statistics.stdev(x) + 1e-4))
+                seen["alone" if len(x) == 1 else f"turn {turn}"] += 1
+            r.advantage = any(r.advantages)
+
+
+def losses_of_turns(c, models, r, weight):
+    return losses_of_one_step(c, models, r, weight, r.advantages, False)
+
+
 # the cases: diffs, numbers that are changed in them, script, keys, functions by hand, branches ----
 
+ONE_STEP = dict(num_minibatches=1, num_iterations=1, max_iters=3)
 CASES = {
     "kl_controller, dual clip, length": (
         ["kl_controller", "Dual clip", "price of length"], [("* 3, ", "* 1.1, "), ("0.01", "0.3")],
@@ -237,7 +267,7 @@ CASES = {
              finish_scores=with_price), ["dual", "kl_coef up", "kl_coef down", "no end"]),
     "target_kl, whitened rewards": (
         ["target_kl", "Whitened rewards"], [], "ppo",
-        PPO | dict(target_kl=0.02, ppo_epochs=3, max_iters=3, value_init="policy"),
+        PPO | dict(target_kl=0.15, ppo_epochs=3, max_iters=3, value_init="policy"),
         dict(too_far=too_far, find_advantages=white_rewards), ["too far"]),
     "masked_importance, a value model alone": (
         ["masked_importance", "first learns alone"], [(">= 10", ">= 1")], "ppo",
@@ -245,7 +275,7 @@ CASES = {
         dict(AdamW=FirstWaits, find_advantages=with_weights), ["left out"]),
     "target_kl, REINFORCE++": (
         ["target_kl", "REINFORCE++"], [], "grpo",
-        GRPO | dict(target_kl=0.02, scale_by="none", kl_estimator="k2", num_iterations=3,
+        GRPO | dict(target_kl=0.25, scale_by="none", kl_estimator="k2", num_iterations=3,
                     max_iters=3),
         dict(too_far=too_far, find_group_advantages=over_all), ["too far"]),
     "GDPO": (
@@ -257,65 +287,42 @@ CASES = {
         dict(find_group_advantages=over_the_mean), []),
     "deepseek_v32": (
         ["deepseek_v32"], [], "grpo",
-        GRPO | dict(off_policy_limit=0.1, num_minibatches=1, num_iterations=1, max_iters=3),
+        GRPO | ONE_STEP | dict(off_policy_limit=0.1),
         dict(grpo_losses=deepseek_losses, grpo_update=deepseek_update),
-        ["left out", "worse, and kept", "good"])}
+        ["left out", "worse, and kept", "good"]),
+    "turn_credit": (
+        ["turn_credit"], [], "grpo", with_options.GRPO | ONE_STEP | dict(
+            turns=3, mix=[(0.7, "environment"), (0.5, "letters")], missing_eos_penalty=0.3,
+            batch_size=8, group_size=4, max_new_tokens=14, seed=1),
+        dict(find_group_advantages=by_turns, grpo_losses=losses_of_turns),
+        ["alone", "turn 1", "no end"])}
 
 
-def killed_and_resumed(mine, script, folder, keys, also=()):
-    """A run on two ranks, of which one is killed in iteration 2; its out_dir when it has ended."""
-    keys |= dict(checkpoint_interval=1)
-    killed = run_fork(mine, script, folder, keys,
-                      also=[*also, at(2, signal.SIGKILL, rank=1)])
-    assert killed.codes[1] == -signal.SIGKILL and killed.codes[0] != 0, killed
-    resumed = run_fork(mine, script, folder, keys, also=also)
-    assert resumed.codes == [0, 0] and "resuming from" in resumed.out[0], resumed
-    return f"{folder}/out"
+@pytest.fixture(scope="module")
+def world(world, tmp_path_factory):
+    """tiny's world, and an environment."""
+    file = write(tmp_path_factory.mktemp("environment") / "environment.py",
+                 inspect.getsource(by_hand_options.answered))
+    return SimpleNamespace(**vars(world) | dict(environment=file))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
+    """A run on two ranks, of which one is killed in iteration 2, and the same command again."""
     diffs, numbers, script, keys, functions, branches = CASES[name]
-    mine = fork(f"{tmp_path}/fork", diffs, numbers)
+    how = with_options if "turns" in keys else test_by_hand
+    mine, folder = fork(f"{tmp_path}/fork", diffs, numbers), f"{tmp_path}/run"
     also = [wrong_sampler] if {"masked_importance", "deepseek_v32"} & {*diffs} else []
-    out = killed_and_resumed(mine, script, f"{tmp_path}/run",
-                             typed_keys(world, keys, script, {}) | dict(out_dir="out"), also)
+    typed = how.typed_keys(world, keys, script, dict(out_dir="out", checkpoint_interval=1))
+    killed = run_fork(mine, script, folder, typed, [*also, at(2, signal.SIGKILL, rank=1)])
+    assert killed.codes[1] == -signal.SIGKILL and killed.codes[0] != 0, killed
+    resumed = run_fork(mine, script, folder, typed, also)
+    assert resumed.codes == [0, 0] and "resuming from" in resumed.out[0], resumed
     for function, other in functions.items():
         monkeypatch.setattr(by_hand, function, other)
     seen.clear()
-    assert_agrees(out, *work_out(world, keys, script))
+    assert_agrees(f"{folder}/out", *how.work_out(world, keys, script))
     assert not [branch for branch in branches if not seen[branch]], seen
-
-
-def test_credit_by_turn(world, tmp_path):
-    """In a run of several turns: the same on two ranks as on one, and not GRPO."""
-    mine = fork(f"{tmp_path}/fork", ["turn_credit"])
-    keys = keys_of(world, "grpo.py", environment=f"{world.rules}:talks", max_new_tokens=14,
-                   reward_functions=f"0.7*environment,0.5*{world.rules}:letters")
-    out = killed_and_resumed(mine, "grpo", f"{tmp_path}/turns", keys | dict(out_dir="out"))
-    one = run_fork(mine, "grpo", f"{tmp_path}/one", keys, ranks=1)
-    assert one.codes == [0]
-    assert_same_run(out, f"{tmp_path}/one/out", tolerance=1e-9)
-    plain = run("grpo.py", f"{tmp_path}/plain", keys | dict(out_dir="out"))
-    assert plain.codes == [0]
-    lines = [read_jsonl(f"{folder}/log.jsonl")[0] for folder in (out, f"{tmp_path}/plain/out")]
-    assert lines[0]["objective/texts"] == lines[1]["objective/texts"]
-    assert lines[0]["loss/policy"] != lines[1]["loss/policy"]  # but not the same advantages
-
-
-def test_turn_advantages():
-    """Two responses of three turns and two, with the tokens of an environment between them."""
-    source = "".join(line[1:] for line in diff_of("turn_credit").splitlines(True) if line[0] == "+")
-    names = dict(torch=torch, group_size=2, scale_by="none", baseline="mean",
-                 group_advantages=__import__("groups").group_advantages)
-    exec(re.search(r"def turn_advantages.*?return advantages\n", source, re.DOTALL)[0], names)
-    mask = torch.tensor([[1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0]]).bool()
-    paid = torch.tensor([[0, 0.5, 0, 1, 0, 0], [0.25, 0, 0, 0, 0, 0]])
-    scores = torch.tensor([2.0, 1.0])
-    # turn 1 is worth 2 and 1; turn 2 is worth 2 - 0.5 and 1 - 0.25; nobody else has a turn 3
-    wanted = [[0.5, 0.5, 0, 0.375, 0, 0], [-0.5, 0, 0, -0.375, -0.375, 0]]
-    batch = dict(response_mask=mask, turn_rewards=paid, sampler_logprobs=torch.zeros(2, 6))
-    assert torch.allclose(names["turn_advantages"](scores, batch), torch.tensor(wanted))
 
 
 @pytest.mark.parametrize("cap, lowest, level, wanted", [
@@ -343,7 +350,6 @@ def test_weights_of_tokens_and_of_responses(tmp_path, cap, lowest, level, wanted
 def test_each_diff_has_a_case():
     recipes = {os.path.basename(path)[:-5] for path in glob.glob(f"{ROOT}/recipes/*.diff")}
     used = {diff_of(words) for diffs, *_ in CASES.values() for words in diffs}
-    used.add(diff_of("turn_credit"))
     assert used == {diff_of(name) for name in recipes} | {block for _, block in BLOCKS}
 
 
@@ -353,8 +359,9 @@ def test_a_config_of_a_relative_is_by_hand_what_it_says(world, tmp_path, name):
     config = {k: x for k, x in runpy.run_path(f"{ROOT}/config/{name}.py").items() if k[0] != "_"}
     keys = GRPO | config
     keys.pop("max_refills", None)
-    typed = typed_keys(world, {k: x for k, x in keys.items() if k not in config}, "grpo", {})
+    rest = {key: x for key, x in keys.items() if key not in config}
+    typed = test_by_hand.typed_keys(world, rest, "grpo", {})
     args = [f"{ROOT}/config/{name}.py", *as_typed(typed | dict(out_dir="out"))]
     done = Started("grpo.py", args, str(tmp_path)).wait()
     assert done.codes == [0], done
-    assert_agrees(f"{tmp_path}/out", *work_out(world, keys, "grpo"))
+    assert_agrees(f"{tmp_path}/out", *test_by_hand.work_out(world, keys, "grpo"))
