@@ -26,6 +26,7 @@ import test_by_hand
 import test_by_hand_options as with_options
 from by_hand import flat, is_flat, mean, seen
 from conftest import ROOT
+from groups import group_advantages
 from test_by_hand import GRPO, PPO, assert_agrees
 from tiny import Started, at, run, write
 from tiny import typed as as_typed
@@ -325,6 +326,19 @@ def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
     assert not [branch for branch in branches if not seen[branch]], seen
 
 
+def test_a_turn_of_one_token_that_is_paid():
+    """Turn 1 is worth 2 and 1; turn 2 is worth 2 - 0.5 and 1 - 0.25; nobody else has a turn 3."""
+    source = "\n".join(line[1:] for line in diff_of("turn_credit").split("\n") if line[:1] == "+")
+    names = dict(torch=torch, group_size=2, scale_by="none", baseline="mean",
+                 group_advantages=group_advantages)
+    exec(re.search(r"def turn_advantages.*?return advantages\n", source, re.DOTALL)[0], names)
+    batch = dict(response_mask=torch.tensor([[1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0]]).bool(),
+                 turn_rewards=torch.tensor([[0, 0.5, 0, 1, 0, 0], [0.25, 0, 0, 0, 0, 0]]),
+                 sampler_logprobs=torch.zeros(2, 6))
+    assert names["turn_advantages"](torch.tensor([2.0, 1.0]), batch).tolist() == [
+        [0.5, 0.5, 0, 0.375, 0, 0], [-0.5, 0, 0, -0.375, -0.375, 0]]
+
+
 @pytest.mark.parametrize("cap, lowest, level, wanted", [
     (1.3, 0.5, "token", [0, 0.8, 0, 0, 0]), (2.5, 0.0, "token", [1.5, 0.8, 2, 2, 0.25]),
     (3.0, 0.0, "sequence", [1.2, 1.2, 0, 0, 0.25]), (5.0, 0.5, "sequence", [1.2, 1.2, 4, 4, 0])])
@@ -354,8 +368,8 @@ def test_each_diff_has_a_case():
 
 
 @pytest.mark.parametrize("name", ["cispo", "dapo", "dr_grpo", "gspo", "rloo"])
-def test_a_config_of_a_relative_is_by_hand_what_it_says(world, tmp_path, name):
-    """The paper's keys; dapo's refills have nothing to do here."""
+def test_a_config_of_a_relative_runs_as_by_hand(world, tmp_path, name):
+    """With its own keys; dapo's refills have nothing to do here."""
     config = {k: x for k, x in runpy.run_path(f"{ROOT}/config/{name}.py").items() if k[0] != "_"}
     keys = GRPO | config
     keys.pop("max_refills", None)
