@@ -413,21 +413,28 @@ def ppo_update(c, models, adams, batch, iteration, also=None, behind=lambda: Non
     lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
     value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
                              c.value_warmup_iters, c.max_iters, c.value_lr_decay)
-    figures, steps = [], minibatches_of(c, iteration, c.ppo_epochs)
+    figures, steps, taken = [], minibatches_of(c, iteration, c.ppo_epochs), 0
     for number, minibatch in enumerate(steps):
         for adam in adams:
             adam.zero_gradients()
         tokens = sum(len(batch[i].own) for i in minibatch)
         figures += flat(ppo_losses(c, models, batch[i], tokens) for i in minibatch)
+        if too_far(c, figures[-tokens:]):
+            break
         if also:
             also(models.policy, iteration * len(steps) + number)
         norms = [adam.clip() for adam in adams]
         for adam, rate in zip(adams, (lr, value_lr), strict=True):
             adam.step(rate)
+        taken += 1
         behind()
     record = {name: mean([one[name] for one in figures]) for name in figures[0]}
     return record | {"policy/grad_norm": norms[0], "val/grad_norm": norms[1], "policy/lr": lr,
-                     "val/lr": value_lr, "policy/steps": len(steps)}
+                     "val/lr": value_lr, "policy/steps": taken}
+
+
+def too_far(c, figures):
+    """Whether an update ends before this step, of which these are the figures: never."""
 
 
 def find_advantages(c, batch):
@@ -514,6 +521,8 @@ def grpo_update(c, models, adam, batch, iteration, behind=lambda: None):
                       "seq-mean-token-mean": 1 / len(rows) / len(r.own),
                       "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
             figures += grpo_losses(c, models, r, weight[c.aggregation])
+        if too_far(c, figures[-tokens:]):
+            break
         norm = adam.clip()
         adam.step(lr)
         steps += 1
