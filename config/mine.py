@@ -14,7 +14,7 @@ out_dir = "out/mine"  # log, checkpoints and, at the end, policy/: a folder for 
 policy_path = "Qwen/Qwen2.5-0.5B-Instruct"  # a folder or a name on the hub; its template is used
 prompts_path = "mine.jsonl"  # other names of fields: --fields="question>prompt,solution>answer"
 eval_path = "mine_val.jsonl"  # prompts that are not trained on; "" = the curves of training alone
-reward_functions = "1.0*accuracy"  # or a function of yours: "mine.py:brevity"; docs/rewards.md
+reward_functions = "1.0*accuracy"  # or a function of yours: "mine.py:brevity"; docs/data.md
 max_new_tokens = 512  # longest response; eval/finished in the log says if it is too short
 batch_size = 256  # responses an iteration, on all GPUs together; more = less noise, slower
 learning_rate = 1e-6  # of the whole model; with --lora=16 begin with 1e-5

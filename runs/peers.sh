@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quartet and its peers do the same work, in turns: sampling beside transformers, PPO and GRPO
-# beside TRL. It prints the table of docs/speed.md: seconds, ratios, memory.
+# beside TRL. It prints the table of docs/scale.md: seconds, ratios, memory.
 #   bash runs/peers.sh [keys of runs/peers/table.py, as --rounds=3 --rows=grpo_full]
 # out/peers gets two virtual environments, for which the network is needed once. PPO_PYTHON,
 # GRPO_PYTHON: interpreters that have TRL 1.12 and 1.16 already. About 15 minutes on two cores, on

@@ -2,5 +2,5 @@
 
 
 def brevity(batch):
-    """A number for each response; what else batch holds: docs/rewards.md."""
+    """A number for each response; what else batch holds: docs/data.md."""
     return [1 / (1 + len(text)) for text in batch["completions"]]
