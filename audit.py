@@ -25,14 +25,16 @@ def audit(models, frozen, iteration):
             rows.append([compared, ~compared, int(not part.isfinite().all()), int(changed)])
             names.append(f"{model_name}, parameter {name}")
     mine = torch.tensor(rows, device=parallel.wire())  # (parameters, 4)
-    largest, smallest, infinite, changed = parallel.all_reduce_max(mine.clone()).unbind(1)
+    largest, smallest, infinite, changed = parallel.all_reduce_max(  # COLLECTIVE
+        mine.clone()).unbind(1)
     for bad, what, column in (
             (largest != ~smallest, "the ranks have drifted apart: {} differs on {}", 0),
             (infinite > 0, "{} is not finite on {}", 2),
             (changed > 0, "the frozen {} has changed on {}: it is not what it was", 3)):
         if bad.any():
             i = int(bad.nonzero()[0])
-            values = torch.stack(parallel.all_gather(mine[i, column])).tolist()
+            values = parallel.all_gather(mine[i, column])  # COLLECTIVE
+            values = torch.stack(values).tolist()
             common = max(values, key=values.count) if column == 0 else 0
             odd = [rank for rank, value in enumerate(values) if value != common]
             odd = odd if column or 2 * len(odd) < len(values) else range(len(values))

@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
@@ -353,9 +353,9 @@ def put_in_place(write, final):
         alone(begin)
         write(folder)
         alone(end)
-    except OSError as e:
-        raise Stop(f"{final} cannot be written ({e.strerror}); earlier checkpoints are as they "
-                   "were. Make room, and resume with the same command") from e
+    except (OSError, SafetensorError) as e:  # of a full disk
+        raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', e)}); earlier checkpoints "
+                   "are as they were. Make room, and resume with the same command") from e
 
 
 def aside(folder, prefix):

@@ -9,7 +9,8 @@ globals, one comment each, and then calls configure:
 files, from left to right, and then each --key=value; of two values for a key the last one counts.
 A config file is Python; each public name in it must be a key of the script. `--help` prints every
 key with its default and its comment; a * in a comment: most runs set this key. The brackets at the
-end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked.
+end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment
+that begins as "with tools: " is of a key that has no effect unless the key tools is set, too.
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`.
 
@@ -72,6 +73,12 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     overrides = read_arguments(keys, argv)
     config = {name: key.default for name, key in keys.items()}
     config |= {name: value for name, (value, _) in overrides.items()}
+    for name, (value, where) in overrides.items():
+        beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
+        others = [other for other in beside.groups() if other] if beside else ()
+        if value != keys[name].default and others and all(
+                config[other] == keys[other].default for other in others):
+            raise BadInput(f"{name} ({where}) has no effect without {' or '.join(others)}")
     script_globals.update({name: config[name] for name in own})
     if speaks:
         print_settings(keys, overrides)

@@ -68,7 +68,7 @@ group_size = 8  # * responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # * longest response R [1..1000000]
 temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
 max_refills = 0  # DAPO: how often groups of equal scores are replaced by others [0..1000]
-refill_by = ""  # DAPO: equal in this reward, such as accuracy; empty: in the whole score
+refill_by = ""  # with max_refills: equal in this reward, as accuracy; empty: in the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # * a sum of rules, reward_model, mine.py:f
 
 # 3) advantages
@@ -356,9 +356,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
             if steps == 0:  # the ratio is 1: no update yet
                 sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
-                ratio_gap = run.must_agree(  # COLLECTIVE
-                    torch.stack(gaps).max(), "the training forward",
-                    checked="age" not in batch or importance_cap > 0)
+                ratio_gap = run.first_ratio(  # COLLECTIVE
+                    gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, dict(policy=lr), grad_clip)

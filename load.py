@@ -110,19 +110,14 @@ def read_model(path, head, system, device="cpu", seed=0):
         from options.lora import read_merged
 
         return read_merged(path, head, system, device, seed)
-    from transformers import AutoConfig
-
-    dtype, _ = dtypes(system)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        config.num_labels = 1 if head == "scalar" else config.num_labels
-        file_dtype, attention = config.dtype, system.attn_implementation
-        if attention == "sdpa" and not auto_class(head)._model_mapping[type(config)]._supports_sdpa:
-            attention = "eager"  # always ours: a config.json may name one that is fetched
+        config, how = settings_of(path, head, system)
+        file_dtype = config.dtype
         hf, found = auto_class(head).from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-            attn_implementation=attention, output_loading_info=True,
-            ignore_mismatched_sizes=True, **settings_of_experts(config, dtype))
+            path, config=config, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    except BadInput:
+        raise
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
@@ -136,6 +131,27 @@ def read_model(path, head, system, device="cpu", seed=0):
         if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit
             p.data = p.data.clone()
     return model.to(device)
+
+
+def settings_of(path, head, system):
+    """
+    The config of a folder, and more arguments for transformers: the dtype, the kernels of attention
+    (always ours: a config.json may name one that is fetched) and of experts.
+    """
+    from transformers import AutoConfig
+
+    config, (dtype, _) = AutoConfig.from_pretrained(path, trust_remote_code=False), dtypes(system)
+    config.num_labels = 1 if head == "scalar" else config.num_labels
+    attention, classes = system.attn_implementation, auto_class(head)._model_mapping
+    if type(config) not in classes:
+        raise BadInput(f"{path}: {config.model_type} has no class {auto_class(head).__name__[4:]}")
+    if attention == "sdpa" and not classes[type(config)]._supports_sdpa:
+        attention = "eager"
+    if attention == "eager" and dtype == torch.float64:
+        raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
+                       " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
+    return config, dict(dtype=dtype, attn_implementation=attention,
+                        **settings_of_experts(config, dtype))
 
 
 def auto_class(head):

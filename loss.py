@@ -138,6 +138,9 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
 
         figures |= figures_of_turns(batch)
     figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
+    if importance_cap > 0 and "age" in batch:  # from the policy that sampled to that of the update
+        off = kl_estimate(batch["sampler_logprobs"], batch["old_logprobs"], "k3")
+        figures["policy/off_policy_kl"] = masked_mean(off, mask).item()
     if importance_cap > 0:
         weights = importance_weights(batch, importance_cap)[mask]  # (tokens,)
         capped = weights == importance_cap  # in their own dtype: 1.1 has other bits in float64

@@ -41,6 +41,21 @@ does = "sample", "score"  # its part of a rollout
 PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the disk
 
 
+# --------------------------------------------------------------------------------------------------
+# what one rank does for all, and what all do in step
+
+
+@contextlib.contextmanager
+def patient():
+    """A block of work at the disk: there a rank waits for the slowest one up to PATIENCE."""
+    waiting = dist.is_initialized() and (group or dist.group.WORLD)
+    if waiting:
+        waiting.set_timeout(max(ranks.wait, PATIENCE))
+    yield
+    if waiting:
+        waiting.set_timeout(ranks.wait)
+
+
 @contextlib.contextmanager
 def in_step():
     """
@@ -68,12 +83,10 @@ def alone(function):
     """A collective: only rank 0 calls function; all ranks return its result, sent as JSON."""
     if not dist.is_initialized():
         return function()
-    result, waiting = None, group or dist.group.WORLD
-    waiting.set_timeout(max(ranks.wait, PATIENCE))  # work at the disk: rank 0 may write 190 GB
-    with in_step():  # COLLECTIVE
+    result = None
+    with patient(), in_step():  # COLLECTIVE; rank 0 may write 190 GB
         if rank_and_size()[0] == 0:
             result = function()
-    waiting.set_timeout(ranks.wait)
     return from_rank(result)
 
 
@@ -104,6 +117,10 @@ def ranks_where(flag):
 def name_ranks(numbers):
     """[1, 2] -> "rank 1 and rank 2"."""
     return " and ".join(f"rank {number}" for number in numbers)
+
+
+# --------------------------------------------------------------------------------------------------
+# shares, and tensors of all ranks
 
 
 def rank_and_size():
@@ -198,6 +215,10 @@ def check_finite(tensors):
                        f"{int(bad.nonzero()[0, 0])} of the batch); stopped before the step")
 
 
+# --------------------------------------------------------------------------------------------------
+# gradients
+
+
 def flatten_gradients(model):
     """
     The gradients of a model's trained parameters as a list of flat buffers, one for each dtype.
@@ -254,6 +275,7 @@ def clip_gradients(buffers, max_norm):
     return norm
 
 
+# --------------------------------------------------------------------------------------------------
 # sharded parameters (options/shards.py): each rank has some rows of each, a DTensor of torch's
 
 

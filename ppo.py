@@ -87,7 +87,7 @@ importance_cap = 0.0  # for 16 bits, vllm and staleness; see loss.importance_wei
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
-ptx_coef = 1.0  # weight of that loss, the mean over its tokens (InstructGPT's gamma) [> 0]
+ptx_coef = 1.0  # with ptx_path: weight of the mean loss of its tokens (InstructGPT's gamma) [> 0]
 
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # * iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
@@ -321,9 +321,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
 
             if steps == 0:  # the ratio is 1: no update yet
-                ratio_gap = run.must_agree(  # COLLECTIVE
-                    torch.stack(gaps).max(), "the training forward",
-                    checked="age" not in batch or importance_cap > 0)
+                ratio_gap = run.first_ratio(  # COLLECTIVE
+                    gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, lrs, grad_clip)

@@ -159,8 +159,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
-            raise BadInput(f"{path}, row {number}: it has {n} tokens, and only {limit} fit beside "
-                           "max_new_tokens; shorten it, or type --too_long=drop")
+            raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see the "
+                           "key max_tokens or max_new_tokens); shorten it, or --too_long=drop")
     if max(lengths) > limit:
         say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
             f"tokens: {too_long}")
@@ -242,13 +242,15 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
     This rank's micro-batches of the rows of all ranks: lists of row numbers. All ranks have equally
     many, some of them empty, because a forward of a sharded model is a collective. A micro-batch
     has at most micro_batch_size rows; or, with micro_batch_tokens, at most so many tokens, padding
-    included; and at most PADDING tokens of padding.
+    included; and at most PADDING tokens of padding, or an eighth of micro_batch_tokens.
 
     lengths: the tokens of each row. The rows are sorted, the longest first, and dealt to the ranks
     like cards: so all have about equally many tokens. With lengths of 5, 2, 3, 4 on two ranks,
     rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1.
     """
     rank, size = parallel.rank_and_size()
+    # whoever counts tokens has a GPU, which takes longer to launch the kernels of a micro-batch
+    padding = max(PADDING, micro_batch_tokens // 8)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     dealt = []  # for each rank its micro-batches
     for mine in (order[number::size] for number in range(size)):
@@ -257,7 +259,7 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
             tokens = lengths[(part or [i])[0]] * (len(part) + 1)  # with row i, and with padding
             full = tokens > micro_batch_tokens > 0
             full |= len(part) == micro_batch_size and micro_batch_tokens == 0
-            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > PADDING):
+            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > padding):
                 parts.append(part)
                 part = []
             part.append(i)

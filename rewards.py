@@ -55,7 +55,7 @@ def final_answer(text):
     if "<think>" in text:
         return ""
     for place in (r"<answer>((?:(?!</?answer>).)*)</answer>",
-                  r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+                  r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}",
                   r"####\s*([^\n]*)"):
         text = (re.findall(place, text, re.DOTALL) or [text])[-1]
     return (text.strip().split("\n") or [""])[-1].strip()
@@ -190,6 +190,7 @@ def check_keys(config, rewards):
     for key, name in ("reward_path", "reward_model"), ("judge_path", "judge"):
         refuse(config[key] and name not in rewards, key, f"reward_functions does not name {name}; "
                f"type --reward_functions={name}, or --{key}=")
+    refuse("judge" in rewards and not config["judge_path"], "judge_path", "which model judges?")
     refuse(config["ref_path"] and not config["kl_coef"], "ref_path", "kl_coef = 0: no reference")
     refuse(config["keep_best"] and not config["eval_path"], "keep_best", "give it an eval_path")
     turns = config["environment"] or config["tools"]

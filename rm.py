@@ -46,8 +46,8 @@ init_from = "out/arithmetic_sft/policy"  # * a folder or hub name; N+ detail 11:
 # a teacher: frozen reward models; their scores are learned in the place of the labels. train_path
 # may then be pairs, or single responses: rows with "prompt" and "completion", as for sft.py
 teacher = ""  # a folder or hub name, or A,B,C: the mean of their scores; empty = none
-score_coef = 1.0  # teacher: weight of (score - the teacher's score)^2 [>= 0]
-preference_coef = 1.0  # teacher: weight of the cross-entropy against its preferences [>= 0]
+score_coef = 1.0  # with teacher: weight of (score - the teacher's score)^2 [>= 0]
+preference_coef = 1.0  # with teacher: weight of the cross-entropy against its preferences [>= 0]
 
 # without one, the loss of a pair: -log sigmoid(score of the chosen - score of the rejected), and
 margin_coef = 1.0  # the chosen one should lead by this times the pair's "margin", if any [>= 0]
@@ -150,52 +150,28 @@ say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}; {max_iters} steps 
     f"are {max_iters * batch_size / len(train_rows):.1f} epochs")
 
 # -------------------------------------------------------------------------------------------------
-# the losses, and how far to trust the probabilities
+# the loss of a pair, and how far to trust its probabilities
 
 
-def preference_loss(chosen, rejected, margin=0.0, smoothing=0.0):
+def preference_loss(difference, probability=1.0):
     """
-    The Bradley-Terry loss of a reward model (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(x)
-    where x = score of the chosen answer - score of the rejected one, (B,) each. For equal scores it
-    is log 2 = 0.693.
-
-    margin: (B,) or a number, subtracted from x: the chosen answer should be better by more than
-    that (Llama 2, arXiv 2307.09288, equation 2). smoothing: (B,) or a number, the assumed share of
-    pairs with a wrong label,
-    (1 - smoothing) * -log sigmoid(x) + smoothing * -log sigmoid(-x)
-    (the loss of cDPO, Mitchell 2023, with scores in the place of log-ratios). So a label is the
-    probability 1 - smoothing; soft_preference_loss takes any probability.
-    """
-    return soft_preference_loss(chosen - rejected - margin, 1.0 - smoothing)
-
-
-def soft_preference_loss(difference, probability):
-    """
-    Cross-entropy of sigmoid(difference), (B,), against the probability that the first of two
-    answers is the better one, (B,) or a number. It is smallest where the two are equal.
+    The Bradley-Terry loss (arXiv 2009.01325, section 3.4), (B,): -log sigmoid(difference), where
+    difference is the score of one answer - that of another, (B,). For equal scores it is log 2 =
+    0.693. probability, (B,) or a number: that the first one is the better. Below 1 the loss is the
+    cross-entropy of sigmoid(difference) against it, which is smallest where the two are equal.
     """
     log_sigmoid = torch.nn.functional.logsigmoid
     return (-probability * log_sigmoid(difference)
             - (1.0 - probability) * log_sigmoid(-difference))
 
 
-def centring_loss(scores):
-    """
-    (sum of the scores of an example's completions)^2, scores (B, k) -> (B,): with a small weight it
-    keeps scores around 0 (Eisenstein et al., arXiv 2312.09244). The preference loss does not fix
-    the mean score of a prompt's completions, because it only sees differences.
-    """
-    return scores.sum(1) ** 2
-
-
 def calibration_error(probabilities, bins=10):
     """
-    The expected calibration error of the probabilities (n,) that the chosen answer of a pair is the
-    better one, from a reward model (Guo et al., arXiv 1706.04599, equation 3). A probability below
-    1/2 is a wrong guess, with the confidence 1 - probability. The guesses are put into bins of
-    equal width from 1/2 to 1; the error of a bin is the distance of its mean confidence from its
-    share of right guesses, and the result is the mean of the errors over all guesses. With 0.9, 0.9
-    and 0.1: three guesses of confidence 0.9, 2/3 of them right, so 0.233.
+    The expected calibration error of a reward model's probabilities (n,) that the chosen answer of
+    a pair is the better one (Guo et al., arXiv 1706.04599, equation 3). Below 1/2 it is a wrong
+    guess, of confidence 1 - probability. In each of the bins from 1/2 to 1 the error is |mean
+    confidence - share of right guesses|; the result is the mean over all guesses. With 0.9, 0.9 and
+    0.1: three guesses of confidence 0.9, 2/3 of them right, so 0.233.
     """
     sure = torch.maximum(probabilities, 1 - probabilities)  # (n,)
     right = (probabilities > 0.5).double() + 0.5 * (probabilities == 0.5)
@@ -239,20 +215,24 @@ def all_scores(groups, model):
         for part in my_micro_batches(numbered):
             rows = [number for _, number in part]
             scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
-    return parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))["scores"].cpu()
+    scores = parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))  # COLLECTIVE
+    return scores["scores"].cpu()
 
 
 def losses_of(scores, known):
     """
-    The losses of b pairs with these scores (b, 2), {name: (b,)}. known: each pair's margin, and the
-    probability that its label is right, (b, 2).
+    The losses of b pairs with these scores (b, 2), {name: (b,)}. known, (b, 2): each pair's margin,
+    by which the chosen one should lead (Llama 2, arXiv 2307.09288, equation 2), and the probability
+    that its label is right. label_smoothing is that of cDPO (Mitchell, 2023).
     """
     margin, confidence = known.unbind(1)  # (b,) each
-    # (b,), the probability of a wrong label: it was wrong and label_smoothing does not swap it, or
-    # it was right and is swapped
+    # (b,): the label was wrong and label_smoothing does not swap it, or was right and is swapped
     wrong = (1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing
-    return {"loss/preference": preference_loss(*scores.unbind(1), margin, wrong),
-            "loss/centring": centring_loss(scores)}
+    chosen, rejected = scores.unbind(1)
+    return {"loss/preference": preference_loss(chosen - rejected - margin, 1.0 - wrong),
+            # the loss above only sees differences: this one keeps the scores around 0 (Eisenstein
+            # et al., arXiv 2312.09244)
+            "loss/centring": scores.sum(1) ** 2}
 
 
 weights = {"loss/preference": 1.0, "loss/centring": centre_coef}
@@ -274,16 +254,16 @@ def judge(scores):
     calibration_error: the distance from the truth of sigmoid(difference of the scores), the
     probability that the chosen one is better.
     """
-    chosen, rejected = scores.unbind(1)  # (n,) each
-    return {"eval/loss": preference_loss(chosen, rejected).mean().item(),
+    difference = scores[:, 0] - scores[:, 1]  # (n,)
+    return {"eval/loss": preference_loss(difference).mean().item(),
             "eval/accuracy": right(scores).mean().item(),
-            "eval/calibration_error": calibration_error((chosen - rejected).sigmoid())}
+            "eval/calibration_error": calibration_error(difference.sigmoid())}
 
 
 def evaluate():
     """A collective: judge the scores of the held-out pairs, and compare them with the teacher's."""
     run.enter("eval")
-    scores = all_scores(eval_pairs, reward_model)  # (n, 2)
+    scores = all_scores(eval_pairs, reward_model)  # COLLECTIVE; (n, 2)
     record = judge(scores)
     say(f"eval {run.iteration}: held-out loss {record['eval/loss']:.4f}, "
         f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
@@ -297,12 +277,10 @@ def evaluate():
 known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
 if teacher:  # it reads all examples once, now, and then leaves the memory
-    ids = train_rows.ids
     data = [(train_rows, train_path, completions, range(len(train_rows)))]
     data += [(val_rows, val_path, PAIR, held_out)] if eval_pairs else []
     known, *rest = teachers.teachers_scores(  # COLLECTIVE
         teacher, data, encode, all_scores, system, device)
-    train_rows.ids = ids  # a teacher has read the texts in its own tokens
     known = known.tolist()
     for eval_known in rest:
         say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "
@@ -328,8 +306,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sums = {}
     for part in my_micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
-        targets = torch.tensor([what for _, what in part], dtype=scores.dtype,
-                            device=device)
+        targets = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
         losses = losses_of(scores, targets.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()
@@ -351,7 +328,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 # Training on pairs only fixes differences of scores, so the zero point can be chosen: the average
 # demonstration (N+ detail 15). Then a fixed penalty for a response that does not end means the same
 # for every reward model.
-mean = all_scores(demonstrations, reward_model).mean().item()
+mean = all_scores(demonstrations, reward_model).mean().item()  # COLLECTIVE
 reward_model.score_shift = -mean
 what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")

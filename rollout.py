@@ -145,7 +145,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     Sample a response to each of n prompts together. sampled: tensors for the results: responses and
     logprobs (n, R), lengths and finished (n,). rooms: (n,), the most tokens of each. See generate.
     """
-    from transformers import DynamicCache  # slow to import
+    from decoding_cache import decoding_cache  # transformers is slow to import
 
     responses, logprobs, lengths, finished = sampled
     tokenizer, device, (n, R) = policy.tokenizer, uniforms.device, uniforms.shape
@@ -155,11 +155,11 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
-    cache, step = DynamicCache(config=policy.hf.config), policy.next_logits
+    cache, step = decoding_cache(policy.hf.config), policy.next_logits
     if graphs:
         from options.decoding_graph import steps_of
 
-        cache, step = steps_of(policy, cache)
+        cache, step = steps_of(policy, cache, tokens.shape[1] + R)
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
     # from here on each response has a row; which (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
@@ -168,7 +168,8 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
-    # cache until a quarter of the rows have ended; its further tokens are dropped
+    # cache until a quarter of the rows have ended; its further tokens are dropped. By graphs until
+    # half have: then a new graph is recorded, which takes two steps without one
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     for t in range(R):
         if truncation:
@@ -186,7 +187,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R or stop is not None and stop():
             break
-        if len(going) <= 0.75 * len(live):
+        if len(going) <= (0.5 if graphs else 0.75) * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
@@ -262,7 +263,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 
         respond = responder(  # noqa: F811  COLLECTIVE
             policy, system, device, temperature, response_seeds(*noise, *names))
-    with autocast(system, device), decoding_copy(policy, system, device) as decoder:
+    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 

@@ -81,7 +81,7 @@ class Run:
                 models[f"trunk of {model.path}"] = model.base
 
         same = f"{config} {token_ids} {torch.__version__}"
-        if parallel.from_rank(same) != same:
+        if parallel.from_rank(same) != same:  # COLLECTIVE
             raise BadInput(f"rank {self.rank} has other settings, data or torch than rank 0")
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
@@ -90,7 +90,7 @@ class Run:
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
-            with parallel.in_step():  # COLLECTIVE
+            with parallel.patient(), parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
@@ -206,10 +206,22 @@ class Run:
             return None
         mask, old, dtype = batch["response_mask"], batch["old_logprobs"], self.system.dtype
         if self.iteration == 0 and "ref_logprobs" in batch and not self.system.ref_path:
-            self.must_agree(gap(batch["ref_logprobs"] - old, mask, dtype), "the reference")
+            ref_gap = gap(batch["ref_logprobs"] - old, mask, dtype)
+            self.must_agree(ref_gap, "the reference")  # COLLECTIVE
         exact = dtype not in ("bfloat16", "float16") and self.system.sampler == "own"
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
         return self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
+
+    def first_ratio(self, gaps, sums, to_older):
+        """
+        A collective, in the first step of an update, before any weight has moved: the distance of
+        the ratios from 1, in nats; gaps: of each micro-batch. to_older: the ratio is to an older
+        policy, which has sampled the batch; then the KL to it goes into sums.
+        """
+        if to_older:
+            sums["policy/off_policy_kl"] = sums["policy/approx_kl"]  # so far of this step alone
+        return self.must_agree(  # COLLECTIVE
+            torch.stack(gaps).max(), "the training forward", checked=not to_older)
 
     def must_agree(self, worst, what, checked=True):
         """
@@ -284,7 +296,7 @@ class Run:
         return record
 
     def samples(self, batch, rows, count):
-        """The first responses of a batch as dicts for samples.jsonl; see docs/metrics.md."""
+        """The first responses of a batch as dicts for samples.jsonl; see docs/running.md."""
         first = {name: t[:count] for name, t in batch.items()}
         texts = texts_of(first, rows, self.models["policy"].tokenizer)
         columns = {name: t for name, t in first.items()

@@ -63,12 +63,12 @@ weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 # models beside the four
 ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
 share_base = False  # all models are adapters on one trunk, policy_path; also reward_path
-judge_path = ""  # a language model that is asked how good a response is; may be ref_policy
-judge_template = "yes_no"  # the question: yes_no, rubric, or a file; docs/rewards.md
+judge_path = ""  # a language model that is asked how good a response is: the reward judge
+judge_template = "yes_no"  # with judge_path: its question: yes_no, rubric, a file; docs/data.md
 
 # sampling
 sampler = "own"  # vllm: an engine for large models and long responses; docs/scale.md [own | vllm]
-vllm_cache = 4.0  # GiB of vLLM's cache of keys and values, on each rank that samples [> 0]
+vllm_cache = 4.0  # with sampler: GiB of vLLM's keys and values, on each rank that samples [> 0]
 max_prompt_tokens = 0  # longest prompt, 0 = all that fits beside max_new_tokens [>= 0]
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
@@ -80,7 +80,7 @@ staleness = 0  # the policy that samples a batch is so many updates old; options
 # several turns: a function that answers the policy; options/environment.py, docs/turns.md
 environment = ""  # FILE.py:env, a function of the messages so far and the row
 tools = ""  # FILE.py:f,FILE.py:g: functions that the policy may call, by its chat template
-max_turns = 8  # turns of the policy in a response [1..1000]
+max_turns = 8  # with environment or tools: turns of the policy in a response [1..1000]
 
 # scoring
 reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]

@@ -1,44 +1,172 @@
 r"""
-The reward `math`: whether two answers are the same expression, by algebra: x + 1 and 1 + x are, and
-so are \sqrt{8} and 2\sqrt{2}. The package math-verify (github.com/huggingface/Math-Verify) reads
-and compares them. It is not in requirements.txt: pip install math-verify.
+The reward `math`: whether two answers are the same, by algebra: x + 1 and 1 + x are, and so are
+\sqrt{8} and 2\sqrt{2}. The package math-verify (github.com/huggingface/Math-Verify) compares two
+formulas. It is not in requirements.txt: pip install math-verify.
 
-A model's text may be an expression that takes hours, or all memory. So math-verify works in a
-process of its own, with a limit of memory. If a pair takes SECONDS, the process ends itself, the
-pair counts as wrong, and a new process goes on with the next pair.
+math-verify alone searches a text for something that it can read, and drops the rest. For it 5 cm is
+5 m, "not 5" is 5, and 2x = 5 is 5. A policy finds such holes. So `read` takes an answer apart:
+
+    so $x = 5$ cm    ->    formula "5", name "x", unit "cm"
+
+Units and names are compared here, and math-verify only gets formulas, each as a whole. A sentence,
+such as "5 or more", is no formula, and equals no other text.
+
+A model's formula may take hours, or all memory. So math-verify works in a process of its own, with
+a limit of memory. If a pair takes SECONDS, the process ends itself, the pair counts as wrong, and a
+new process goes on with the next pair.
 """
 import importlib.util
 import json
 import math
-import os
 import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from grading.sandbox import CPUS
-from grading.answers import final_answer, whole_responses
 from errors import BadInput, Stop
-from grading.sandbox import cpus_of_a_rank
-from grading.same import DENIED, clash, plain, read_answer, same_answer
+from grading.sandbox import cpus_of_a_rank, use_all_cpus
+from rewards import final_answer, same_answer, whole_responses
 
 SECONDS = 10  # for one pair; math-verify itself stops reading after 5, and comparing after 5
-LONGEST = 2000  # characters of an answer; a longer one is wrong
+LONGEST = 1000  # characters of an answer; a longer one is wrong
+
+
+def math_answer(batch):
+    """
+    The reward `math`, a list of B scores: 1.0 where the final answer of the response is the row's
+    `answer`, as for accuracy or by algebra; else 0.0. Algebra has 4/5 of batch["seconds"]; answers
+    that are not compared then score 0, and a printed line says so.
+    """
+    pairs = [(final_answer(text), final_answer(str(row["answer"])))
+             for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
+    verdicts = {pair: verdict(*pair) for pair in pairs}
+    asked = [pair for pair in verdicts if verdicts[pair] not in (True, False)]
+    seconds = 0.8 * batch.get("seconds", math.inf)
+    found = same_formulas([verdicts[pair] for pair in asked], cpus_of_a_rank(), seconds)
+    verdicts |= zip(asked, found, strict=True)
+    late = sum(verdicts[pair] is None for pair in pairs)
+    if late:
+        print(f"reward 'math': {late} of {len(pairs)} answers were not compared in "
+              f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
+    return [float(bool(verdicts[pair])) for pair in pairs]
+
+
+def check_installed(rows, path):
+    """Raise BadInput unless math-verify is installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise BadInput("the reward 'math' grades with the package math-verify, which is not "
+                       "installed; type pip install math-verify, or use accuracy")
+
+
+math_answer.check_rows = check_installed  # rewards.py calls it
+
+
+# --------------------------------------------------------------------------------------------------
+# formula, name and unit
+
+# LaTeX for symbols; any other letter beyond ASCII makes an answer a sentence
+SYMBOLS = {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "−": "-", "–": "-", "°": " degree ",
+           "€": " euro ", "£": " pound "} | {text[0]: rf"\{text[1:]} " for text in (
+               "·cdot ×times ÷div πpi ∞infty √sqrt ∪cup ∩cap ≤le ≥ge ≠ne ∈in ∅emptyset").split()}
+WRITING = [(re.compile(pattern), by) for pattern, by in [
+    (r"\s*I hope it is correct\.?\s*$|\\!", ""),  # the first ends the solutions of Minerva's prompt
+    (r"\\\$|\bUSD\b|\$(?=\s?\d[^$]*$)", " dollar "), (r"\\?%", " percent "),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)", " degree "),
+    (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
+    (r"(?<!\\)\\(?:left|right|displaystyle|[,;: ()\[\]])|[*`\"$]|\.\s*$", " "),
+    (r"\b(?:square|sq) ([a-z]+)", r"\1^2"), (r"\bcubic ([a-z]+)", r"\1^3"), (r" per ", "/")]]
+LEAD = re.compile(r"\s*(?:(?:so|thus|hence|therefore|the|final|answer|is)\b[\s,:]*)*", re.I)
+NAMED = re.compile(r"((?:[A-Za-z]{1,2}|\\(?:alpha|beta|theta|lambda|mu|phi|omega))(?:_\w|_\{\w+\})?"
+                   r"(?:\([a-z]\))?)\s*(?:=|\\in\b)\s*(.*)", re.DOTALL)
+# the names of units, a unit for each line or between ;
+UNITS = {name: unit.split()[0] for unit in """
+    mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre
+    in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb pound
+    oz ounce; ml milliliter; l L liter litre; s sec second; min minute; h hr hour; km/h kmh kph
+    mph; dollar; cent; euro; percent; degree; C Celsius; F Fahrenheit; V; N; J
+    mW; W; kW; MW; Hz
+    """.replace("\n", ";").split(";") for name in unit.split()}
+# a last word: known as a unit, or a thing that is counted: 72 clips; but no part of a number
+LAST = re.compile(r"(.*?(?:(?<=\d)|(?<=[\s/])))([A-Za-z]+)(\^\{?[23]\}?)?\s*", re.DOTALL)
+THING = re.compile(r"(?!more|less|fewer|than|thousand|hundred|dozen|hal(?:f|ves)|quarter|third"
+                   r"|times|squared|cubed|plus|minus)(?![a-z]*(?:illion|ths?\b))[a-z]{4,}")
+FUNCTIONS = ("sin cos tan cot sec csc log exp max min gcd lcm mod and left right begin end matrix "
+             "pmatrix bmatrix vmatrix cases array").split()
+
+
+def verdict(given, truth):
+    """
+    Whether two answers are the same; or, where algebra must say it, their formulas (given, truth).
+    "5 cm" and "5 m" -> False; "x = 1 + y" and "y + 1" -> ("1 + y", "y + 1").
+    """
+    if same_answer(given, truth):
+        return True
+    if not given or max(len(given), len(truth)) > LONGEST:
+        return False
+    (given, *named), (truth, *wanted) = read(given), read(truth)
+    if any("" != one != other != "" for one, other in zip(named, wanted, strict=True)):
+        return False
+    if same_answer(given, truth):
+        return True
+    # an equation is no value; a square bracket ends an interval that contains its end
+    clash = ("=" in given) != ("=" in truth) or "," in given and "," in truth and (
+        squares(given) != squares(truth))
+    return False if clash or is_sentence(given) or is_sentence(truth) else (given, truth)
+
+
+def read(answer):
+    """An answer -> its formula, name and unit: "so $x = 5$ cm" -> ("5", "x", "cm")."""
+    text = answer.translate(str.maketrans(SYMBOLS))
+    for pattern, by in WRITING:
+        text = pattern.sub(by, text)
+    text, name, unit = text[LEAD.match(text).end():].strip(), "", ""
+    parts = [NAMED.fullmatch(part) for part in re.split(r"\s*(?:,|\bor\b|\band\b)\s*", text)]
+    if all(parts) and len({part[1] for part in parts}) == 1:  # x = 1 or x = 2
+        name, text = parts[0][1], ", ".join(part[2] for part in parts).strip()
+    if text.startswith("dollar "):
+        text, unit = text[7:].strip(), "dollar"
+    while (last := LAST.fullmatch(text)) and last[1].strip():
+        before, word, power = last[1].rstrip(), last[2], re.sub("[{}]", "", last[3] or "")
+        known = UNITS.get(word) or UNITS.get(word.removesuffix("s"))
+        apart = last[1] != before or before.endswith("/")  # 5 m, but not 5m: m may be a variable
+        if not (known and (apart or len(word) > 1) or apart and THING.fullmatch(word)):
+            break
+        slash = "/" * before.endswith("/")
+        text, unit = before.removesuffix("/").rstrip(), slash + (known or word) + power + unit
+    return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text), name, unit  # 4 2 is not 42
+
+
+def squares(text):
+    """How many [ and ] an answer has, beside those of roots."""
+    text = re.sub(r"\\sqrt\s*\[[^]]*\]", "", text)
+    return text.count("["), text.count("]")
+
+
+def is_sentence(text):
+    """Whether a text has words in it, so that it is no formula."""
+    words = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{3,}|\b[ap]m\b|\d(?:th|st|nd|rd)\b", text))
+    return not text.isascii() or bool(words.difference(FUNCTIONS))
+
+
+# --------------------------------------------------------------------------------------------------
+# formulas, compared by math-verify
 
 # In: SECONDS, and then a line [given, truth] for each pair. Out: "ready", and a line 1 or 0 for
-# each pair. An answer without dollars is one expression. faulthandler's timer is a thread: it ends
-# the process even during one long multiplication.
+# each pair. faulthandler's timer is a thread: it ends the process even during one long
+# multiplication.
 WORKER = r"""
-import faulthandler, json, logging, os, resource, sys
+import dataclasses, faulthandler, json, logging, os, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # whatever math-verify prints goes to stderr
 logging.disable(logging.CRITICAL)
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
+whole = LatexExtractionConfig()
+whole = dataclasses.replace(whole, normalization_config=dataclasses.replace(
+    whole.normalization_config, units=False, boxed="none"))
 def read(text):
-    written = "$" in text or "\\(" in text or "\\[" in text or "\\boxed" in text
-    return parse(text) if written else parse(f"${text}$") or parse(text)
+    return parse(f"${text}$", [whole], fallback_mode="no_fallback")
 print("ready", file=out, flush=True)
 seconds = float(sys.stdin.readline())
 for line in sys.stdin:
@@ -52,65 +180,18 @@ for line in sys.stdin:
 """
 
 
-def math_answer(batch):
+def same_formulas(pairs, workers, seconds):
     """
-    The reward `math`, a list of B scores: 1.0 where the final answer of the response is the row's
-    `answer`, as for accuracy, or the same expression by algebra; else 0.0. Algebra has 4/5 of
-    batch["seconds"]; answers that are not compared then score 0, and a printed line says so.
+    Whether the two formulas of each pair [(given, truth), ...] are the same, a list of bools; None
+    where there was no time left. workers: processes at once. seconds: for all pairs.
     """
-    pairs = [(final_answer(text), final_answer(str(row["answer"])))
-             for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
-    verdicts = {pair: same_answer(*pair) for pair in pairs}
-    # wrong as texts and numbers, but perhaps right by algebra; thinking that never ends is wrong
-    asked = [pair for pair, same in verdicts.items()
-             if not same and pair[0] and "<think>" not in pair[0] and not unlike(*pair)]
-    seconds = 0.8 * batch.get("seconds", math.inf)
-    verdicts |= zip(asked, same_expressions(asked, cpus_of_a_rank(), seconds), strict=True)
-    late = sum(verdicts[pair] is None for pair in pairs)
-    if late:
-        print(f"reward 'math': {late} of {len(pairs)} answers were not compared in "
-              f"{seconds:.0f} s, and score 0; raise reward_timeout", flush=True)
-    return [float(bool(verdicts[pair])) for pair in pairs]
-
-
-def unlike(given, truth):
-    """
-    Whether two answers differ for a reason that math-verify does not see: a denial (cannot be 5),
-    units (5 cm, 5 m), names, the order of letters (act, cat), 4 am and 4 pm.
-    """
-    if max(len(given), len(truth)) > LONGEST or DENIED.search(given) and not DENIED.search(truth):
-        return True
-    given, truth = plain(given), plain(truth)
-    words = given.isalpha() and truth.isalpha() and len(given) != 2  # xy may be x times y
-    hours, others = (re.findall(r"\d ([ap])m\b", text) for text in (given, truth))
-    return words or hours != others or clash(read_answer(given, loose=True), read_answer(truth))
-
-
-def check_installed(rows, path):
-    """Raise BadInput unless math-verify is installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise BadInput("the reward 'math' grades with the package math-verify, which is not "
-                       "installed; type pip install math-verify, or use accuracy")
-
-
-math_answer.check_rows = check_installed  # rewards.py calls it
-
-
-def same_expressions(pairs, workers, seconds):
-    """
-    Whether the two answers of each pair [(given, truth), ...] are the same expression, a list of
-    bools; None where there was no time left. workers: processes at once. seconds: for all pairs.
-    """
-    end = time.monotonic() + seconds
-    found = [False] * len(pairs)
-    short = [i for i, pair in enumerate(pairs) if max(map(len, pair)) <= LONGEST]
-    workers = min(workers, 1 + len(short) // 16)  # a start takes as long as a hundred pairs
-    parts = [short[i::workers] for i in range(workers)]
-    # OpenMP may have bound this thread to one CPU, and new threads and processes inherit that
-    with ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS)) as pool:
-        verdicts = pool.map(lambda part: ask([pairs[i] for i in part], end), parts)
-        for part, answers in zip(parts, verdicts, strict=True):
-            for i, same in zip(part, answers, strict=True):
+    end, found = time.monotonic() + seconds, [None] * len(pairs)
+    workers = min(workers, 1 + len(pairs) // 16)  # a start takes as long as a hundred pairs
+    with ThreadPoolExecutor(workers, initializer=use_all_cpus) as pool:
+        parts = [range(first, len(pairs), workers) for first in range(workers)]
+        for part, verdicts in zip(parts, pool.map(
+                lambda part: ask([pairs[i] for i in part], end), parts), strict=True):
+            for i, same in zip(part, verdicts, strict=True):
                 found[i] = same
     return found
 

@@ -11,10 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from grading.answers import whole_responses
-from grading.sandbox import CPUS
 from errors import BadInput, shorten
 from grading import sandbox
+from rewards import whole_responses
 
 
 def code(batch):
@@ -29,23 +28,18 @@ def code(batch):
     end the run.
     """
     programs = [extract_code(response) for response in whole_responses(batch)]  # text, or None
-    runnable = [(program, row["tests"])
-                for program, row in zip(programs, batch["rows"], strict=True)
-                if program is not None]
+    runnable = {i: (program, row["tests"]) for i, (program, row) in enumerate(
+        zip(programs, batch["rows"], strict=True)) if program is not None}
     seconds = 0.8 * batch.get("seconds", math.inf)
-    verdicts = run_all(runnable, sandbox.cpus_of_a_rank(), seconds=seconds,
+    verdicts = run_all(runnable.values(), sandbox.cpus_of_a_rank(), seconds=seconds,
                        **batch.get("limits", {}))
     late = sum(verdict.reason == "out of time" for verdict in verdicts)
     if late:
         print(f"reward 'code': {late} of {len(programs)} programs had not ended after "
               f"{seconds:.0f} s for all of them, and score 0; if right ones may be among them, "
               "raise reward_timeout", flush=True)
-    remaining = iter(verdicts)
-    scores = []
-    for program in programs:
-        verdict = None if program is None else next(remaining)
-        scores.append(float(verdict is not None and verdict.passed == verdict.total))
-    return scores
+    passed = {i for i, verdict in zip(runnable, verdicts, strict=True) if verdict.reason == "pass"}
+    return [float(i in passed) for i in range(len(programs))]
 
 
 def check_code(rows, path):
@@ -61,11 +55,11 @@ code.check_rows = check_code  # rewards.py calls it
 # --------------------------------------------------------------------------------------------------
 # the program in a completion
 
-FENCE = re.compile(r"`{3,}|~{3,}")
+# a line with a fence: the text before it, the fence, its tag
+FENCE = re.compile(r"(.*?)(`{3,}|~{3,})\s*([^`]*?)\s*")
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
-MARKERS = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")  # of lists
-QUOTED = re.compile(r"(?:[-*+\d.) \t]*>)*")  # the beginning of a block quote's line
+MARKERS = re.compile(r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*")  # of lists
 
 
 def extract_code(completion):
@@ -85,60 +79,34 @@ def extract_code(completion):
     lines = last.get("python", last.get("", text.split("\n")))
     first = next(filter(str.strip, lines), "")
     indent = first[:len(first) - len(first.lstrip(" \t"))]
-    if indent:
-        lines = [line[len(os.path.commonprefix([indent, line])):] for line in lines]
-    return "\n".join(lines)
+    return "\n".join(line[len(os.path.commonprefix([indent, line])):] for line in lines)
 
 
 def fenced_blocks(text):
     """
     The fenced blocks of a text in order: [(tag, its lines)], with the tags "python", "" and others.
 
-    A block begins with a fence: three or more backticks or tildes. Before it there may be spaces
-    and markers of lists; before backticks with a Python tag or without a tag any text. The block
-    ends with a fence of at least as many, indented by less than 4 columns more. Models forget this
-    fence: so a fence with a tag begins a new block, and a block that is not closed ends with the
-    first line that ends with its fence ("return x```"), else with the text. In a block quote each
-    line loses as many ">" as are before the fence.
+    A block begins with three or more backticks or tildes, behind markers of lists; with a Python
+    tag or without a tag behind any text. It ends with a fence of at least as many and without a
+    tag, indented by less than 4 columns more. Models forget this fence: so a fence with a tag
+    begins a new block, and a block that is not closed ends with the text.
     """
-    blocks, opened, margin, closed, quotes = [], "", 0, set(), 0
+    blocks, opened, margin = [], "", 0
     for line in text.split("\n"):
-        if not opened:
-            quotes = QUOTED.match(line)[0].count(">")
-        line = re.sub(rf"^(?:[ \t]*> ?){{0,{quotes}}}", "", line) if quotes else line
-        before, fence, tag = read_fence(line)
-        near = fence and not before.strip() and len(before.expandtabs(4)) < margin + 4
-        alike = near and fence.startswith(opened)
-        if opened:
-            begins = near and tag and (alike or tag == "python" != blocks[-1][0])
-        else:
-            behind_text = fence.startswith("`") and tag in ("python", "")
-            begins = fence and (behind_text or MARKERS.fullmatch(before))
-        if begins:
-            blocks.append((tag, [], fence))
-            opened, margin = fence, len(MARKERS.match(line)[0].expandtabs(4))
-        elif opened and alike:
-            closed.add(len(blocks) - 1)
+        found = FENCE.fullmatch(line)
+        before, fence, tag = found.groups() if found else (line, "", "")
+        tag, indent = "python" if PYTHON.match(tag) else tag, len(MARKERS.match(line)[0])
+        bare = MARKERS.fullmatch(before) is not None
+        near = bare and not before.strip() and indent < margin + 4
+        if opened and near and fence.startswith(opened) and not tag:
             opened = ""
-        elif opened:
+        elif opened and not (near and tag and (
+                fence.startswith(opened) or tag == "python" != blocks[-1][0])):
             blocks[-1][1].append(line)
-    for number, (_, lines, fence) in enumerate(blocks):
-        end = next((i for i, line in enumerate(lines) if line.rstrip().endswith(fence)), None)
-        if number not in closed and end is not None:
-            lines[end:] = [lines[end].rstrip().removesuffix(fence)]
-    return [(tag, lines) for tag, lines, _ in blocks]
-
-
-def read_fence(line):
-    """
-    The text before the first fence of a line, the fence, its tag: "a: ```py3" -> ("a: ", "```",
-    "python"). The line, "", "" if there is no fence.
-    """
-    found = FENCE.search(line)
-    tag = line[found.end():].strip() if found else ""
-    if not found or found[0][0] == "`" and "`" in tag:  # ```code``` within a line
-        return line, "", ""
-    return line[:found.start()], found[0], "python" if PYTHON.match(tag) else tag
+        elif fence and (bare or tag in ("python", "")):
+            blocks.append((tag, []))
+            opened, margin = fence, indent
+    return blocks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,40 +127,37 @@ def check_tests(tests, where):
 
     where: the file and the row, for the message. Raises BadInput for tests of another form.
     """
+    def wrong(test):
+        return BadInput(
+            f"{where}: {shorten(test)} is no test. A test has fn (the name of a function, or "
+            "CLASS.METHOD), inputs (a list of lists of arguments) and outputs, as many (JSON "
+            "values, not NaN); or stdin and stdout, texts or as many of each; or is an assertion "
+            "such as \"assert add(1, 2) == 3\"")
+
     calls, outputs, scripts = [], [], []
     for test in tests if isinstance(tests, list) else [tests]:
         if isinstance(test, str):
-            test = read_assertion(test, where)
+            test = read_assertion(test) or test
         fields = set(test) if isinstance(test, dict) else None
-        if fields == {"fn", "inputs", "outputs"}:
+        of_function = fields == {"fn", "inputs", "outputs"}
+        if of_function:
             given, wanted = test["inputs"], test["outputs"]
-            parts = test["fn"].split(".") if isinstance(test["fn"], str) else []
-            if len(parts) not in (1, 2) or not all(map(str.isidentifier, parts)):
-                raise BadInput(f"{where}: fn must be the name of a function, or CLASS.METHOD, "
-                               f"found {shorten(test['fn'])}")
+            if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", str(test["fn"])):
+                raise wrong(test)
         elif fields == {"stdin", "stdout"}:
             given, wanted = ([x] if isinstance(x, str) else x
                              for x in (test["stdin"], test["stdout"]))
         else:
-            raise BadInput(f"{where}: a test has fn, inputs and outputs, or stdin and stdout, or "
-                           "is an assertion such as \"assert add(1, 2) == 3\"; found "
-                           f"{shorten(test)}")
-        lists = isinstance(given, list) and isinstance(wanted, list)
-        if not lists or not len(given) == len(wanted) > 0:
-            raise BadInput(f"{where}: what is given and what is wanted must be lists of one "
-                           f"length, found {shorten(test)}")
+            raise wrong(test)
+        if not (isinstance(given, list) and isinstance(wanted, list)
+                and len(given) == len(wanted) > 0):
+            raise wrong(test)
         for one, want in zip(given, wanted, strict=True):
-            try:
-                # a value that does not equal itself is NaN, or not JSON
-                good = same(one, one) and same(want, want)
-            except RecursionError:
-                raise BadInput(f"{where}: a test case is nested too deep") from None
-            kinds = (list, type(want)) if "fn" in test else (str, str)
+            kinds = (list, type(want)) if of_function else (str, str)
+            good = same(one, one) and same(want, want)  # NaN does not equal itself
             if not good or (type(one), type(want)) != kinds:
-                raise BadInput(f"{where}: {shorten(one)} -> {shorten(want)} is no test case: it "
-                               "takes a list of arguments and a JSON value (not NaN), or stdin and "
-                               "stdout as two strings")
-            if "fn" in test:
+                raise wrong(test)
+            if of_function:
                 calls.append((test["fn"], one))
                 outputs.append(want)
             else:
@@ -203,42 +168,30 @@ def check_tests(tests, where):
     return calls, outputs, scripts
 
 
-def read_assertion(text, where):
+def read_assertion(text):
     """
     An assertion, as in MBPP, -> a test with one call: "assert add(1, 2) == 3" becomes {"fn": "add",
     "inputs": [[1, 2]], "outputs": [3]}. So the program only gets the arguments.
 
-    The call is on one side of == or is, and a value on the other; `assert f(1)` wants True, and
+    The call is on the left of == or is, and a value on the right; `assert f(1)` wants True, and
     `assert not f(1)` False. A call is f(1) or Solution().f(1). Arguments and value are literals of
-    JSON's types, or tuples, which become lists. Raises BadInput for any other assertion, such as
-    assert f(1) in (2, 3).
+    JSON's types, or tuples, which become lists. None for any other text, such as assert f(1)
+    in (2, 3).
     """
-    wanted = BadInput(f"{where}: cannot read the assertion {shorten(text)}; wanted one such as "
-                      "\"assert add(1, 2) == 3\", a call with literals and the value that it has")
     try:
         (statement,) = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise wanted from None
-    if not isinstance(statement, ast.Assert):
-        raise wanted
-    call, value = statement.test, ast.Constant(True)
-    if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
-        call, value = call.operand, ast.Constant(False)
-    elif isinstance(call, ast.Compare):
-        if len(call.ops) != 1 or not isinstance(call.ops[0], (ast.Eq, ast.Is)):
-            raise wanted
-        call, value = call.left, call.comparators[0]
-        if isinstance(value, ast.Call):
-            call, value = value, call
-    try:
+        call, value = statement.test, ast.Constant(True)
+        if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
+            call, value = call.operand, ast.Constant(False)
+        if isinstance(call, ast.Compare):
+            (value,), (compared,) = call.comparators, call.ops
+            call = call.left if isinstance(compared, (ast.Eq, ast.Is)) else None
         name = re.sub(r"^(\w+)\(\)\.", r"\1.", ast.unparse(call.func))  # Solution().f
-        inputs = [ast.literal_eval(argument) for argument in call.args]
+        inputs = [ast.literal_eval(argument) for argument in [*call.args, *call.keywords]]
         # a tuple becomes a list
         inputs, value = json.loads(json.dumps([inputs, ast.literal_eval(value)]))
     except (AttributeError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise wanted from None
-    if call.keywords:
-        raise wanted
+        return None
     return {"fn": name, "inputs": [inputs], "outputs": [value]}
 
 
@@ -264,9 +217,8 @@ def run_all(programs, workers, timeout=5, memory_mib=512, seconds=math.inf):
     time". Raises the exceptions of run_tests.
     """
     end = time.monotonic() + seconds
-    # Threads are enough, because they only wait. OpenMP may have bound this thread to one CPU, and
-    # new threads and processes inherit that: so give them all CPUs again.
-    pool = ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, CPUS))
+    # threads are enough, because they only wait
+    pool = ThreadPoolExecutor(workers, initializer=sandbox.use_all_cpus)
     try:
         return list(pool.map(lambda program: run_tests(*program, timeout, memory_mib, end),
                              programs))
@@ -291,7 +243,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
     calls, outputs, scripts = check_tests(tests, "tests")
     # half a surrogate pair goes in as it is, and is a SyntaxError in the sandbox
     source = code.encode("utf-8", "surrogatepass")
-    reasons, wall = [], sandbox.WALL_FACTOR * timeout
+    reasons, wall, ending = [], sandbox.WALL_FACTOR * timeout, None
     if calls:
         limit = sandbox.OUTPUT_LIMIT + 1024 * len(calls) + 2 * len(json.dumps(outputs))
         written, ending, seconds = sandbox.run_program(source, calls, b"", limit, timeout,
@@ -302,17 +254,16 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
         # the calls without an answer; "crash" if the process left before the end, even with code 0
         reasons += [ending or "crash"] * (len(outputs) - len(reasons))
     for stdin, stdout in scripts:
+        if ending in ("timeout", "out of time", "memory", "output limit"):
+            break
         limit = sandbox.OUTPUT_LIMIT + 2 * len(stdout)
         written, ending, seconds = sandbox.run_program(source, None, stdin, limit, timeout,
                                                        memory_mib, wall, end)
         wall -= seconds
         reasons.append(ending or ("pass" if same_output(written, stdout) else "fail"))
-        if ending in ("timeout", "out of time", "memory", "output limit"):
-            break
-    reason = next((reason for reason in reasons if reason != "pass"), "pass")
-    if "out of time" in reasons:
-        reason = "out of time"
-    return Verdict(reasons.count("pass"), len(outputs) + len(scripts), reason)
+    total, failed = len(outputs) + len(scripts), [why for why in reasons if why != "pass"]
+    reason = "out of time" if "out of time" in failed else (failed or ["pass"])[0]
+    return Verdict(reasons.count("pass"), total, reason)
 
 
 def judge(answer, want):
@@ -365,10 +316,8 @@ def same(got, want):
     return isinstance(want, (str, bool, type(None))) and got == want
 
 
-# a number of JSON in a line of output: between blanks, brackets and commas, or behind "="; larger
-# numbers are compared as text
-NUMBER = re.compile(rb"(?<![^\s()\[\]{},;=])(-?(?:0|[1-9][0-9]{0,99999})|-?(?:0|[1-9][0-9]{0,99})"
-                    rb"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?![^\s()\[\]{},;])")
+# a number of JSON; larger ones are compared as text
+NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?")
 
 
 def same_output(written, wanted):
@@ -376,8 +325,9 @@ def same_output(written, wanted):
     Whether a program wrote (bytes) the output that a test wants: numbers as in `same`, all else
     byte for byte, except blanks at the ends of lines, and blank lines at the end.
     """
-    # text, number, text, ..., number, text
-    got, want = (NUMBER.split(b"\n".join(line.rstrip() for line in text.rstrip().split(b"\n")))
-                 for text in (written, wanted))
-    return got[::2] == want[::2] and all(x == y or judge(x, json.loads(y)) == "pass"
-                                         for x, y in zip(got[1::2], want[1::2], strict=True))
+    # words, and what stands between them: "1, [2.0]" -> "1", ", [", "2.0", "]", ""
+    got, want = (re.split(rb"([\s\[\](){},;=]+)", b"\n".join(
+        line.rstrip() for line in text.rstrip().split(b"\n"))) for text in (written, wanted))
+    return len(got) == len(want) and all(
+        x == y or NUMBER.fullmatch(x) and NUMBER.fullmatch(y) and judge(x, json.loads(y)) == "pass"
+        for x, y in zip(got, want, strict=True))

@@ -5,10 +5,9 @@ nothing is run.
 The limits of the program:
 - It is one process, without privileges, in namespaces of its own (for a process, only the things in
   its namespaces exist).
-- It sees the Python interpreter and the system's shared libraries, read-only, and an empty /tmp. It
-  sees no network, no other process, no /proc, no /dev, and none of this process's environment
-  variables.
-- The kernel limits its CPU time, memory, threads, files and output.
+- It sees the Python interpreter and the system's shared libraries, and can write no file. It sees
+  no network, no other process, no /proc, no /dev, and none of this process's environment variables.
+- The kernel limits its CPU time, memory, threads, open files and output.
 - A seccomp filter, which judges each system call, denies it more processes and the rarer services
   of the kernel.
 - It gets the inputs of the tests and never the outputs. grading/programs.py compares its answers
@@ -16,26 +15,15 @@ The limits of the program:
 
 There is no protection against bugs of the kernel that an unprivileged process can reach, and
 against spying through timing and CPU caches. The program can read the interpreter's lib folder,
-with its site-packages, and learn the kernel's version and the machine's size.
-
-The kernel needs more memory for the program than the limit counts. Measured, at most:
-
-    files in /tmp                  16 MiB
-    its stdin                      16 MiB
-    names of files                 30 MiB    (TMP_FILES, which is checked every 0.1 s)
-    full sockets                   12 MiB
-    full pipes                      2 MiB
-    page tables                   512 MiB    (8 KiB for each page that lies alone, at the usual
-                                              vm.max_map_count of 65530)
-
-Where huge pages are always on, 2 MiB may stay for each page that is left of a mapping, until the
-kernel needs the memory. If all memory is used, the kernel ends these programs first.
-
-If you think that the model itself may attack, run all of this in a virtual machine.
+with its site-packages, and learn the kernel's version and the machine's size. The kernel needs more
+memory for the program than the limit counts: at most 12 MiB for full sockets, 2 MiB for full pipes,
+and 512 MiB for page tables, if each page lies alone. If all memory is used, the kernel ends these
+programs first. If you think that the model itself may attack, run all of this in a virtual machine.
 
 How to read this file: run_program starts one sandbox and reads its output; isolation,
 seccomp_filter and BOOTSTRAP are its walls; PROBE tries them.
 """
+import contextlib
 import errno
 import functools
 import itertools
@@ -52,7 +40,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 from errors import BadInput, Stop, shorten
@@ -63,46 +50,35 @@ OUTPUT_LIMIT = 2**16  # bytes that are read from a program, beside those that th
 # wall-clock seconds that a program has for all its tests, for each CPU second of a process
 WALL_FACTOR = 4
 START_SECONDS = 30  # a sandbox that takes longer than this to start is broken
-THREADS, OPEN_FILES, TMP_BYTES, TMP_FILES = 64, 64, 2**24, 10_000
-LOOK_EVERY = 0.1  # seconds between counts of the files: the kernel does not limit their number
+THREADS, OPEN_FILES = 64, 64
 OUT_OF_MEMORY = 97  # the bootstrap's exit code after a MemoryError
 FIRST_UID = 2**31  # no system gives user ids from here on to its users
 runs = itertools.count()  # numbers the sandboxes of this process
-starting = threading.Lock()  # held while a process is started; see start
 
 
 def cpus_of_a_rank():
-    """How many processes a rank may run at once: the machine's ranks share its CPUs."""
-    return max(1, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    """
+    How many processes a rank may run at once: the machine's ranks share the CPUs that this process
+    was started on (taskset), or fewer where a container has a quota of CPU time in each period.
+    """
+    count = len(CPUS)
+    with contextlib.suppress(OSError, ValueError):  # no cgroups v2; or no quota, which is "max"
+        quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        count = min(count, quota // period)
+    return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def count_cpus(quota_file="/sys/fs/cgroup/cpu.max"):
-    """
-    The number of this process's CPUs: those that it was started on (taskset), or fewer where a
-    container has a quota. The file (of cgroups v2) has the quota: CPU time, and its period.
-    """
-    try:
-        with open(quota_file, encoding="utf-8") as f:
-            quota, period = f.read().split()
-    except OSError:
-        return len(CPUS)
-    return len(CPUS) if quota == "max" else max(1, min(len(CPUS), int(quota) // int(period)))
+def use_all_cpus():
+    """OpenMP may have bound a thread to one CPU, which new threads and processes inherit."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, CPUS)
 
 
 def check_sandbox():
-    """
-    Try the sandbox from inside, once, before training. Raises BadInput with the fault and with
-    advice.
-
-    Call it from the main thread. The shell that started this process may ignore SIGCHLD (trap ''
-    CHLD). Then the kernel does not tell this process, or bwrap, when children end. This function
-    changes that, and only the main thread can do it.
-    """
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """Try the sandbox from inside, once, before training. Raises BadInput with fault and advice."""
     try:
         written, ending, _ = run_program(PROBE, [("probe", [])], b"", OUTPUT_LIMIT, timeout=5,
-                                         memory_mib=256)
+                                         memory_mib=256, wall=20)
     except Stop as e:
         raise BadInput(f"{e}. bwrap needs namespaces: a container must allow them (such as docker "
                        "run --privileged), and so must Ubuntu from 23.10 on (sysctl "
@@ -116,7 +92,7 @@ def check_sandbox():
 # one sandbox: starting it, reading from it, ending it
 
 
-def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end=math.inf):
+def run_program(source, calls, stdin, limit, timeout, memory_mib, wall, end=math.inf):
     """
     Run one program in one process.
 
@@ -126,25 +102,20 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
     limit: how many bytes to read from it.
     timeout: its CPU seconds, rounded up.
     memory_mib: its address space; Python itself takes 20 MiB of it.
-    wall: its seconds on the wall clock, from its start on; None: WALL_FACTOR * timeout.
+    wall: its seconds on the wall clock, from its start on.
     end: the last moment, by time.monotonic().
 
     Returns its output (at most limit bytes); the reason of its end (None: by itself, without an
     error); and the seconds that it took. Raises BadInput where bwrap is missing. Raises Stop unless
     it is certain that the program has started, or that there was no time left to start it.
     """
-    wall = WALL_FACTOR * timeout if wall is None else wall
     if time.monotonic() >= end:
         return b"", "out of time", 0.0
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-        raise Stop("the sandbox does not start while SIGCHLD is ignored; call check_sandbox first")
     bwrap = shutil.which("bwrap")
-    if bwrap is None and sys.platform != "linux":
-        raise BadInput("model-written code runs only under bwrap, which needs Linux; run it in "
-                       "docker (docs/scale.md)")
     if bwrap is None:
         raise BadInput("bwrap is missing, and model-written code runs nowhere else: apt install "
-                       "bubblewrap")
+                       "bubblewrap; it needs Linux, such as in docker (docs/scale.md)")
+    limit_core_files()
     # Processes and threads are limited for each user, but not for root; and real root stays root
     # even in a user namespace. So for real root each sandbox becomes a new user, which nobody else
     # is. Otherwise it gets a user namespace.
@@ -157,7 +128,7 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
         (resource.RLIMIT_STACK, 2**23),
         (resource.RLIMIT_NPROC, THREADS),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
-        (resource.RLIMIT_FSIZE, TMP_BYTES),
+        (resource.RLIMIT_FSIZE, 0),  # its stdin is an open file; no write makes it larger
         (resource.RLIMIT_SIGPENDING, THREADS))]
     try:
         # All inputs are in anonymous files: with a pipe, a program that does not read would block
@@ -168,20 +139,19 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
             # if all memory is used, the kernel should end this process, and not the trainer
             shell = '{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null; exec "$@"'
             command = ["/bin/sh", "-c", shell, "sh",
-                       bwrap, *isolation(bwrap, uid != 0), "--info-fd", str(info.fileno()),
+                       bwrap, *isolation(uid != 0), "--info-fd", str(info.fileno()),
                        "--seccomp", str(seccomp.fileno()), "--",
                        # not -I, because it ignores PYTHONHASHSEED
                        base_python(), "-P", "-s", "-S", "-B", "-X", "utf8", "-X",
                        "int_max_str_digits=0", "-c", BOOTSTRAP, str(job.fileno()),
                        str(null.fileno())]
-            with start(command, stdin=text, stdout=subprocess.PIPE, stderr=errors, env={},
-                       bufsize=0,
-                       start_new_session=True,  # Ctrl-C is not for the program
-                       pass_fds=[f.fileno() for f in (job, null, info, seccomp)]) as process:
+            with subprocess.Popen(
+                    command, stdin=text, stdout=subprocess.PIPE, stderr=errors, env={}, bufsize=0,
+                    start_new_session=True,  # Ctrl-C is not for the program
+                    pass_fds=[f.fileno() for f in (job, null, info, seccomp)]) as process:
                 cut = "interrupted"
                 try:
-                    written, cut, seconds = read_output(process.stdout.fileno(), limit, wall, end,
-                                                        info)
+                    written, cut, seconds = read_output(process.stdout.fileno(), limit, wall, end)
                 finally:
                     if cut:
                         kill(process, info)
@@ -200,86 +170,58 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall=None, end
     return bytes(written[1:limit + 1]), ending, seconds  # without the ready byte
 
 
-def start(command, **how):
+def limit_core_files():
     """
-    subprocess.Popen, of a process with core files of at most 1 byte: so it leaves none. With a
-    limit of 0, a crash would still start the host's handler of core files, if there is one. The
-    limit must be set before the process starts, because the filter denies any change of it.
+    Let this process, and so each sandbox, leave core files of at most 1 byte, which is none. With a
+    limit of 0 a crash would still start the host's handler of core files, as root, if there is one
+    (core(5)). It must be set before the sandbox starts, because the filter denies any change of it.
     """
-    # A child inherits the limit of this process, which all threads share: so one start at a time.
-    with starting:
-        ours = resource.getrlimit(resource.RLIMIT_CORE)
-        try:
-            # root may raise a hard limit of 0
-            resource.setrlimit(resource.RLIMIT_CORE, (1, ours[1] or 1))
-        except ValueError as e:
-            with open("/proc/sys/kernel/core_pattern") as f:
-                handler = f.read().strip()
-            if handler.startswith("|"):
-                raise BadInput(f"this system gives programs that crash to {shorten(handler[1:])}, "
-                               "which runs as root, because the hard limit of core files is 0; "
-                               "raise it, such as by docker run --ulimit core=-1") from e
-        try:
-            return subprocess.Popen(command, **how)
-        finally:
-            resource.setrlimit(resource.RLIMIT_CORE, ours)
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (1, hard or 1))  # root may raise a hard limit of 0
+    except ValueError as e:
+        handler = pathlib.Path("/proc/sys/kernel/core_pattern").read_text().strip()
+        if handler.startswith("|"):
+            raise BadInput(f"this system gives programs that crash to {shorten(handler[1:])}, "
+                           "which runs as root, because the hard limit of core files is 0; raise "
+                           "it, such as by docker run --ulimit core=-1") from e
 
 
-def read_output(fd, limit, wall, end, info):
+def read_output(fd, limit, wall, end):
     """
     Read from the pipe fd: the bootstrap's ready byte, and then about limit bytes at most, until all
     writers are gone or a limit is hit.
 
     Returns the bytes; the limit that was hit (None: none); the seconds since the ready byte. limit,
-    wall, end: see run_program. info: see first_process.
+    wall, end: see run_program.
     """
     written, began = bytearray(), time.monotonic()
     stop = min(began + START_SECONDS, end)
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while True:
-        late = time.monotonic() >= stop
-        # 0 if it is too late: bytes that are there already are still read
-        patience = max(0, 1000 * min(stop - time.monotonic(), LOOK_EVERY))  # milliseconds
-        if poll.poll(patience):
-            chunk = os.read(fd, 2**16)
-            now = time.monotonic()
-            if not written:
-                began, stop = now, min(now + wall, end)
-            written += chunk
-            if not chunk or len(written) > limit + 1:
-                return written, "output limit" if chunk else None, now - began
-        elif late:
-            return written, "out of time" if stop == end else "timeout", time.monotonic() - began
-        elif written and count_files(info) > TMP_FILES:
-            return written, "memory", time.monotonic() - began
-
-
-def count_files(info):
-    """How many files a sandbox has made: each takes 1 KB of the kernel, which no limit counts."""
-    try:
-        size = os.statvfs(os.path.join(f"/proc/{first_process(info)}/root", "tmp"))
-        return size.f_files - size.f_ffree
-    except (ValueError, OSError):  # the process is not there yet, or has just ended
-        return 0
-
-
-def first_process(info):
-    """
-    The id, outside, of the first process in a sandbox; bwrap writes it to the file info. Raises
-    ValueError where it is not written yet.
-    """
-    return json.loads(os.pread(info.fileno(), 4096, 0))["child-pid"]
+    # if it is too late: 0 milliseconds, in which bytes that are there already are still read
+    while poll.poll(max(0, 1000 * (stop - time.monotonic()))):
+        chunk = os.read(fd, 2**16)
+        now = time.monotonic()
+        if not written:
+            began, stop = now, min(now + wall, end)
+        written += chunk
+        if not chunk or len(written) > limit + 1:
+            return written, "output limit" if chunk else None, now - began
+        if now > stop:  # it writes all the time
+            break
+    return written, "out of time" if stop == end else "timeout", time.monotonic() - began
 
 
 def kill(process, info):
     """
-    End a sandbox and wait for it. This kills the first process of its PID namespace: then the
-    kernel kills all others in there, and bwrap, which waits for the first one, ends, too. If bwrap
-    itself were killed, the processes in there would stay as zombies.
+    End a sandbox and wait for it. This kills the first process of its PID namespace, whose id bwrap
+    has written to the file info: then the kernel kills all others in there, and bwrap, which waits
+    for the first one, ends, too. If bwrap itself were killed, the processes in there would stay as
+    zombies.
     """
     try:
-        os.kill(first_process(info), signal.SIGKILL)
+        os.kill(json.loads(os.pread(info.fileno(), 4096, 0))["child-pid"], signal.SIGKILL)
         process.wait(10)
     except (ValueError, ProcessLookupError, subprocess.TimeoutExpired):
         process.kill()  # the first process is not there yet, or has just ended
@@ -310,10 +252,11 @@ def base_python():
 
 
 @functools.cache
-def isolation(bwrap, as_root):
+def isolation(as_root):
     """
-    The arguments of bwrap that make the program's world: nothing else exists in there. as_root: the
-    program starts as root, so that the bootstrap can become another user.
+    The arguments of bwrap that make the program's world: nothing else exists in there, and it can
+    only be read. as_root: the program starts as root, so that the bootstrap can become another
+    user.
     """
     home = os.path.realpath(sys.base_prefix)
     arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
@@ -321,17 +264,12 @@ def isolation(bwrap, as_root):
                  "--new-session", "--cap-drop", "ALL", "--clearenv",
                  "--setenv", "PYTHONHASHSEED", "0", "--setenv", "LD_LIBRARY_PATH", f"{home}/lib",
                  # with more, each thread's arena would take 64 MiB of the address space
-                 "--setenv", "MALLOC_ARENA_MAX", "1"]
+                 "--setenv", "MALLOC_ARENA_MAX", "1", "--dir", "/tmp"]
     if as_root:
         # gone once the bootstrap has become another user
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    known = subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
-    if "--size" in known:  # from bwrap 0.7 on
-        arguments += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
-    else:  # no size could be set, so /tmp is read-only
-        arguments += ["--dir", "/tmp"]
     visible = {base_python()}
     visible |= {os.path.join(top, lib) for top in (home, "/usr", "/") for lib in ("lib", "lib64")}
     parents = {str(parent) for path in visible for parent in pathlib.PurePath(path).parents} - {"/"}
@@ -364,8 +302,7 @@ DENIED = {
     "memfd_create": (319, 279), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
     "mq_open": (240, 180), "io_setup": (206, 0), "inotify_init": (253, None),
     "inotify_init1": (294, 26), "fanotify_init": (300, 262), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "seccomp": (317, 277), "symlink": (88, None), "symlinkat": (266, 36),
+    "request_key": (249, 218), "keyctl": (250, 219), "seccomp": (317, 277),
     # pages that stay in a pipe or a socket after they are unmapped; sockets sent through sockets;
     # larger buffers of sockets
     "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "sendmsg": (46, 211),
@@ -398,7 +335,7 @@ BY_ARGUMENT = {
               {6: 0, 7: 0, 37: EPERM, 38: EPERM, 1024: EPERM, 1026: EPERM, 1031: EPERM}, ALLOW),
     # PR_SET_SECCOMP: filters of its own would be in the kernel's memory
     "prctl": ((157, 167), 0, 0xFFFFFFFF, {22: EPERM}, ALLOW),
-    # the limit of core files: see start
+    # see limit_core_files
     "setrlimit": ((160, 164), 0, 0xFFFFFFFF, {resource.RLIMIT_CORE: EPERM}, ALLOW),
     "prlimit64": ((302, 261), 1, 0xFFFFFFFF, {resource.RLIMIT_CORE: EPERM}, ALLOW)}
 # From this number on calls have the same number on all machines: io_uring, clone3, pidfds, mounts.

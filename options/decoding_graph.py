@@ -8,30 +8,26 @@ hides the columns that are not used yet, and a step's inputs are written to the 
 rows leave, or all columns are used, another graph is recorded.
 """
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
+from decoding_cache import RoomyLayer
 from errors import first_line
 
-SPARE = 64  # columns behind the used ones, in a cache
 COLUMNS = 256  # a graph has room for so many tokens
 MULTIPLE = 64  # kernels are faster with whole multiples
 
 off = ""  # the reason why this process decodes without graphs, after one has failed
 
 
-def steps_of(policy, cache):
+def steps_of(policy, cache, longest):
     """
     (cache, next_logits) for a decoding by graphs; as they are, where a layer of the model does not
-    see all tokens.
+    see all tokens. cache: empty. longest: the most columns that it may need.
     """
-    kinds = [type(layer) for layer in cache.layers]
-    if off or policy.config._attn_implementation != "sdpa" or set(kinds) != {DynamicLayer}:
+    full = all(type(layer) is RoomyLayer for layer in cache.layers)
+    if off or not full or policy.config._attn_implementation != "sdpa":
         return cache, policy.next_logits
-    cache = DynamicCache(config=policy.hf.config)
-    cache.layers = [RoomyLayer() for _ in kinds]
-    steps = Steps(policy, cache)
-    return cache, steps.next_logits
+    cache.layers = [HeldLayer() for _ in cache.layers]
+    return cache, Steps(policy, cache, longest).next_logits
 
 
 class Steps:
@@ -41,8 +37,8 @@ class Steps:
     without graphs.
     """
 
-    def __init__(self, policy, cache):
-        self.policy, self.cache = policy, cache
+    def __init__(self, policy, cache, longest):
+        self.policy, self.cache, self.longest = policy, cache, longest
         self.graph, self.rows, self.columns = None, 0, 0
         self.proved = False
 
@@ -82,7 +78,7 @@ class Steps:
     def record(self, token, mask, position):
         """A graph for the steps from here on; see next_logits."""
         rows, used = mask.shape
-        columns = -(-(used + COLUMNS) // MULTIPLE) * MULTIPLE
+        columns = -(-min(used + COLUMNS, self.longest) // MULTIPLE) * MULTIPLE
         self.graph = None  # its memory is free for the next one
         self.token, self.position = token.clone(), position.clone()
         self.column = torch.tensor([used - 1], device=token.device)
@@ -129,38 +125,21 @@ def check_alike(ours, theirs):
 # the cache
 
 
-class RoomyLayer(DynamicLayer):
+class HeldLayer(RoomyLayer):
     """
-    A layer with full attention. rooms: its keys and its values, (rows, heads, columns, width) each,
-    with spare columns behind the used ones; self.keys and self.values are views of them. column:
-    None; or, after `hold`, a tensor: the column into which the next token is written.
+    A layer that can be held: column, None; or, after `hold`, a tensor: the column into which the
+    next token is written.
     """
+
     column = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append (rows, heads, k, width) of k new tokens. Returns all keys and all values."""
-        if self.column is not None:
-            for room, new in zip(self.rooms, (key_states, value_states), strict=True):
-                room.index_copy_(2, self.column, new)
-            return tuple(self.rooms)  # with the spare columns, which a mask must hide
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        begin = self.get_seq_length()
-        end = begin + key_states.shape[-2]
-        if begin == 0 or end > self.rooms[0].shape[-2]:
-            self.rooms = [self.larger(old, new, end + SPARE) for old, new
-                          in ((self.keys, key_states), (self.values, value_states))]
+        """As RoomyLayer's; of a held layer it returns the spare columns, too: a mask hides them."""
+        if self.column is None:
+            return super().update(key_states, value_states)
         for room, new in zip(self.rooms, (key_states, value_states), strict=True):
-            room[:, :, begin:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-        return self.keys, self.values
-
-    def larger(self, old, new, columns):
-        """The keys or values so far in a tensor of more columns: (rows, heads, columns, width)."""
-        room = new.new_empty(*new.shape[:2], columns, new.shape[-1])
-        if old.numel():
-            room[:, :, :old.shape[-2]] = old
-        return room
+            room.index_copy_(2, self.column, new)
+        return tuple(self.rooms)
 
     def hold(self, used, columns, column):
         """
@@ -174,10 +153,3 @@ class RoomyLayer(DynamicLayer):
             self.rooms[-1][:, :, :used] = room[:, :, :used]
         self.keys, self.values = (room[:, :, :used] for room in self.rooms)
         self.column = column
-
-    def batch_select_indices(self, indices):
-        """Keep only these rows, in this order; a row may come several times."""
-        used = self.get_seq_length()
-        if used:
-            self.rooms = [room[indices] for room in self.rooms]
-            self.keys, self.values = (room[:, :, :used] for room in self.rooms)

@@ -24,24 +24,17 @@ import copy
 import inspect
 import math
 import re
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import parallel
 import ranks
-from errors import BadInput, Stop, first_line, shorten
+from errors import BadInput, Stop, first_line, place_of, shorten
+from options.user_code import load_function
 from rollout import left_pad, response_seeds
-from options.user_code import load_function, place_of
 from tokenizer import joined
-
-
-def check_environment(system):
-    """Raise BadInput where keys do not go together."""
-    if system.environment and system.tools:
-        raise BadInput("environment and tools are both given, and tools are an environment, too; "
-                        "leave one of them out: your environment can call the functions itself")
-
 
 made = {}  # {tokenizer: its Environment}
 
@@ -52,21 +45,18 @@ def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, n
     Environment.converse. Token t of a response has the same uniform, whichever turn it is in.
     """
     if policy.tokenizer not in made:
-        check_environment(system)
         made[policy.tokenizer] = Environment(system, policy.tokenizer)
     length = uniforms.shape[1]
 
-    def answer(contexts, which, number, used):
+    def sample(contexts, which, used):
         rooms = [length - n for n in used]
-        R = max(rooms, default=length)
-        column = torch.arange(R) + torch.tensor(used, dtype=torch.int64)[:, None]  # (n, R)
-        # a response ends before column `length`, so it uses no number from behind the %
+        column = torch.arange(max(rooms, default=length)) + torch.tensor(used).long()[:, None]
+        # (n, max(rooms)). A response ends before column `length`: it uses none from behind the %
         rest = uniforms[list(which)].gather(1, column % length)
         return respond(decoder, contexts, rest, rooms=rooms)
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
-        return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, answer,
-                                               lambda: ranks.stop)
+        return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, sample)
 
 
 class Environment:
@@ -76,43 +66,42 @@ class Environment:
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
         self.timeout, self.tools = system.reward_timeout, None
         self.thread = ThreadPoolExecutor(1)  # so that nobody waits for ever for one that hangs
+        self.name = f"environment = {system.environment!r}"
+        if system.environment and system.tools:
+            raise BadInput("environment and tools are both given, and tools are an environment, "
+                           "too; leave one out: your environment can call the functions itself")
         if system.tools:
             from options.tools import Tools
 
             self.tools = Tools(system, tokenizer)
-            self.role, self.seeded = "tool", False
         else:
-            where = f"environment = {system.environment!r}"
-            if ":" not in system.environment:
-                raise BadInput(f"{where}: wanted FILE.py:FUNCTION")
-            self.env = load_function(system.environment, ".", where)
-            self.name = where
+            self.env = load_function(system.environment, ".", self.name)
             self.seeded = "seed" in inspect.signature(self.env).parameters
-            self.role = "user"
-        check_template(tokenizer, self.role)
+        check_template(tokenizer, "tool" if system.tools else "user")
         self.frames = frames(tokenizer)
         tokenizer.messages_of = self.messages_of
 
     # ----------------------------------------------------------------------------------------------
     # sampling
 
-    def converse(self, rows, prompts, noise, names, length, width, answer, stop):
+    def converse(self, rows, prompts, noise, names, length, width, sample):
         """
         What rollout.generate returns of B prompts, of several turns each, and turn_rewards (B, R):
         what the environment has paid for a turn, on the turn's last token. With tools also
         failed_calls (B,), how many calls of a response were no good.
 
         rows: of the data, one for each prompt; noise, names: see rollout.sample_batch. length: R,
-        all tokens of a response together. width: P. answer: a function of (contexts, numbers of
-        their responses, turn, tokens that these have so far) that samples one turn.
+        all tokens of a response together. width: P. sample: a function of (contexts, numbers of
+        their responses, tokens that these have so far) that samples one turn.
         """
         B, tokenizer = len(prompts), self.tokenizer
         ids, own, logprobs, paid = ([[] for _ in prompts] for _ in range(4))  # a number a token
-        dialogues = [opening(tokenizer, row["prompt"]) for row in rows]  # the messages so far
+        dialogues = [[dict(role="user", content=row["prompt"])] if isinstance(row["prompt"], str)
+                     else row["prompt"] for row in rows]  # the messages so far
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
-            contexts = [[*prompts[i], *ids[i]] for i in live]
-            batch = answer(contexts, live, turn, [len(ids[i]) for i in live])
+            contexts, used = [[*prompts[i], *ids[i]] for i in live], [len(ids[i]) for i in live]
+            batch = sample(contexts, live, used)
             dtype = batch["sampler_logprobs"].dtype
             fresh, masks, old = (batch[name].tolist() for name in (
                 "tokens", "response_mask", "sampler_logprobs"))
@@ -125,8 +114,8 @@ class Environment:
                 paid[i] += [0.0] * count
                 logprobs[i] += old[n][:count]
                 if batch["finished"][n]:  # else nobody knows what it would have said
-                    text = tokenizer.decode_response(new, self.before(rows[i]["prompt"], turn))
-                    dialogues[i] = joined(dialogues[i], [dict(role="assistant", content=text)])
+                    text = self.said(new, rows[i]["prompt"], turn)
+                    dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
             replies = self.ask([dialogues[i] for i in asked], [rows[i] for i in asked], [
                 (*noise, names[0][i], names[1][i], turn) for i in asked], failed, asked)
@@ -136,7 +125,8 @@ class Environment:
                 finished[i] = message is None
                 if finished[i]:
                     continue
-                extra = self.between(message, ids[i][-1] in tokenizer.eos_ids)
+                # a turn that a stop string has ended gets the template's end here
+                extra = between(tokenizer, message, ids[i][-1] in tokenizer.eos_ids)
                 if turn + 1 < self.max_turns and len(ids[i]) + len(extra) < length:
                     dialogues[i] = [*dialogues[i], message]
                     ids[i] += extra
@@ -144,7 +134,7 @@ class Environment:
                     paid[i] += [0.0] * len(extra)
                     logprobs[i] += [0.0] * len(extra)
                     live.append(i)
-            if not live or stop is not None and stop():
+            if not live or ranks.stop:
                 break
 
         def padded(lists, fill, dtype):
@@ -195,36 +185,28 @@ class Environment:
         more = dict(seed=seed_of(*name)) if self.seeded else {}
         try:
             reply = self.env(copy.deepcopy(dialogue), row, **more)
-        except (BadInput, Stop):
-            raise
         except Exception as e:  # the user's code raises anything
-            raise Stop(f"{self.name} failed{place_of(e, __file__)}: {first_line(e)}") from e
+            place = place_of(traceback.extract_tb(e.__traceback__))
+            raise Stop(f"{self.name} failed{place}: {first_line(e)}") from e
         message, reward = reply if isinstance(reply, tuple) and len(reply) == 2 else (reply, 0.0)
         if isinstance(message, str):
             message = dict(role="user", content=message)
         good = message is None or (
             isinstance(message, dict) and message.keys() == {"role", "content"}
             and message["role"] in ("user", "tool") and isinstance(message["content"], str))
-        if not good:
-            raise Stop(f"{self.name} answered {shorten(reply)}: wanted None, a string, "
-                       '{"role": "user" or "tool", "content"}, or one of these with a reward')
-        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise Stop(f"{self.name} gave the reward {shorten(reward)}, which is no finite number")
+        if not good or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise Stop(f"{self.name} answered {shorten(reply)}: wanted None, a string, or "
+                       '{"role": "user" or "tool", "content"}; or one of these with a reward, a '
+                       "finite number")
         return message, float(reward)
 
     # ----------------------------------------------------------------------------------------------
     # messages and ids
 
-    def between(self, message, ended):
-        """
-        The ids between the end of the policy's turn and its next one. ended: whether the turn has
-        its end; one that a stop string has ended gets it here.
-        """
-        return between(self.tokenizer, message, ended)
-
-    def before(self, prompt, turn):
-        """The prompt, if this turn of the policy continues it: turn 0; all without a template."""
-        return prompt if turn == 0 or not self.tokenizer.template else None
+    def said(self, ids, prompt, turn):
+        """The text of a turn of the policy. Turn 0 continues the prompt; without a template all."""
+        goes_on = turn == 0 or not self.tokenizer.template
+        return self.tokenizer.decode_response(ids, prompt if goes_on else None)
 
     def messages_of(self, ids, own, prompt=None):
         """
@@ -238,8 +220,8 @@ class Environment:
                 continue
             part = ids[start:n]
             if own[start]:
-                text = self.tokenizer.decode_response(part, self.before(prompt, len(messages)))
-                messages.append(dict(role="assistant", content=text))
+                messages.append(dict(role="assistant",
+                                     content=self.said(part, prompt, len(messages))))
             elif self.tokenizer.template:  # its marks are a part of the text
                 messages.append(self.unframed(self.tokenizer.text_of(part)))
             else:
@@ -253,6 +235,15 @@ class Environment:
             if found := re.fullmatch(pattern, text, re.DOTALL):
                 return dict(role=role, **found.groupdict())
         return dict(role="user", content=text)
+
+
+def seed_of(seed, purpose, iteration, slot, sample, turn):
+    """The number that stands for all chance in what is said behind this turn."""
+    return response_seeds(seed, f"{purpose} environment {turn}", iteration, [slot], [sample])[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# chat templates
 
 
 def frames(tokenizer):
@@ -272,23 +263,14 @@ def frames(tokenizer):
     return sorted(found, key=lambda frame: -len(frame[1]))
 
 
-def opening(tokenizer, prompt):
-    """The messages of a prompt, a string or messages."""
-    return [dict(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-
-
-def seed_of(seed, purpose, iteration, slot, sample, turn):
-    """The number that stands for all chance in what is said behind this turn."""
-    return response_seeds(seed, f"{purpose} environment {turn}", iteration, [slot], [sample])[0]
-
-
 ASKED = [dict(role="user", content="a"), dict(role="assistant", content="b")]
 
 
 def between(tokenizer, message, ended=True):
     """
     The ids that a chat template writes behind the end of an assistant's turn, up to where the next
-    one begins; see Environment.between. Without a template they are those of the content.
+    one begins. ended: whether the turn has its end; one that a stop string has ended gets it here.
+    Without a template they are those of the content.
     """
     if not tokenizer.template:
         return [tokenizer.eos_id] * (not ended) + tokenizer.encode_behind([message["content"]])[0]
@@ -317,6 +299,7 @@ def check_template(tokenizer, role):
     """
     Raise BadInput unless the ids of a dialogue, put together turn by turn, are those of the whole:
     also of turns with thoughts, which some templates drop when another turn follows, and of calls.
+    role: who answers the policy, user or tool.
     """
     if not tokenizer.template:
         return
@@ -333,24 +316,17 @@ def check_template(tokenizer, role):
         ends = [n for n, i in enumerate(tail) if i in tokenizer.eos_ids]
         last = [n for n in ends if tail[n] in tokenizer.turn_ends] or ends  # or the end of a call
         own = tail[:max(last, default=-1) + 1]  # the answer as the policy would sample it
+        if one[:len(prompt)] == prompt and (not own or tokenizer.eos_ids.intersection(own[:-1])):
+            raise BadInput(f"{tokenizer.path} writes a turn as {tokenizer.text_of(tail)!r}, and "
+                           "sampling does not stop at its end, or stops before; mend the list "
+                           "eos_token_id in generation_config.json")
         ours = [*prompt, *own, *extra, *own]
-        continued = one[:len(prompt)] == prompt
-        if continued and not own:
-            raise BadInput(f"{tokenizer.path} ends a call with {tokenizer.text_of(tail[-1:])!r}, "
-                           "at which sampling does not stop; write its id into eos_token_id in "
-                           "generation_config.json")
-        if continued and (early := tokenizer.eos_ids.intersection(own[:-1])):
-            raise BadInput(f"{tokenizer.path} writes {tokenizer.text_of([min(early)])!r} within an "
-                           "answer, and sampling stops at it; take its id out of eos_token_id in "
-                           "generation_config.json")
-        if "why" in str(answer) and tokenizer.text_of(whole).count("why") < 2:
-            does = "drops the thoughts of earlier turns"
-        elif not continued or whole[:len(ours)] != ours:
-            does = "writes earlier turns otherwise than they were sampled"
-        else:
-            continue
-        raise BadInput(f"{tokenizer.path} {does}, so the policy would learn from dialogues that it "
-                       f"never sees later; {advice(tokenizer)}")
+        forgets = "why" in str(answer) and tokenizer.text_of(whole).count("why") < 2
+        if forgets or one[:len(prompt)] != prompt or whole[:len(ours)] != ours:
+            does = ("drops the thoughts of earlier turns" if forgets else
+                    "writes earlier turns otherwise than they were sampled")
+            raise BadInput(f"{tokenizer.path} {does}, so the policy would learn from dialogues "
+                           f"that it never sees later; {advice(tokenizer)}")
 
 
 def answers(prompt, role):

@@ -16,39 +16,19 @@ from errors import BadInput, Stop, shorten
 from options.user_code import load_function
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
-BARE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
 
 # async functions run in one event loop for all calls, because their clients may belong to it
 runner = asyncio.Runner()
 
 
-# --------------------------------------------------------------------------------------------------
-# finding them
-
-
 def load_reward(named, folder, where):
     """
-    (name, reward(batch)) of FILE.py:FUNCTION. The file, relative to folder, is imported: it is
-    trusted like the rest of the code. where: the beginning of error messages.
-
-    Raises BadInput.
+    (name, reward(batch)) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of
+    B floats: NaN where the function gave None, which means that it does not apply to a response. It
+    raises Stop where the function does not give a finite number or None for each response; what the
+    function raises comes through.
     """
-    function = load_function(named, folder, where)
-    name = named.rpartition(":")[2]
-    return name, as_ours(function, name)
-
-
-# --------------------------------------------------------------------------------------------------
-# calling them
-
-
-def as_ours(function, name):
-    """
-    A user's function as reward(batch) -> a list of B floats; NaN where it gave None: it does not
-    apply to that response. name: of the reward, for messages. The reward raises Stop where the
-    function does not return a finite number or None for each response; what the function raises
-    comes through.
-    """
+    function, name = load_function(named, folder, where), named.rpartition(":")[2]
     parameters = trl_parameters(function)  # None: it takes the batch
 
     @functools.wraps(function)
@@ -63,7 +43,7 @@ def as_ours(function, name):
 
     if parameters is not None:
         reward.check_rows = functools.partial(check_fields, parameters, name)
-    return reward
+    return name, reward
 
 
 def as_scores(name, returned, batch):
@@ -75,24 +55,19 @@ def as_scores(name, returned, batch):
     if not isinstance(values, (list, tuple)) or len(values) != B:
         raise Stop(f"reward {name!r} must return {B} numbers, one a response, as a 1-D tensor, "
                    f"array or list; it returned {type(values).__name__} {shorten(values)}")
-    numbers = [as_number(value) for value in values]
+    numbers = [math.nan if value is None else as_number(value) for value in values]
     for number, value, row in zip(numbers, values, batch["rows"], strict=True):
-        if value is not None and not math.isfinite(number):
+        if value is not None and not abs(number) < 3e38:  # float32's largest
             raise Stop(f"reward {name!r} gave {shorten(value)}, no finite number, for the row with "
                        f"the prompt {shorten(row.get('prompt'))}")
     return numbers
 
 
 def as_number(value):
-    """
-    A number of Python's, numpy's or torch's, as a float; NaN for anything else, and for a number
-    that is too large for float32.
-    """
+    """A number of Python's, numpy's or torch's as a float; NaN for anything else."""
     try:
-        value = value.item() if hasattr(value, "item") else value
-        good = isinstance(value, (int, float)) and abs(value) < 3e38
-        return float(value) if good else math.nan
-    except (ValueError, RuntimeError, OverflowError):  # a tensor of several numbers, a huge int
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a list, 3 numbers, a huge int
         return math.nan
 
 
@@ -107,22 +82,21 @@ def trl_parameters(function):
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not a function of Python's, or nothing at all
+    except (TypeError, ValueError):  # not a function of Python's
         return None
     named = any(p.name in GIVEN for p in parameters)
-    bare = [p.kind for p in parameters] == [inspect.Parameter.VAR_KEYWORD]
+    bare = len(parameters) == 1 and parameters[0].kind == inspect.Parameter.VAR_KEYWORD
     return parameters if named or bare else None
 
 
 def check_fields(parameters, name, rows, path):
     """Raise BadInput where no row of a data file has a field that the function needs."""
     known = dict.fromkeys(field for row in rows for field in row)
-    for parameter in parameters:
-        required = parameter.default is parameter.empty and parameter.kind not in BARE
-        if required and parameter.name not in (*known, *GIVEN):
-            raise BadInput(f"{path}: the reward {name!r} has a parameter {parameter.name!r}, and "
-                           "no row has such a field; the fields are "
-                           f"{', '.join(map(repr, known))}")
+    for p in parameters:
+        required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if required and p.name not in (*known, *GIVEN):
+            raise BadInput(f"{path}: the reward {name!r} has a parameter {p.name!r}, and no row "
+                           f"has such a field; the fields are {', '.join(map(repr, known))}")
 
 
 def arguments_of(parameters, batch):
@@ -148,7 +122,7 @@ def arguments_of(parameters, batch):
         R = batch["response_mask"].shape[1]
         given["completion_ids"] = [ids[-R:][mask].tolist() for ids, mask in zip(
             batch["tokens"], batch["response_mask"], strict=True)]
-    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return given
     return {p.name: given[p.name] for p in parameters if p.name in given}
 

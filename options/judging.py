@@ -13,6 +13,7 @@ and B:
 
 A judge of pairs (data/label.py) reads {first} and {second} in the place of {response}.
 """
+import math
 import os
 import re
 
@@ -22,6 +23,7 @@ import parallel
 from errors import BadInput, say, shorten
 from load import autocast, load
 from model import at_least_float32, no_grad_forwards
+from rewards import score_sequences
 from tokenizer import joined
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
@@ -83,24 +85,18 @@ class Judge:
     def read_template(self, template):
         """(text, answers) of a built-in template or a file. Raises BadInput."""
         named, text = answers_and_question(template_text(template))
-        words = ["A", "B"] if named is None else named
-        if len(set(words)) < max(len(words), 2):
-            raise BadInput(f"{self.name}: wanted two different answers or more in its first line, "
-                           f"as 'answers: A B', found {shorten(' '.join(words))}")
-        fields = {named for _, named in FIELD.findall(text)} - {""}
+        words = named or ["A", "B"]
         known = (*KNOWN, *self.responses)
-        for field in sorted(fields - set(known)):
-            raise BadInput(f"{self.name} has the unknown field {{{field}}}; there are "
-                           f"{', '.join(f'{{{x}}}' for x in known)}, and {{{{{field}}}}} writes "
-                           "the braces themselves")
-        for field in self.responses:
-            if field not in fields:
-                raise BadInput(f"{self.name} has no {{{field}}}, so the judge would not see what "
-                               "it judges; put it where the text belongs")
-        if named is None and not all(re.search(rf"\b{word}\b", text) for word in words):
-            raise BadInput(f"{self.name} does not say what to answer: its text has no A and B; "
-                           "name the answers in its first line, as 'answers: yes no'")
-        self.fields = fields
+        self.fields = {field for _, field in FIELD.findall(text)} - {""}
+        if len(set(words)) < max(len(words), 2) or (
+                not named and not all(re.search(rf"\b{word}\b", text) for word in words)):
+            raise BadInput(f"{self.name}: name two different answers or more in its first line, as "
+                           f"'answers: A B', best first; found {shorten(' '.join(words))}")
+        if not set(self.responses) <= self.fields <= set(known):
+            raise BadInput(f"{self.name} has the fields {sorted(self.fields)}; there are "
+                           f"{', '.join(f'{{{x}}}' for x in known)}, it needs "
+                           f"{' and '.join(f'{{{x}}}' for x in self.responses)}, and {{{{name}}}} "
+                           "writes braces themselves")
         return text, words
 
     # text -> ids
@@ -230,11 +226,7 @@ judges = {}  # {path: its Judge}: loaded at the first rollout
 
 def judge_scores(mine, rows, micro_batch_size, system, device):
     """The judge's scores of this rank's responses, of `rows` responses of all ranks."""
-    import rewards
-
     path = system.judge_path
-    if not path:
-        raise BadInput("reward_functions names judge; say which by --judge_path=FOLDER")
     if path not in judges:
         model = load(path, "judge", system, device)
         judges[path] = Judge(model, model.tokenizer, path, system.judge_template)
@@ -244,6 +236,7 @@ def judge_scores(mine, rows, micro_batch_size, system, device):
     if "dialogues" in mine:
         texts = [as_text(messages) for messages in mine["dialogues"]]
     ids = [judge.encode(row, [text]) for row, text in zip(mine["rows"], texts, strict=True)]
-    forwards = -(-(-(-rows // parallel.rank_and_size()[1])) // micro_batch_size)
+    # as many forwards as the rank with the most rows: the judge may be sharded
+    forwards = math.ceil(math.ceil(rows / parallel.rank_and_size()[1]) / micro_batch_size)
     with autocast(system, device), no_grad_forwards([judge.model], device):
-        return rewards.score_sequences(judge, ids, micro_batch_size, device, forwards)
+        return score_sequences(judge, ids, micro_batch_size, device, forwards)

@@ -11,8 +11,8 @@ lora=16 and share_base=True:
 
 Without share_base the reward and the value model have trunks of their own.
 
-How an adapter gets into transformers' model: each linear map with an adapter has a hook. It adds
-scale B A x of the Adapted that is in use (`active` of the trunk) to the map's output.
+How an adapter gets into transformers' model: each of its linear maps has a hook, which adds
+scale B A x to the map's output while the Adapted is the one `in_use`.
 """
 import contextlib
 import json
@@ -26,10 +26,41 @@ from checkpoint import read_json
 from configurator import of_model
 from errors import BadInput, say, shorten
 from load import OnTrunk, read_model
-from model import at_least_float32, trunk_of
+from model import at_least_float32
 
 # a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
 ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
+in_use = None  # the Adapted that computes now
+
+
+class LoRA(nn.Module):
+    """
+    scale B A x (arXiv 2106.09685, eq. 3), which is added to a frozen linear map. A (r, in) and
+    B (out, r) are trained. B begins as 0, so the output does not change yet; A is uniform in
+    -1 / sqrt(in) ... 1 / sqrt(in), as in peft.
+    """
+
+    def __init__(self, linear, rank, scale, generator):
+        super().__init__()
+        if isinstance(linear, nn.Linear):  # in 4 bits its weight has another shape
+            n_out, n_in = linear.out_features, linear.in_features
+        else:
+            n_in, n_out = linear.weight.shape
+        A = torch.empty(rank, n_in).uniform_(-1, 1, generator=generator) * n_in**-0.5
+        own = dict(dtype=at_least_float32(linear.weight[:0]).dtype, device=linear.weight.device)
+        self.A, self.B = nn.Parameter(A.to(**own)), nn.Parameter(torch.zeros(n_out, rank, **own))
+        self.scale = scale
+
+    def forward(self, x):
+        """x (..., in) -> (..., out)."""
+        if not torch.is_autocast_enabled(x.device.type):  # autocast would cast x to 16 bits itself
+            x = x.to(self.A.dtype)
+        return F.linear(F.linear(x, self.A), self.B) * self.scale
+
+    def product(self, linear):
+        """scale B A in the layout of the map's weight (Conv1D's is transposed), in float64."""
+        product = self.scale * self.B.detach().double() @ self.A.detach().double()  # (out, in)
+        return product if isinstance(linear, nn.Linear) else product.t()
 
 
 class Adapted(OnTrunk):
@@ -38,12 +69,11 @@ class Adapted(OnTrunk):
     LoRA adapters (`adapters`), and a scalar head (`score`) if it has one.
     """
 
-    def __init__(self, base, head="lm", rank=0, alpha=None, targets="", seed=0, names=None):
+    def __init__(self, base, head, rank, alpha, targets="", seed=0, names=None):
         """
-        rank 0: no adapters. Otherwise base is frozen, and its linear maps get A and B of this rank,
-        scaled by alpha / rank (alpha None: 2 rank). targets: the maps, see adaptable. names: or
-        their whole names. head: "lm" is the base's; "scalar" a copy of the base's, if it
-        has one, or a new one. Raises BadInput.
+        Linear maps of the frozen base get A and B of this rank, scaled by alpha / rank. targets:
+        which maps, see adaptable; names: or their whole names. head: "lm" is the base's; "scalar" a
+        copy of the base's, if it has one, or a new one. Raises BadInput.
         """
         if head == "scalar":
             super().__init__(base, seed)
@@ -56,44 +86,25 @@ class Adapted(OnTrunk):
             self.__dict__.update(hf=base.hf, base=base)
             self.head, self.path, self.tokenizer = head, base.path, base.tokenizer
             self.file_dtype, self.score_shift, self.new_head = base.file_dtype, 0.0, False
-        self.lora = dict(rank=rank, alpha=2 * rank if alpha is None else alpha)
+        self.rank, self.alpha = rank, alpha
         self.adapters = nn.ModuleDict()  # {name of the linear map in the trunk, with / for .: LoRA}
-        if rank:
-            base.requires_grad_(False)
-            generator = torch.Generator().manual_seed(seed)
-            for name in names or adaptable(base, targets):
-                self.add_adapter(name, generator)
-
-    def add_adapter(self, name, generator):
-        """
-        Give the linear map of this name A and B. B is 0, so the output does not change yet; A is
-        uniform in -1 / sqrt(in) ... 1 / sqrt(in), as in peft.
-        """
-        owner, key = trunk_of(self), name.replace(".", "/")
-        linear = owner.hf.base_model.get_submodule(name)
-        if isinstance(linear, nn.Linear):  # in 4 bits its weight has another shape
-            n_out, n_in = linear.out_features, linear.in_features
-        else:
-            n_in, n_out = linear.weight.shape
-        A = torch.empty(self.lora["rank"], n_in).uniform_(-1, 1, generator=generator) * n_in**-0.5
-        B = torch.zeros(n_out, self.lora["rank"])
-        own = dict(dtype=at_least_float32(linear.weight[:0]).dtype, device=linear.weight.device)
-        self.adapters[key] = LoRA(A.to(**own), B.to(**own), self.lora["alpha"] / self.lora["rank"])
-        if not getattr(linear, "has_hook", False):
-            linear.has_hook = True
+        generator = torch.Generator().manual_seed(seed)
+        for name in adaptable(base, targets) if names is None else names:
+            linear, key = self.hf.base_model.get_submodule(name), name.replace(".", "/")
+            self.adapters[key] = LoRA(linear, rank, alpha / rank, generator)
             linear.register_forward_hook(
-                lambda linear, inputs, y: add_active(active_of(owner), key, inputs[0], y))
+                lambda linear, inputs, y, key=key: self.added(key, inputs[0], y))
 
-    def in_use(self):
-        """The block in which the trunk computes with these adapters, if there are any."""
-        return reading_with(trunk_of(self), self) if self.adapters else contextlib.nullcontext()
+    def added(self, key, x, y):
+        """The hook of a linear map: its output y (..., out) for x (..., in), plus the adapter's."""
+        return y + self.adapters[key](x).to(y.dtype) if in_use is self else y
 
     def states(self, tokens):
-        with self.in_use():
+        with using(self):
             return self.base.states(tokens)
 
     def next_logits(self, *args):
-        with self.in_use():
+        with using(self):
             return self.base.next_logits(*args)
 
     def merged(self, name, W):
@@ -102,49 +113,67 @@ class Adapted(OnTrunk):
         has steps of 1/256 of a weight, and most of an adapter's changes are smaller.
         """
         W = self.base.merged(name, W)
-        if not self.adapters:
-            return W
-        W = at_least_float32(W)
         module = name.removeprefix(f"{self.hf.base_model_prefix}.").removesuffix(".weight")
-        key = module.replace(".", "/")
+        key, W = module.replace(".", "/"), at_least_float32(W)
         if key in self.adapters and name.endswith(".weight"):
             linear = self.hf.base_model.get_submodule(module)
-            W = W + as_linear(linear, self.adapters[key].product()).to(W)
+            if hasattr(linear.weight, "quant_state"):
+                from options.four_bits import in_full
+
+                W = in_full(linear.weight).to(W)
+            W = W + self.adapters[key].product(linear).to(W)
         return W
 
     def save_adapter(self, folder):
-        """Write the adapters, and the head, as peft does."""
-        save_adapter(self, folder, self.path)
+        """
+        Write adapter_config.json and adapter_model.safetensors, for peft and for load_adapted. The
+        path in them is that of the model with the trunk.
+        """
+        from safetensors.torch import save_file
+
+        os.makedirs(folder, exist_ok=True)
+        scalar = self.head == "scalar"
+        settings = dict(
+            peft_type="LORA", task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
+            base_model_name_or_path=self.path, r=self.rank, lora_alpha=self.alpha,
+            # "layers/0/self_attn/q_proj" -> "self_attn.q_proj"
+            target_modules=sorted({".".join(key.split("/")[-2:]) for key in self.adapters}),
+            fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in self.hf.base_model.modules()),
+            modules_to_save=["score"] if scalar else None)
+        with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
+            json.dump(settings, f, indent=2)
+        # only one note: the same adapter must have the same bytes, and safetensors writes several
+        # in an order that changes from process to process. peft needs none
+        notes = {"score_shift": str(self.score_shift)} if scalar else {"format": "pt"}
+        tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
+        save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
         if peft_misreads(self):
             say(f"{folder}: peft reads other numbers from it (MLPs beside experts); give others the "
                 "merged model, or train with --lora=16:32:q+k+v+o")
 
 
-def active_of(trunk):
-    """The Adapted with whose adapters a trunk computes now, or None."""
-    return trunk.__dict__.get("active")
-
-
 @contextlib.contextmanager
-def reading_with(trunk, adapted):
+def using(adapted):
     """In this block a trunk computes with the adapters of `adapted`, a model on it."""
-    before, trunk.__dict__["active"] = active_of(trunk), adapted
+    global in_use
+    before = in_use
+    in_use = adapted
     try:
         yield
     finally:
-        trunk.__dict__["active"] = before
+        in_use = before
 
 
-def remembering(trunk, checkpointed):
+def remembering(checkpointed):
     """
     `checkpointed`, by which transformers runs a layer that is computed again: the second time with
     the same adapters as the first time.
     """
     def run(layer, *args):
-        adapted = active_of(trunk)
+        adapted = in_use
 
         def again(*args):
-            with reading_with(trunk, adapted):
+            with using(adapted):
                 return layer(*args)
 
         return checkpointed(again, *args)
@@ -157,12 +186,14 @@ def adapt(base, text, head="lm", seed=0):
     rank, alpha, targets = [*text.split(":"), "", ""][:3]
     try:
         rank, alpha = int(rank), float(alpha or 2 * int(rank))
+        if rank < 1:
+            raise ValueError("no rank")
     except ValueError as e:
         raise BadInput(f"lora = {text!r}: wanted RANK[:ALPHA[:TARGETS]], such as 16:32:q+v, for "
                        "all trained models or as policy=16,value=8") from e
     for layer in base.recomputed:
-        layer._gradient_checkpointing_func = remembering(base, layer._gradient_checkpointing_func)
-    return Adapted(base, head, rank, alpha, targets.replace("+", ","), seed)
+        layer._gradient_checkpointing_func = remembering(layer._gradient_checkpointing_func)
+    return Adapted(base, head, rank, alpha, targets, seed)
 
 
 def value_on_trunk(policy, path, value_init, system, seed):
@@ -183,51 +214,18 @@ def is_linear(module):
     return kind == "Conv1D" or isinstance(module, nn.Linear) and not more
 
 
-class LoRA(nn.Module):
-    """
-    scale B A x (arXiv 2106.09685, eq. 3), which is added to a frozen linear map. A (r, in) and
-    B (out, r) are trained.
-    """
-
-    def __init__(self, A, B, scale):
-        super().__init__()
-        self.A, self.B, self.scale = nn.Parameter(A), nn.Parameter(B), scale
-
-    def forward(self, x):
-        """x (..., in) -> (..., out)."""
-        if not torch.is_autocast_enabled(x.device.type):  # autocast would cast x to 16 bits itself
-            x = x.to(self.A.dtype)
-        return F.linear(F.linear(x, self.A), self.B) * self.scale
-
-    def product(self):
-        """scale B A, (out, in), computed in float64."""
-        return self.scale * self.B.detach().double() @ self.A.detach().double()
-
-
-def add_active(active, key, x, y):
-    """The hook of a linear map: its output y (..., out) for x (..., in), plus the adapter's."""
-    if active is None or key not in active.adapters:
-        return None  # y stays as it is
-    return y + active.adapters[key](x).to(y.dtype)
-
-
-def as_linear(linear, matrix):
-    """A matrix (out, in) in the layout of the map's weight, or back: Conv1D's is transposed."""
-    return matrix if isinstance(linear, nn.Linear) else matrix.t()
-
-
 def adaptable(base, targets):
     """
-    The names, in the trunk, of the linear maps that get an adapter. targets: such as "q,v" for
+    The names, in the trunk, of the linear maps that get an adapter. targets: such as "q+v" for
     q_proj and v_proj, or the model's own names, "c_attn"; "": all but routers, which need a name
     that fits nothing else, "router.gate". Raises BadInput.
     """
-    layers = set(base.layers())
+    layers = set(base.layers()) & set(base.hf.get_decoder().modules())  # no vision part
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
              if layer in layers for inner, module in layer.named_modules() if is_linear(module)]
     routers = {name for name in names if ROUTERS & set(name.split("."))}
     matching = set()
-    for target in filter(None, targets.split(",")):
+    for target in filter(None, targets.split("+")):
         # layers.0.self_attn.q_proj is q_proj, q, or self_attn.q_proj
         fits = {n for n in names if f".{n}".endswith((f".{target}", f".{target}_proj"))}
         if not fits:
@@ -265,33 +263,6 @@ def adapter_tensors(model):
     return tensors
 
 
-def save_adapter(model, folder, base=""):
-    """
-    Write adapter_config.json and adapter_model.safetensors of an Adapted, for peft and for
-    load_adapted. base: the path of the model with the trunk.
-    """
-    from safetensors.torch import save_file
-
-    os.makedirs(folder, exist_ok=True)
-    settings = dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM" if model.head == "lm" else "SEQ_CLS",
-        base_model_name_or_path=base,
-        r=model.lora["rank"],
-        lora_alpha=model.lora["alpha"],
-        # "layers/0/self_attn/q_proj" -> "self_attn.q_proj"
-        target_modules=sorted({".".join(key.split("/")[-2:]) for key in model.adapters}),
-        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.hf.base_model.modules()),
-        modules_to_save=["score"] if model.head == "scalar" else None)
-    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as f:
-        json.dump(settings, f, indent=2)
-    # only one note: the same adapter must have the same bytes, and safetensors writes several in an
-    # order that changes from process to process. peft needs none
-    notes = {"format": "pt"} if model.head == "lm" else {"score_shift": str(model.score_shift)}
-    tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
-
-
 def peft_misreads(model):
     """Whether peft 0.21.2 confuses an Adapted's adapters on shared or dense MLPs with experts'."""
     from transformers import conversion_mapping
@@ -308,25 +279,23 @@ def read_adapter(folder):
     """
     from safetensors import SafetensorError, safe_open
 
-    file = os.path.join(folder, "adapter_config.json")
-    if not os.path.isfile(file):
-        raise BadInput(f"{file}: no such file; give the folder of an adapter")
-    settings = dict(peft_type="LORA", r=8, lora_alpha=8) | read_json(file)
-    odd = [key for key, value in settings.items()
-           if value and (key not in PLAIN or PLAIN[key] and value not in PLAIN[key])]
-    odd += [key for key in ("r", "lora_alpha")
-            if type(settings[key]) not in (int, float) or not 0 <= settings[key] < 1e9]
-    if odd:
-        raise BadInput(f"{file}: {shorten(odd[0])} = {shorten(settings[odd[0]])} is not supported; "
-                       "merge the adapter with peft, and give the merged model")
-    file = os.path.join(folder, "adapter_model.safetensors")
+    config, file = (os.path.join(folder, f"adapter_{x}") for x in ("config.json",
+                                                                   "model.safetensors"))
     try:
+        settings = dict(peft_type="LORA", r=8, lora_alpha=8) | read_json(config)
         with safe_open(file, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
             shift = (f.metadata() or {}).get("score_shift")
-        return settings, tensors, None if shift is None else float(shift)
     except (OSError, SafetensorError, ValueError) as e:
-        raise BadInput(f"{file}: not a readable adapter ({e}); save it again") from e
+        raise BadInput(f"{folder}: not a readable adapter ({e}); save it again") from e
+    odd = [key for key, value in settings.items()
+           if value and (key not in PLAIN or PLAIN[key] and value not in PLAIN[key])]
+    odd += [key for key in ("r", "lora_alpha")
+            if type(settings[key]) not in (int, float) or not 0 < settings[key] < 1e9]
+    if odd:
+        raise BadInput(f"{config}: {shorten(odd[0])} = {shorten(settings[odd[0]])} is not "
+                       "supported; merge the adapter with peft, and give the merged model")
+    return settings, tensors, None if shift is None else float(shift)
 
 
 def load_adapted(base, folder, head="lm"):
@@ -338,21 +307,19 @@ def load_adapted(base, folder, head="lm"):
         raise BadInput("share_base: the policy needs an adapter, too; type --lora=16")
     settings, tensors, _ = read_adapter(folder)
     trained_on = str(settings.get("base_model_name_or_path") or "")
-    both_here = os.path.isdir(trained_on) and os.path.isdir(base.path)
-    if both_here and not os.path.samefile(trained_on, base.path):
-        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base.path}; "
-                       "give the model that it was trained on")
+    if os.path.isdir(trained_on) and not os.path.samefile(trained_on, base.path):
+        raise BadInput(f"{folder}: this adapter was trained on {trained_on}, not on {base.path}")
     prefix = f"base_model.model.{base.hf.base_model_prefix}."
     names = [name.partition(".lora_A.")[0].removeprefix(prefix)
              for name in tensors if ".lora_A." in name]
-    known = {name for name, m in base.hf.base_model.named_modules() if is_linear(m)}
-    if set(names) - known:
-        raise BadInput(f"{folder}: the adapter is for {min(set(names) - known)!r}, which this "
-                       "model does not have as a linear map; was it trained on it?")
+    unknown = set(names) - {name for name, m in base.hf.base_model.named_modules() if is_linear(m)}
+    if unknown:
+        raise BadInput(f"{folder}: the adapter is for {min(unknown)!r}, which is no linear map of "
+                       "this model; was it trained on it?")
     rank, alpha = int(settings["r"]), settings["lora_alpha"]
     if settings.get("use_rslora"):  # then peft scales by alpha / sqrt(rank)
         alpha *= rank**0.5
-    model = Adapted(base, head, rank if names else 0, alpha, names=names)
+    model = Adapted(base, head, rank, alpha, names=names)
     fill_adapter(model, folder)
     model.folder = folder
     return model
@@ -364,12 +331,13 @@ def fill_adapter(model, folder):
     own = adapter_tensors(model)
     for name in sorted(own.keys() | found.keys()):
         if name not in own or name not in found or own[name].shape != found[name].shape:
-            raise BadInput(f"{folder}: its {name} is not that of this model with r = "
-                           f"{model.lora['rank']}; was the adapter trained on it?")
+            raise BadInput(f"{folder}: its {name} is not that of this model with r = {model.rank}; "
+                           "was the adapter trained on it?")
         if not found[name].isfinite().all():
             raise BadInput(f"{folder}: tensor {name!r} holds NaN or infinite numbers")
         own[name].data.copy_(found[name])
-    model.score_shift = model.score_shift if shift is None else shift
+    if shift is not None:  # in the settings, too: rewards.center_scores asks whether it is known
+        model.score_shift = model.hf.config.score_shift = shift
     model.new_head = False
 
 
@@ -396,5 +364,7 @@ def read_merged(folder, head, system, device, seed):
     if has_head:
         model.hf.score.weight.copy_(adapted.score.weight)
         model.score_shift, model.new_head = adapted.score_shift, False
+        if hasattr(adapted.hf.config, "score_shift"):
+            model.hf.config.score_shift = model.score_shift
     model.path = folder
     return model

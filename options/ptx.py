@@ -34,7 +34,7 @@ class Ptx:
                           for row in rows],
             limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
             lambda example: len(example[0]))
-        for ids, trained in self.rows.ids:
+        for _, trained in self.rows.ids:
             trained[0] = False  # nothing predicts a text's first token
         self.policy, self.system, self.device = policy, system, device
 

@@ -21,7 +21,7 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput
-from load import auto_class, dtypes, matrices_of, read_model, settle
+from load import auto_class, dtypes, matrices_of, read_model, settings_of, settle
 from model import Model
 from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire
 
@@ -35,8 +35,8 @@ def stage_of(system, name):
     if name == "ref" and not stage:
         stage = of_model(system.zero_stage, "policy")
     if stage not in ("", "0", "1", "2", "3"):
-        raise BadInput(f"zero_stage = {system.zero_stage!r}: wanted 0, 1, 2 or 3, for all models or "
-                       "as policy=3,ref=3")
+        raise BadInput(f"zero_stage = {system.zero_stage!r}: wanted 0, 1, 2 or 3, for all models, "
+                       "or as policy=3,ref=3")
     return int(stage or 0)
 
 
@@ -82,8 +82,9 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
         settle(read[0], system, trained, adapter)
         return [name for name, p in read[0].named_parameters() if not p.requires_grad]
 
-    model, frozen = outline(path, head, system), alone(read_whole)  # COLLECTIVE
-    settle(model, system, False, adapter)
+    frozen, model = alone(read_whole), outline(path, head, system)  # COLLECTIVE
+    if not whole:  # a trained model keeps its 32 bits
+        settle(model, system, False, adapter)
     model.requires_grad_(whole)
     for frozen_name in frozen:
         model.get_parameter(frozen_name).requires_grad_(False)
@@ -98,18 +99,16 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
 
 def outline(path, head, system):
     """The model of a folder without its weights: only shapes and settings, without memory."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         from options.lora import base_of
 
         path = base_of(path)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    config.num_labels = 1 if head == "scalar" else config.num_labels
+    config, how = settings_of(path, head, system)
     file_dtype = config.dtype
     with torch.device("meta"):
-        hf = auto_class(head).from_config(config, dtype=dtypes(system)[0],
-                                          attn_implementation=system.attn_implementation)
+        hf = auto_class(head).from_config(config, **how)
     with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
         hf.generation_config = GenerationConfig.from_pretrained(path)
     model = Model(hf, head, path)

@@ -47,8 +47,10 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
     for path in paths:
         model = load_reward_model(path.strip(), None, system, device)
         for place, (rows, source, fields, numbers) in enumerate(data):
+            ids = rows.ids
             encode(rows, source, fields, model)
             scores = all_scores([rows.ids[number] for number in numbers], model)  # COLLECTIVE
+            rows.ids = ids
             found[place] = found[place] + (scores - scores.mean()) / len(paths)
         del model
     if found[0].std() < 1e-6:  # a rounding

@@ -3,7 +3,7 @@ tiktoken's encodings as tokenizers of transformers, with the same ids:
 
     --tokenizer_path=tiktoken:gpt2    an encoding that tiktoken knows by its name
     qwen.tiktoken in a model folder   a line a token: its bytes in base64, and its id
-    encode_as(encoding, ...)          any tiktoken.Encoding; the toy's: data/byte_tokenizer.py
+    encode_as(encoding, ...)          any tiktoken.Encoding
 
 Llama 3's tokenizer.model is such a file, too; transformers itself reads it, with tiktoken. In all
 cases a tokenizer.json is saved.

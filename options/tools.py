@@ -19,11 +19,11 @@ Qwen3.5 and Qwen3-Coder tags, and gpt-oss a message to the function:
 
     <|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 37}<|call|>
 
-For another way of writing, a tokenizer has a response_template, and transformers reads the turn.
+For another way of writing, read the calls in an environment of your own.
 
-What it returns is said as a message of the role tool, its text or as JSON; an error too, such as
-that a call cannot be read. A turn without a call ends the dialogue. Several calls in a turn have
-their results in one message.
+What a function returns is said as a message of the role tool, its text or as JSON; an error too,
+such as that a call cannot be read. A turn without a call ends the dialogue. Several calls in a turn
+have their results in one message.
 
 The functions run in a process beside each rank, so one that hangs can be killed; and what the
 policy writes is read as data, never as Python. Each call is made once: a search may cost, a clock
@@ -37,6 +37,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,14 +59,11 @@ class Tools:
 
         where = f"tools = {system.tools!r}"
         self.named = [name.strip() for name in system.tools.split(",")]
-        schemas = []
+        self.schemas = []
         for named in self.named:
-            if ":" not in named:
-                raise BadInput(f"{where}: wanted FILE.py:FUNCTION, or several with commas")
+            function = load_function(named, ".", where)
             try:
-                schemas.append(get_json_schema(load_function(named, ".", where)))
-            except BadInput:
-                raise
+                self.schemas.append(get_json_schema(function))
             except Exception as e:  # transformers' own: no docstring, no types
                 raise BadInput(f"{where}: {named} cannot be described to the policy: "
                                f"{first_line(e)}") from e
@@ -73,13 +71,11 @@ class Tools:
             raise BadInput(f"{where}: {tokenizer.path} has no variable tools, so the policy would "
                            "not read what tools there are; give a template that has it, such as "
                            "--chat_template=options/templates/chatml.jinja")
-        tokenizer.kwargs["tools"] = schemas
-        self.schemas, self.opened = schemas, ""
-        if getattr(tokenizer.hf, "response_template", None):  # it wants to know what a turn follows
-            self.opened = tokenizer.text_of(tokenizer.chat_ids(
-                [dict(role="user", content="a")], add_generation_prompt=True))
-        self.known = [schema["function"]["name"] for schema in schemas]
-        self.tokenizer, self.process = tokenizer, None
+        tokenizer.kwargs["tools"] = self.schemas
+        self.types = {schema["function"]["name"]: schema["function"]["parameters"]["properties"]
+                      for schema in self.schemas}  # {tool: {parameter: its schema}}
+        self.harmony = "<|channel|>" in tokenizer.template
+        self.process = None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
 
     def answer(self, texts, failed, numbers):
@@ -97,54 +93,41 @@ class Tools:
             results.setdefault(n, []).append(text if good else f"error: {text}")
         # of the last call of a turn, for gpt-oss, which reads who says something
         names = {n: name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name)
-                 else self.known[0] for n, name, *_ in calls}
+                 else next(iter(self.types)) for n, name, *_ in calls}
         return [(dict(role="tool", name=names[n], content="\n".join(results[n]))
                  if n in results else None, 0.0) for n in range(len(texts))]
 
     def calls_in(self, text):
         """The calls that a turn makes: (name, arguments, None), or (name, None, what is wrong)."""
-        try:
-            written = self.written_in(text)
-        except Exception as e:  # transformers' own, of any class, or no match of a pattern in time
-            return [(None, None, f"this turn cannot be read: {first_line(e)[:200]}")]
+        if self.harmony:  # a call is the last message of a turn
+            header, _, arguments = text.rpartition("<|start|>")[2].partition("<|message|>")
+            to = re.search(r"\bto=([^\s<]+)", header)
+            written = [(to[1].removeprefix("functions."), arguments)] if to else []
+        else:
+            written = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
         calls = []
         for call in written:
             name = None
             try:
-                call = self.parsed(call) if isinstance(call, str) else call
-                call = call.get("function", call)
-                name, arguments = call["name"], call.get("arguments", {})
+                name, arguments = call if self.harmony else self.parsed(call)
                 arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-                if name not in self.known:
+                if not isinstance(name, str) or name not in self.types:
                     raise ValueError(f"there is no tool {shorten(name)}, only "
-                                     f"{', '.join(self.known)}")
+                                     f"{', '.join(self.types)}")
                 if not isinstance(arguments, dict):
                     raise ValueError("the arguments are no JSON object")
                 calls.append((name, arguments, None))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            except (ValueError, KeyError, TypeError, RecursionError) as e:
                 calls.append((name, None, f"this call cannot be read: {first_line(e)[:200]}"))
         return calls
 
-    def written_in(self, text):
-        """The calls in a turn: dicts, or texts of JSON or tags."""
-        hf = self.tokenizer.hf
-        if getattr(hf, "response_template", None):
-            read = hf.parse_response(text, prefix=self.opened, tools=self.schemas)
-            return read.get("tool_calls") or []
-        if "<|channel|>" in self.tokenizer.template:  # a call is the last message of a turn
-            header, _, arguments = text.rpartition("<|start|>")[2].partition("<|message|>")
-            to = re.search(r"\bto=([^\s<]+)", header)
-            return [dict(name=to[1].removeprefix("functions."), arguments=arguments)] if to else []
-        return re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
-
     def parsed(self, call):
-        """The dict that a call is, which stands as JSON or in tags. Raises ValueError."""
+        """(name, arguments) of a call, which stands as JSON or in tags. Raises ValueError."""
         head, begun, rest = call.strip().partition("<function=")
         if head or not begun:
-            return json.loads(call)
+            found = json.loads(call)
+            return found["name"], found.get("arguments", {})
         name, _, rest = rest.partition(">")
-        types = {schema["function"]["name"]: schema["function"]["parameters"]["properties"]
-                 for schema in self.schemas}.get(name, {})
         arguments = {}
         while "<parameter=" in rest:
             key, _, rest = rest.partition("<parameter=")[2].partition(">")
@@ -152,8 +135,9 @@ class Tools:
             if not ended:
                 raise ValueError(f"the parameter {shorten(key)} has no </parameter>")
             value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = typed(value, types.get(key, {}).get("type", ["string"]))
-        return dict(name=name, arguments=arguments)
+            schema = self.types.get(name, {}).get(key, {})
+            arguments[key] = typed(value, schema.get("type", ["string"]))
+        return name, arguments
 
     def run(self, calls):
         """Make calls [(name, arguments)]: [(whether it went well, text), ...]."""
@@ -165,11 +149,11 @@ class Tools:
         results, end = [late] * len(calls), time.monotonic() + self.seconds
         pipe, self.counted = self.process.stdout, self.counted + len(calls)
         first = self.counted - len(calls)  # calls have numbers, so no answer comes to another
+        waiting, rest = set(range(first, self.counted)), b""
         try:
             for n, call in enumerate(calls, first):
                 self.process.stdin.write(json.dumps([n, *call]).encode() + b"\n")
             self.process.stdin.flush()
-            waiting, rest = set(range(first, self.counted)), b""
             with selectors.DefaultSelector() as selector:
                 selector.register(pipe, selectors.EVENT_READ)
                 while waiting and selector.select(max(end - time.monotonic(), 0)):
@@ -180,8 +164,7 @@ class Tools:
                     for n, good, text in map(json.loads, lines):
                         results[n - first] = good, text
                         waiting.discard(n)
-        except (BrokenPipeError, ValueError):  # a tool has ended the process, or written into it
-            waiting = {n for n in range(first, self.counted) if results[n - first] is late}
+        except BrokenPipeError:  # a tool has ended the process
             for n in waiting:
                 results[n - first] = False, "its process has ended"
         if waiting:
@@ -191,9 +174,8 @@ class Tools:
 
     def start(self):
         """Start the process of the tools."""
-        code = (f"import os, sys; sys.path.insert(0, {ROOT!r}); "
-                f"os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))}); "
-                f"from options.tools import serve; serve({self.named!r}, {os.getpid()})")
+        code = (f"import sys; sys.path.insert(0, {ROOT!r}); "
+                f"from options.tools import serve; serve({self.named!r})")
         self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE)
         self.counted = 0
@@ -215,7 +197,7 @@ def typed(text, types):
 # in the process of the tools
 
 
-def serve(named, parent):
+def serve(named):
     """Make the calls that come, [number, name, arguments] a line, until the rank has ended."""
     for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
         signal.signal(number, signal.SIG_IGN)
@@ -223,6 +205,7 @@ def serve(named, parent):
     os.dup2(2, 1)  # what a tool prints goes to the errors, not between the answers
     functions = [load_function(name, ".", "tools") for name in named]
     functions = {function.__name__: function for function in functions}
+    lock = threading.Lock()
 
     def call(n, name, arguments):
         try:
@@ -230,8 +213,9 @@ def serve(named, parent):
             text = result if isinstance(result, str) else json.dumps(result, default=str)
             answer = n, True, text[:LONGEST]
         except BaseException as e:  # of the user's code: anything; the policy reads what it says
-            answer = n, False, f"{type(e).__name__}: {first_line(e)}"[:LONGEST]
-        answers.write(json.dumps(answer).encode() + b"\n")
+            answer = n, False, first_line(e)[:LONGEST]
+        with lock:  # two long lines would mix in the pipe
+            answers.write(json.dumps(answer).encode() + b"\n")
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in sys.stdin.buffer:

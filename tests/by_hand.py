@@ -50,6 +50,10 @@ def there(numbers):
     return [x for x in numbers if x is not None]
 
 
+def number(x):
+    return x.item() if torch.is_tensor(x) else x
+
+
 def flat(items):
     return list(itertools.chain.from_iterable(items))
 
@@ -104,7 +108,7 @@ def scalar_model(folder, seed=None):
     auto = transformers.AutoModelForSequenceClassification
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()
     with open(f"{folder}/config.json", encoding="utf-8") as f:
-        shift = json.load(f)["score_shift"]
+        shift = json.load(f).get("score_shift", 0.0)
     return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift)
 
 
@@ -126,14 +130,44 @@ def parameters_of(model):
     return dict(model.named_parameters())
 
 
-def logprobs_of(model, prompt, response, temperature=1.0):
-    """Log-prob of each token of a response, and the entropy of the distribution it came from."""
+class Adapters:
+    """LoRA (arXiv 2106.09685, eq. 3): each map W of GPT-2's layers becomes W + alpha / rank B A."""
+
+    def __init__(self, trunk, rank, alpha, seed):
+        self.scale, self.maps = alpha / rank, {}
+        drawn = torch.Generator().manual_seed(seed)
+        trunk.requires_grad_(False)
+        for name, linear in trunk.named_modules():
+            if type(linear).__name__ == "Conv1D":  # x W
+                n_in, n_out = linear.weight.shape
+                A = torch.empty(rank, n_in).uniform_(-1, 1, generator=drawn) * n_in**-0.5
+                A, B = (torch.nn.Parameter(x.double()) for x in (A, torch.zeros(n_out, rank)))
+                self.maps[name] = linear, A, B
+                linear.register_forward_hook(lambda linear, x, y, A=A, B=B: (
+                    y + self.scale * (B @ (A @ x[0].mT)).mT if self.maps else y))
+
+    def parameters(self):
+        return [p for _, A, B in self.maps.values() for p in (A, B)]
+
+    @torch.no_grad()
+    def merge(self):
+        """W becomes the sum."""
+        for linear, A, B in self.maps.values():
+            linear.weight += self.scale * (B @ A).mT
+        self.maps = {}
+
+
+def logprobs_of(model, prompt, response, temperature=1.0, own=None):
+    """
+    Log-prob of each token of a response, and the entropy of the distribution it came from. own: the
+    places of the tokens that are asked for; None: all of them.
+    """
     logits = model(torch.tensor([prompt + response])).logits[0, :, :TOKENS] / temperature
     logprobs, entropies = [], []
-    for t, token in enumerate(response):
+    for t in range(len(response)) if own is None else own:
         # the logits that chose a token are one column before it
         distribution = torch.log_softmax(logits[len(prompt) + t - 1], 0)
-        logprobs.append(distribution[token])
+        logprobs.append(distribution[response[t]])
         entropies.append(-(distribution.exp() * distribution).sum())
     return logprobs, entropies
 
@@ -247,34 +281,50 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
     """A response to a data row, with all that the models and rules say of it."""
     prompt = encode(row["prompt"])
     response = sample(c, models.policy, prompt, noise_of(c, purpose, iteration, slot, which))
-    r = SimpleNamespace(prompt=prompt, response=response, text=decode(response),
-                        finished=response[-1] in ENDS)
+    return judge(c, models, row, SimpleNamespace(
+        prompt=prompt, response=response, text=decode(response), read=decode(response),
+        finished=response[-1] in ENDS, own=range(len(response)), paid=[0.0] * len(response)))
+
+
+def judge(c, models, row, r):
+    """
+    What the models and rules say of a response r. own: the places of the tokens that the policy
+    has sampled, here all of them (long/by_hand_options.py has others), and paid: what is paid for
+    each of these. All that follows has a number for each of them. counts: what each counts.
+    """
+    prompt, response = r.prompt, r.response
     r.each = {name: RULES[name](c, row, r, models.reward) for _, name in c.mix}
     # a reward may not apply (None). Where none applies that has a weight, there is no score
     applies = [weight * r.each[name] for weight, name in c.mix
                if weight and r.each[name] is not None]
     r.raw = r.score = sum(applies) if applies else None
-    r.old = torch.stack(logprobs_of(models.policy, prompt, response, c.temperature)[0]).tolist()
-    r.kls = [0.0] * len(response)
+    r.counts = [1.0] * len(r.own)
+    logprobs, _ = logprobs_of(models.policy, prompt, response, c.temperature, r.own)
+    r.old = [x.item() for x in logprobs]
     if models.reference:
-        logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature)
+        logprobs, _ = logprobs_of(models.reference, prompt, response, c.temperature, r.own)
         r.reference = [x.item() for x in logprobs]
-        r.kls = list(map(kl_estimate, r.old, r.reference, [c.kl_estimator] * len(response)))
     if models.value:  # of the states before each token was chosen
-        r.values = scalars(models.value, prompt + response)[len(prompt) - 1:-1].tolist()
+        values = scalars(models.value, prompt + response).tolist()
+        r.values = [values[len(prompt) + t - 1] for t in r.own]
     return r
+
+
+def kls_of(c, r):
+    return list(map(kl_estimate, r.old, getattr(r, "reference", r.old),
+                    [c.kl_estimator] * len(r.old)))
 
 
 def learned_score(c, row, r, reward):
     """The reward model's number at the last token of the text, in its own tokenizer."""
     markers = MARKERS[::-1] if c.reward_path.endswith("other") else MARKERS
-    return scalars(reward, encode(row["prompt"] + r.text, markers) + [EOS] * r.finished)[-1].item()
+    return scalars(reward, encode(row["prompt"] + r.read, markers) + [EOS] * r.finished)[-1].item()
 
 
 def length(c, row, r, _):
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); a fifth of R is its cache."""
     cache = c.max_new_tokens / 5
-    return min(max((c.max_new_tokens - cache - len(r.response)) / cache, -1), 0)
+    return min(max((c.max_new_tokens - cache - len(r.own)) / cache, -1), 0)
 
 
 def letters(c, row, r, _):
@@ -298,10 +348,14 @@ def finish_scores(c, batch, missing=None):
 
 def summary(c, batch, prefix):
     """Means over responses."""
-    figures = dict(scores=there([r.raw for r in batch]), length=[len(r.response) for r in batch],
-                   finished=[r.finished for r in batch], entropy=[-sum(r.old) for r in batch])
+    def weighed(of):  # the sum over a response's tokens
+        return [sum(n * x for n, x in zip(r.counts, of(r), strict=True)) for r in batch]
+
+    figures = dict(scores=there([r.raw for r in batch]), length=[len(r.own) for r in batch],
+                   finished=[r.finished for r in batch],
+                   entropy=weighed(lambda r: [-x for x in r.old]))
     if hasattr(batch[0], "reference"):
-        figures["kl"] = [sum(r.old) - sum(r.reference) for r in batch]
+        figures["kl"] = weighed(lambda r: map(float.__sub__, r.old, r.reference))
     if len(c.mix) > 1:
         figures |= {f"reward/{name}": there([r.each[name] for r in batch]) for _, name in c.mix}
     if len(figures["scores"]) < len(batch):
@@ -346,36 +400,41 @@ def ppo(c, train, val, also=None):
         record |= summary(c, batch, "objective")
         finish_scores(c, batch, 0.0)
         record |= find_advantages(c, batch)
-
-        lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
-        value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
-                                 c.value_warmup_iters, c.max_iters, c.value_lr_decay)
-        figures, steps = [], 0
-        for minibatch in minibatches_of(c, iteration, c.ppo_epochs):
-            policy_adam.zero_gradients()
-            value_adam.zero_gradients()
-            tokens = sum(len(batch[i].response) for i in minibatch)
-            figures += flat(ppo_losses(c, models, batch[i], tokens) for i in minibatch)
-            if also:
-                also(models.policy, iteration * c.ppo_epochs * c.num_minibatches + steps)
-            record |= {"policy/grad_norm": policy_adam.clip(), "val/grad_norm": value_adam.clip()}
-            policy_adam.step(lr)
-            value_adam.step(value_lr)
-            steps += 1
-        record |= {name: mean([one[name] for one in figures]) for name in figures[0]}
-        record |= {"policy/steps": steps, "policy/lr": lr, "val/lr": value_lr}
-
+        record |= ppo_update(c, models, (policy_adam, value_adam), batch, iteration, also)
     log.append(evaluation(c, models, val, c.max_iters))
     return log, dict(policy=models.policy, value_model=models.value)
+
+
+def ppo_update(c, models, adams, batch, iteration, also=None, behind=lambda: None):
+    """The steps of an iteration, as figures. behind(): is called after each of them."""
+    lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
+    value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
+                             c.value_warmup_iters, c.max_iters, c.value_lr_decay)
+    figures, steps = [], minibatches_of(c, iteration, c.ppo_epochs)
+    for number, minibatch in enumerate(steps):
+        for adam in adams:
+            adam.zero_gradients()
+        tokens = sum(len(batch[i].own) for i in minibatch)
+        figures += flat(ppo_losses(c, models, batch[i], tokens) for i in minibatch)
+        if also:
+            also(models.policy, iteration * len(steps) + number)
+        norms = [adam.clip() for adam in adams]
+        for adam, rate in zip(adams, (lr, value_lr), strict=True):
+            adam.step(rate)
+        behind()
+    record = {name: mean([one[name] for one in figures]) for name in figures[0]}
+    return record | {"policy/grad_norm": norms[0], "val/grad_norm": norms[1], "policy/lr": lr,
+                     "val/lr": value_lr, "policy/steps": len(steps)}
 
 
 def find_advantages(c, batch):
     """Rewards, returns, and advantages of mean 0 and variance 1 over all tokens. Gives figures."""
     for r in batch:
-        r.rewards = [-c.kl_coef * kl for kl in r.kls]
+        r.rewards = [-c.kl_coef * kl for kl in kls_of(c, r)]
     before = mean([sum(r.rewards) for r in batch])
     for r in batch:
-        r.rewards[-1] += r.score
+        r.rewards = [x + paid for x, paid in zip(r.rewards, r.paid, strict=True)]
+        r.rewards[-1] += r.score - sum(r.paid)  # what is paid for a token is a part of the score
         r.advantages, r.returns = advantages_and_returns(r.rewards, r.values, c.gamma, c.lam)
     every = flat(r.advantages for r in batch)
     middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
@@ -390,17 +449,18 @@ def find_advantages(c, batch):
 
 def ppo_losses(c, models, r, tokens):
     """Add a response's gradients; the whole step has so many tokens. Figures of each token."""
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
-    values = scalars(models.value, r.prompt + r.response)[len(r.prompt) - 1:]
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
+    values = scalars(models.value, r.prompt + r.response)[len(r.prompt) - 1:][list(r.own)]
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
         ratio = torch.exp(logprob - r.old[t])
         loss, bound = clipped_surrogate(ratio, r.advantages[t], c.cliprange, c.cliprange)
+        loss = loss * r.counts[t]
         vf, vf_bound = value_loss(values[t], r.values[t], r.returns[t], c.cliprange_value)
         seen.update([bound, vf_bound])
         total = total + loss + c.vf_coef * vf - c.entropy_coef * entropies[t]
         figures.append({
-            "loss/policy": float(loss), "loss/value": float(vf),
+            "loss/policy": number(loss), "loss/value": number(vf),
             "policy/clipfrac": bool(bound), "val/clipfrac": bool(vf_bound),
             "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})
     (total / tokens).backward()
@@ -427,32 +487,37 @@ def grpo(c, train, val):
         record["objective/score_std"] = statistics.stdev(there([r.score for r in batch]))
         find_group_advantages(c, groups)
         record["objective/rlhf_reward"] = mean(there([r.judged for r in batch]))
-
-        lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
-        figures, steps, norm = [], 0, 0.0
-        for minibatch in minibatches_of(c, iteration, c.num_iterations):
-            rows = [batch[i] for i in minibatch if batch[i].finished or c.truncated == "keep"]
-            seen["masked"] += len(minibatch) - len(rows)
-            if not any(r.advantage for r in rows):  # nothing to learn
-                seen["flat minibatch"] += 1
-                continue
-            tokens = sum(len(r.response) for r in rows)
-            adam.zero_gradients()
-            for r in rows:
-                # DAPO (2503.14476, eq. 12), GRPO (2402.03300, eq. 3), Dr. GRPO (2503.20783, l. 1)
-                weight = {"token-mean": 1 / tokens,
-                          "seq-mean-token-mean": 1 / len(rows) / len(r.response),
-                          "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
-                figures += grpo_losses(c, models, r, weight[c.aggregation])
-            norm = adam.clip()
-            adam.step(lr)
-            steps += 1
-        record |= {name: mean([one[name] for one in figures])
-                   for name in ("loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac")}
-        record |= {"policy/grad_norm": norm, "policy/steps": steps, "policy/lr": lr}
-
+        record |= grpo_update(c, models, adam, batch, iteration)
     log.append(evaluation(c, models, val, c.max_iters))
     return log, dict(policy=models.policy)
+
+
+def grpo_update(c, models, adam, batch, iteration, behind=lambda: None):
+    """The steps of an iteration, as figures. behind(): is called after each of them."""
+    lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
+    figures, steps, norm = [], 0, 0.0
+    for minibatch in minibatches_of(c, iteration, c.num_iterations):
+        rows = [batch[i] for i in minibatch if batch[i].finished or c.truncated == "keep"]
+        seen["masked"] += len(minibatch) - len(rows)
+        rows = [r for r in rows if not getattr(r, "left_out", False)]
+        if not any(r.advantage for r in rows):  # nothing to learn
+            seen["flat minibatch"] += 1
+            continue
+        tokens = sum(len(r.own) for r in rows)
+        adam.zero_gradients()
+        for r in rows:
+            # DAPO (2503.14476, eq. 12), GRPO (2402.03300, eq. 3), Dr. GRPO (2503.20783, l. 1)
+            weight = {"token-mean": 1 / tokens,
+                      "seq-mean-token-mean": 1 / len(rows) / len(r.own),
+                      "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
+            figures += grpo_losses(c, models, r, weight[c.aggregation])
+        norm = adam.clip()
+        adam.step(lr)
+        steps += 1
+        behind()
+    record = {name: mean([one[name] for one in figures])
+              for name in ("loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac")}
+    return record | {"policy/grad_norm": norm, "policy/steps": steps, "policy/lr": lr}
 
 
 def is_flat(scores):
@@ -466,7 +531,7 @@ def find_group_advantages(c, groups):
     for r in flat(groups):
         r.judged, r.advantage = r.score, 0.0
         if r.judged is not None and c.kl_in == "reward":  # RLOO (arXiv 2402.14740, section 2.1)
-            r.judged -= c.kl_coef * sum(r.kls)
+            r.judged -= c.kl_coef * sum(kls_of(c, r))
     every = there([r.judged for r in flat(groups)])
     units = {"none": 1.0, "batch": statistics.stdev(every) + 1e-4}
     for group in groups:
@@ -482,7 +547,7 @@ def find_group_advantages(c, groups):
 
 def grpo_losses(c, models, r, weight):
     """Add a response's gradient; each of its tokens counts `weight`. Figures of each token."""
-    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    logprobs, entropies = logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
     log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
     of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
     total, figures = 0.0, []
@@ -491,11 +556,12 @@ def grpo_losses(c, models, r, weight):
         bounds = r.advantage, c.cliprange, c.cliprange_high
         loss, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss_type == "cispo" else
                        clipped_surrogate(ratio, *bounds))
+        loss = loss * r.counts[t]
         seen[bound] += 1
         kl = kl_estimate(logprob, r.reference[t], c.kl_estimator) if models.reference else 0.0
         total = total + loss - c.entropy_coef * entropies[t]
         total = total + c.kl_coef * kl if c.kl_in == "loss" else total
-        figures.append({"loss/policy": float(loss), "loss/kl": float(kl),
+        figures.append({"loss/policy": number(loss), "loss/kl": number(kl),
                         "policy/clipfrac": bool(bound),
                         "policy/approx_kl": kl_estimate(r.old[t], logprob.item(), "k3")})
     (total * weight).backward()

@@ -113,6 +113,7 @@ def typed_keys(world, keys, script, more):
     typed |= dict(dtype="float64", device_type="cpu", timeout=60, checkpoint_interval=0)
     typed |= {key: getattr(world, name, "") for key, name in files_of(keys, script).items()}
     if "mix" in keys:
+        typed["reward_timeout"] = 50
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some")}
         typed["reward_functions"] = ",".join(f"{x}*{where.get(name, name)}"
                                              for x, name in keys["mix"])
@@ -151,7 +152,8 @@ def assert_agrees(out, log, models):
             assert abs(left.shift - model.shift) <= TOLERANCE, (left.shift, model.shift)
         else:
             assert left.generation_config.eos_token_id == ENDS
-        wanted, found = by_hand.parameters_of(model), by_hand.parameters_of(left)
+        wanted = model if isinstance(model, dict) else by_hand.parameters_of(model)
+        found = by_hand.parameters_of(left)
         assert wanted.keys() == found.keys()
         far = {key: (p - wanted[key]).abs().max().item() for key, p in found.items()}
         worst = max(far, key=far.get)

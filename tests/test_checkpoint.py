@@ -3,7 +3,6 @@ import json
 import os
 import shutil
 
-import pytest
 
 from checkpoint import cut_logs, damage, list_checkpoints
 from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well, write
@@ -81,7 +80,6 @@ def test_a_run_goes_on_when_a_full_disk_has_room_again(world, tmp_path):
     assert_same_run(whole, well("sft.py", tmp_path, keys))
 
 
-@pytest.mark.xfail(strict=True, reason="a bug: safetensors' own error is shown as a traceback")
 def test_a_full_disk_is_one_line(world, tmp_path):
     result = run("sft.py", tmp_path, keys_of(world, "sft.py"), before=at(1, full))
     assert_one_line(result, "sft.py", "cannot be written", code=1)

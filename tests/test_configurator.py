@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from configurator import BadInput, check_range, configure, of_model, read_arguments, read_keys
-from conftest import ROOT
-from tiny import write
+from configurator import check_range, configure, of_model, read_arguments, read_keys
+from errors import BadInput
+from tiny import ROOT, write
 
 SCRIPT = '''"""A toy."""
 out_dir = "out"  # where
@@ -18,12 +18,13 @@ rate = 0.5  # how fast [> 0]
 share = 0.25  # part [0..1]
 shape = "flat"  # way [flat | round]
 flag = False  # whether
+speed = 1  # with flag or out_dir: in m/s
 _hidden = 5  # no key
 computed = count * 2  # no key
 config, system = configure(globals(), "shared.py", limit=50)
 late = 1  # no key
 '''
-OWN = dict(out_dir="out", count=3, rate=0.5, share=0.25, shape="flat", flag=False)
+OWN = dict(out_dir="out", count=3, rate=0.5, share=0.25, shape="flat", flag=False, speed=1)
 SHARED = "# time\nlimit = 60  # longest wait [1..1000]\n"
 DEFAULTS = OWN | dict(limit=50)
 
@@ -71,7 +72,7 @@ def test_the_command_line_wins_and_of_files_the_last(toy, argv):
     ("--flag=1", ["bool"]), ("--rate=fast", ["float"]), ("--rate=nan", ["rate"]),
     ("--count=0", ["[>= 1]", "how many"]), ("--share=1.01", ["[0..1]"]), ("--rate=0", ["[> 0]"]),
     ("--shape=square", ["[flat | round]"]), ("--limit=0", ["limit"]), ("--count", ["--count=3"]),
-    ("nowhere.py", ["nowhere.py"]), ("count=4", ["--key=value"]),
+    ("--speed=2", ["speed", "flag"]), ("nowhere.py", ["nowhere.py"]), ("count=4", ["--key=value"]),
     # and files
     ("cuont = 3\n", ["'count'"]), ("count = 2.5\n", ["count (c.py)"]),
     ("count = 4\nrate = = 2\n", ["line 2"]), ("count = 4\nrate = 1 / 0\n", ["line 2", "Zero"]),
@@ -92,7 +93,6 @@ def test_a_key_for_one_model():
 def test_each_config_file_fits_its_script_and_each_default_its_range():
     """A file of the repository names only keys that there are, with values that are allowed."""
     others = {"arithmetic_dpo.py"}  # of recipes/dpo.py
-    others |= {"llama_70b_grpo.py"}  # TODO: generate_tp, which it sets, is not attached yet
     shared = read_keys(f"{ROOT}/config/keys.py")
     scripts = [read_keys(f"{ROOT}/{name}.py") | shared for name in ("ppo", "grpo", "sft", "rm")]
     for name, key in itertools.chain(*(keys.items() for keys in scripts)):

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from byte_tokenizer import write_byte_tokenizer
-from configurator import BadInput
+from errors import BadInput
 from load import load
 from prompts import right_pad
 from tiny import EOS, PAD, keys_of_system, read_weights

@@ -7,32 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("options")
 import by_hand
 from prompts import Rows
 from test_by_hand import PPO, TUNED, assert_agrees, typed_keys
-from tiny import assert_same_run, at, keys_of, read_jsonl, read_weights, run, well
-
-
-class Adapters:
-    """LoRA (arXiv 2106.09685, eq. 3): each map W of GPT-2's layers becomes W + alpha / rank B A."""
-
-    def __init__(self, trunk, rank, alpha, seed):
-        self.scale, self.maps = alpha / rank, []
-        drawn = torch.Generator().manual_seed(seed)
-        trunk.requires_grad_(False)
-        for linear in [m for m in trunk.modules() if type(m).__name__ == "Conv1D"]:  # x W
-            n_in, n_out = linear.weight.shape
-            A = torch.empty(rank, n_in).uniform_(-1, 1, generator=drawn) * n_in**-0.5
-            A, B = (torch.nn.Parameter(x.double()) for x in (A, torch.zeros(n_out, rank)))
-            self.maps.append((linear, A, B))
-            linear.register_forward_hook(lambda linear, x, y, A=A, B=B: (
-                y + self.scale * (B @ (A @ x[0].mT)).mT if self.maps else y))
-
-    @torch.no_grad()
-    def merge(self):
-        for linear, A, B in self.maps:
-            linear.weight += self.scale * (B @ A).mT
-        self.maps = []
+from tiny import assert_same_run, assert_stopped, at, keys_of, read_jsonl, read_weights, run, well
 
 
 @pytest.mark.parametrize("layout", [{}, dict(zero_stage="3")], ids=["whole", "stage 3"])
@@ -44,8 +23,8 @@ def test_lora(world, tmp_path, layout):
     made = []
 
     def adapt(policy):
-        made.append(Adapters(policy.base_model, 2, 5, keys["seed"]))
-        return [p for _, A, B in made[0].maps for p in (A, B)]
+        made.append(by_hand.Adapters(policy.base_model, 2, 5, keys["seed"]))
+        return made[0].parameters()
 
     c = SimpleNamespace(**keys | dict(init_from=world.policy))
     log, models = by_hand.sft(c, world.rows["sft_train"], world.rows["sft_val"], adapt)
@@ -144,6 +123,6 @@ def test_shards_are_saved_whole(world, tmp_path):
     for iteration, stage, ranks in ((1, "3", 2), (2, "", 1)):
         stopped = run("grpo.py", tmp_path, keys | dict(zero_stage=stage), ranks=ranks,
                       before=at(iteration, signal.SIGTERM))
-        assert set(stopped.codes) == {0} and "stopped" in stopped.out[0], stopped
+        assert_stopped(stopped, tmp_path)
     out = well("grpo.py", tmp_path, keys | dict(zero_stage="2"), ranks=2)
     assert_same_run(whole, out, ("policy", "ema_policy"), 1e-9)

@@ -10,18 +10,20 @@ import signal
 import pytest
 import torch
 
-from run import checksum
-from tiny import assert_same_run, at, keys_of, run, well, write
+from audit import checksum
+from tiny import assert_same_run, assert_stopped, at, keys_of, run, well, write
 
 WORKER = """
 import json
 import sys
 import torch
 import parallel
-from configurator import report_error
+import ranks
+from errors import report_error
+from tiny import keys_of_system
 
 sys.excepthook = report_error
-parallel.init("cpu", 20)
+ranks.init(keys_of_system(device_type="cpu", timeout=20))
 rank, size = parallel.rank_and_size()
 said = []
 for n in (7, 3, 2, 1):  # more rows than ranks, as many, fewer
@@ -50,7 +52,7 @@ except RuntimeError as e:
     print(e)
 except OSError as e:
     print("on rank 1:", e)
-parallel.leave()
+ranks.leave()
 """
 
 
@@ -120,5 +122,5 @@ def test_a_run_stops_on_two_ranks_and_goes_on_with_one(world, tmp_path):
     keys = keys_of(world, "ppo.py", checkpoint_interval=1)
     whole = well("ppo.py", tmp_path / "whole", keys)
     stopped = run("ppo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, rank=1))
-    assert stopped.codes == [0, 0] and "stopped" in stopped.out[0], stopped
+    assert_stopped(stopped, tmp_path)
     assert_same_run(whole, well("ppo.py", tmp_path, keys), ("policy", "value_model"), 1e-9)

@@ -1,13 +1,15 @@
 """prompts.py: a file -> rows; which rows an iteration sees; micro-batches, by enumeration."""
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from configurator import BadInput
-from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_rows, micro_batches, prompt_row,
-                     read_rows)
-from tiny import write
+import parallel
+from errors import BadInput
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
+                     micro_batches, prompt_row, read_rows)
+from tiny import keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
     """A BOM, blank lines, numbers as answers, other fields, names of others."""
@@ -51,6 +53,15 @@ def test_rows_that_are_too_long():
         encoded("drop", 1)
 
 
+def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
+    tokenizer = SimpleNamespace(bos_ids=[1], encode_prompts=lambda texts: [
+        [1, *text.encode()] for text in texts])
+    models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
+    rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))
+    encode_prompts(rows, "a", models, 5, keys_of_system(too_long="cut"))
+    assert [list(ids) for ids in rows.ids] == [[1, *b"def"], [1, *b"x"]]
+
+
 @pytest.mark.parametrize("n, batch_size", [(5, 3), (7, 7), (3, 8), (1, 2)])
 def test_whole_epochs_in_new_orders(n, batch_size):
     """The batches are one walk through the epochs; each has every row once."""
@@ -66,10 +77,13 @@ def test_whole_epochs_in_new_orders(n, batch_size):
 
 @pytest.mark.parametrize("ranks, size, most",
                          [*itertools.product((1, 2, 7, 100), (1, 5, 64), (0, 150))])
-def test_rows_are_dealt_like_cards(ranks, size, most):
+def test_rows_are_dealt_like_cards(monkeypatch, ranks, size, most):
     """Each row once; within the limits; as many parts on each rank; about equally many tokens."""
     lengths = torch.randint(1, 100, (61,), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = [deal_rows(lengths, size, most, (rank, ranks)) for rank in range(ranks)]
+    parts = []
+    for rank in range(ranks):
+        monkeypatch.setattr(parallel, "rank_and_size", lambda rank=rank: (rank, ranks))
+        parts.append(deal_rows(lengths, size, most))
     assert sorted(i for mine in parts for part in mine for i in part) == list(range(61))
     assert len({len(mine) for mine in parts}) == 1
     for part in itertools.chain(*parts):

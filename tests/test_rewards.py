@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configurator import BadInput
+from errors import BadInput
 from load import load
 from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows, format,
                      last_real, length, reward_terms, score_sequences, thinks)
@@ -48,6 +48,7 @@ def test_format_and_thinks():
 
 
 def test_the_key_reward_functions(tmp_path):
+    pytest.importorskip("options.foreign_rewards")
     path = write(tmp_path / "mine.py", "def brevity(batch):\n    return [-len(c) for c in "
                                        "batch['completions']]\ndef format(batch): pass\n")
     terms = reward_terms(f" 2 * length , -0.5*thinks,{path}:brevity,0*reward_model")

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from configurator import BadInput
+from errors import BadInput
 from load import load
 from rollout import draw, generate, response_uniforms
 from tiny import PAD, keys_of_system

@@ -1,5 +1,6 @@
 """The four scripts as a user runs them: to the end, stopped, resumed; and bad input."""
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from math import nan
 import pytest
 import transformers
 
-from conftest import ROOT
-from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, typed, well
+from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
+                  run, typed, well, write)
 
 SCRIPTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py": ("policy",),
            "rm.py": ("reward_model",)}
@@ -21,7 +22,7 @@ def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, sc
     keys = keys_of(world, script, max_iters=5, checkpoint_interval=1, dtype="float32")
     whole = well(script, tmp_path / "whole", keys)
     stopped = run(script, tmp_path / "cut", keys, before=at(1, signal.SIGTERM))
-    assert stopped.codes == [0] and "resume with the same command" in stopped.out[0], stopped
+    assert_stopped(stopped, tmp_path / "cut")
     assert run(script, tmp_path / "cut", keys, before=at(3, signal.SIGKILL)).codes == [-9]
     out = well(script, tmp_path / "cut", keys)
     assert [record["iteration"] for record in read_log(out)] == list(range(6))
@@ -78,12 +79,17 @@ def test_bad_input_is_one_line_before_anything_is_written(world, tmp_path, what)
 
 def test_another_run_in_the_folder_of_one(world, tmp_path):
     """Refused, and all is as it was; more iterations are the same run."""
-    keys = keys_of(world, "sft.py")
+    path = shutil.copy(world.sft_train, tmp_path / "rows.jsonl")
+    keys = keys_of(world, "sft.py", train_path=path)
     out = well("sft.py", tmp_path, keys)
     log = read_log(out)
     for other in (dict(seed=7), dict(train_path=world.sft_val), dict(lora="2:4")):
         assert_one_line(run("sft.py", tmp_path, keys | other), "sft.py", *other, "--out_dir")
         assert read_log(out) == log
+    text = open(path).read()
+    write(path, text.replace("abc", "abd"))  # another letter in the same file
+    assert_one_line(run("sft.py", tmp_path, keys), "sft.py", "token_ids", "--out_dir")
+    write(path, text)
     assert len(read_log(well("sft.py", tmp_path, keys | dict(max_iters=4)))) == 5
 
 

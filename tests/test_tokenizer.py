@@ -10,7 +10,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 
 from byte_tokenizer import write_byte_tokenizer
-from configurator import BadInput
+from errors import BadInput
 from tiny import keys_of_system, write
 from tokenizer import load_tokenizer
 
@@ -71,7 +71,7 @@ def test_a_chat_by_hand(chat):
     ids, trained = t.encode_learned(turns[:1], [assistant("b"), user("c"), assistant("d")])
     assert ids == ids_of([*turns, assistant("d")])[:-1]  # up to the last end
     learned = [[i for i, _ in run]
-               for yes, run in groupby(zip(ids, trained), lambda x: x[1]) if yes]
+               for yes, run in groupby(zip(ids, trained, strict=True), lambda x: x[1]) if yes]
     assert learned == [[*b"b", END], [*b"d", END]]
 
 
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_adds_a_blank(blanks, text):
     ids, trained = blanks.encode_learned("what?", text)
     assert ids[0] == 1 and ids[-1] == 2 and ids[:trained.index(True)] == blanks.encode_prompts(
         ["what?"])[0]
-    response = [i for i, one in zip(ids, trained) if one]
+    response = [i for i, one in zip(ids, trained, strict=True) if one]
     assert blanks.decode_response(response, "what?") == text
     assert blanks.decode(ids[1:]) == "what?" + text
     assert blanks.encode_scored(["what?"], [text])[0] == [

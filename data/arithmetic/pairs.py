@@ -1,6 +1,7 @@
 """
-Preference pairs for the built-in addition task. The SFT model answers each problem several times;
-a checker takes the place of the human who compares: a right and a wrong answer become a pair.
+Preference pairs for the built-in addition task, or for other problems that have answers. The SFT
+model answers each problem several times; a checker takes the place of the human who compares: a
+right and a wrong answer become a pair.
 
     python data/arithmetic/pairs.py
     python data/arithmetic/pairs.py --policy_path=out/arithmetic_sft/policy --pairs=2000 --seed=1
@@ -8,8 +9,8 @@ a checker takes the place of the human who compares: a right and a wrong answer 
 The true answers are used here for the last time: the reward model has to learn from the pairs which
 answers are right, and PPO sees only the reward model.
 
-Writes beside itself: pairs_train.jsonl and pairs_val.jsonl {"prompt", "chosen", "rejected"}; with
-mistakes, some pairs to train on are labelled wrongly, as people do it, and the held-out ones never.
+Writes beside the problems: pairs_train.jsonl and pairs_val.jsonl {"prompt", "chosen", "rejected"}.
+With mistakes, some pairs to train on are labelled wrongly, as people do it; held-out ones never.
 """
 import json
 import os
@@ -23,14 +24,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 from configurator import configure  # noqa: E402
 from errors import BadInput  # noqa: E402
 
-import torch  # noqa: E402
-
-from load import load  # noqa: E402
+from load import autocast, load  # noqa: E402
 from prompts import batch_rows, prompt_row, read_rows  # noqa: E402
+from ranks import choose_device  # noqa: E402
 from rewards import accuracy  # noqa: E402
 from rollout import generate, response_uniforms  # noqa: E402
 
 policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compared
+prompts_path = ""  # the problems, with answers; empty = the toy's, rl_train.jsonl beside this file
 pairs = 2000  # pairs to make for training; a tenth more is held out [>= 10]
 samples = 4  # answers to each problem [>= 2]
 max_new_tokens = 48  # longest answer [>= 1]
@@ -39,9 +40,11 @@ name = "pairs"  # of the files: pairs_train.jsonl, pairs_val.jsonl
 seed = 1  # decides problems and answers [>= 0]
 config, system = configure(globals(), "config/keys.py")
 
-model = load(policy_path, "policy", system, torch.device("cpu"))
+device = choose_device(system.device_type)
+model = load(policy_path, "policy", system, device)
 tokenizer = model.tokenizer
-problems = read_rows(os.path.join(HERE, "rl_train.jsonl"), prompt_row)
+prompts_path = prompts_path or os.path.join(HERE, "rl_train.jsonl")
+problems = read_rows(prompts_path, prompt_row, system.fields)
 wanted = pairs + pairs // 10
 found = []
 for iteration in range(100):
@@ -50,16 +53,19 @@ for iteration in range(100):
     rows = [problems[i] for i in picked for _ in range(samples)]
     prompts = tokenizer.encode_prompts([row["prompt"] for row in rows])
     uniforms = response_uniforms(seed, "pairs", iteration, range(len(rows)), max_new_tokens)
-    batch = generate(model, prompts, max_new_tokens, uniforms=uniforms)
-    completions = [tokenizer.decode(tokens[-max_new_tokens:][mask].tolist())
-                   for tokens, mask in zip(batch["tokens"], batch["response_mask"], strict=True)]
+    with autocast(system, device):
+        batch = generate(model, prompts, max_new_tokens, uniforms=uniforms,
+                         graphs=system.cuda_graphs and device.type == "cuda")
+    responses, finished = batch["tokens"][:, -max_new_tokens:].cpu(), batch["finished"].tolist()
+    completions = [tokenizer.decode_response(ids[mask].tolist(), row["prompt"]) for ids, mask, row
+                   in zip(responses, batch["response_mask"].cpu(), rows, strict=True)]
 
     right = (accuracy(dict(completions=completions, rows=rows)) == 1.0).tolist()
     for i in range(0, len(rows), samples):
         # An answer that was cut off is left out, so that a pair differs in being right, and not in
         # having an end.
         answers = [(right[j], completions[j]) for j in range(i, i + samples)
-                   if batch["finished"][j] and completions[j]]
+                   if finished[j] and completions[j]]
         good = [text for ok, text in answers if ok]
         bad = [text for ok, text in answers if not ok]
         found += [dict(prompt=rows[i]["prompt"], chosen=g, rejected=b)
@@ -77,6 +83,7 @@ for pair in found[:pairs]:
     if labeller.random() < mistakes:
         pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
 for part, rows in (("train", found[:pairs]), ("val", found[pairs:wanted])):
-    with open(os.path.join(HERE, f"{name}_{part}.jsonl"), "w", encoding="utf-8") as f:
+    with open(os.path.join(os.path.dirname(prompts_path), f"{name}_{part}.jsonl"), "w",
+              encoding="utf-8") as f:
         f.writelines(json.dumps(pair) + "\n" for pair in rows)
     print(f"{name}_{part}.jsonl: {len(rows)} rows")

@@ -1,0 +1,197 @@
+"""
+Slips of the pen in the rooms, and the tests that must notice them. A campaign by hand:
+
+    python tests/long/mutants.py              all of them, one after the other: about 8 CPU minutes
+    python tests/long/mutants.py gae.py 7     those of a file, or of these numbers
+
+Each is made in a copy of the repository, in which only the tests run that are named with it, up to
+the first that fails. test_mutants.py sees to it that each line is still there to be changed.
+"""
+import os
+import shutil
+import sys
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+IGNORED = shutil.ignore_patterns(".git", "__pycache__", "out", ".venv*")
+MUTANTS = [  # file, old text, new text, test file, pytest -k
+    # the room's own tests
+    ("gae.py", "delta = r + gamma * v[:, 1:]", "delta = r + v[:, 1:]", "test_gae", "loop"),
+    ("gae.py", "y[:, :, 0], c**BLOCK)", "y[:, :, 0], c)", "test_gae", "loop"),
+    ("gae.py", "torch.where(response_mask, values.to(dtype), 0))", "values.to(dtype))",
+     "test_gae", "masked"),
+    ("loss.py", "variance = masked_mean((x - mean) ** 2, mask)", "variance = x[mask].var()",
+     "test_loss", "reductions"),
+    ("loss.py", "/ min(temperature, 1.0)", "* min(temperature, 1.0)", "test_loss", "gaps"),
+    ("loss.py", 'importance_cap if "age" in batch else 0)', "importance_cap)", "test_loss",
+     "figures"),
+    ("loss.py", ".exp().clamp(max=cap)", ".exp().clamp(min=cap)", "test_loss", "importance"),
+    ("groups.py", "advantages * n / (n - 1)", "advantages * (n - 1) / n", "test_loss", "group"),
+    ("groups.py", "lowest >= groups", "lowest > groups", "test_loss", "group or nothing"),
+    ("groups.py", "return weights / weights.sum().clamp(min=1)", "return weights / mask.numel()",
+     "test_loss", "weights"),
+    ("model.py", "F.pad(target_mask[:, 1:], (0, 1))", "target_mask", "test_model", "gpt2"),
+    ("model.py", "logits = logits / temperature", "logits = logits * temperature", "test_model",
+     "gpt2"),
+    ("model.py", "logprobs.masked_fill(logprobs == -torch.inf, 0)", "logprobs", "test_loss",
+     "impossible"),
+    ("model.py", "[torch.arange(len(tokens)), last])", "[torch.arange(len(tokens)), last - 1])",
+     "test_rewards", "read"),
+    ("model.py", ".squeeze(-1) + self.score_shift", ".squeeze(-1)", "test_rewards", "read"),
+    ("prompts.py", "range(iteration * batch_size, (iteration + 1) * batch_size)",
+     "range(iteration, iteration + batch_size)", "test_prompts", "epochs"),
+    ("prompts.py", "(order[number::size] for", "(order[number * len(order) // size:] for",
+     "test_prompts", "cards"),
+    ("prompts.py", "enumerate(lengths) if n <= limit", "enumerate(lengths) if n < limit",
+     "test_prompts", "too_long"),
+    ("prompts.py", "return kept + ids[len(ids) - limit + len(kept):]", "return ids[:limit]",
+     "test_prompts", "beginning"),
+    ("prompts.py", "(t >= 0) & (t < longest)", "t >= 0", "test_prompts", "micro"),
+    ("tokenizer.py", "[self.eos_id] * ends", "[self.eos_id]", "test_tokenizer", "toys"),
+    ("tokenizer.py", "self.vocab_size = min(self.vocab_size, embeddings)",
+     "self.vocab_size = embeddings", "test_rollout", "generate"),
+    ("tokenizer.py", "return [self.bos_ids + next(strings)", "return [next(strings)",
+     "test_tokenizer", "blank"),
+    ("tokenizer.py", "trained += [False] * (len(open_ids) - len(trained))",
+     "trained += [False] * len(open_ids)", "test_tokenizer", "chat"),
+    ("tokenizer.py", "text.index(s) + len(s) for s", "text.index(s) for s", "long/test_rooms",
+     "stop"),
+    ("rollout.py", "uniform.double() * cdf[:, -1]", "uniform.double() * 2.0**40", "test_rollout",
+     "extreme"),
+    ("rollout.py", "positions[which, -1:] + 1", "positions[which, -1:]", "test_rollout", "loop"),
+    ("rollout.py", "(rooms[live] > t + 1)", "(rooms[live] > t)", "long/test_rooms", "leave"),
+    ("rewards.py", "sum(weight * torch.where", "sum(torch.where", "test_rewards", "sum"),
+    ("rewards.py", "scores[part] = found", "scores[sorted(part)] = found", "test_rewards", "read"),
+    ("rewards.py", "return not before.strip() and answer", "return answer", "test_rewards",
+     "format"),
+    ("rewards.py", "filter(None, (reward_model, value_model))", "[reward_model]", "test_rewards",
+     "zero"),
+    ("parallel.py", "range(rank * n // size, (rank + 1) * n // size)",
+     "range(rank * (n // size), (rank + 1) * (n // size))", "test_parallel", "exchange"),
+    ("parallel.py", "[part[:n] for part, n in parts]", "[part for part, n in parts]",
+     "test_parallel", "exchange"),
+    ("parallel.py", "flat.mul_(1 / scale)", "flat.div_(scale * rank_and_size()[1])",
+     "test_parallel", "exchange"),
+    ("parallel.py", ".clamp(max=1.0), 1.0)", ", 1.0)", "long/test_rooms", "clipped"),
+    ("audit.py", "chunk.long() * (i * 2 + 1)", "chunk.long() * i * 2", "test_parallel",
+     "checksum"),
+    ("audit.py", "        first += len(chunk)\n", "", "long/test_rooms", "checksum"),
+    ("configurator.py", "good = low <= value <= high", "good = low < value < high",
+     "test_configurator", "default"),
+    ("configurator.py", "if not equals or model == name", "if model == name",
+     "test_configurator", "one_model"),
+    ("configurator.py", 'sorted(argv, key=lambda arg: arg.startswith("--"))', "argv",
+     "test_configurator", "wins"),
+    ("load.py", "(0.3 if in_16_bits else 1e-3)", "0.3e3", "long/test_rooms", "refused"),
+    # runs that are stopped, killed, or wrong
+    ("ranks.py", "    stop = True\n", "    stopped = True  # noqa: F841\n", "test_scripts",
+     "bits and sft"),
+    ("errors.py", "os._exit(1 if code is None else code)", "os._exit(1)", "test_scripts", "typo"),
+    ("errors.py", "    error = lost(error) or error\n", "", "test_parallel", "killed"),
+    ("run.py", "fresh | (saved or {})", "(saved or {}) | fresh", "test_scripts", "bits and sft"),
+    ("prompts.py", "repr(tuple(ids)).encode()", "repr(len(ids)).encode()", "test_scripts",
+     "another"),
+    ("run.py", "if last or interval and", "if interval and", "long/test_knobs", "adapter"),
+    ("checkpoint.py", 'state, "iteration": iteration}', 'state, "iteration": iteration + 1}',
+     "test_scripts", "bits and sft"),
+    ("checkpoint.py", "<= iteration][-keep:]", "<= iteration][:keep]", "test_checkpoint", "kills"),
+    ("checkpoint.py", "manifest[name] != found.get(name)", "name not in found",
+     "test_checkpoint", "damaged"),
+    ("checkpoint.py", 'ema.fill(dict(read_tensors(folder, "ema")))', "pass", "test_options",
+     "whole"),
+    # what is computed
+    ("loss.py", "(iteration - warmup) / max(max_iters - warmup, 1)", "iteration / max_iters",
+     "test_by_hand", "sft"),
+    ("loss.py", "masked_sum(x.detach().double(), mask), mask.sum()]",
+     "masked_sum(x.detach().double(), mask), (mask >= 0).sum()]", "test_by_hand", "dr"),
+    ("groups.py", "log_ratio.sum(1, keepdim=True) / lengths", "log_ratio.sum(1, keepdim=True)",
+     "test_by_hand", "gspo"),
+    ("rollout.py", "sample = list(range(samples)) * len(row_numbers)", "sample = [0] * len(prompt)",
+     "test_by_hand", "dr"),
+    ("rollout.py", 'columns[name][mb["index"], :output', "columns[name][:len(output), :output",
+     "test_by_hand", "dr"),
+    ("run.py", 'group["lr"] = lr\n', "pass\n", "test_by_hand", "sft"),
+    ("load.py", "(trained and not adapter)", "(trained)", "test_options", "lora and whole"),
+    ("load.py", 'return load(path, "ref", system, device, tokenizer=policy.tokenizer)',
+     "return policy", "test_by_hand", "dr"),
+    ("ppo.py", "rewards[batch[\"index\"], last_real(mask)] += scores", "rewards[:, -1] += scores",
+     "test_by_hand", "learned"),
+    ("ppo.py", "ratio.clamp(1 - cliprange, 1 + cliprange)", "ratio.clamp(max=1 + cliprange)",
+     "test_by_hand", "learned"),
+    ("ppo.py", "0.5 * torch.max(vf_losses1, vf_losses2)", "0.5 * torch.min(vf_losses1, vf_losses2)",
+     "test_by_hand", "learned"),
+    ("ppo.py", "(iteration * ppo_epochs + epoch) * num_minibatches + number",
+     "iteration * ppo_epochs + epoch", "test_options", "ptx"),
+    ("ppo.py", 'last_real(mask)] -= batch["turn_rewards"].sum(1)', "last_real(mask)] -= 0",
+     "long/test_by_hand_options", "ppo and turns"),
+    ("grpo.py", "clipped_ratio.detach() * logprobs", "clipped_ratio * logprobs", "test_by_hand",
+     "cispo"),
+    ("grpo.py", "scores - kl_coef * kl.sum(1)", "scores - kl_coef * kl.mean(1)", "test_by_hand",
+     "rloo"),
+    ("grpo.py", "if not learns[rows].any():", "if not counted[rows].any():", "test_by_hand", "dr"),
+    ("grpo.py", "~flat.repeat_interleave(group_size)", "~flat.repeat(group_size)",
+     "long/test_by_hand_options", "refills"),
+    ("grpo.py", "kl_coef * masked_sum(kl_losses * mb[\"weights\"], m)",
+     "kl_coef * masked_sum(kl_losses, m) / m.sum()", "test_by_hand", "dr"),
+    ("sft.py", "count += len(logprobs)", "count += len(part)", "test_by_hand", "sft"),
+    ("rm.py", "(1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing",
+     "(1 - confidence) + label_smoothing", "test_by_hand", "again"),
+    ("rm.py", "return scores.sum(1) ** 2", "return (scores ** 2).sum(1)", "test_by_hand", "again"),
+    ("options/refill.py", "(row - first + 1 + hashed_row(", "(row - first + hashed_row(",
+     "long/test_by_hand_options", "refills"),
+    ("options/ahead.py", "dict.fromkeys(due, iteration)", "{k: k for k in due}",
+     "long/test_by_hand_options", "stale and ppo and capped"),
+    ("options/lora.py", 'self.lora["alpha"] / self.lora["rank"]', 'self.lora["alpha"]',
+     "test_options", "lora and whole"),
+    ("options/environment.py", "own[i] += [False] * len(extra)", "own[i] += [True] * len(extra)",
+     "long/test_by_hand_options", "ppo and turns"),
+    ("options/teachers.py", "(scores - scores.mean()) / len(paths)", "scores / len(paths)",
+     "long/test_by_hand_options", "taught"),
+]
+
+
+def trial(folder, file, old, new, tests, chosen):
+    """pytest's exit code in the copy, with a mutant in its file; the file is as it was behind."""
+    path = os.path.join(folder, file)
+    with open(path, encoding="utf-8") as f:
+        whole = f.read()
+    assert whole.count(old) == 1, (file, old)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(whole.replace(old, new))
+    pid = os.fork()  # torch is there already
+    if pid == 0:
+        os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.dup2(os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        import pytest
+
+        os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", f"tests/{tests}.py", "-k", chosen]))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(whole)
+    return code
+
+
+def main(wanted):
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    survived = []
+    with tempfile.TemporaryDirectory() as parent:
+        folder = shutil.copytree(ROOT, os.path.join(parent, "copy"), ignore=IGNORED)
+        sys.path[:] = [path for path in sys.path if not path.startswith(ROOT)]
+        for number, mutant in enumerate(MUTANTS):
+            if wanted and mutant[0] not in wanted and str(number) not in wanted:
+                continue
+            code = trial(folder, *mutant)
+            said = {0: "SURVIVED", 1: "noticed"}.get(code, f"no test has run (code {code})")
+            survived += [number] * (code != 1)
+            print(f"{number:3} {said}: {mutant[0]}: {mutant[2].strip()!r} by {mutant[3]}, "
+                  f"{mutant[4]}", flush=True)
+    print(f"not noticed: {survived}")
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch  # noqa: F401  so that each fork has it; and nothing that a mutant is in
+    import transformers  # noqa: F401
+
+    main(sys.argv[1:])

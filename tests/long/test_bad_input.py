@@ -1,0 +1,137 @@
+"""
+What people really type wrong, in rows of a table: a run that is one line, with exit code 2, and
+writes nothing. (More in tests/: test_scripts.py, test_configurator.py, test_model.py.)
+"""
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tiny import MARKERS, assert_one_line, jsonl, keys_of, run, save_random, well, write
+
+USER = [dict(role="user", content="1+2=")]
+ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
+FILES = {  # rows, or the text of a file, which the table names
+    "chat": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
+    "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
+    "mute": [ROW, dict(prompt="a")], "number": [ROW, ROW | dict(prompt=5)],
+    "long": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
+    "cut": json.dumps(ROW) + '\n{"prompt": "a", "ans', "list": "[1, 2]\n", "empty": ""}
+RULES = {"broken": "def f(batch)\n    return 1\n", "fails": "import nowhere_at_all\n",
+         "other": "def g(batch):\n    return [0.0] * len(batch['rows'])\n"}
+
+# name: (script, keys, words of the line). $x is a file of the above, or of the tiny world
+TABLE = {
+    # files, rows, fields
+    "a cut line": ("ppo.py", dict(prompts_path="$cut"), ["cut.jsonl", "line 2"]),
+    "no object": ("sft.py", dict(train_path="$list"), ["list.jsonl", "line 1"]),
+    "no rows": ("rm.py", dict(train_path="$empty"), ["empty.jsonl"]),
+    "another layout": ("sft.py", dict(train_path="$foreign"), [
+        "foreign.jsonl", "line 1", "'prompt'", "conversations"]),
+    "a number as a text": ("grpo.py", dict(prompts_path="$number"), ["number.jsonl", "line 2"]),
+    "no answer": ("grpo.py", dict(prompts_path="$mute", reward_functions="accuracy"), [
+        "mute.jsonl", "row 2", "'accuracy'", "'answer'"]),
+    "one file of a mix": ("grpo.py", dict(prompts_path="$rl_train,0.5*$foreign"), [
+        "foreign.jsonl", "line 1"]),
+    "a share that is none": ("sft.py", dict(train_path="x*$sft_train"), ["train.jsonl", "x"]),
+    "chats without a template": ("sft.py", dict(train_path="$chat"), [
+        "chat.jsonl", "row 2", "template"]),
+    "a chat as a held-out prompt": ("grpo.py", dict(eval_path="$chat"), ["chat.jsonl", "row 2"]),
+    "fields that are not there": ("sft.py", dict(fields="question>prompt", train_path="$foreign"), [
+        "question"]),
+    "a completion that is too long": ("sft.py", dict(train_path="$long", max_tokens=10), [
+        "long.jsonl", "row 2", "max_tokens"]),
+    "a prompt that is too long": ("ppo.py", dict(prompts_path="$long", max_prompt_tokens=5), [
+        "long.jsonl", "row 2", "--too_long"]),
+    "a pair that is too long": ("rm.py", dict(train_path="$long"), ["long.jsonl", "row 2"]),
+    "pairs are not cut": ("rm.py", dict(train_path="$long", too_long="cut"), ["too_long"]),
+    # models
+    "the folder of a run": ("ppo.py", dict(policy_path="$run"), ["run/policy"]),
+    "a file": ("sft.py", dict(init_from="$sft_train"), ["sft_train.jsonl"]),
+    "a hub name, no network": ("sft.py", dict(init_from="nobody/nothing"), ["nobody/nothing"]),
+    "NaN": ("ppo.py", dict(policy_path="$nan"), ["nan", "wte.weight"]),
+    "a policy as the reward model": ("grpo.py", dict(
+        reward_functions="reward_model", reward_path="$policy"), ["policy", "head", "rm.py"]),
+    "another tokenizer's value": ("ppo.py", dict(reward_path="$other"), ["--value_init=policy"]),
+    "another tokenizer's reference": ("grpo.py", dict(ref_path="$swapped"), ["ref_path"]),
+    "no such encoding": ("sft.py", dict(init_from="scratch", tokenizer_path="tiktoken:gpt9"), [
+        "gpt9"]),
+    # rewards
+    "which reward model": ("grpo.py", dict(reward_functions="0.5*reward_model"), [
+        "--reward_path=FOLDER"]),
+    "a forgotten reward model": ("grpo.py", dict(reward_path="$reward"), [
+        "reward_path", "--reward_functions=reward_model"]),
+    "no file of rules": ("grpo.py", dict(reward_functions="nowhere.py:f"), ["nowhere.py"]),
+    "no such rule": ("grpo.py", dict(reward_functions="$other_py:f"), ["other.py", "'f'"]),
+    "rules with a typo": ("grpo.py", dict(reward_functions="$broken_py:f"), [
+        "broken.py", "line 1"]),
+    "rules that fail": ("grpo.py", dict(reward_functions="$fails_py:f"), ["fails.py", "line 1"]),
+    "twice": ("grpo.py", dict(reward_functions="length,0.5*length"), ["'length'", "twice"]),
+    "no judge": ("grpo.py", dict(reward_functions="judge"), ["judge_path"]),
+    "an idle judge": ("grpo.py", dict(judge_path="$policy"), ["judge_path"]),
+    "no environment": ("grpo.py", dict(reward_functions="environment"), ["environment"]),
+    # keys that do not go together, or that nothing reads
+    "no reference": ("grpo.py", dict(ref_path="$policy", kl_coef=0.0), ["ref_path", "kl_coef"]),
+    "empty minibatches": ("ppo.py", dict(num_minibatches=6), ["num_minibatches = 6"]),
+    "patience": ("grpo.py", dict(reward_timeout=60), ["reward_timeout = 60", "timeout = 60"]),
+    "no held-out prompts": ("ppo.py", dict(keep_best=True, eval_path=""), ["keep_best"]),
+    "weights in 16 bits": ("ppo.py", dict(master_weights=False), ["master_weights"]),
+    "refilled by another": ("grpo.py", dict(max_refills=1, refill_by="accuracy"), ["refill_by"]),
+    "another script's key": ("grpo.py", dict(ppo_epochs=2), ["'ppo_epochs'"]),
+    "a judge for sft": ("sft.py", dict(judge_path="x"), ["'judge_path'"]),
+    "no such tracker": ("sft.py", dict(report_to="tensorbord"), ["report_to", "tensorboard"]),
+    "attention of a package": ("sft.py", dict(attn_implementation="flash_attention_2"), [
+        "FlashAttention"]),
+    "roles of three": ("ppo.py", dict(roles="train=1,generate=2"), ["roles", "2 rank"]),
+    "no such stage": ("sft.py", dict(zero_stage="4"), ["zero_stage", "0, 1, 2 or 3"]),
+    "no such rank": ("sft.py", dict(lora="many"), ["lora"]),
+    "offloaded whole": ("sft.py", dict(offload="policy=params"), ["offload", "policy"]),
+    "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
+    # the folder
+    "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),
+    "a model's folder": ("sft.py", dict(out_dir="$policy"), ["config.json", "--out_dir"])}
+LATE = "no judge", "no such tracker"  # when the run has opened its folder
+ON_TWO = "roles of three", "adafactor in shards", "no answer"  # rank 0 says it for all
+
+
+@pytest.fixture(scope="module")
+def files(world, tmp_path_factory):
+    """{name: path} of all that the table names."""
+    folder = tmp_path_factory.mktemp("files")
+    paths = vars(world) | {name: write(folder / f"{name}.jsonl", rows) if type(rows) is str else
+                           jsonl(folder / f"{name}.jsonl", rows) for name, rows in FILES.items()}
+    paths |= {f"{name}_py": write(folder / f"{name}.py", text) for name, text in RULES.items()}
+    save_random(folder / "swapped", markers=MARKERS[::-1])
+    paths |= dict(swapped=folder / "swapped", run=folder / "run",
+                  nan=shutil.copytree(world.policy, folder / "nan"))
+    tensors = load_file(folder / "nan" / "model.safetensors")
+    tensors["transformer.wte.weight"][3, 1] = torch.nan
+    save_file(tensors, folder / "nan" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(world.policy, paths["run"] / "policy")
+    return {name: str(path) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_bad_input_is_one_line_and_nothing_is_written(world, files, tmp_path, name):
+    script, wrong, words = TABLE[name]
+    for key, value in wrong.items():
+        for file in sorted(files, key=len, reverse=True) if type(value) is str else ():
+            value = value.replace(f"${file}", files[file])
+        wrong = wrong | {key: value}
+    before = sorted(os.listdir(world.policy))
+    result = run(script, tmp_path, keys_of(world, script, **wrong), ranks=1 + (name in ON_TWO))
+    assert_one_line(result, script, *words)
+    assert name in LATE or not os.path.exists(tmp_path / "out")
+    assert before == sorted(os.listdir(world.policy))
+
+
+def test_fewer_iterations_than_are_done(world, tmp_path):
+    keys = keys_of(world, "sft.py")
+    out = well("sft.py", tmp_path, keys)
+    files = sorted(os.listdir(out))
+    assert_one_line(run("sft.py", tmp_path, keys | dict(max_iters=2)), "sft.py", "max_iters = 2",
+                    "checkpoint-000003")
+    assert sorted(os.listdir(out)) == files

@@ -1,0 +1,175 @@
+"""
+Whole runs with options against by_hand_options.py, within 1e-9, as in test_by_hand.py: on several
+ranks, with roles, or stopped and begun again. And runs whose keys are drawn: combinations of which
+nobody has thought.
+"""
+import inspect
+import random
+import signal
+from types import SimpleNamespace
+
+import by_hand
+import by_hand_options
+import pytest
+import test_by_hand
+from test_by_hand import GRPO, PAIRS, PPO, assert_agrees, files_of, folders_of
+from tiny import assert_stopped, at, run, well, write
+
+DRAWN = 3  # runs with drawn keys of each script
+LAYOUTS = test_by_hand.LAYOUTS | {
+    "generate": (2, dict(roles="train=1,generate=1")),
+    "three roles": (3, dict(roles="train=1,generate=1,score=1"))}
+NONE = dict(ref_path="", staleness=0, importance_cap=0.0, turns=0, lora=(), share_base=False,
+            ema_decay=0.0, keep_best=False)
+PPO = PPO | NONE | dict(texts=False, ptx_coef=1.0)
+GRPO = GRPO | NONE | dict(max_refills=0, refill_by="")
+RM = {key: x for key, x in PAIRS.items() if key not in (
+    "label_smoothing", "centre_coef", "use_confidence")}
+RM |= dict(max_iters=3, lora=(), teacher=[], score_coef=0.0, preference_coef=1.0, train="pairs")
+EVAL = dict(eval_interval=1, eval_size=0)
+CASES = {  # name: (layout, branches that must be taken, keys)
+    # an environment's words count nowhere, and its pay for a turn counts from there on
+    "ppo, turns": ("two ranks", ["reply", "no end"], PPO | dict(
+        turns=3, mix=[(0.7, "environment"), (1.0, "letters"), (0.4, "reward_model")], seed=1,
+        value_init="policy", gamma=0.9, lam=0.8, missing_eos_penalty=0.7, max_new_tokens=12)),
+    "grpo, turns": ("generate", ["reply", "older", "refill 0"], GRPO | dict(
+        turns=4, mix=[(1.0, "environment"), (0.5, "length")], staleness=1, max_refills=1, seed=5,
+        max_new_tokens=15, max_iters=3)),
+    # a reward model that does not say its zero; the value model has the same
+    "ppo, centred": ("stage 1", ["centred, some", "best later", "not the best"], PPO | EVAL | dict(
+        reward_path="uncentered", missing_eos_penalty=1.0, keep_best=True, max_iters=4, seed=5)),
+    "grpo, centred": ("one rank", ["centred, some"], GRPO | dict(
+        reward_path="uncentered", mix=[(1.0, "reward_model")], ref_path="older", max_iters=1,
+        seed=1)),
+    # the batch of an iteration was sampled up to two updates ago
+    "ppo, stale": ("three roles, stopped", ["older"], PPO | dict(
+        staleness=2, max_iters=4, ema_decay=0.7, texts=True, ptx_coef=2.5)),
+    "ppo, stale, capped": ("one rank", ["older", "capped"], PPO | dict(
+        staleness=1, importance_cap=1.1, max_iters=3, value_init="shared", kl_estimator="k2",
+        texts=True, ema_decay=0.5)),
+    "grpo, stale, capped": ("one rank, stopped", ["older", "capped", "refill 1"], GRPO | dict(
+        staleness=2, importance_cap=1.3, num_minibatches=1, kl_in="reward", kl_estimator="k1",
+        max_iters=4, mix=[(1.0, "sometimes"), (0.5, "length")], max_refills=2, seed=4,
+        max_new_tokens=5)),
+    "grpo, refills": ("stage 3", ["refill 1", "left out", "not the best"], GRPO | EVAL | dict(
+        mix=[(1.0, "sometimes"), (0.7, "reward_model")], refill_by="sometimes", max_refills=2,
+        batch_size=8, group_size=2, kl_coef=0.0, ema_decay=0.6, keep_best=True, max_iters=3)),
+    "ppo, lora": ("two ranks", [], PPO | dict(
+        lora=(2, 5), value_init="policy", weight_decay=0.1, grad_clip=0.5)),
+    # four models on one trunk
+    "ppo, one trunk": ("parts", [], PPO | dict(
+        lora=(3, 6), share_base=True, reward_path="adapter", value_init="reward")),
+    "rm, adapter": ("two ranks", [], RM | dict(
+        init_from="policy", lora=(2, 5), weight_decay=0.1, eval_size=2)),
+    # two teachers, of which one reads the text in its own tokens; pairs, and single responses
+    "rm, taught": ("stage 2", [], RM | dict(
+        init_from="tied", teacher=["other", "reward"], score_coef=0.7, preference_coef=1.3)),
+    "rm, responses": ("two ranks", ["long gradient"], RM | dict(
+        init_from="policy", teacher=["reward"], score_coef=0.5, train="sft", grad_clip=0.5))}
+
+
+def drawn(script, number):
+    """A case whose keys are drawn."""
+    rng = random.Random(f"{script} {number}")
+    keys = dict(
+        temperature=(0.8, 1.2), missing_eos_penalty=(0.0, 1.0), grad_clip=(0.0, 0.5),
+        staleness=(0, 0, 1), importance_cap=(0.0, 1.1), cliprange=(0.2, 0.03), seed=range(9),
+        entropy_coef=(0.0, 0.05), ema_decay=(0.0, 0.7), keep_best=(False, True),
+        policy_path=("policy", "tied"), kl_estimator=("k1", "k2", "k3"), kl_coef=(0.3, 0.3, 0.0),
+        weight_decay=(0.0, 0.1), lr_decay=("constant", "linear", "cosine"), warmup_iters=(0, 2),
+        turns=(0, 0, 0, 3), max_new_tokens=(5, 10), num_minibatches=(1, 2, 3), eval_size=(0, 2),
+        reward_path=("reward", "other", "uncentered"),
+        mix=([(1.0, "reward_model")], [(0.6, "reward_model"), (1.0, "sometimes")],
+             [(1.0, "some"), (0.5, "length")]))
+    keys |= dict(
+        gamma=(1.0, 0.9), lam=(0.95, 0.0, 1.0), ppo_epochs=(1, 2), cliprange_value=(0.0, 0.2),
+        vf_coef=(0.1, 0.5), batch_size=(4, 5, 7), value_init=("policy", "shared", "reward"),
+        texts=(False, True), ptx_coef=(1.0, 2.5)) if script == "ppo" else dict(
+        group_size=(2, 3), num_iterations=(1, 2), max_refills=(0, 1), baseline=("mean", "others"),
+        scale_by=("std", "batch", "none"), loss_type=("clip", "clip", "cispo"),
+        importance=("token", "sequence"), truncated=("keep", "mask"), kl_in=("loss", "reward"),
+        cliprange_high=(0.3, 0.04), batch_size=(6, 12),
+        aggregation=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
+    keys = {key: rng.choice(values) for key, values in keys.items()}
+    learned = "reward_model" in [name for _, name in keys["mix"]]
+    if script == "ppo" and (not learned or keys["reward_path"] == "other"):
+        keys["value_init"] = keys["value_init"].replace("reward", "policy")
+    if script == "grpo" and keys["kl_in"] == "loss" and keys["kl_estimator"] == "k1":
+        keys["kl_estimator"] = "k3"  # the other one is refused
+    layouts = ["one rank", "two ranks", "parts", "tokens"]
+    if keys["ema_decay"] == 0:
+        layouts += ["stage 2", "stage 3"]
+    if keys["staleness"]:
+        layouts += ["generate", "one rank, stopped"]
+    return rng.choice(layouts), [], (PPO if script == "ppo" else GRPO) | keys
+
+
+CASES |= {f"{script}, drawn {i}": drawn(script, i) for script in ("ppo", "grpo")
+          for i in range(DRAWN)}
+
+
+@pytest.fixture(scope="module")
+def world(world, tmp_path_factory):
+    """tiny's world; beside it an adapter that is a reward model, and an environment."""
+    folder = tmp_path_factory.mktemp("adapter")
+    keys = RM | dict(init_from="policy", lora=(3, 6), max_iters=2)
+    out = well("rm.py", folder, typed_keys(world, keys, "rm", {}))
+    file = write(folder / "environment.py", inspect.getsource(by_hand_options.answered))
+    return SimpleNamespace(**vars(world) | dict(
+        adapter=f"{out}/reward_model_adapter", environment=file))
+
+
+def data_of(keys, script):
+    """The data's files, as test_by_hand.files_of."""
+    files = files_of(keys, script)
+    if script == "rm":
+        files["train_path"] = f"{keys['train']}_train"
+    return files | dict(ptx_path="texts") if keys.get("texts") else files
+
+
+def typed_keys(world, keys, script, more):
+    """The keys as a user types them."""
+    plain = {key: x for key, x in keys.items()
+             if key not in ("turns", "texts", "train", "lora", "teacher")}
+    typed = test_by_hand.typed_keys(world, plain, script, more)
+    typed |= {key: getattr(world, name, "") for key, name in data_of(keys, script).items()}
+    typed["lora"] = ":".join(map(str, keys["lora"]))
+    if keys.get("turns"):
+        typed |= dict(environment=f"{world.environment}:answered", max_turns=keys["turns"])
+    if keys.get("ref_path"):
+        typed["ref_path"] = getattr(world, keys["ref_path"])
+    if keys.get("teacher"):
+        typed["teacher"] = ",".join(getattr(world, name) for name in keys["teacher"])
+    if not keys.get("texts"):
+        typed.pop("ptx_coef", 0)
+    if not keys.get("teacher"):
+        typed.pop("score_coef", 0), typed.pop("preference_coef", 0)
+    return typed
+
+
+def work_out(world, keys, script):
+    """(log, models) by hand."""
+    c = SimpleNamespace(**keys | folders_of(world, keys))
+    if script == "rm":
+        c.teacher = [getattr(world, name) for name in keys["teacher"]]
+    elif keys["ref_path"]:
+        c.ref_path = getattr(world, keys["ref_path"])
+    rows = [world.rows.get(name, []) for name in data_of(keys, script).values()]
+    return getattr(by_hand_options, script)(c, *rows)
+
+
+@pytest.mark.parametrize("name", CASES, ids=[f"{name}: {case[0]}" for name, case in CASES.items()])
+def test_a_run_agrees_with_one_by_hand(world, tmp_path, name):
+    (way, branches, keys), script = CASES[name], name.partition(",")[0]
+    layout, _, stopped = way.partition(", ")
+    ranks, more = LAYOUTS[layout]
+    typed = typed_keys(world, keys, script, more)
+    if stopped:  # in iteration 1. One rank then draws the rows of a batch that it samples ahead
+        ahead = 1 + (ranks == 1) * keys["staleness"]
+        result = run(f"{script}.py", tmp_path, typed, ranks=ranks,
+                     before=at(ahead, signal.SIGTERM))
+        assert_stopped(result, tmp_path)
+    out = well(f"{script}.py", tmp_path, typed, ranks=ranks)
+    by_hand.seen.clear()
+    assert_agrees(out, *work_out(world, keys, script))
+    assert not [branch for branch in branches if not by_hand.seen[branch]], by_hand.seen

@@ -1,0 +1,121 @@
+"""Rules of the house: who may import whom; keys are read, collectives are marked; a fork runs."""
+import ast
+import functools
+import glob
+import graphlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from configurator import read_keys
+from tiny import ROOT
+
+PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
+
+
+def files(*folders):
+    """The Python files of the root, and of these folders."""
+    found = glob.glob("*.py", root_dir=ROOT)
+    return sorted(found + [f for name in folders for f in glob.glob(f"{name}/*.py", root_dir=ROOT)])
+
+
+@functools.cache
+def tree_of(file):
+    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+        return ast.parse(f.read())
+
+
+def imported(nodes):
+    """The files of the repository that these statements import."""
+    names = [name for node in nodes for name in (
+        [node.module] if isinstance(node, ast.ImportFrom) else
+        [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])]
+    names += [f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
+              for alias in node.names]
+    paths = {name.replace(".", "/") + ".py" for name in names}
+    return {path for path in paths if os.path.exists(os.path.join(ROOT, path))}
+
+
+def test_imports_at_the_top_only_point_down_and_to_no_option():
+    graph = {file: imported(tree_of(file).body) for file in files()}
+    assert not [file for each in graph.values() for file in each if "/" in file or file in PAGES]
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises where two import each other
+
+
+def test_an_option_is_there_under_the_name_by_which_it_is_imported():
+    """Otherwise a missing file would be taken for an option that a fork has left out."""
+    for file in files("options", "grading", "tools"):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(("options", "grading")):
+                names = imported([node]) or [node.module.replace(".", "/")]
+                assert all(os.path.exists(os.path.join(ROOT, name)) for name in names), (
+                    file, node.module)
+
+
+def test_no_file_of_the_root_has_more_than_400_lines():
+    lines = {file: len(open(os.path.join(ROOT, file)).readlines()) for file in files()}
+    assert max(lines.values()) <= 400, max(lines, key=lines.get)
+
+
+def test_each_shared_key_is_read_by_somebody():
+    """As system.KEY or config["KEY"]."""
+    read = set()
+    for file in files("options", "grading"):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("system"):
+                read.add(node.attr)
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "config":
+                read |= {ast.unparse(node.slice).strip("'")}
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "refuse":
+                read |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    assert not read_keys(f"{ROOT}/config/keys.py").keys() - read
+
+
+def collectives(file):
+    """The functions whose docstring says that they are a collective: of a room, or this page."""
+    return {"Run"} | {
+        node.name for other in files("options") if other not in PAGES or other == file
+        for node in ast.walk(tree_of(other)) if isinstance(node, ast.FunctionDef)
+        and re.match(r"A collective(?! where)", ast.get_docstring(node) or "")}
+
+
+OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
+
+
+@pytest.mark.parametrize("file", [*PAGES, "audit.py", "rollout.py", "rewards.py", "run.py"])
+def test_each_collective_is_marked(file):
+    """On one of the call's lines, or of a call or block around it."""
+    lines, names = open(os.path.join(ROOT, file), encoding="utf-8").readlines(), collectives(file)
+
+    def walk(node, marked):
+        for child in ast.iter_child_nodes(node):
+            last = getattr(child, "end_lineno", 0)
+            if isinstance(child, ast.With):
+                last = child.body[0].lineno - 1
+            around = marked or isinstance(child, ast.Call | ast.With) and any(
+                "COLLECTIVE" in line for line in lines[child.lineno - 1:last])
+            name = ast.unparse(child.func) if isinstance(child, ast.Call) else ""
+            if name.split(".")[-1] in names and not re.fullmatch(OTHERS, name):
+                assert around, f"{file}:{child.lineno}: {name}"
+            walk(child, around)
+
+    walk(tree_of(file), False)
+
+
+def test_a_fork_without_options_runs_its_tests(tmp_path):
+    """README's cp -r *.py config data tests: what needs an option is skipped, the rest is well."""
+    for name in files():
+        shutil.copy(os.path.join(ROOT, name), tmp_path)
+    for name in ("config", "data", "tests"):
+        shutil.copytree(os.path.join(ROOT, name), tmp_path / name,
+                        ignore=shutil.ignore_patterns("long", "__pycache__"))
+    chosen = "bits and (ppo or sft) or options or rewards or one_line or environment"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen,
+         *(f"tests/test_{name}.py" for name in ("scripts", "rewards", "options", "rollout"))],
+        cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" in done.stdout, (
+        done.stdout[-3000:])

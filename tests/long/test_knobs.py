@@ -1,0 +1,106 @@
+"""
+Keys of memory and of files, turned together: they move no bit, or only rounding. How models are
+split, on how many ranks, and a stop in the middle after which all of this is another one: the run
+must be that of one rank. (by_hand.py's runs turn the keys of the algorithm.)
+"""
+import glob
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import (assert_same_run, assert_stopped, at, keys_of, read_weights, run,
+                  well)
+
+# each of these letters ends a response, too
+LETTERS = str([chr(i) for i in range(33, 127) if i % 3])
+ROWS = dict(fields="answer>prompt,prompt>answer", max_prompt_tokens=2, too_long="cut",
+            stop_strings=LETTERS, max_new_tokens=12)
+AWAY = "policy=params,value=params,ref=params,reward=params"
+MODELS = {"ppo.py": ["policy", "value_model"], "grpo.py": ["policy"], "sft.py": ["policy"],
+          "rm.py": ["reward_model"]}
+CASES = {  # script, keys; ranks and keys until a stop in iteration 1; and from there on
+    "ppo, rows": ("ppo.py", ROWS | dict(
+        epochs=0.9, lora="policy=2:8:c_attn", ema_decay=0.7, value_init="shared",
+        reward_functions="reward_model,0.1*length"),
+        (2, dict(zero_stage="3", micro_batch_size=1)),
+        (1, dict(offload="reward=params", head_chunk=4))),
+    "ppo, away": ("ppo.py", dict(ema_decay=0.7, weight_decay=0.1, max_iters=2),
+                  (2, dict(zero_stage="3", offload=AWAY, gradient_checkpointing=True)),
+                  (2, dict(zero_stage="1", offload="optimizer", micro_batch_tokens=40))),
+    # fewer rows than ranks; one rank goes on
+    "ppo, two rows": ("ppo.py", dict(batch_size=2, eval_size=1, grad_clip=0.3),
+                      (3, dict(zero_stage="policy=3,value=2,ref=1", micro_batch_size=1)), (1, {})),
+    "grpo, tied": ("grpo.py", dict(policy_path="tied", num_minibatches=1, ref_path="older",
+                                   kl_in="reward", kl_estimator="k1", max_refills=1),
+                   (3, dict(zero_stage="3")), (1, dict(rollout_batch_size=2))),
+    "sft, scratch": ("sft.py", dict(
+        init_from="scratch", tokenizer_path="policy", family="llama", d_model=20, n_layer=3,
+        n_head=2, d_ff=24, context=64, max_tokens=12, too_long="cut", epochs=1.7),
+        (2, dict(zero_stage="3", offload="params")), (1, dict(head_chunk=5))),
+    "rm, adapter": ("rm.py", dict(lora="2", max_tokens=12, too_long="drop"),
+                    (2, dict(zero_stage="2", offload="optimizer")), (1, dict(master_weights=True)))}
+# only files, waiting, or prints depend on these
+UNMOVING = dict(
+    device_type="auto", timeout=61, reward_timeout=31, eval_interval=1, eval_size=0,
+    checkpoint_interval=1, keep_checkpoints=2, keep_best=True, save_rollouts=1,
+    sync_check_interval=1, deterministic=True, rollout_batch_size=100, ema_decay=0.5)
+
+
+def keys_in(world, script, keys):
+    """The keys of a run in the tiny world, with its paths for the names of its models."""
+    paths = {key: getattr(world, x) for key, x in keys.items()
+             if isinstance(x, str) and key.endswith("_path")}
+    return keys_of(world, script, **keys | paths)
+
+
+def shattered(rank):
+    """For `before`: optimizers' states go into many files."""
+    import checkpoint
+
+    checkpoint.FILE_BYTES = 20_000
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_and_ranks_and_a_stop_change_nothing(world, tmp_path, name):
+    script, keys, (ranks, first), (later, then) = CASES[name]
+    keys = keys_in(world, script, keys)
+    whole = well(script, tmp_path / "whole", keys)
+    stopped = run(script, tmp_path, keys | first, ranks=ranks, before=lambda rank: (
+        shattered(rank), at(1, signal.SIGTERM)(rank)))
+    assert_stopped(stopped, tmp_path)
+    kept = glob.glob(f"{tmp_path}/out/checkpoint-*/*_optimizer-*-of-*.safetensors")
+    assert len(kept) > 5 or name != "ppo, away"
+    out = well(script, tmp_path, keys | then, ranks=later)
+    assert_same_run(whole, out, MODELS[script] + ["ema_policy"] * ("ema_decay" in keys), 1e-9)
+    (last,) = glob.glob(f"{whole}/checkpoint-*")
+    files = [os.path.basename(file) for file in glob.glob(f"{last}/*.safetensors")]
+    assert any("optimizer" in file for file in files)
+    for file in files:  # states of optimizers, and the average
+        a, b = (load_file(f"{o}/{os.path.basename(last)}/{file}") for o in (whole, out))
+        assert a.keys() == b.keys()
+        assert max((a[n].double() - b[n].double()).abs().max().item() for n in a) <= 1e-9, file
+
+
+@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
+def test_keys_of_files_move_no_bit(world, tmp_path, script):
+    plain = well(script, tmp_path / "plain", keys_of(world, script, eval_path=""))
+    out = well(script, tmp_path / "unmoving", keys_of(world, script, **UNMOVING))
+    for model in MODELS[script]:
+        a, b = (read_weights(f"{folder}/{model}") for folder in (plain, out))
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert sorted(os.path.basename(f) for f in glob.glob(f"{out}/checkpoint-*")) == [
+        "checkpoint-000002", "checkpoint-000003"]
+    assert os.path.exists(f"{out}/best_policy") and os.path.exists(f"{out}/rollouts.jsonl")
+
+
+def test_bfloat16_weights_and_adafactor_on_two_ranks_are_resumed_to_the_bit(world, tmp_path):
+    keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, optim="adafactor",
+                   checkpoint_interval=1)
+    whole = well("grpo.py", tmp_path / "whole", keys, ranks=2)
+    assert_stopped(run("grpo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, 1)),
+                   tmp_path)
+    assert_same_run(whole, well("grpo.py", tmp_path, keys, ranks=2))
+    assert {t.dtype for t in read_weights(f"{whole}/checkpoint-000003/policy").values()} == {
+        torch.bfloat16}

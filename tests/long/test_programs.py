@@ -1,0 +1,217 @@
+"""
+grading/programs.py: the program in a completion, a table of what models write, with the programs
+taken out by hand; tests as data; when two results are the same. And the reward `code` in a run.
+"""
+import ast
+import json
+import math
+import shutil
+import time
+
+import pytest
+from errors import BadInput
+from grading import programs
+from grading.programs import check_tests, extract_code, judge, same, same_output
+from rewards import check_rows, reward_terms
+
+from tiny import jsonl, keys_of, read_log, run, well
+
+F = "def f(x):\n    return x + 1"  # the program of most completions below
+DRAFT = "def f(x):\n    return x"
+TICKS = 'def f(x):\n    """\n    ```python\n    f(1)  # 2\n    ```\n    """\n    return x + 1'
+THREE = 's = """\n```\n"""'
+
+
+def shifted(by, program=F):
+    return "\n".join(by + line for line in program.split("\n"))
+
+
+def block(program=F, tag="python", fence="```"):
+    return f"{fence}{tag}\n{program}\n{fence}"
+
+
+TAGS = ["python", "py", "python3.11", "{.python .numberLines}", "python:solution.py", "src/my.py"]
+CASES = {f"tag {tag}": (f"So:\n{block(tag=tag)}\nIt prints\n{block('1', '')}\n", F) for tag in TAGS}
+CASES |= {f"no program: {tag}": (f"{block('ls', tag)}\n{block(tag='')}\n{block('ls', tag)}", F)
+          for tag in ["bash", "pycon"]}
+CASES |= {
+    "tildes": (block(fence="~~~"), F),
+    "four are not closed by three": (block(THREE, fence="````"), THREE),
+    "closed three columns deeper": (f"```python\n{F}\n   ```\nthat is it", F),
+    "CRLF": (f"So:\n{block()}\nthat is it\n".replace("\n", "\r\n"), F),
+    "a number before": (f"10. ```python\n{shifted('    ')}\n    ```\n11. that is it", F),
+    "behind a text": (f"This does it: ```python\n{F}\n```\nthat is it", F),
+    "inline code": (f"```x``` and ``` fences:\n```python\n{F}\n```\nuse ```f``` here", F),
+    "a string at the margin": ("   ```python\n   s = '''\na\n'''\n   t = 1\n   ```",
+                               "s = '''\na\n'''\nt = 1"),
+    "a fence in a docstring": (f"{block(TICKS)}\nthat is it", TICKS),
+    "a block in a longer one": (block(f"So:\n{block()}\n", "markdown", "````"), F),
+    "the last of two": (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
+    "cut off": (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),
+    "not closed before the next": (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),
+    "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\n{block(DRAFT)}", F),
+    "a bare answer": (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
+    "after thinking": (f"<think>{block(DRAFT)}</think>{block()}", F),
+    "bare": (F, F),
+    "nothing": ("", ""),
+}
+
+
+def test_the_program_is_found():
+    found = {name: extract_code(completion) for name, (completion, _) in CASES.items()}
+    assert found == {name: program for name, (_, program) in CASES.items()}
+    for completion, program in CASES.values():
+        ast.parse(program)
+        # a thought does not count, and if it never ends, nothing does
+        thought = f"<think>\n{block(DRAFT)}\n```python\n</think>{completion}"
+        assert extract_code(thought) == program
+        assert extract_code(f"<think>\n{completion}".replace("</think>", "")) is None
+    assert extract_code("```cpp\nint x;\n```") == "```cpp\nint x;\n```"  # the whole text, then
+
+
+LONG = ["`", "~", "``` ", "```\n", "```python\n", "- ```\n", "\r", "<think>", "<answer></answer>",
+        "x```\n", "a.", " " * 9999 + "\n", "1. "]
+
+
+def test_it_takes_no_time():
+    """Of 100 KB: if a step were quadratic, minutes. CPU time: others work here."""
+    for piece in LONG:
+        start = time.thread_time()
+        extract_code("```python\n" + piece * (100_000 // len(piece)))
+        assert time.thread_time() - start < 2, piece
+
+
+# tests are data
+
+
+def returns(value, *arguments):
+    return {"fn": "f", "inputs": [list(arguments)], "outputs": [value]}
+
+
+MALFORMED = [
+    [], None, 5, {"fn": "f"}, {"fn": "f", "inputs": [[1]], "outputs": [1, 2]},
+    {"fn": "f", "inputs": [1], "outputs": [1]}, {"fn": "f()\nx", "inputs": [[]], "outputs": [1]},
+    {"fn": 5, "inputs": [[]], "outputs": [1]}, returns(math.nan), returns({1, 2}),
+    {"stdin": "1", "stdout": ["1", "2"]}, {"stdin": [1], "stdout": ["1"]},
+    "assert f(1) in (2, 3)", "assert f(1) == g(1)", "assert f(1) == 1; import os",
+    "assert f(*[1]) == 2", "assert f(x=1) == 2", "assert " + "(" * 500 + "f(1)" + ")" * 500, "f(1)"]
+
+
+def test_malformed_tests_are_one_line():
+    for tests in MALFORMED:
+        with pytest.raises(BadInput, match="^data.jsonl, line 7: ") as e:
+            check_tests(tests, "data.jsonl, line 7")
+        assert "\n" not in str(e.value)
+
+
+ASSERTIONS = [
+    ("assert add(1, 2) == 3", ("add", [1, 2], 3)),
+    ("  assert f((1, [2, 'x']), -1.5) == [1, (2, 3)]\n", ("f", [[1, [2, "x"]], -1.5], [1, [2, 3]])),
+    ("assert is_odd(3), 'three is odd'", ("is_odd", [3], True)),
+    ("assert not is_odd(4)", ("is_odd", [4], False)), ("assert f() is None", ("f", [], None)),
+    ("assert f({'a': 1}) == {'b': None}", ("f", [{"a": 1}], {"b": None})),
+    ("assert Solution().twoSum([2, 7], 9) == [0, 1]", ("Solution.twoSum", [[2, 7], 9], [0, 1]))]
+
+
+def test_an_assertion_is_a_call_and_its_value():
+    for text, want in ASSERTIONS:
+        assert check_tests([text], "row") == ([(want[0], want[1])], [want[2]], []), text
+
+
+def test_rows_are_checked_before_the_run(monkeypatch):
+    monkeypatch.setattr("grading.sandbox.check_sandbox", lambda: None)
+    terms = reward_terms("code")
+    good = dict(prompt="?", tests=[dict(stdin="", stdout="")])
+    check_rows(terms, [good, good | dict(tests="assert f(1) == 2")], "data.jsonl")
+    for bad in (dict(prompt="?"), good | dict(tests=None), good | dict(tests="f(1)")):
+        with pytest.raises(BadInput, match="^data.jsonl, row 2: "):
+            check_rows(terms, [good, bad], "data.jsonl")
+
+
+# results
+
+SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1e-13, 0.0), (3, 3.0000001), (10**400, 10**400),
+        (math.inf, math.inf), ([1, [2]], [1, [2]]), ({"a": 1, "b": 2}, {"b": 2, "a": 1.0}),
+        (None, None)]
+OTHER = [(1, 2), (True, 1), (0, False), (None, 0), ("1", 1), (1.000002, 1.0), (3.0000001, 3),
+         (10**400, 1.5), (10**18 + 1, 10**18), (math.nan, math.nan), (1e308, math.inf),
+         ([1, 2], [2, 1]), ([1], [1, 2]), ({}, []), ({"a": [True]}, {"a": [1]}), ({}, {"a": 1})]
+
+
+def test_results_are_compared_by_value():
+    for got, want, equal in [(*pair, True) for pair in SAME] + [(*pair, False) for pair in OTHER]:
+        assert same(got, want) is same([got], [want]) is same({"a": got}, {"a": want}) is equal
+        assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
+
+
+PRINTED = """
+0.333333 == 0.333333333333|2.0 == 2|2 == 2.0|1e-05 == 0.00001|-0.0 == 0|0.1 == 1e-1|a=0.5 == a=0.50
+[0.30000000000000004, 1] == [0.3, 1.0]|Result: 3.14159265 == Result: 3.1415926536|1.5 x  == 1.5 x
+1,234.50 == 1,234.5|nan == nan|inf == inf|5e2 ab == 500.0 ab
+0.3333 != 0.333333333333|2.0001 != 2|3.0000001 != 3|Yes != yes|True != 1|007 != 7|+5 != 5|.5 != 0.5
+1e99 != 1e98|1e999 != 1e998|inf != 1e999|1.2.3 != 1.2.30|v1.0 != v1|x1 != x1.0|50.0% != 50%
+12.0:30 != 12:30|2024.0-01 != 2024-01|1 2 != 1  2|1 2 3 != 1 2|0.1 0.2 != 0.2 0.1|1 2 != 12|1 != 1,
+"""
+
+
+def test_printed_texts_are_compared_as_numbers_and_words():
+    for line in PRINTED.strip().splitlines():
+        for pair in line.split("|"):
+            got, sign, want = pair.partition(" == " if " == " in pair else " != ")
+            assert same_output(got.encode() + b"\n", want.encode()) is (sign == " == "), pair
+    nines = b"9" * 5000
+    assert same_output(nines, nines) and not same_output(nines, nines[:-1] + b"8")
+    assert same_output(b"1.0 \n2\n\n", b"1\n2.0") and not same_output(b"1\n2", b"1 2")
+    assert not same_output(b"", b"0")
+
+
+# the reward `code`
+
+needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="there is no bwrap")
+
+
+@needs_bwrap
+def test_the_reward_ends_in_time(capsys):
+    """It says how many had no time; and the limit of the key code_seconds holds."""
+    rows = [{"tests": dict(stdin="", stdout="1")}] * 5
+    completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(99)\n```"] * 4
+    start = time.monotonic()
+    # the right one has 8 s, the others share them
+    assert programs.code(dict(completions=completions, rows=rows, seconds=10)) == [1, 0, 0, 0, 0]
+    assert time.monotonic() - start < 20
+    assert "4 of 5" in capsys.readouterr().out
+    texts = ["print(1)", "print(2)", "<think>print(1)", "print(1"]
+    assert programs.code(dict(completions=texts, rows=rows[:4])) == [1, 0, 0, 0]
+    assert capsys.readouterr().out == ""
+    spin = "def f():\n    import time\n    while time.process_time() < 1.3: pass\n    return 1"
+    batch = dict(completions=[spin], rows=[dict(tests=returns(1))])
+    assert [programs.code(batch | dict(limits=dict(timeout=n))) for n in (1, 30)] == [[0.0], [1.0]]
+
+
+MINE = """
+def seconds(batch):
+    assert batch['seconds'] == 40 and batch['limits'] == dict(timeout=2)
+    return [0.0] * len(batch['rows'])
+"""
+
+
+@needs_bwrap
+def test_grpo_runs_on_verdicts(world, tmp_path):
+    """Any text but an error prints nothing, and so passes."""
+    (tmp_path / "mine.py").write_text(MINE)
+    tests = dict(stdin="", stdout="")
+    path = jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, tests=tests) for p in ("a", "#", "1")])
+    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40, max_iters=2,
+                   code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
+    log = read_log(well("grpo.py", tmp_path, keys))
+    assert [r["iteration"] for r in log] == [0, 1, 2]
+    assert all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])
+
+
+def test_without_bwrap_a_run_is_refused(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = jsonl(tmp_path / "rows.jsonl", [dict(prompt="a", tests="assert f(1) == 2")])
+    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40,
+                   reward_functions="code")
+    result = run("grpo.py", tmp_path, keys)
+    assert result.codes == [2] and "apt install bubblewrap" in result.err[0]

@@ -1,0 +1,227 @@
+"""
+What must not happen, made to happen: ranks that start from different things, meet nobody, hang, or
+have a bug; rules that fail or hang; slow disks; a second signal; torchrun that dies. (Kills at any
+call: campaign.py.)
+"""
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from campaign import alive
+from tiny import (ROOT, Started, assert_one_line, assert_same_run, at, keys_of, read_log, run, typed,
+                  well, write)
+
+
+def patched(module, name, change, rank=None):
+    """For `before`: change(original) takes the place of module.name, on one rank or on all."""
+    def before(mine):
+        if rank in (None, mine):
+            there = __import__(module)
+            setattr(there, name, change(getattr(there, name)))
+
+    return before
+
+
+def once(iteration, action):
+    """A change for `patched`: the action comes before the call of this number, from 0."""
+    def change(original):
+        calls = iter(range(iteration))
+
+        def changed(*args, **how):
+            if next(calls, None) is None:
+                action()
+            return original(*args, **how)
+
+        return changed
+
+    return change
+
+
+# ranks that start
+
+
+def other_settings(rank):
+    sys.argv += ["--kl_coef=0.4"] * rank
+
+
+def elsewhere(original):
+    """open_folder of a rank that sees another disk."""
+    def changed(*args, **how):
+        os.mkdir("there")
+        os.chdir("there")
+        return original(*args, **how)
+
+    return changed
+
+
+def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
+    """Other keys on one rank; a folder that only rank 0 sees."""
+    keys = keys_of(world, "ppo.py")
+    result = run("ppo.py", tmp_path / "keys", keys, ranks=2, before=other_settings)
+    assert result.codes[1] == 2 and "rank 1 has other settings" in result.err[1], result
+    assert result.codes[0] == 1 and result.err[0].count("\n") == 1, result
+    disk = run("ppo.py", tmp_path / "disk", keys, ranks=2,
+               before=patched("run", "open_folder", elsewhere, rank=1))
+    assert_one_line(disk, "ppo.py", "on rank 1", "does not see", "out_dir 'out'")
+    assert not os.listdir(tmp_path / "disk" / "there")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_meets_nobody_ends_after_the_timeout(world, tmp_path, rank):
+    def alone(_):
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2",
+                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29000 + os.getpid() % 3000))
+
+    began = time.time()
+    result = run("sft.py", tmp_path, keys_of(world, "sft.py", timeout=2), before=alone)
+    said = result.err[0].splitlines()  # before it torch complains of the socket
+    assert result.codes == [1] and "timeout = 2" in said[-1], result
+    assert len(said) == 1 or rank == 1 and "sft.py" not in "".join(said[:-1]), said
+    assert time.time() - began < 30
+
+
+# ranks that hang or have a bug; slow disks
+
+
+def hang():
+    time.sleep(8)
+    os._exit(9)
+
+
+def bug():
+    raise KeyError("a bug of ours")
+
+
+@pytest.mark.parametrize("action, code, phase", [(hang, 9, "update"), (bug, 1, "update")])
+def test_a_lost_rank_is_one_line_that_names_the_phase(world, tmp_path, action, code, phase):
+    keys = keys_of(world, "grpo.py", timeout=4, reward_timeout=3)
+    result = run("grpo.py", tmp_path, keys, ranks=2,
+                 before=patched("loss", "learning_rate_at", once(1, action), rank=1))
+    assert result.codes == [1, code], result
+    assert re.fullmatch(rf"grpo.py: error: iteration 1, {phase}: lost touch with another rank"
+                        r"[^\n]*\n", result.err[0]), result
+    assert ("KeyError: 'a bug of ours'" in result.err[1]) == (action is bug)
+
+
+def slow(original):
+    def changed(*args, **how):
+        if "value_model_optimizer" in args[1]:
+            print("slow", flush=True)
+            time.sleep(6)  # longer than the timeout
+        return original(*args, **how)
+
+    return changed
+
+
+def test_ranks_wait_for_one_whose_disk_is_slow(world, tmp_path):
+    """It is not lost: neither while it writes a checkpoint, nor while it reads one."""
+    keys = keys_of(world, "ppo.py", timeout=4, reward_timeout=3, max_iters=2, eval_path="")
+    stop = at(1, signal.SIGTERM)
+    saved = run("ppo.py", tmp_path, keys, ranks=2, before=lambda rank: (
+        stop(rank), patched("checkpoint", "save_file", slow, rank=0)(rank)))
+    read = run("ppo.py", tmp_path, keys, ranks=2,
+               before=patched("checkpoint", "read_tensors", slow, rank=1))
+    for result, rank in ((saved, 0), (read, 1)):
+        assert result.codes == [0, 0] and result.out[rank].count("slow") == 1, result
+
+
+# requests to stop
+
+
+def test_a_second_signal_ends_a_run_that_has_not_stopped(world, tmp_path):
+    def asked():
+        for seconds, number in ((0.1, signal.SIGINT), (1.5, signal.SIGTERM)):
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+        for _ in range(1000):  # a signal ends a sleep, and then it goes on
+            time.sleep(0.1)
+
+    result = run("sft.py", tmp_path, keys_of(world, "sft.py"), before=at(1, asked))
+    assert result.codes == [128 + signal.SIGTERM], result
+    assert result.err[0].count("\n") == 1 and result.err[0].startswith("SIGINT: stopping"), result
+
+
+# rules of the user's
+
+RULE = """
+import os, time
+
+def late(batch):
+    letters = [sum(ch in "abcd" for ch in text) / 4 for text in batch["completions"]]
+    if os.environ.get("RANK") == "1" and batch["rows"] and os.path.exists("wrong"):
+        deed, now = open("wrong").read().split()
+        log = open("out/log.jsonl") if os.path.exists("out/log.jsonl") else ()
+        if len([*log]) == int(now):
+            time.sleep(60) if deed == "hangs" else letters[99]  # line 10
+    return letters
+"""
+
+
+def test_a_rule_that_hangs_or_fails_on_one_rank_saves_the_run_and_is_named(world, tmp_path):
+    """With its file and line; when it is mended, the same command goes on."""
+    rule = write(tmp_path / "mine.py", RULE)
+    keys = keys_of(world, "ppo.py", reward_functions=f"{rule}:late,reward_model", timeout=60,
+                   reward_timeout=3)
+    whole = well("ppo.py", tmp_path / "whole", keys)
+    for deed, now in (("hangs", 1), ("failed", 2)):
+        write(tmp_path / "wrong", f"{deed} {now}")
+        result = run("ppo.py", tmp_path, keys, ranks=2)
+        assert_one_line(result, "ppo.py", "on rank 1", f"'late' {deed} at mine.py, line 10",
+                        f"saved before iteration {now}", code=1)
+        assert len(read_log(f"{tmp_path}/out")) == now
+    os.remove(tmp_path / "wrong")
+    out = well("ppo.py", tmp_path, keys, ranks=2)
+    assert_same_run(whole, out, ("policy", "value_model"), 1e-9)
+
+
+# torchrun
+
+# torchrun as it is, but its workers are forks of it. At a moment rank 1 kills it, and only it.
+TORCHRUN = """
+import dataclasses, os, runpy, signal, sys, time
+from torch.distributed import run
+
+def worker(_, *script):
+    import errors, loss, torch.distributed as dist
+    errors.PARENT = os.getppid()  # as if this process had imported it
+    with open("pids", "a") as f:
+        f.write(f"{os.getpid()} ")
+    kill = lambda: os.kill(os.getppid(), signal.SIGKILL)
+    last = os.environ["RANK"] == "1"
+    def first(original):
+        return lambda *args, **how: (last and kill(), original(*args, **how))[1]
+    if MOMENT == "before they meet":
+        dist.init_process_group = first(dist.init_process_group)
+    if MOMENT == "in an iteration":
+        loss.learning_rate_at = first(loss.learning_rate_at)
+    sys.argv = [*script]
+    if MOMENT == "at their start" and last:
+        while len(open("pids").read().split()) < 2:
+            time.sleep(0.01)
+        kill()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+launch = run.elastic_launch
+run.elastic_launch = lambda config, entrypoint: launch(
+    dataclasses.replace(config, start_method="fork"), worker)
+run.run(run.parse_args(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["at their start", "before they meet", "in an iteration"])
+def test_workers_end_with_torchrun(world, tmp_path, moment):
+    script = write(tmp_path / "torchrun.py", f"MOMENT = {moment!r}\n{TORCHRUN}")
+    keys = keys_of(world, "sft.py", max_iters=1000, out_dir="out", timeout=30)
+    started = Started(script, ["--standalone", "--nproc_per_node=2", f"{ROOT}/sft.py",
+                               *typed(keys)], str(tmp_path))
+    assert started.wait().codes == [-signal.SIGKILL]
+    pids = (tmp_path / "pids").read_text().split()
+    end = time.time() + 60
+    while any(alive(pid) for pid in pids):
+        assert time.time() < end, "a worker is left"
+        time.sleep(0.05)
+    assert len(pids) == 2 and (moment == "in an iteration") == os.path.exists(tmp_path / "out")

@@ -1,0 +1,160 @@
+"""
+Ranks with roles, and batches that are sampled ahead: who does what changes no text and no weight;
+a batch is always sampled by the version that `staleness` names; a run that was stopped or killed
+goes on to the same. (Kills at any call: campaign.py --roles.)
+"""
+import os
+import signal
+import time
+
+import pytest
+
+from test_reliability import hang, once, patched
+from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well, write
+
+THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
+FLAT = dict(max_refills=2, refill_by="sometimes", kl_in="reward", num_minibatches=1)
+CASES = {  # name: script, roles, ranks, keys
+    "ppo": ("ppo.py", THREE, 3, dict(staleness=1, checkpoint_interval=1, max_iters=4)),
+    "grpo, sharded, refilled": ("grpo.py", "train=2,generate=1,score=1", 4, FLAT | dict(
+        staleness=1, zero_stage="policy=3,ref=3", sync_check_interval=1)),
+    "lora in 16 bits": ("ppo.py", "train=1,generate=1", 2, dict(
+        dtype="bfloat16", lora="2", value_init="shared", num_minibatches=1))}
+
+
+def keys(world, name, **more):
+    script, _, _, own = CASES[name]
+    if "max_refills" in own:
+        own = own | dict(reward_functions=f"{world.rules}:sometimes,0.5*reward_model",
+                         reward_path=world.reward)
+    return keys_of(world, script, **own | more)
+
+
+@pytest.fixture(scope="module")
+def alone(world, tmp_path_factory):
+    """A function: the out_dir of a case's run on one rank, without roles."""
+    found = {}
+
+    def out(name):
+        if name not in found:
+            folder = tmp_path_factory.mktemp("alone")
+            found[name] = well(CASES[name][0], folder, keys(world, name, zero_stage=""))
+        return found[name]
+
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_roles_change_no_text_and_no_weight(world, tmp_path, alone, name):
+    script, roles, ranks, own = CASES[name]
+    out = well(script, tmp_path, keys(world, name, roles=roles), ranks=ranks)
+    models = ("policy", "value_model") if script == "ppo.py" else ("policy",)
+    # in 16 bits the generator's weights are rounded once, on its own: no figure may show it
+    assert_same_run(alone(name), out, models, 1e-9)
+    log = read_log(out)[:-1]
+    assert log[0]["policy/ratio_gap"] == 0
+    for iteration, record in enumerate(log):  # at first nothing has moved; then it is an update old
+        age = min(iteration, own.get("staleness", 0))
+        assert record.get("policy/staleness", 0) == age
+        assert ("policy/sampler_gap" in record) == (age == 0)
+    assert "max_refills" not in own or (
+        log[0]["objective/flat_groups"] > log[0]["trained/flat_groups"])
+
+
+def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_path):
+    """
+    The trainer waits in the log of iteration 0 until batch 2 is begun: the run would not end if the
+    generator waited for it. Held-out prompts are the trainers' own.
+    """
+    def before(rank):
+        import rollout
+        import run as room
+
+        sample, append = rollout.sample_batch, room.append
+
+        def sampled(*args, **how):
+            _, purpose, iteration = args[3]
+            with open(f"order-{rank}", "a") as f:
+                f.write(f"{purpose} {iteration}, ")
+            return sample(*args, **how)
+
+        def appended(out, name, records):
+            end = time.time() + 60
+            if name == "log.jsonl" and records[0]["iteration"] == 0:
+                while "rollout 1" not in (open("order-1").read() if os.path.exists("order-1")
+                                          else ""):
+                    assert time.time() < end
+                    time.sleep(0.01)
+            append(out, name, records)
+
+        rollout.sample_batch, room.append = sampled, appended
+
+    well("ppo.py", tmp_path, keys_of(world, "ppo.py", roles=THREE, staleness=1), ranks=3,
+         before=before)
+    order = [(tmp_path / f"order-{rank}").read_text() for rank in range(3)]
+    assert order[1:] == ["rollout 0, rollout 1, rollout 2, "] * 2
+    assert order[0] == "eval 0, " * 3
+
+
+# stopped, killed, hanging; with other roles, or none
+
+
+def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(world, tmp_path, alone):
+    """The batches that were sampled ahead are in the checkpoint: none is sampled again."""
+    own = keys(world, "ppo")
+    stopped = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3,
+                  before=at(1, signal.SIGTERM))
+    assert stopped.codes == [0] * 3 and "checkpoint-000002" not in stopped.out[0], stopped
+    there = len(read_log(f"{tmp_path}/out"))
+    # the generator's third batch since then; what was said of it names what each rank did
+    killed = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3, before=patched(
+        "rollout", "generate", once(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), rank=1))
+    assert killed.codes == [1, -signal.SIGKILL, 1], killed
+    for said in (killed.err[0], killed.err[2]):
+        assert said.count("\n") == 1 and "lost touch with another rank" in said, killed
+    assert_one_line(run("ppo.py", tmp_path, own | dict(staleness=2)), "ppo.py",
+                    "staleness = 1", "not 2")
+    out = well("ppo.py", tmp_path, own)
+    assert 0 < there < len(read_log(out))
+    assert_same_run(alone("ppo"), out, ("policy", "value_model"), 1e-9)
+
+
+def test_a_generator_that_hangs_ends_the_run_after_the_timeout(world, tmp_path):
+    own = keys_of(world, "grpo.py", roles="train=1,generate=1", timeout=4, reward_timeout=3,
+                  eval_path="")
+    result = run("grpo.py", tmp_path, own, ranks=2,
+                 before=patched("rollout", "generate", once(1, hang), rank=1))
+    assert result.codes == [1, 9] and result.err[0].count("\n") == 1, result
+    assert "lost touch with another rank" in result.err[0], result
+
+
+LATE = """
+import os
+
+def late(batch):
+    letters = [sum(ch in "abcd" for ch in text) / 4 for text in batch["completions"]]
+    if os.path.exists("wrong") and os.path.exists("out/log.jsonl"):
+        letters[99]
+    return letters
+"""
+
+
+def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
+    rule = write(tmp_path / "mine.py", LATE)
+    write(tmp_path / "wrong", "")
+    own = keys_of(world, "ppo.py", reward_functions=f"{rule}:late", reward_path="",
+                  value_init="policy", roles=THREE, eval_path="")
+    result = run("ppo.py", tmp_path, own, ranks=3)
+    assert set(result.codes) == {1}, result
+    said = result.err[0]
+    assert said.count("\n") == 1 and all(word in said for word in (
+        "'late' failed at mine.py, line 7", "The run is saved before iteration 1")), result
+    os.remove(tmp_path / "wrong")
+    out = well("ppo.py", tmp_path, own, ranks=3)
+    assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("roles", ["train=2", "train=1,sample=1"])
+def test_roles_that_are_none(world, tmp_path, roles):
+    result = run("grpo.py", tmp_path, keys_of(world, "grpo.py", roles=roles), ranks=2)
+    assert_one_line(result, "grpo.py", f"roles = {roles!r}", "--nproc_per_node")
