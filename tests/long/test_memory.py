@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import write_byte_tokenizer
-from tiny import ROOT, Started, assert_one_line, jsonl, typed
+from tiny import ROOT, Started, assert_one_line, jsonl, typed, write
 from torch.distributed._tools.mem_tracker import MemTracker
 
-LLAMA = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+LLAMA = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=263, max_position_embeddings=64, num_labels=1,
              tie_word_embeddings=False, bos_token_id=None, eos_token_id=258, pad_token_id=259)
-D, F, LAYERS, V = 64, 160, 3, 263
+D, F, LAYERS, V = 64, 160, 1, 263
 LAYER = 2 * D * D + 2 * D * D // 2 + 3 * D * F  # numbers in the matrices of a layer; k, v are half
 HEADLESS = V * D + LAYERS * (LAYER + 2 * D) + D  # embeddings, layers with two norms, a last norm
 POLICY, VALUE, TENSORS = HEADLESS + V * D, HEADLESS + D, 1 + LAYERS * 9 + 1 + 1
@@ -60,6 +60,8 @@ def llama(tmp_path_factory):
     transformers.LlamaForSequenceClassification(config).save_pretrained(folder / "scores")
     for name in ("policy", "scores"):
         write_byte_tokenizer(folder / name, ["<think>", "</think>"])
+    write(folder / "rules.py", "def letters(batch):\n"
+          "    return [sum(map(ord, text)) % 7 for text in batch['completions']]\n")
     jsonl(folder / "prompts.jsonl", [
         dict(prompt=f"{100 + i}+{200 + i}=", answer=str(i)) for i in range(40)])
     return folder
@@ -68,12 +70,12 @@ def llama(tmp_path_factory):
 def keys_of(llama, script, more):
     keys = dict(
         policy_path=llama / "policy", prompts_path=llama / "prompts.jsonl", max_prompt_tokens=8,
-        max_new_tokens=12, batch_size=8, micro_batch_size=4, max_iters=2, num_minibatches=1,
+        max_new_tokens=40, batch_size=8, micro_batch_size=4, max_iters=2, num_minibatches=1,
         kl_coef=0.1, temperature=1.0, checkpoint_interval=0, timeout=60, device_type="cpu",
         reward_timeout=30)
     if script == "ppo.py":
         return keys | dict(ppo_epochs=1, reward_path=llama / "scores") | more
-    return keys | dict(group_size=4, reward_functions="thinks,accuracy") | more
+    return keys | dict(group_size=4, reward_functions=f"{llama}/rules.py:letters") | more
 
 
 def tool(folder, *argv):
@@ -92,8 +94,7 @@ def read(result):
 
 SETTINGS = {
     "ppo, bf16": ("ppo.py", 1, dict(dtype="bfloat16", ema_decay=0.9, gradient_checkpointing=True)),
-    "grpo, stage 3": ("grpo.py", 2, dict(zero_stage=3, batch_size=16)),  # two micro-batches
-    "ppo, lora": ("ppo.py", 1, dict(lora=4, head_chunk=16, value_init="policy"))}
+    "grpo, stage 3": ("grpo.py", 2, dict(zero_stage=3, batch_size=16))}  # two micro-batches
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -146,17 +147,14 @@ def test_rows_by_hand(llama, tmp_path):
     near(short["ref_policy"], weights=2 * (POLICY - wide) + 4 * wide)
     near(short["value_model"], weights=4 * VALUE, gradients=4 * VALUE)
     near(short["reward_model"])
-    split = rows("--zero_stage=policy=3,value=1", "--world-size=2")
+    # at stage 1 a rank has the states of about half of the tensors; Adafactor has a sum a row and a
+    # column of each matrix, and all sums of a vector
+    split = rows("--zero_stage=policy=3,value=1", "--world-size=2", "--optim=value=adafactor")
     near(split["policy"], weights=2 * POLICY, gradients=2 * POLICY, optimizer=4 * POLICY)
     near(split["ref_policy"], weights=2 * POLICY)
-    near(split["value_model"], weights=4 * VALUE, gradients=4 * VALUE,
-         optimizer=split["value_model"]["optimizer"] * 2**20)
-    assert split["value_model"]["optimizer"] == pytest.approx(4 * VALUE / 2**20, rel=0.1)
-    factors = rows("--optim=value=adafactor")  # a sum a row and a column of each matrix
     sums = LAYERS * (2 * (D + D) + 2 * (D + D // 2) + 3 * (D + F)) + V + D + 1 + D
-    norms = (2 * LAYERS + 1) * D
-    near(factors["value_model"], weights=4 * VALUE, gradients=4 * VALUE,
-         optimizer=4 * (sums + norms + TENSORS))
+    near(split["value_model"], weights=4 * VALUE, gradients=4 * VALUE,
+         optimizer=4 * (sums + (2 * LAYERS + 1) * D + TENSORS) / 2)
 
 
 @pytest.mark.parametrize("argv, script", [
@@ -172,12 +170,14 @@ def test_which_script_is_meant(argv, script, monkeypatch):
 
 def test_the_largest_micro_batch(llama, tmp_path):
     """With a little less memory than the peak of 8 rows, fewer fit; and what is mistyped."""
-    keys = typed(keys_of(llama, "ppo.py", dict(batch_size=64, micro_batch_size=32)))
-    first = tool(tmp_path, *keys, "--gpu-gb=80")
+    keys = typed(dict(init_from=llama / "policy", max_tokens=20, batch_size=64, val_path="",
+                      micro_batch_size=32))
+    first = tool(tmp_path, "sft.py", *keys, "--gpu-gb=80")
     assert "largest micro_batch_size that fits is 64\n" in first.out[0], first
     gb = read(first)[1]["update"] * 2**20 / 1e9
-    fits = int(re.search(r"fits is (\d+)", tool(tmp_path, *keys, f"--gpu-gb={gb}").out[0])[1])
+    again = tool(tmp_path, "sft.py", *keys, f"--gpu-gb={gb}").out[0]
+    fits = int(re.search(r"fits is (\d+)", again)[1])
     assert 28 <= fits <= 32
     for wrong, word in (("--lorra=3", "lorra"), ("--world-size=x", "world_size"),
                         ("--roles=train=1,score=1", "roles"), ("--quantize=4bit", "quantize")):
-        assert_one_line(tool(tmp_path, *keys, wrong), "memory.py", word)
+        assert_one_line(tool(tmp_path, "sft.py", *keys, wrong), "memory.py", word)
