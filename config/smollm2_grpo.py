@@ -18,6 +18,6 @@ max_iters = 60
 learning_rate = 1e-5
 warmup_iters = 3
 eval_interval = 20
-checkpoint_interval = 0
+checkpoint_interval = 20
 micro_batch_tokens = 16384
 dtype = "bfloat16"

@@ -30,6 +30,6 @@ lr_decay = "constant"
 value_learning_rate = 2e-5
 value_lr_decay = "constant"
 eval_interval = 20
-checkpoint_interval = 0
+checkpoint_interval = 20
 micro_batch_tokens = 16384
 dtype = "bfloat16"

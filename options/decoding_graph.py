@@ -7,7 +7,11 @@ addresses and shapes, so these must not change: the cache has a fixed number of 
 hides the columns that are not used yet, and a step's inputs are written to the same places. When
 rows leave, or all columns are used, another graph is recorded.
 """
+import contextlib
+
 import torch
+import torch.nn.functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoding_cache import RoomyLayer
 from errors import first_line
@@ -86,10 +90,11 @@ class Steps:
         self.seen[..., :used - 1] = mask[:, None, None, :-1]
         for layer in self.cache.layers:
             layer.hold(used - 1, columns, self.column)
-        self.step()  # not recorded: the first launch of a kernel does work that cannot be
-        self.position.copy_(position)
-        self.column.fill_(used - 1)
-        self.graph, self.logits = self.capture()
+        with heads_in_groups():
+            self.step()  # not recorded: the first launch of a kernel does work that cannot be
+            self.position.copy_(position)
+            self.column.fill_(used - 1)
+            self.graph, self.logits = self.capture()
         self.rows, self.columns = rows, columns
 
     def capture(self):
@@ -112,6 +117,29 @@ class Steps:
         self.position += 1
         self.column += 1
         return logits
+
+
+@contextlib.contextmanager
+def heads_in_groups():
+    """The block in which transformers' sdpa is `attend`."""
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
+
+
+def attend(module, query, key, value, attention_mask, scaling=None, **_):
+    """
+    Attention of one new token of each row: query (rows, H, 1, d), key and value (rows, K, T, d),
+    attention_mask (rows, 1, 1, T) -> (rows, 1, H, d). The H / K heads that share keys become tokens
+    of one query, so each key is read once. transformers would first copy it for each head.
+    """
+    rows, H, _, d = query.shape
+    query = query.reshape(rows, key.shape[1], -1, d)  # (rows, K, H / K, d)
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+    return out.reshape(rows, 1, H, -1), None
 
 
 def check_alike(ours, theirs):
@@ -138,7 +166,7 @@ class HeldLayer(RoomyLayer):
         if self.column is None:
             return super().update(key_states, value_states)
         for room, new in zip(self.rooms, (key_states, value_states), strict=True):
-            room.index_copy_(2, self.column, new)
+            room.index_copy_(2, self.column, new.to(room.dtype))
         return tuple(self.rooms)
 
     def hold(self, used, columns, column):

@@ -68,6 +68,9 @@ for iteration in range(100):
                    if finished[j] and completions[j]]
         good = [text for ok, text in answers if ok]
         bad = [text for ok, text in answers if not ok]
+        if isinstance(rows[i]["prompt"], list):  # a chat
+            good, bad = ([[dict(role="assistant", content=text)] for text in texts]
+                         for texts in (good, bad))
         found += [dict(prompt=rows[i]["prompt"], chosen=g, rejected=b)
                   for g, b in zip(good, bad, strict=False)]
     print(f"{min(len(found), wanted)}/{wanted} pairs from {(iteration + 1) * 128} problems",

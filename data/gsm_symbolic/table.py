@@ -1,17 +1,16 @@
 """
-The table of runs/smollm2.sh, in Markdown: what the runs learned, and how fast.
+The table of runs/smollm2.sh, in Markdown: what the runs learned, and how fast they were.
 
     python data/gsm_symbolic/table.py [out/smollm2]
 
-Reads, where they are there, PREFIX_{sft,grpo,ppo,ppo_rm}/, tools/eval.py's PREFIX_seen.json and
-PREFIX_new.json, and tools/memory.py's PREFIX_grpo.memory. Writes PREFIX.md, and prints it.
+Reads, where they are there, the runs PREFIX_grpo, _ppo and _ppo_rm; PREFIX_seen.json and
+PREFIX_new.json of tools/eval.py; PREFIX_grpo.memory and so on, of tools/memory.py. Writes
+PREFIX.md, and prints it.
 
-The update's share of the card's peak counts 6 FLOP for each weight and token, of each trained
-model, and attention's products. Decoding's share of the bandwidth counts the weights once a step,
-and each response's keys and values so far; both are of 2 bytes. The peaks are measured: a product
-of 8,192 x 8,192 matrices in bfloat16, and a copy.
+The update has 6 FLOP for each weight and token, of each trained model, and attention's products.
+Decoding reads the weights at each step, and a response's keys and values so far at each token, all
+in 2 bytes. The peaks of a GPU are measured: a product of 8,192 x 8,192 matrices, and a copy.
 """
-import glob
 import json
 import os
 import re
@@ -20,120 +19,106 @@ import time
 from statistics import fmean, median
 
 import torch
-
-RUNS = dict(sft="SFT", grpo="GRPO", ppo="PPO", ppo_rm="PPO, reward model")
+from transformers import AutoTokenizer
 
 
 def read(path):
-    """The records of a file of JSON lines; [] where there is none."""
+    """The JSON values of a file's lines; [] where there is no file."""
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+        return [json.loads(line) for line in (f if path.endswith("l") else [f.read()])]
 
 
-def peaks():
-    """(FLOP/s, bytes/s) of a GPU, or None."""
-    if not torch.cuda.is_available():
-        return None
-
-    def seconds(work):
-        for repeats in (3, 20):  # the first time to warm up
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(repeats):
-                work()
-            torch.cuda.synchronize()
-        return (time.perf_counter() - began) / 20
-
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    x, y = torch.empty(2, 2**31, device="cuda", dtype=torch.uint8)
-    return 2 * 8192**3 / seconds(lambda: a @ b), 2 * 2**31 / seconds(lambda: x.copy_(y))
+def seconds(work):
+    """Of one call on a GPU."""
+    for repeats in (3, 20):  # the first ones warm up
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats
 
 
-def speed(folder, peak):
-    """{row: text} of the seconds, speeds and memory of a run of grpo.py or ppo.py."""
+def speed(folder, peaks):
+    """{row: text} of the seconds, speeds and memory of a run: medians over its iterations."""
     log = [r for r in read(f"{folder}/log.jsonl") if "time/rollout" in r][1:]  # the first warms up
     if not log:
         return {}
-    middle = {key: median(r[key] for r in log if r.get(key) is not None) for key in log[-1]
-              if isinstance(log[-1][key], float)}
-    with open(f"{folder}/config.json", encoding="utf-8") as f:
-        config = json.load(f)
-    with open(f"{config['policy_path']}/config.json", encoding="utf-8") as f:
-        model = json.load(f)
+    at = {key: median(r[key] for r in log if r.get(key) is not None) for key in log[-1]
+          if isinstance(log[-1][key], float)}
+    config = read(f"{folder}/config.json")[0]
+    path, rows = config["policy_path"], read(config["prompts_path"])[:200]
+    [model] = read(f"{path}/config.json")
+    chat = AutoTokenizer.from_pretrained(path).apply_chat_template
+    P = fmean(len(chat(r["prompt"], add_generation_prompt=True, return_dict=False)) for r in rows)
+    R, B, passes = at["objective/length"], config["batch_size"], config.get("ppo_epochs", 1)
     d, L, V = (model[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    heads, kv = model["num_attention_heads"], model["num_key_value_heads"]
-    body = L * (2 * d * d + 2 * d * d * kv // heads + 3 * d * model["intermediate_size"])
-    R, B, steps = middle["objective/length"], config["batch_size"], config["max_new_tokens"]
-    rollout, update = middle["time/rollout"], middle["time/update"]
-    P = fmean(len(str(r["prompt"])) for r in read(config["prompts_path"])) / 3.2  # letters a token
-    T, passes, models = P + R, config.get("ppo_epochs", 1), 1 + ("value_init" in config)
-    flop = passes * B * (6 * models * (body * T + L * d * T * T) + 6 * V * d * R)
-    moved = 2 * (steps * (body + V * d) + B * R * (P + R / 2) * 2 * L * d * kv // heads)
-    rows = {"iterations": f"{log[-1]['iteration'] + 1}",
-            "KL to the SFT model, nats a response": f"{log[-1].get('objective/kl', 0):.2f}",
-            "tokens a response": f"{R:.0f}",
-            "seconds an iteration": f"{middle['time/iteration']:.2f}"}
-    for phase in ("rollout", "score", "update"):
-        rows[f"of these: {phase}"] = f"{middle[f'time/{phase}']:.2f}"
-    rows |= {"tokens sampled a second": f"{B * R / rollout:,.0f}",
-             "tokens trained a second": f"{passes * B * T / update:,.0f}",
-             "TFLOP/s of the update": f"{flop / update / 1e12:.1f}",
-             "GB/s of decoding, at least": f"{moved / rollout / 1e9:,.0f}",
-             "memory, GiB": f"{max(r['mem/peak_mib'] for r in log) / 1024:.1f}",
-             "sampler gap, nats": f"{middle['policy/sampler_gap']:.2g}"}
-    if peak:
-        rows["TFLOP/s of the update"] += f" ({flop / update / peak[0]:.0%} of the peak)"
-        rows["GB/s of decoding, at least"] += f" ({moved / rollout / peak[1]:.0%} of the peak)"
-    for path in glob.glob(f"{folder}.memory"):
-        with open(path, encoding="utf-8") as f:
-            text = f.read()
-        unit = 1024 if "MiB  " in text else 1
-        most = max(map(float, re.findall(r"^\w+ +([\d.]+)   ", text, re.M)), default=0)
-        rows["memory that tools/memory.py predicts, GiB"] = f"{most / unit:.1f}"
-    return rows
+    kv = d * model["num_key_value_heads"] // model["num_attention_heads"]
+    body = L * d * (2 * d + 2 * kv + 3 * model["intermediate_size"])  # weights
+    trunks = 2 if "value_init" in config else 1
+    flop = 6 * passes * B * (trunks * (body + L * d * (P + R)) * (P + R) + V * d * R)
+    moved = 2 * config["max_new_tokens"] * (body + V * d) + 4 * B * R * (P + R / 2) * L * kv
+    flops, bandwidth = flop / at["time/update"], moved / at["time/rollout"]
+    share = [f" ({x / y:.0%} of the peak)" for x, y in zip((flops, bandwidth), peaks, strict=False)]
+    return {
+        "iterations": f"{log[-1]['iteration'] + 1}",
+        "KL to the SFT model, the last, nats a response": f"{log[-1].get('objective/kl', 0):.2f}",
+        "tokens of a prompt, of a response": f"{P:.0f}, {R:.0f}",
+        "seconds an iteration": f"{at['time/iteration']:.2f}",
+        "of these: rollout, score, update":
+            ", ".join(f"{at[f'time/{phase}']:.2f}" for phase in ("rollout", "score", "update")),
+        "tokens sampled a second": f"{B * R / at['time/rollout']:,.0f}",
+        "tokens trained a second": f"{passes * B * (P + R) / at['time/update']:,.0f}",
+        "update, TFLOP/s": f"{flops / 1e12:.1f}" + "".join(share[:1]),
+        "decoding, GB/s": f"{bandwidth / 1e9:,.0f}" + "".join(share[1:]),
+        "memory, GiB": f"{max(r['mem/peak_mib'] for r in log) / 1024:.1f}{predicted(folder)}",
+        "sampler gap, mean nats a token": f"{at['policy/sampler_gap']:.2g}"}
 
 
-def lines(title, columns):
-    """A table: columns {name: {row: text}}."""
-    rows = list(dict.fromkeys(row for column in columns.values() for row in column))
-    yield f"\n| {title} | " + " | ".join(columns) + " |\n|---" * 1 + "|---" * len(columns) + "|"
-    for row in rows:
-        yield f"| {row} | " + " | ".join(c.get(row, "") for c in columns.values()) + " |"
+def predicted(folder):
+    """What tools/memory.py has printed into a file beside a run's folder, in words."""
+    if not os.path.exists(f"{folder}.memory"):
+        return ""
+    with open(f"{folder}.memory", encoding="utf-8") as f:
+        text = f.read()
+    peaks = [float(x) for x in re.findall(r"^\w+ +([\d.]+)   \w+ [\d.]", text, re.M)]
+    return f" (predicted: {max(peaks) / (1024 if text.count('MiB') else 1):.1f})" if peaks else ""
 
 
-if __name__ == "__main__":
-    prefix = (sys.argv[1:] or ["out/smollm2"])[0]
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-    peak = peaks()
-    text = [f"On {card}, torch {torch.__version__}."]
-    if peak:
-        text[0] += f" Measured peaks: {peak[0] / 1e12:.0f} TFLOP/s, {peak[1] / 1e12:.2f} TB/s."
-    right = {}
-    for part, name in (("seen", "templates of the training"), ("new", "templates never seen")):
-        if os.path.exists(f"{prefix}_{part}.json"):
-            with open(f"{prefix}_{part}.json", encoding="utf-8") as f:
-                found = json.load(f)
-            for policy, figures in found["policies"].items():
-                column = right.setdefault(policy, {})
-                for key in ("greedy accuracy", "sampled accuracy"):
-                    if key in figures:
-                        mean, error = figures[key]["mean"], figures[key]["error"] or 0
-                        column[f"{name}: {key} (n = {found['prompts']})"] = (
-                            f"{mean:.1%} ± {error:.1%}")
-                column[f"{name}: tokens"] = f"{figures['greedy length']['mean']:.0f}"
-    text += lines("held-out problems", right)
-    text += lines("training", {name: rows for run, name in RUNS.items()
-                               if (rows := speed(f"{prefix}_{run}", peak))})
-    samples = read(f"{prefix}_grpo/samples.jsonl")
-    last = max((s["iteration"] for s in samples), default=0)
-    for number in list(dict.fromkeys(s["row"] for s in samples))[:2]:
-        for s in samples:
-            if s["row"] == number and s["iteration"] in (0, last):
-                title = "before GRPO" if s["iteration"] == 0 else "after GRPO"
-                text.append(f"\n{title}, {s['scores']}\n```\n{s['prompt'][-1]['content']}\n"
-                            f"-> {s['text']}\n```")
-    with open(f"{prefix}.md", "w", encoding="utf-8") as f:
-        f.write("\n".join(text) + "\n")
-    print("\n".join(text))
+def table(title, columns):
+    """The lines of a table: columns {name: {row: text}}."""
+    lines = [f"\n| {title} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for row in dict.fromkeys(row for column in columns.values() for row in column):
+        lines.append(f"| {row} | {' | '.join(c.get(row, '') for c in columns.values())} |")
+    return lines
+
+
+prefix, peaks, right = (sys.argv[1:] or ["out/smollm2"])[0], [], {}
+text = [f"torch {torch.__version__} on a CPU"]
+if torch.cuda.is_available():
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    x, y = torch.empty(2, 2**31, device="cuda", dtype=torch.uint8)
+    peaks = [2 * 8192**3 / seconds(lambda: a @ b), 2 * 2**31 / seconds(lambda: x.copy_(y))]
+    text = [f"torch {torch.__version__} on an {torch.cuda.get_device_name()}; its peaks here: "
+            f"{peaks[0] / 1e12:.0f} TFLOP/s in bfloat16, {peaks[1] / 1e12:.2f} TB/s"]
+for part in ("seen", "new"):
+    for found in read(f"{prefix}_{part}.json"):
+        for policy, figures in found["policies"].items():
+            for name, x in figures.items():
+                form = ".0f" if "length" in name else ".1%"
+                cell = f"{x['mean']:{form}} ± {x['error'] or 0:{form}}"
+                if name.split()[1] in ("accuracy", "length"):
+                    right.setdefault(policy, {})[f"{part} ({found['prompts']}): {name}"] = cell
+text += table("held-out problems of templates", right)
+runs = {name: speed(f"{prefix}_{name}", peaks) for name in ("grpo", "ppo", "ppo_rm")}
+text += table("training", {name: rows for name, rows in runs.items() if rows})
+samples = read(f"{prefix}_grpo/samples.jsonl")
+for number in list(dict.fromkeys(s["row"] for s in samples))[:2]:
+    first, *_, last = [s for s in samples if s["row"] == number] * 2
+    text += ["", "```", first["prompt"][-1]["content"], "", f"before GRPO: {first['text']}", "",
+             f"after GRPO: {last['text']}", "```"]
+with open(f"{prefix}.md", "w", encoding="utf-8") as f:
+    f.write("\n".join(text) + "\n")
+print("\n".join(text))

@@ -1,0 +1,111 @@
+"""
+The real model and its problems: data/gsm_symbolic and data/sums; and, where its folder is there,
+two iterations of SmolLM2-135M-Instruct: $SMOLLM2, or out/smollm2 of model_from_wheel.py.
+"""
+import importlib.util
+import os
+import re
+import signal
+
+import pytest
+import torch
+from tiny import Started, assert_same_run, at, jsonl, read_jsonl, typed, write
+
+from conftest import ROOT
+
+FOLDER = os.environ.get("SMOLLM2", f"{ROOT}/out/smollm2")
+real = pytest.mark.skipif(not os.path.isdir(FOLDER), reason=f"there is no {FOLDER}")
+
+
+def load_file(path):
+    spec = importlib.util.spec_from_file_location("file", f"{ROOT}/{path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def questions(rows):
+    return [row["prompt"][0]["content"] for row in rows]
+
+
+def test_templates_become_rows():
+    """Of made-up templates: what is seen and what is not, each problem in one place, answers."""
+    prepare = load_file("data/gsm_symbolic/prepare.py")
+
+    def template(number):
+        def problem(rng, difficulty):
+            x = rng.randint(1, 40 if number else 5)  # template 0 has five problems alone
+            return dict(question=f"{number} times {x}?", answer=str(number * x),
+                        metadata=dict(answer_cot=f"so\n#### {number * x}"))
+        return problem
+
+    rows = prepare.rows_of({n: template(n) for n in range(prepare.UNSEEN + 4)}, 12)
+    of = {name: {row["template"] for row in rows[name]} for name in rows if name != "sft_train"}
+    assert len(of["rl_new"]) == prepare.UNSEEN and not of["rl_new"] & of["rl_val"]
+    assert of["rl_train"] <= of["rl_val"] and len(of["rl_val"]) == 4
+    asked = [q for name in of for q in questions(rows[name])]
+    assert len(set(asked)) == len(asked)
+    assert sorted(questions(rows["sft_train"])) == sorted(questions(rows["rl_train"]))
+    for number in range(1, prepare.UNSEEN + 4):
+        count = [sum(row["template"] == number for row in rows[name]) for name in of]
+        assert count == ([0, 0, 10] if number in of["rl_new"] else [12, 10, 0]), number
+    for row in rows["sft_train"]:
+        a, b = map(int, re.findall(r"\d+", row["prompt"][0]["content"])[:2])
+        assert row["completion"] == [dict(role="assistant", content=f"so\n#### {a * b}")]
+
+
+def test_sums_are_right():
+    """Each step and the answer, by Python; and no sum is in two files."""
+    rows = load_file("data/sums/prepare.py").rows()
+    asked = [q for some in rows.values() for q in questions(some)]
+    assert len(set(asked)) == len(asked) == 2800
+    for row in rows["sft_train"]:
+        *steps, last = row["completion"][0]["content"].split("\n")
+        assert last == f"#### {row['answer']}"
+        assert all(eval(step.replace("=", "==")) for step in steps)
+        numbers = re.findall(r"\d+", row["prompt"][0]["content"])
+        assert sum(map(int, numbers)) == int(row["answer"]) and len(steps) == len(numbers) - 1
+
+
+def test_the_form_of_a_solution():
+    form = load_file("data/gsm_symbolic/reward.py").form
+    texts = ["1 + 1 = 2\n#### 2", "#### 1,234.5", "#### -3\n", "#### 2 cats", "so ####2", "2", ""]
+    assert form(dict(completions=texts)) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def grpo(folder, rows, **how):
+    """Two iterations of 8 responses of the real model; the longer ones score more."""
+    rule = write(f"{folder}.py", "def rule(batch): return [len(t) for t in batch['completions']]")
+    keys = dict(out_dir="out", policy_path=FOLDER, prompts_path=rows, device_type="cpu",
+                max_iters=2, batch_size=8, group_size=4, max_new_tokens=6, checkpoint_interval=1,
+                micro_batch_size=4, learning_rate=1e-5, reward_functions=f"{rule}:rule")
+    return Started("grpo.py", typed(keys), folder, **how).wait(900)
+
+
+@real
+def test_real_weights(tmp_path):
+    """Two iterations; killed in the second and resumed: the same bits; transformers reads them."""
+    import transformers
+
+    chats = [dict(prompt=[dict(role="user", content=f"What is {n} + {n + 3}?")]) for n in range(9)]
+    rows = jsonl(tmp_path / "rows.jsonl", chats)
+    folders = [str(tmp_path / name) for name in ("whole", "killed")]
+    assert grpo(folders[0], rows).codes == [0]
+    assert grpo(folders[1], rows, before=at(1, signal.SIGKILL)).codes == [-signal.SIGKILL]
+    assert grpo(folders[1], rows).codes == [0]
+    assert_same_run(*(f"{folder}/out" for folder in folders))
+    log = read_jsonl(f"{folders[0]}/out/log.jsonl")
+    assert all(0 < record["policy/sampler_gap"] < 1e-4 for record in log[:2])
+    assert log[0]["objective/kl"] == 0 < log[1]["policy/grad_norm"]
+
+    policy = f"{folders[0]}/out/policy"
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    start = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    moved = max((a - b).abs().max().item() for a, b in
+                zip(model.parameters(), start.parameters(), strict=True))
+    assert 1e-7 < moved <= 1.01 * 2e-5  # two steps of Adam
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
+    ids = tokenizer.apply_chat_template(chats[0]["prompt"], add_generation_prompt=True,
+                                        return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=30, do_sample=False)[0, len(ids["input_ids"][0]):]
+    assert answer[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")  # its turn ends
