@@ -23,7 +23,8 @@ HUB = {  # source and options: (rows, the first row of our file, what is said of
         [{"question": "Two?", "answer": "1+1 = <<1+1=2>>2\n#### 1,002"}],
         {"prompt": "Two?", "answer": "1002"}, "", ""),
     "MATH:train": (
-        [{"problem": "Half?", "level": "1", "solution": r"\boxed{3}, so $\boxed{\frac{\sqrt{4}}{4}}$."},
+        [{"problem": "Half?", "level": "1",
+          "solution": r"\boxed{3}, so $\boxed{\frac{\sqrt{4}}{4}}$."},
          {"problem": "No?", "solution": "no box", "level": "2"}],
         {"prompt": "Half?", "answer": r"\frac{\sqrt{4}}{4}"}, "", "level, solution"),
     "DAPO-Math-17k:train": ([VERL], {"prompt": [U], "answer": "34"}, "", "data_source"),

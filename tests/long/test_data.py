@@ -107,7 +107,7 @@ def test_code(tmp_path):
 
 
 def test_example(tmp_path):
-    """Chats, of whose demonstrations two of three are right; and a model that transformers loads."""
+    """Chats, of whose demonstrations two of three are right; a model that transformers loads."""
     import transformers
 
     _, rows = made("example", tmp_path)
@@ -208,7 +208,7 @@ def asked(text):
 
 
 def test_tldr(world, tmp_path):
-    """In OpenAI's layout, by a tokenizer whose tokens are bytes: a prompt has 46 beside its post."""
+    """In OpenAI's layout; a token is a byte, and a prompt has 46 of them beside its post."""
     w = "w".__mul__
     posts = {  # what becomes of each: prompt and completion
         ("My cat.\nA lot.", "cat"): (asked("My cat.\nA lot."), " cat"),
@@ -226,7 +226,8 @@ def test_tldr(world, tmp_path):
     for name, rows in files.items():
         os.makedirs((tmp_path / "source" / name).parent, exist_ok=True)
         jsonl(tmp_path / "source" / name, rows)
-    said, rows = made("tldr", tmp_path, f"--source={tmp_path}/source", f"--tokenizer={world.policy}")
+    said, rows = made("tldr", tmp_path, f"--source={tmp_path}/source",
+                      f"--tokenizer={world.policy}")
     kept = [row for row in posts.values() if row]
     assert [tuple(row.values()) for row in rows["sft_train"]] == kept
     assert [row["prompt"] for row in rows["prompts_train"]] == [prompt for prompt, _ in kept]

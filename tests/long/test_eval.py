@@ -105,7 +105,7 @@ def test_wins_by_enumeration(done):
                            for a, b in itertools.product(*pair))
            for pair in zip(ours, theirs, strict=True)]
     same(duel["wins"], won)
-    assert duel["policy"] == "policy" and duel["against"] == "older" and 0 < duel["wins"]["mean"] < 1
+    assert (duel["policy"], duel["against"]) == ("policy", "older") and 0 < duel["wins"]["mean"] < 1
 
 
 def test_equal_responses_have_equal_scores(done):
@@ -190,7 +190,7 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
 
 
 def test_samples_with_scores(world, trained, tmp_path):
-    """Of a file, with the score of a reward model; of standard input; and of a run's environment."""
+    """Of a file, with the score of a reward model; of standard input; with an environment."""
     keys = dict(policy_path=world.policy, max_new_tokens=6, device_type="cpu")
     path = jsonl(tmp_path / "some.jsonl", world.rows["rl_train"][:3])
     result = tool("sample", tmp_path, keys | dict(

@@ -113,7 +113,8 @@ def test_the_numbers_of_ppo(world, runs):
     near("KL", KL, 6e-5)
     finished = tokens[-1] in ENDS
     score = states(world.reward, tokens, "SequenceClassification")[-1].item() if finished else -1.0
-    assert float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1]) == pytest.approx(score, abs=6e-4)
+    shaped = float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1])
+    assert shaped == pytest.approx(score, abs=6e-4)
     rewards = [-0.3 * x for x in KL]
     rewards[-1] += score
     near("reward", rewards, 6e-5)
@@ -147,7 +148,7 @@ def test_a_group_of_grpo(runs):
     scores, advantages = ([float(line.split()[i]) for line in first] for i in (1, 2))
     mean = sum(scores) / 3
     assert len(set(scores)) > 1
-    deviation = (sum((x - mean) ** 2 for x in scores) / 2) ** 0.5  # as in the paper's code, of n - 1
+    deviation = (sum((x - mean) ** 2 for x in scores) / 2) ** 0.5  # over n - 1
     assert advantages == pytest.approx(
         [(x - mean) / (deviation + 1e-6) if deviation else 0.0 for x in scores], abs=2e-3)
     assert float(table(result.out[0])["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)

@@ -24,7 +24,8 @@ def label(world, folder, **keys):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("label")
-    for name, text in (("compare", COMPARE), ("grade", GRADE), ("half", "answers: a c\n{prompt}{first}")):
+    half = "answers: a c\n{prompt}{first}"
+    for name, text in (("compare", COMPARE), ("grade", GRADE), ("half", half)):
         write(folder / f"{name}.txt", text)
     return folder
 
@@ -94,12 +95,13 @@ def pair(prompt, one, other, odds):
 
 
 def alike(got, want):
-    assert [row | dict(confidence=0) for row in got] == [row | dict(confidence=0) for row in want]
-    assert [r["confidence"] for r in got] == pytest.approx([r["confidence"] for r in want], abs=1e-9)
+    assert [r | dict(confidence=0) for r in got] == [r | dict(confidence=0) for r in want]
+    sure = [r["confidence"] for r in want]
+    assert [r["confidence"] for r in got] == pytest.approx(sure, abs=1e-9)
 
 
 def test_pairs_by_hand(world, folder, by_hand):
-    """Kept is what is said in both orders; the margin is the mean of both. rm.py reads the pairs."""
+    """Kept is what is said in both orders; the margin is the mean of both. rm.py reads them."""
     found, left_out = by_hand
     want = [pair(*said, (f - b) / 2) for *said, f, b, _, _ in found if f > 0 > b or f < 0 < b]
     result = label(world, folder)

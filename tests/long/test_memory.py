@@ -115,7 +115,7 @@ def test_peaks_are_those_of_a_run(name, llama, tmp_path):
 
 
 def test_rows_by_hand(llama, tmp_path):
-    """Of a model that has only a config.json; numbers of 4 bytes, AdamW has two of each, a count."""
+    """Of models with a config.json alone: 4 bytes a number; AdamW has two of each, and a count."""
     paths = []
     for name in ("policy", "scores"):
         os.makedirs(tmp_path / name)

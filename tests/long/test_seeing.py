@@ -117,7 +117,8 @@ def drawn(rank):
 
 
 def test_curves_of_two_runs(done, tmp_path):
-    result = plot(tmp_path, drawn, runs=f"{done['ppo']},{done['grpo']}", metrics="policy/lr,eval/k*")
+    result = plot(tmp_path, drawn, runs=f"{done['ppo']},{done['grpo']}",
+                  metrics="policy/lr,eval/k*")
     assert result.codes == [0], result
     named = re.findall(r"^(\S+/out) +(\d)", result.out[0], re.MULTILINE)
     assert named == [("ppo/out", "0"), ("ppo/out", "2"), ("grpo/out", "0"), ("grpo/out", "2")]
