@@ -169,8 +169,8 @@ def page(done, tmp_path_factory):
     samples[1] |= dict(messages=[dict(role="assistant", content="x "), dict(role="user",
                                  content="why?"), dict(role="assistant", content="so")])
     jsonl(hostile / "samples.jsonl", samples)
-    records = [r | {"constructor": 0.5, "__proto__": 1.0} for r in read_jsonl(hostile / "log.jsonl")]
-    jsonl(hostile / "log.jsonl", records)
+    odd = {"constructor": 0.5, "__proto__": 1.0}  # names that objects of JavaScript have
+    jsonl(hostile / "log.jsonl", [r | odd for r in read_jsonl(hostile / "log.jsonl")])
     with open(hostile / "log.jsonl", "a") as f:
         f.write('{"iteration": 5, "eval/k')
     result = plot(folder, runs=f"{hostile},{done['grpo']}", out="page.html")

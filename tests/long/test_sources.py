@@ -1,4 +1,4 @@
-"""options/sources.py: rows of CSV, parquet, JSON and data sets of the hub; mixes and their shares."""
+"""options/sources.py: rows of CSV, parquet, JSON, data sets of the hub; mixes, their shares."""
 import csv
 import gzip
 import json
