@@ -51,4 +51,4 @@ done
 step data/gsm_symbolic/table.py $out
 runs=${out}_grpo,${out}_ppo,${out}_ppo_rm
 step tools/plot.py --runs=$runs --out=$out.png
-step tools/page.py --run=$runs --out=$out.html
+step tools/plot.py --runs=$runs --out=$out.html
