@@ -11,6 +11,7 @@ eval_path = "data/gsm_symbolic/rl_val.jsonl"
 reward_functions = "1.0*accuracy,0.1*data/gsm_symbolic/reward.py:form"
 batch_size = 512
 group_size = 8
+max_prompt_tokens = 192
 max_new_tokens = 192  # 97 of 100 demonstrations are not longer
 kl_coef = 0.02
 aggregation = "token-mean"

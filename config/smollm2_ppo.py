@@ -16,6 +16,7 @@ prompts_path = "data/gsm_symbolic/rl_train.jsonl"
 eval_path = "data/gsm_symbolic/rl_val.jsonl"
 reward_functions = "1.0*accuracy,0.1*data/gsm_symbolic/reward.py:form"
 batch_size = 512
+max_prompt_tokens = 192
 max_new_tokens = 192
 temperature = 1.0
 kl_coef = 0.02

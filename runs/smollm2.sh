@@ -43,7 +43,7 @@ for run in sft grpo ppo ppo_rm; do policies+=,${out}_$run/policy; done
 for part in val:seen new:new; do
     step tools/eval.py --policies="$policies" --prompts_path=$data/rl_${part%:*}.jsonl \
         --out="${out}_${part#*:}" --samples=1 --max_new_tokens=$tokens --batch_size=512 \
-        --dtype=$dtype
+        --dtype=$dtype --reward_functions=accuracy
 done
 for run in grpo ppo; do
     step tools/memory.py config/smollm2_$run.py ${RL:-} | tee "${out}_$run.memory"
@@ -51,4 +51,4 @@ done
 step data/gsm_symbolic/table.py $out
 runs=${out}_grpo,${out}_ppo,${out}_ppo_rm
 step tools/plot.py --runs=$runs --out=$out.png
-step tools/page.py --run=$runs --out=$out.html
+step tools/plot.py --runs=$runs --out=$out.html
