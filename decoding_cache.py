@@ -20,6 +20,11 @@ class RoomyLayer(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         """Append (rows, heads, k, width) of k new tokens. Returns all keys and all values."""
         new = key_states, value_states
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):
+            # rotary tables are fp32, and so are the keys; attention would round all of them to 16
+            # bits at every token
+            new = [x.to(torch.get_autocast_dtype(device)) for x in new]
         if not self.is_initialized:
             self.lazy_initialization(*new)
         begin = self.get_seq_length()

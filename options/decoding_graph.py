@@ -7,9 +7,11 @@ addresses and shapes, so these must not change: the cache has a fixed number of 
 hides the columns that are not used yet, and a step's inputs are written to the same places. When
 rows leave, or all columns are used, another graph is recorded.
 """
+import contextlib
+
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+import torch.nn.functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoding_cache import RoomyLayer
 from errors import first_line
@@ -88,10 +90,11 @@ class Steps:
         self.seen[..., :used - 1] = mask[:, None, None, :-1]
         for layer in self.cache.layers:
             layer.hold(used - 1, columns, self.column)
-        self.step()  # not recorded: the first launch of a kernel does work that cannot be
-        self.position.copy_(position)
-        self.column.fill_(used - 1)
-        self.graph, self.logits = self.capture()
+        with heads_in_groups():
+            self.step()  # not recorded: the first launch of a kernel does work that cannot be
+            self.position.copy_(position)
+            self.column.fill_(used - 1)
+            self.graph, self.logits = self.capture()
         self.rows, self.columns = rows, columns
 
     def capture(self):
@@ -110,29 +113,33 @@ class Steps:
     def step(self):
         """Read self.token, and prepare mask, position and column for the next step."""
         self.seen.index_fill_(3, self.column, True)
-        config = self.policy.config
-        usual, config._attn_implementation = config._attn_implementation, "one_token"
-        try:
-            logits = self.policy.next_logits(self.token, self.cache, self.seen, self.position)
-        finally:
-            config._attn_implementation = usual
+        logits = self.policy.next_logits(self.token, self.cache, self.seen, self.position)
         self.position += 1
         self.column += 1
         return logits
 
 
-def one_token(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """
-    Attention of one new token of each row: query (rows, heads, 1, width), key and value (rows,
-    their heads, columns, width) -> (rows, 1, heads, width). Heads that share keys are taken for
-    tokens that do: transformers would copy all keys and values, once for each of these heads.
-    """
-    shared = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    out = scaled_dot_product_attention(shared, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(len(query), 1, query.shape[1], -1), None
+@contextlib.contextmanager
+def heads_in_groups():
+    """The block in which transformers' sdpa is `attend`."""
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
 
 
-AttentionInterface.register("one_token", one_token)
+def attend(module, query, key, value, attention_mask, scaling=None, **_):
+    """
+    Attention of one new token of each row: query (rows, H, 1, d), key and value (rows, K, T, d),
+    attention_mask (rows, 1, 1, T) -> (rows, 1, H, d). The H / K heads that share keys become tokens
+    of one query, so each key is read once. transformers would first copy it for each head.
+    """
+    rows, H, _, d = query.shape
+    query = query.reshape(rows, key.shape[1], -1, d)  # (rows, K, H / K, d)
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+    return out.reshape(rows, 1, H, -1), None
 
 
 def check_alike(ours, theirs):
@@ -159,7 +166,7 @@ class HeldLayer(RoomyLayer):
         if self.column is None:
             return super().update(key_states, value_states)
         for room, new in zip(self.rooms, (key_states, value_states), strict=True):
-            room.index_copy_(2, self.column, new)
+            room.index_copy_(2, self.column, new.to(room.dtype))
         return tuple(self.rooms)
 
     def hold(self, used, columns, column):
