@@ -20,5 +20,5 @@ learning_rate = 1e-5
 warmup_iters = 3
 eval_interval = 20
 checkpoint_interval = 20
-micro_batch_tokens = 16384
+micro_batch_tokens = 32768
 dtype = "bfloat16"

@@ -32,5 +32,5 @@ value_learning_rate = 2e-5
 value_lr_decay = "constant"
 eval_interval = 20
 checkpoint_interval = 20
-micro_batch_tokens = 16384
+micro_batch_tokens = 32768
 dtype = "bfloat16"
