@@ -1,6 +1,6 @@
 """
 SFT of SmolLM2-135M-Instruct on 4,200 worked solutions of GSM-Symbolic, three epochs: the first step
-of runs/smollm2.sh. Half a minute on an H100.
+of runs/smollm2.sh.
 
     python data/gsm_symbolic/prepare.py
     python sft.py config/smollm2_sft.py
