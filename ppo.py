@@ -146,7 +146,8 @@ optimizers = dict(
 ptx = ema = None
 if ptx_path:
     from options.ptx import Ptx
-    ptx = Ptx(ptx_path, policy, system, device)
+    ptx = Ptx(ptx_path, policy, seed, batch_size // num_minibatches, micro_batch_size, system,
+              device)
 if ema_decay > 0:
     from options.ema import MovingAverage
     ema = MovingAverage(policy, ema_decay)
@@ -280,9 +281,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
             if ptx:  # an SFT loss beside PPO's
-                place = (iteration * ppo_epochs + epoch) * num_minibatches + number
-                ptx.add_gradients(place, seed, batch_size // num_minibatches, micro_batch_size,
-                                  run.loss_scale * ptx_coef, sums)
+                step = (iteration * ppo_epochs + epoch) * num_minibatches + number
+                ptx.add_gradients(step, run.loss_scale * ptx_coef, sums)
 
             for mb in my_micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)

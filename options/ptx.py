@@ -24,9 +24,9 @@ def ptx_row(row):
 
 
 class Ptx:
-    """The demonstrations of ptx_path, or its texts."""
+    """The demonstrations of ptx_path, or its texts. count: how many a step learns, on all ranks."""
 
-    def __init__(self, path, policy, system, device):
+    def __init__(self, path, policy, seed, count, micro_batch_size, system, device):
         limit = policy.max_positions
         self.rows = encode_rows(
             read_rows(path, ptx_row, system.fields), path,
@@ -37,16 +37,18 @@ class Ptx:
         for _, trained in self.rows.ids:
             trained[0] = False  # nothing predicts a text's first token
         self.policy, self.system, self.device = policy, system, device
+        self.seed, self.count, self.micro_batch_size = seed, count, micro_batch_size
 
-    def add_gradients(self, step, seed, count, micro_batch_size, weight, sums):
+    def add_gradients(self, step, weight, sums):
         """
-        A collective where the policy is sharded. The mean loss over the tokens of the next `count`
-        examples, of all ranks, times `weight`, goes into the gradients; this rank's losses are
-        added to sums["loss/ptx"].
+        A collective where the policy is sharded. The mean loss over the tokens of the examples of a
+        step, counted from the run's first one, times `weight`, goes into the gradients; this rank's
+        losses are added to sums["loss/ptx"].
         """
-        examples = [self.rows.ids[i] for i in batch_rows(seed, step, count, self.rows)]
+        rows = batch_rows(self.seed, step, self.count, self.rows)
+        examples = [self.rows.ids[i] for i in rows]
         tokens = sum(sum(trained) for _, trained in examples)
-        for part in deal_rows([len(ids) for ids, _ in examples], micro_batch_size,
+        for part in deal_rows([len(ids) for ids, _ in examples], self.micro_batch_size,
                               self.system.micro_batch_tokens):
             ids, _ = right_pad([examples[i][0] for i in part], self.policy.tokenizer.pad_id)
             trained, _ = right_pad([examples[i][1] for i in part], 0)
