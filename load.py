@@ -70,12 +70,10 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     if trained and system.quantize == "4bit" and not adapter:
         raise BadInput(f"quantize = '4bit' is for a frozen model under an adapter, and {name} has "
                        "none; type --lora=16")
-    if not adapter and not parallel.holds(name):  # another role has it: here are only its shapes
+    held = adapter or parallel.holds(name)
+    if not held:  # another role has it: here are only its shapes
         model = outline(path, head, system).requires_grad_(trained)
-        model.tokenizer = tokenizer
-        tokenizer.fit(model, path)
-        return model
-    if system.zero_stage or system.offload:
+    elif system.zero_stage or system.offload:
         from options.shards import load_split
 
         model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
@@ -93,7 +91,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     if system.compile:
         # nn.Module must not register it: its parameters are registered already
         model.__dict__["compiled"] = torch.compile(model.hf.base_model, dynamic=True)
-    if head == "lm":
+    if head == "lm" and held:
         with autocast(system, device), no_grad_forwards([model], device):
             probe(model)
     if adapter:
@@ -381,10 +379,7 @@ def load_reward_model(path, policy, system, device):
 
 
 def load_value_model(value_init, policy, reward_model, system, device, seed=0):
-    """
-    The value model, trained: it starts as the reward model, or as the policy with a new head, or is
-    a head on the policy's own trunk (shared).
-    """
+    """The trained value model: see the key value_init. shared: a head on the policy's own trunk."""
     if value_init == "shared":  # both losses train the policy's trunk
         return OnTrunk(policy, seed=seed)
     path = policy.path
