@@ -148,6 +148,7 @@ PLAIN = CHATML.replace("TEXT", "m.content")
 FORGETS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip() "
                          "if m.role == 'assistant' and not loop.last else m.content")
 OPENS = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{# <function= #}{% endif %}")
+STRIPS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip()")
 REWRITES = CHATML.replace("TEXT", "m.content + ('' if loop.last else ' ')")
 NO_TOOL = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}" \
     "{% endfor %}" + PLAIN
@@ -169,6 +170,7 @@ KEPT = [  # family, template, template_kwargs, who answers, why it is refused
     ("chatml", ENDLESS, "", "user", "no end behind an assistant's message"),
     ("chatml", REWRITES, "", "user", "in another way when another"),
     ("chatml", FORGETS, "", "user", f"{DROPS}.*--chat_template=options/templates/chatml.jinja"),
+    ("chatml", STRIPS, "", "user", DROPS),
     ("qwen3.5", OPENS, "", "user", f"{DROPS}.*templates/qwen3.5.jinja"),
     ("harmony", LAST, "", "user", "in another way when another.*templates/harmony.jinja"),
     ("harmony", LAST, "keeps=True", "user", f"{DROPS}.*templates/harmony.jinja")]
