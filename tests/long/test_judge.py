@@ -21,6 +21,7 @@ CHATML = """{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
 THINKS = CHATML.replace("[assistant]{%", "[assistant]<think></think>{%").replace(
     "]{{ m.content", "]{{ '<think></think>' if m.role == 'assistant' else '' }}{{ m.content")
+WRITES = THINKS.replace("[assistant]<think></think>{%", "[assistant]{%")  # only before an answer
 COUNTS = "{{ messages | length }}" + CHATML
 
 
@@ -78,7 +79,8 @@ def test_log_odds_by_hand():
         assert log_odds(torch.tensor(p).log()).item() == pytest.approx(math.log(odds), abs=1e-6)
 
 
-@pytest.mark.parametrize("chat, opened", [(CHATML, ""), (THINKS, "<think></think>"), (COUNTS, "")])
+@pytest.mark.parametrize("chat, opened", [
+    (CHATML, ""), (THINKS, "<think></think>"), (WRITES, "<think></think>"), (COUNTS, "")])
 def test_questions_in_a_chat(folder, chat, opened):
     """Where the template opens the answer with empty thoughts, the judge reads them."""
     judge = judge_of(folder, chat=chat)

@@ -148,6 +148,7 @@ PLAIN = CHATML.replace("TEXT", "m.content")
 FORGETS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip() "
                          "if m.role == 'assistant' and not loop.last else m.content")
 OPENS = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{# <function= #}{% endif %}")
+STRIPS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip()")
 REWRITES = CHATML.replace("TEXT", "m.content + ('' if loop.last else ' ')")
 NO_TOOL = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}" \
     "{% endfor %}" + PLAIN
@@ -169,6 +170,7 @@ KEPT = [  # family, template, template_kwargs, who answers, why it is refused
     ("chatml", ENDLESS, "", "user", "no end behind an assistant's message"),
     ("chatml", REWRITES, "", "user", "in another way when another"),
     ("chatml", FORGETS, "", "user", f"{DROPS}.*--chat_template=options/templates/chatml.jinja"),
+    ("chatml", STRIPS, "", "user", DROPS),
     ("qwen3.5", OPENS, "", "user", f"{DROPS}.*templates/qwen3.5.jinja"),
     ("harmony", LAST, "", "user", "in another way when another.*templates/harmony.jinja"),
     ("harmony", LAST, "keeps=True", "user", f"{DROPS}.*templates/harmony.jinja")]
@@ -250,7 +252,7 @@ def conversed(env, prompt, turns, length):
         return dict(tokens=torch.tensor([contexts[0] + new]),
                     response_mask=torch.ones(1, len(new), dtype=torch.bool),
                     sampler_logprobs=-torch.arange(1.0, len(new) + 1)[None],
-                    finished=torch.tensor([new[-1] in env.tokenizer.eos_ids]))
+                    finished=torch.tensor([new[-1] in env.tokenizer.eos_ids or new[-1] == 33]))
 
     return env.converse([dict(prompt=prompt)], [ids], (1, "rollout", 0), ([0], [0]), length,
                         len(ids) + 1, sample)
@@ -285,12 +287,12 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 
 @pytest.fixture
 def dialogue_with(mine, tmp_path):
-    """The batch of one response with these turns; a turn without a blank ends with EOS."""
+    """The batch of one response; its turns end with EOS, with "!", a stop string, or not: " "."""
     def dialogue_with(name, texts, length=30, max_turns=4):
         write_byte_tokenizer(tmp_path, ["<a>", "<b>"])
         tokenizer = load_tokenizer(str(tmp_path), tiny.keys_of_system())
         env = environment_of(f"{mine}:{name}", tokenizer, max_turns=max_turns, reward_timeout=1)
-        turns = [[*text.encode()] + [EOS] * (not text.endswith(" ")) for text in texts]
+        turns = [[*text.encode()] + [EOS] * (text[-1] not in " !") for text in texts]
         return conversed(env, "12", turns, length)
     return dialogue_with
 
@@ -306,6 +308,13 @@ def test_masks_of_a_dialogue(dialogue_with):
         [-1, -2, -3, -4, -5, 0, 0, 0, -1, -2, -3, 0, 0, -1]]
     paid = [[0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0.5, 0, 0, 0]]
     assert batch["turn_rewards"].tolist() == paid and batch["finished"].tolist() == [False]
+
+
+def test_a_stop_string_gets_an_end_that_is_not_trained(dialogue_with):
+    batch = dialogue_with("echo", ["ab!", "c "], max_turns=2)
+    ids = batch["tokens"][0][batch["attention_mask"][0]].tolist()
+    assert ids == [49, 50, *b"ab!", EOS, *b"ab!", *b"c "]
+    assert batch["response_mask"][0, :9].tolist() == [c == "T" for c in "TTTFFFFTT"]
 
 
 @pytest.mark.parametrize("texts, length, max_turns, tokens", [
