@@ -32,6 +32,9 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # oneDNN's
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
+MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
+
+
 class Key(NamedTuple):
     """One key, from its line: the default, the comment behind it, the headings above it."""
 
@@ -207,6 +210,8 @@ def of_model(text, name):
     found = ""
     for part in text.split(",") if text.strip() else ():
         model, equals, value = (x.strip() for x in part.rpartition("="))
+        if equals and model not in MODELS:
+            raise BadInput(f"{text!r}: there is no model {model!r}; they are {', '.join(MODELS)}")
         if not equals or model == name:
             found = value
     return found

@@ -297,7 +297,7 @@ def newest(folder):
 def trial(world, job, whole, faults, folder):
     """The kills that came, and what was wrong, in words."""
     kills, wrong = 0, []
-    for number, fault in enumerate(faults):
+    for fault in faults:
         there = newest(folder)
         came, codes, more = run_once(world, job, folder, fault)
         wrong, kills = wrong + more, kills + came
@@ -344,33 +344,28 @@ def draw(rng, job, kind, folder):
     return [kind, victim, rng.choice(alike[what]), rng.choice(whens)]
 
 
-def campaign(world, work, jobs, kills=0, seed=1, only=None, report=print):
-    """Trials until so many kills came, or the one trial `only`; the number of kills, problems."""
-    whole, rng, came, problems = {}, random.Random(seed), 0, []
-
-    def reference(name):
+def campaign(world, work, jobs, kills=0, seed=1, only=(), report=print):
+    """
+    The trials `only`, [job, fault, ...] each; or drawn ones, until so many kills came. Returns the
+    number of kills, and the problems in words.
+    """
+    whole, rng, came, problems, number = {}, random.Random(seed), 0, [], 0
+    while number < len(only) or came < kills:
+        name, *faults = only[number] if only else [list(jobs)[number % len(jobs)]]
         if name not in whole:
-            folder = f"{work}/{name} whole"
-            _, codes, wrong = run_once(world, jobs[name], folder)
+            _, codes, wrong = run_once(world, jobs[name], f"{work}/{name} whole")
             assert set(codes) == {0} and not wrong, (name, codes, wrong)
-            whole[name] = left_by(folder)
-        return whole[name]
-
-    number = 0
-    while came < kills or only and not number:
-        name = only[0] if only else list(jobs)[number % len(jobs)]
-        reference(name)
-        faults = only[1:] if only else []
+            whole[name] = left_by(f"{work}/{name} whole")
         for nth in range(0 if only else 1 + (number % 7 == 3)):
             kind = KINDS[(number + number // len(jobs) + seed) % 6] if nth == 0 else rng.choice(
                 [kind for kind in KINDS if kind != "signal"])
-            faults = [*faults, draw(rng, jobs[name], kind, f"{work}/{name} whole")]
+            faults.append(draw(rng, jobs[name], kind, f"{work}/{name} whole"))
         folder = f"{work}/{number}"
         hits, wrong = trial(world, jobs[name], whole[name], faults, folder)
-        came, number = came + hits, number + 1
-        report(f"{came:3} kills: {json.dumps([name, *faults])}" + "".join(
-            f"\n    WRONG: {line}" for line in wrong[:9]), flush=True)
-        problems += [f"--only='{json.dumps([name, *faults])}': {line}" for line in wrong[:4]]
+        came, number, again = came + hits, number + 1, json.dumps([name, *faults])
+        report(f"{came:3} kills: {again}" + "".join(f"\n    WRONG: {line}" for line in wrong[:9]),
+               flush=True)
+        problems += [f"--only='{again}': {line}" for line in wrong[:4]]
         if not wrong:
             shutil.rmtree(folder)
     return came, problems
@@ -382,7 +377,8 @@ def main():
     parser.add_argument("--kills", type=int, default=0, help="how many, over all jobs and kinds")
     parser.add_argument("--seed", type=int, default=1, help="decides which")
     parser.add_argument("--roles", action="store_true", help="the jobs with roles and staleness")
-    parser.add_argument("--only", type=json.loads, help="this trial and no other")
+    parser.add_argument("--only", type=json.loads, action="append", default=[],
+                        help="this trial and no other; may be repeated")
     options = parser.parse_args()
     work = tempfile.mkdtemp(prefix="campaign-")
     os.mkdir(f"{work}/world")

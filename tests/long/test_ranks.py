@@ -60,12 +60,12 @@ def test_three_ranks_say_the_same_of_the_one_that_differs(tmp_path):
     assert result.codes == [0] * 3, result
     said = [json.load(open(tmp_path / f"said-{rank}.json")) for rank in range(3)]
     # where all three have changed, a frozen model is still not what it was
-    wanted = [None, "the ranks have drifted apart: policy, parameter 1.weight differs on rank 1",
-              "policy, parameter 1.weight differs on rank 0",
-              "reward, parameter 1.weight differs on rank 2",
+    wanted = [None, "the ranks have drifted apart: policy, parameter 1.weight differs on rank 1 (",
+              "policy, parameter 1.weight differs on rank 0 (",
+              "reward, parameter 1.weight differs on rank 2 (",
               "the frozen reward, parameter 1.weight has changed on rank 0 and rank 1 and rank 2",
               "policy, parameter 1.weight is not finite on rank 0 and rank 1 and rank 2",
-              "reward, parameter 1.weight differs on rank 2",
+              "reward, parameter 1.weight differs on rank 2 (",
               "BadInput: on rank 1: no such file 1", "BadInput: on rank 1: no such file 1",
               "Stop: on rank 0: no such file 0"]
     assert said[0] == said[1] == said[2] and len(wanted) == len(said[0])

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from campaign import alive
-from tiny import (ROOT, Started, assert_one_line, assert_same_run, at, keys_of, read_log, run, typed,
-                  well, write)
+from tiny import (ROOT, Started, assert_one_line, assert_same_run, at, keys_of, read_log, run,
+                  typed, well, write)
 
 
 def patched(module, name, change, rank=None):
@@ -63,8 +63,8 @@ def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
     """Other keys on one rank; a folder that only rank 0 sees."""
     keys = keys_of(world, "ppo.py")
     result = run("ppo.py", tmp_path / "keys", keys, ranks=2, before=other_settings)
-    assert result.codes[1] == 2 and "rank 1 has other settings" in result.err[1], result
-    assert result.codes[0] == 1 and result.err[0].count("\n") == 1, result
+    assert_one_line(result, "ppo.py", "on rank 1", "other settings")
+    assert not os.path.exists(tmp_path / "keys" / "out")
     disk = run("ppo.py", tmp_path / "disk", keys, ranks=2,
                before=patched("run", "open_folder", elsewhere, rank=1))
     assert_one_line(disk, "ppo.py", "on rank 1", "does not see", "out_dir 'out'")
@@ -172,6 +172,7 @@ def test_a_rule_that_hangs_or_fails_on_one_rank_saves_the_run_and_is_named(world
         result = run("ppo.py", tmp_path, keys, ranks=2)
         assert_one_line(result, "ppo.py", "on rank 1", f"'late' {deed} at mine.py, line 10",
                         f"saved before iteration {now}", code=1)
+        assert os.path.isdir(tmp_path / "out" / f"checkpoint-00000{now}")
         assert len(read_log(f"{tmp_path}/out")) == now
     os.remove(tmp_path / "wrong")
     out = well("ppo.py", tmp_path, keys, ranks=2)
@@ -215,13 +216,16 @@ run.run(run.parse_args(sys.argv[1:]))
 @pytest.mark.parametrize("moment", ["at their start", "before they meet", "in an iteration"])
 def test_workers_end_with_torchrun(world, tmp_path, moment):
     script = write(tmp_path / "torchrun.py", f"MOMENT = {moment!r}\n{TORCHRUN}")
-    keys = keys_of(world, "sft.py", max_iters=1000, out_dir="out", timeout=30)
+    keys = keys_of(world, "sft.py", max_iters=500, out_dir="out", timeout=30)
     started = Started(script, ["--standalone", "--nproc_per_node=2", f"{ROOT}/sft.py",
                                *typed(keys)], str(tmp_path))
     assert started.wait().codes == [-signal.SIGKILL]
     pids = (tmp_path / "pids").read_text().split()
     end = time.time() + 60
-    while any(alive(pid) for pid in pids):
-        assert time.time() < end, "a worker is left"
+    while time.time() < end and any(alive(pid) for pid in pids):
         time.sleep(0.05)
-    assert len(pids) == 2 and (moment == "in an iteration") == os.path.exists(tmp_path / "out")
+    left = [int(pid) for pid in pids if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 2 and not left
+    assert (moment == "in an iteration") == os.path.exists(tmp_path / "out")

@@ -5,9 +5,11 @@ goes on to the same. (Kills at any call: campaign.py --roles.)
 """
 import os
 import signal
+import sys
 import time
 
 import pytest
+import torch
 
 from test_reliability import hang, once, patched
 from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well, write
@@ -17,9 +19,9 @@ FLAT = dict(max_refills=2, refill_by="sometimes", kl_in="reward", num_minibatche
 CASES = {  # name: script, roles, ranks, keys
     "ppo": ("ppo.py", THREE, 3, dict(staleness=1, checkpoint_interval=1, max_iters=4)),
     "grpo, sharded, refilled": ("grpo.py", "train=2,generate=1,score=1", 4, FLAT | dict(
-        staleness=1, zero_stage="policy=3,ref=3", sync_check_interval=1)),
+        staleness=1, zero_stage="policy=3,ref=3", sync_check_interval=1, max_iters=2)),
     "lora in 16 bits": ("ppo.py", "train=1,generate=1", 2, dict(
-        dtype="bfloat16", lora="2", value_init="shared", num_minibatches=1))}
+        dtype="bfloat16", lora="2", value_init="shared", num_minibatches=1, max_iters=2))}
 
 
 def keys(world, name, **more):
@@ -106,7 +108,8 @@ def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(world, tmp_path
                   before=at(1, signal.SIGTERM))
     assert stopped.codes == [0] * 3 and "checkpoint-000002" not in stopped.out[0], stopped
     there = len(read_log(f"{tmp_path}/out"))
-    # the generator's third batch since then; what was said of it names what each rank did
+    assert os.path.isdir(tmp_path / "out" / f"checkpoint-00000{there}")
+    # at the generator's first batch since then
     killed = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3, before=patched(
         "rollout", "generate", once(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), rank=1))
     assert killed.codes == [1, -signal.SIGKILL, 1], killed
@@ -149,8 +152,9 @@ def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
     said = result.err[0]
     assert said.count("\n") == 1 and all(word in said for word in (
         "'late' failed at mine.py, line 7", "The run is saved before iteration 1")), result
+    assert os.path.isdir(tmp_path / "out" / "checkpoint-000001")
     os.remove(tmp_path / "wrong")
-    out = well("ppo.py", tmp_path, own, ranks=3)
+    out = well("ppo.py", tmp_path, own | dict(roles=""))
     assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3]
 
 
@@ -158,3 +162,54 @@ def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
 def test_roles_that_are_none(world, tmp_path, roles):
     result = run("grpo.py", tmp_path, keys_of(world, "grpo.py", roles=roles), ranks=2)
     assert_one_line(result, "grpo.py", f"roles = {roles!r}", "--nproc_per_node")
+
+
+def changed(name, after, rank=None):
+    """For `before`: on this rank, or on all, something happens after a function of parallel.py."""
+    def before(mine):
+        import parallel
+
+        function = getattr(parallel, name)
+
+        def both(*args):
+            result = function(*args)
+            after(mine, result, *args)
+            return result
+
+        if rank in (None, mine):
+            setattr(parallel, name, both)
+
+    return before
+
+
+def test_each_role_holds_its_own_models(world, tmp_path):
+    """The policy and the value model have gradients, and only the trainer's take memory."""
+    def tell(rank, buffers, model):
+        with open(f"holds-{rank}", "a") as f:
+            f.write(f"{any(not p.is_meta for p in model.parameters())} {len(buffers)}, ")
+
+    keys = keys_of(world, "ppo.py", roles=THREE, max_iters=1, reward_timeout=30)
+    well("ppo.py", tmp_path, keys, ranks=3, before=changed("flatten_gradients", tell))
+    held = [open(f"{tmp_path}/holds-{rank}").read() for rank in range(3)]
+    assert held == ["True 1, True 1, ", "True 0, False 0, ", "False 0, False 0, "]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_role_with_other_settings_says_so(world, tmp_path, rank):
+    def before(mine):
+        if mine == rank:
+            sys.argv.append("--learning_rate=0.5")
+
+    keys = keys_of(world, "grpo.py", roles=THREE, max_iters=1, reward_timeout=30)
+    result = run("grpo.py", tmp_path, keys, ranks=3, before=before)
+    assert result.codes[rank] == 2 and "other settings" in result.err[rank]
+
+
+def test_a_generators_copy_that_differs_ends_the_run(world, tmp_path):
+    def drift(rank, _, t, tensor):
+        with torch.no_grad():
+            t.view(-1)[0] += 1e-9
+
+    keys = keys_of(world, "grpo.py", roles=THREE, max_iters=1, reward_timeout=30)
+    result = run("grpo.py", tmp_path, keys, ranks=3, before=changed("fill", drift, rank=1))
+    assert 0 not in result.codes and "policy, parameter" in result.err[1]

@@ -13,7 +13,7 @@ from tiny import keys_of, run
 
 
 def saboteur(deed, ranks):
-    """For `before`: the deed, in iteration 1 and on the last rank unless its name says otherwise."""
+    """For `before`: the deed, in iteration 1 on the last rank unless its name says otherwise."""
     def before(rank):
         import model
         import parallel

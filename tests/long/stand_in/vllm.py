@@ -1,6 +1,6 @@
 """
-A stand-in for vLLM, with what options/vllm.py uses of it. It samples as we do: a run with it is the run without it.
-Its process is a fork of the one that asks for it, which has imported everything already.
+A stand-in for vLLM, with what options/vllm.py uses of it. It samples as we do: a run with it is the
+run without it. Its process is a fork of the rank, which has imported everything already.
 """
 import os
 import signal
@@ -26,8 +26,9 @@ class LLM:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if wrong == "unknown":
-            raise ValueError("1 error for ModelConfig\n  Model architectures ['Unknown'] are not supported for now.")
-        assert load_format == "dummy" and settings["logprobs_mode"] == "processed_logprobs" and dtype == "float32"
+            raise ValueError("1 error for ModelConfig\n  Architectures ['X'] are not supported")
+        assert load_format == "dummy" and settings["logprobs_mode"] == "processed_logprobs"
+        assert dtype == "float32"
         config = AutoConfig.from_pretrained(folder, **hf_overrides)
         self.model = Model(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
         self.asked = 0
@@ -59,16 +60,19 @@ class LLM:
         assert s.ignore_eos and s.logprobs == 0
         noise = [torch.Generator().manual_seed(one.seed) for one in settings]
         rooms = [one.max_tokens for one in settings]
-        uniforms = torch.stack([torch.rand(max(rooms), generator=g, dtype=torch.float64) for g in noise])
+        uniforms = torch.stack([torch.rand(max(rooms), generator=drawn, dtype=torch.float64)
+                                for drawn in noise])
         self.model.tokenizer = SimpleNamespace(
-            eos_ids=set(s.stop_token_ids), pad_id=0, stop_strings=[], vocab_size=self.model.config.vocab_size)
-        out = generate(self.model, [one["prompt_token_ids"] for one in prompts], max(rooms), s.temperature, uniforms=uniforms,
-                       rooms=rooms)
+            eos_ids=set(s.stop_token_ids), pad_id=0, stop_strings=[],
+            vocab_size=self.model.config.vocab_size)
+        out = generate(self.model, [one["prompt_token_ids"] for one in prompts], max(rooms),
+                       s.temperature, uniforms=uniforms, rooms=rooms)
         results = []
-        for ids, mask, logprobs, finished in zip(out["tokens"][:, -max(rooms):], out["response_mask"], out["sampler_logprobs"],
-                                                 out["finished"], strict=True):
-            ids = ids[mask].tolist()
-            said = [{i: SimpleNamespace(logprob=x)} for i, x in zip(ids, logprobs[mask].tolist(), strict=True)]
+        for ids, mask, logprobs, finished in zip(
+                out["tokens"][:, -max(rooms):], out["response_mask"], out["sampler_logprobs"],
+                out["finished"], strict=True):
+            ids, of_ids = ids[mask].tolist(), logprobs[mask].tolist()
+            said = [{i: SimpleNamespace(logprob=x)} for i, x in zip(ids, of_ids, strict=True)]
             results.append(SimpleNamespace(outputs=[SimpleNamespace(
                 token_ids=ids, logprobs=said, finish_reason="stop" if finished else "length")]))
         return results
@@ -78,7 +82,7 @@ sys.modules["vllm._custom_ops"] = types.ModuleType("vllm._custom_ops")
 
 
 class Forked:
-    """In the place of subprocess.Popen, for a command of the form [interpreter, "-c", code]: a fork runs the code."""
+    """In the place of subprocess.Popen, for [interpreter, "-c", code]: a fork runs the code."""
 
     def __init__(self, command, env, **_):
         self.pid = os.fork()

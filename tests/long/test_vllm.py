@@ -1,0 +1,171 @@
+"""
+vLLM as the sampler. Everything but vLLM itself is tested with a stand-in (stand_in/vllm.py), which
+samples with our own model: a run with it must be the run without it. What needs the real one is
+skipped without it.
+"""
+import importlib.util
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from byte_tokenizer import write_byte_tokenizer
+from load import load
+from tiny import (EOS, MARKERS, PAD, assert_one_line, assert_same_run, keys_of, keys_of_system,
+                  read_jsonl, read_log, run, well, write)
+
+STAND_IN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stand_in")
+
+
+def stands_in(wrong="", rank=0):
+    """For `before`: the stand-in takes vLLM's place, and does something wrong on this rank."""
+    def before(mine):
+        sys.path.insert(0, STAND_IN)
+        import vllm
+
+        import options.vllm
+
+        options.vllm.subprocess = SimpleNamespace(Popen=vllm.Forked, DEVNULL=None)
+        vllm.wrong = wrong if mine == rank else ""
+
+    return before
+
+
+CASES = {  # name: script, ranks, keys; all in float32, which is vLLM's
+    "adapters": ("ppo.py", 1, dict(lora="2", value_init="shared")),
+    "shards, stop strings": ("grpo.py", 2, dict(
+        zero_stage="policy=3", stop_strings="b", num_minibatches=1)),
+    "roles": ("grpo.py", 2, dict(roles="train=1,generate=1", staleness=1, importance_cap=2))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_with_another_sampler_is_the_same_run(world, tmp_path, name):
+    script, ranks, more = CASES[name]
+    keys = keys_of(world, script, dtype="float32", max_iters=2, **more)
+    own = well(script, tmp_path / "own", keys, ranks=ranks)
+    other = well(script, tmp_path, keys | dict(sampler="vllm"), ranks=ranks, before=stands_in())
+    # its log-probs are rounded in other groups of rows
+    assert_same_run(own, other, tolerance=1e-4)
+    assert all(a["objective/texts"] == b["objective/texts"] for a, b in zip(
+        read_log(own)[:-1], read_log(other)[:-1], strict=True))
+
+
+ENV = """
+def talks(messages, row):
+    return f"{len(messages)}x"
+
+def score(batch):
+    return [float(len(text)) for text in batch["completions"]]
+"""
+
+
+def test_several_turns(world, tmp_path):
+    """Each turn has a noise of its own; the policy reads what the environment has said."""
+    file = write(tmp_path / "mine.py", ENV)
+    keys = keys_of(world, "grpo.py", environment=f"{file}:talks", max_turns=3, max_new_tokens=14,
+                   reward_functions=f"{file}:score", save_rollouts=1, dtype="float32", max_iters=1,
+                   sampler="vllm", eval_path="")
+    out = well("grpo.py", tmp_path, keys, before=stands_in())
+    texts = [[m["content"] for m in row["messages"]] for row in read_jsonl(f"{out}/rollouts.jsonl")]
+    assert max(map(len, texts)) >= 3 and all(said[1::2] == ["2x", "4x"][:len(said) // 2]
+                                             for said in texts)
+    assert read_log(out)[0]["policy/sampler_gap"] < 1e-4
+    assert len({said[2] for said in texts if len(said) > 2}) > 1
+
+
+BAD = {  # keys, ranks, what the last rank's stand-in does wrong, what is said, the exit code
+    "float64": (dict(dtype="float64"), 1, "", "float64", 2),
+    "no cap": (dict(staleness=1), 1, "", "--importance_cap=2", 2),
+    "unknown": ({}, 1, "unknown", r"not supported; type --sampler=own", 2),
+    "forgets": ({}, 2, "forgets", "not taken all weights .*; type --sampler=own", 2),
+    "dies": (dict(roles="train=1,generate=1"), 2, "dies 3", "vLLM has ended, with exit code 7", 1),
+    "hangs": (dict(timeout=4, reward_timeout=3), 1, "hangs 2", "not answered for timeout = 4", 1),
+    "no room": ({}, 1, "cuts 2", "no room for a prompt of .*; raise vllm_cache", 1)}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_vllm_does_wrong_ends_a_run_in_a_line(world, tmp_path, name):
+    more, ranks, wrong, said, code = BAD[name]
+    keys = keys_of(world, "grpo.py", **dict(dtype="float32", sampler="vllm", eval_path="") | more)
+    result = run("grpo.py", tmp_path, keys, ranks=ranks, before=stands_in(wrong, ranks - 1))
+    lines = [line for text in result.err for line in text.splitlines()]
+    assert all(line.startswith("grpo.py: error") for line in lines), result
+    assert any(re.search(said, line) for line in lines) and code in result.codes, result
+    assert 0 not in result.codes and len(lines) <= ranks, result
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_missing_vllm_is_one_line(world, tmp_path, there):
+    """Not installed; or VLLM_PYTHON names an interpreter that is not there."""
+    keys = keys_of(world, "grpo.py", dtype="float32", sampler="vllm", eval_path="")
+
+    def before(rank):
+        if there:
+            os.environ["VLLM_PYTHON"] = "/no/python"
+        else:
+            stands_in()(rank)
+            sys.modules["vllm"] = None  # an import of it fails
+
+    result = run("grpo.py", tmp_path, keys, before=before)
+    assert_one_line(result, "grpo.py", "/no/python" if there else "install it")
+
+
+# the real one
+
+
+def find_vllm():
+    """An interpreter with vLLM, or None."""
+    if "VLLM_PYTHON" in os.environ:
+        return os.environ["VLLM_PYTHON"]
+    return sys.executable if importlib.util.find_spec("vllm") else None
+
+
+@pytest.mark.skipif(not find_vllm(), reason="no vLLM here, and VLLM_PYTHON names none")
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_vllm_samples_what_the_policy_would(tmp_path, family):
+    """Log-probs as we compute them, also of new weights; an end only at an end; a seed's noise."""
+    from options.vllm import VLLM
+
+    config = dict(vocab_size=264, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD,
+                  initializer_range=0.15)  # vLLM's kernels want heads of 32 numbers
+    config |= dict(n_embd=64, n_layer=2, n_head=2, n_positions=64) if family == "gpt2" else dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, intermediate_size=96, max_position_embeddings=64,
+        tie_word_embeddings=family == "qwen3")
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
+        family, **config)).save_pretrained(tmp_path)
+    write_byte_tokenizer(str(tmp_path), MARKERS)
+    system = keys_of_system(timeout=600, vllm_cache=0.25, rollout_batch_size=64)
+    policy = load(str(tmp_path), "policy", system, torch.device("cpu"), trained=True)
+    vllm = VLLM(policy, system, torch.device("cpu"))
+    policy.tokenizer.eos_ids = {EOS, 65, 66, 67}
+    prompts = [[49 + i, 43, 50] for i in range(6)] * 2
+
+    for _ in range(2):
+        vllm.take_weights(policy)
+        for temperature in (0.7, 1.0):
+            batch = vllm.respond(prompts, 20, temperature, range(12), 5)
+            assert batch["tokens"].shape == (12, 25) and batch["tokens"].max() < 260
+            for row in range(12):
+                ids = batch["tokens"][row][batch["attention_mask"][row]][None]  # (1, T)
+                chosen = torch.arange(ids.shape[1])[None] >= 3
+                with torch.no_grad():
+                    wanted, _ = policy.logprobs(ids, chosen, temperature)
+                n = len(wanted)
+                assert (batch["sampler_logprobs"][row, :n] - wanted).abs().max() < 2e-5
+                ends = [int(i) in policy.tokenizer.eos_ids for i in ids[0, 3:]]
+                assert not any(ends[:-1]) and (ends[-1] or n == 20)
+                assert ends[-1] == bool(batch["finished"][row])
+        again, other = (vllm.respond(prompts, 20, 1.0, seeds, 5)["tokens"]
+                        for seeds in (range(12), range(100, 112)))
+        assert torch.equal(again, batch["tokens"]) and not torch.equal(again, other)
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.add_(0.02 * torch.randn_like(p))
+    vllm.connection.close()
+    assert vllm.process.wait(30) == 0

@@ -1,0 +1,212 @@
+"""
+Where models lie (options/shards.py), and 16 bits: the reference is the policy to the bit until the
+first step, stages sample the same texts, an overflow of float16 on one rank skips the step on all,
+what no text reaches stays as it is; the keys. (Stages in float64: tests/test_by_hand.py.)
+"""
+import json
+import re
+import signal
+
+import pytest
+import torch
+import transformers
+
+from byte_tokenizer import write_byte_tokenizer
+from errors import BadInput
+from options.shards import offload_of, stage_of
+from tiny import (EOS, MARKERS, PAD, assert_same_run, at, keys_of, keys_of_system, read_log,
+                  read_weights, run, well, write)
+
+# 16 bits
+
+
+def watch(rank):
+    """Note the dtype of each parameter when the run begins."""
+    import parallel
+
+    broadcast = parallel.broadcast_parameters
+
+    def watched(models):
+        models = list(models)
+        write("dtypes.json", json.dumps([{name: str(p.dtype).removeprefix("torch.")
+                                          for name, p in m.named_parameters()} for m in models]))
+        broadcast(models)
+
+    parallel.broadcast_parameters = watched
+
+
+SHORT = {"bfloat16, sharded": dict(dtype="bfloat16", zero_stage="3", head_chunk=5),
+         "no master weights": dict(dtype="bfloat16", master_weights=False),
+         "float16, lora": dict(dtype="float16", lora="4", zero_stage="3",
+                               gradient_checkpointing=True)}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_in_16_bits_the_reference_is_the_policy_at_first(world, tmp_path, name):
+    keys = keys_of(world, "ppo.py", max_iters=1, num_minibatches=1, value_init="policy",
+                   eval_interval=1, ppo_epochs=1, **SHORT[name])
+    ranks = 1 + ("zero_stage" in keys)
+    out = well("ppo.py", tmp_path, keys, ranks=ranks, before=watch)
+    first, last = read_log(out)
+    assert first["objective/kl"] == 0 == first["eval/kl"] and first["policy/ratio_gap"] == 0
+    assert last["eval/kl"] != 0
+    if "lora" not in name:
+        wide = "bfloat16" if "master" in name else "float32"
+        policy, *frozen, _ = json.load(open(tmp_path / "dtypes.json"))
+        assert set(policy.values()) == {wide} and len(frozen) == 2
+        for model in frozen:  # matrices; but no table of embeddings, and no scalar head
+            matrices = r"\.c_\w+\.weight|lm_head"
+            assert model == {n: "bfloat16" if re.search(matrices, n) else wide for n in model}
+
+
+def save_family(folder, family, **sizes):
+    """A random policy of a family; also its norms, biases and sinks are drawn."""
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.15 * torch.randn(p.shape))
+    model.save_pretrained(folder)
+    write_byte_tokenizer(str(folder), MARKERS)
+    return str(folder)
+
+
+SIZES = dict(vocab_size=264, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=None, hidden_size=32,
+             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+             intermediate_size=48, max_position_embeddings=64)
+
+
+def test_in_16_bits_all_stages_sample_the_same_texts(world, tmp_path):
+    """What samples is rounded where autocast rounds, and so are gathered layers, where they are."""
+    path = save_family(tmp_path / "policy", "gpt_oss", num_local_experts=4, num_experts_per_tok=2,
+                       **SIZES)
+    keys = keys_of(world, "grpo.py", policy_path=path, eval_path="", max_iters=1,
+                   num_minibatches=1, dtype="bfloat16")
+    a, b = (read_log(well("grpo.py", tmp_path / (stage or "0"), keys | dict(zero_stage=stage),
+                          ranks=2))[0] for stage in ("", "3"))
+    assert a["objective/texts"] == b["objective/texts"]
+    for record in (a, b):
+        assert record["objective/kl"] == 0 and record["policy/sampler_gap"] < 1e-5, record
+
+
+def test_a_vision_part_stays_bit_for_bit(world, tmp_path):
+    """As Gemma 3 has one. Neither decay nor averages move it, and it is saved."""
+    text = SIZES | dict(model_type="gemma3_text", sliding_window=8)
+    vision = dict(model_type="siglip_vision_model", hidden_size=16, intermediate_size=24,
+                  num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    path = save_family(tmp_path / "policy", "gemma3", text_config=text, vision_config=vision,
+                       mm_tokens_per_image=4, image_token_index=260, boi_token_index=261,
+                       eoi_token_index=262)
+    rule = write(tmp_path / "mine.py", "def odd(batch):\n    return [sum(map(ord, text)) % 7 / 7"
+                                       " for text in batch['completions']]\n")
+    keys = keys_of(world, "grpo.py", policy_path=path, reward_functions=f"{rule}:odd", eval_path="",
+                   max_iters=2, num_minibatches=1, weight_decay=0.3, ema_decay=0.5,
+                   sync_check_interval=1, dtype="bfloat16", zero_stage="3")
+    out = well("grpo.py", tmp_path, keys, ranks=2)
+    before = read_weights(path)
+    seeing = {n for n in before if "vision_tower" in n or "projector" in n}
+    for product in ("policy", "ema_policy"):
+        after = read_weights(f"{out}/{product}")
+        assert len(seeing) > 30 and before.keys() == after.keys()
+        assert {n for n in before if not torch.equal(before[n], after[n])} == before.keys() - seeing
+
+
+# float16's scale of the loss
+
+
+def overflows(steps, mine):
+    """For `before`: in these steps, from 1, the policy's gradient is inf on the rank `mine`."""
+    def before(rank):
+        import model
+        import parallel
+
+        made, read = [0], model.response_logprobs
+        zero = parallel.zero_gradients
+
+        def zeroed(gradients):
+            made[0] += 1
+            zero(gradients)
+
+        def logprobs(*args, **how):
+            found, entropy = read(*args, **how)
+            if found.requires_grad and made[0] in steps and rank == mine:
+                found.register_hook(lambda gradient: gradient * torch.inf)
+            return found, entropy
+
+        parallel.zero_gradients, model.response_logprobs = zeroed, logprobs
+
+    return before
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world, tmp_path):
+    """Of a sharded model; the audit says that all ranks have the same finite weights."""
+    keys = keys_of(world, "ppo.py", dtype="float16", zero_stage="policy=3,value=1", max_iters=2,
+                   num_minibatches=1, ppo_epochs=2, sync_check_interval=1, value_init="policy")
+    out = well("ppo.py", tmp_path, keys, ranks=2, before=overflows([2], 1))
+    assert [record.get("policy/steps") for record in read_log(out)] == [1, 2, None]
+    state = json.load(open(f"{out}/checkpoint-000002/state.json"))
+    assert state["loss_scale"] == 2.0**15 and state["clean_steps"] == 2
+    assert not re.search("Infinity|NaN", open(f"{out}/log.jsonl").read())
+
+
+@pytest.mark.parametrize("steps, iterations", [(range(1, 3), 5), (range(1, 99), 7)])
+def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path, steps, iterations):
+    def before(rank):
+        import run as room
+
+        room.GROWTH = 4
+        overflows(steps, 0)(rank)
+
+    keys = keys_of(world, "grpo.py", dtype="float16", max_iters=iterations, eval_path="",
+                   num_minibatches=1, num_iterations=3, reward_functions=f"{world.rules}:letters")
+    result = run("grpo.py", tmp_path, keys, before=before)
+    if len(steps) > 2:  # 2**16 has been halved 16 times
+        assert result.codes == [1] and result.out[0].count("step skipped") == 16, result
+        assert "the gradient of policy" in result.err[0], result
+        return
+    state = json.load(open(f"{tmp_path}/out/checkpoint-000005/state.json"))
+    steps = sum(record.get("policy/steps", 0) for record in read_log(f"{tmp_path}/out"))
+    assert result.codes == [0] and state["clean_steps"] == steps > 4
+    assert state["loss_scale"] == 2.0**14 * 2 ** (steps // 4)
+
+
+# in the CPU's memory, and split
+
+
+def test_states_in_the_cpus_memory_and_split_ones_are_one_run(world, tmp_path):
+    """Begun with offloaded states, on two ranks at stage 1 and 2, ended on one: as without all."""
+    keys = keys_of(world, "ppo.py", max_iters=4, num_minibatches=1, checkpoint_interval=1)
+    whole = well("ppo.py", tmp_path / "whole", keys)
+    for iteration, ranks, more in (
+            (1, 1, dict(offload="optimizer")),
+            (3, 2, dict(zero_stage="policy=1,value=2", offload="policy=optimizer"))):
+        assert set(run("ppo.py", tmp_path, keys | more, ranks=ranks, before=at(
+            iteration, signal.SIGTERM)).codes) == {0}
+    assert_same_run(whole, well("ppo.py", tmp_path, keys), ("policy", "value_model"), 1e-9)
+
+
+TRAINED, FROZEN = ("policy", "value"), ("ref", "reward", "judge")
+PLACES = [  # zero_stage, offload -> {model: (stage, what is on the CPU)} where it is not (0, none)
+    ("", "", {}), ("policy=3,ref=0", "", dict(policy=(3, "none"))),
+    ("policy=3", "", dict(policy=(3, "none"), ref=(3, "none"))),  # the reference follows
+    ("ref=3", "", dict(ref=(3, "none"))), (" 1 , value = 2 ", "", dict.fromkeys(
+        TRAINED + FROZEN, (1, "none")) | dict(value=(2, "none"))),
+    ("", "policy=optimizer,reward=params", dict(policy=(0, "optimizer"), reward=(0, "params"))),
+    ("", "optimizer", dict.fromkeys(TRAINED, (0, "optimizer")))]
+
+
+@pytest.mark.parametrize("stages, offload, places", PLACES)
+def test_places_by_hand(stages, offload, places):
+    system = keys_of_system(zero_stage=stages, offload=offload)
+    for name in TRAINED + FROZEN:
+        found = stage_of(system, name), offload_of(system, name, name in TRAINED)
+        assert found == places.get(name, (0, "none")), name
+    # what is offloaded of a head on the policy is the policy's
+    assert offload_of(system, "value", True, is_head=True) == "none"
+
+
+def test_a_stage_of_a_model_that_there_is_not():
+    for stages in ("4", "policy=x", "critic=3"):
+        with pytest.raises(BadInput, match=stages):
+            stage_of(keys_of_system(zero_stage=stages), "policy")
