@@ -9,7 +9,6 @@ Libraries for tables are not used, because they guess types: they turn the answe
 "NA" into nothing.
 """
 import csv
-import functools
 import gzip
 import io
 import json
@@ -72,7 +71,7 @@ class Mix:
         return Mix([self.source_of[number] for number in numbers], self.weights)
 
     def range_of(self, row):
-        """(the first row of a row's source, how many rows the source has)."""
+        """(the first row of a row's source, how many rows the source has): for options/refill.py"""
         source = self.source_of[row]
         return sum(self.sizes[:source]), self.sizes[source]
 
@@ -146,7 +145,6 @@ def read_text(path):
 # data sets of the hub
 
 
-@functools.cache  # the hash of the files asks for them again
 def hub_files(source):
     """
     The files of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT. hf:openai/gsm8k:main:train are the files of

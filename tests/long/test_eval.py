@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well
+from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -108,10 +108,15 @@ def test_wins_by_enumeration(done):
     assert (duel["policy"], duel["against"]) == ("policy", "older") and 0 < duel["wins"]["mean"] < 1
 
 
-def test_equal_responses_have_equal_scores(done):
-    """A reward model's last bits depend on the texts beside a text."""
+def test_equal_responses_have_equal_scores(keys, tmp_path):
+    """As where a model's last bits depend on the texts beside a text: here a rule counts calls."""
+    rule = write(tmp_path / "counts.py", "calls = []\n\ndef counts(batch):\n    calls.append(1)\n"
+                 "    return [float(len(calls))] * len(batch['completions'])\n")
+    result = tool("eval", tmp_path, keys | dict(
+        reward_functions=f"{rule}:counts", reward_path="", batch_size=8))
+    assert result.codes == [0], result
     known, writers = {}, collections.defaultdict(set)
-    for r in done.records:
+    for r in read(tmp_path).records:
         said = r["row"], r["text"], r["finished"], r["length"]
         assert known.setdefault(said, r["scores"]) == r["scores"]
         writers[said].add(r["policy"])
