@@ -8,8 +8,8 @@ of runs/smollm2.sh.
 out_dir = "out/smollm2_sft"
 init_from = "HuggingFaceTB/SmolLM2-135M-Instruct"
 train_path = "data/gsm_symbolic/sft_train.jsonl"
-max_iters = 200
-batch_size = 64
-learning_rate = 3e-4
+max_iters = 400
+batch_size = 32
+learning_rate = 2e-4
 micro_batch_tokens = 32768
 dtype = "bfloat16"
