@@ -188,8 +188,8 @@ def save_final(out_dir, name, model):
 
     def write(folder):
         hf, tensors = model.hf, {}
-        names = [n for n, _ in hf.named_parameters(remove_duplicate=False)]
-        state = {n: t for n, t in hf.state_dict().items() if n not in names}  # some buffers
+        names = dict(hf.named_buffers())  # of these some are saved
+        state = {n: t for n, t in hf.state_dict().items() if n in names}
         for n, t in [*hf.named_parameters(), *state.items()]:
             t = model.merged(n, parallel.whole(t))  # COLLECTIVE
             if parallel.rank_and_size()[0] == 0:

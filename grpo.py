@@ -38,13 +38,13 @@ import torch
 
 import parallel
 import ranks
-from load import autocast, load_policy, load_ref_policy, load_reward_model
 from groups import flat_groups, group_advantages, gspo_log_ratio, token_weights
+from load import autocast, load_policy, load_ref_policy, load_reward_model
 from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   mean_of, summarize)
 from model import response_logprobs
 from prompts import batch_rows, hash_of_ids, iterations, micro_batches, permutation, spread
-from rewards import (alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch)
+from rewards import alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch
 from rollout import add_columns, read_batch, sample_batch
 from run import Run, make_optimizer
 
@@ -168,7 +168,8 @@ if num_minibatches == 1 and not (kl_coef > 0 and kl_in == "reward"):
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
-# this rank's micro-batches of some rows of a batch
+# the numbers of the data rows of an iteration; this rank's micro-batches of some rows of a batch
+rows_of = partial(batch_rows, seed, batch_size=batch_size // group_size, rows=train_rows)
 my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
                            micro_batch_tokens=system.micro_batch_tokens)
 
@@ -186,34 +187,28 @@ def minibatches(iteration, epoch=0):
 
 
 def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=None):
-    """
-    A collective: the policy answers the prompts of these data rows, each of them `samples` times;
-    the answers get scores. Every rank does its part, and then has the whole batch.
-    """
+    """A collective: the policy answers each row's prompt `samples` times; answers get scores."""
     run.enter(purpose)
     batch = sample_batch(  # COLLECTIVE
         policy, rows, row_numbers, (seed, purpose, iteration), max_new_tokens, temperature, system,
         device, samples, slots)
     run.leave_if_stop_asked()  # COLLECTIVE
-    run.enter("score" if purpose == "rollout" else purpose)
+    run.enter("score" if purpose == "rollout" else purpose)  # an evaluation is one phase
     with run.saved_if_it_fails():  # COLLECTIVE
         score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
     return batch
 
 
 def read(batch, readers, steps):
-    """
-    A collective: add the log-probs of these models to a batch, before any update; in the
-    micro-batches in which the steps will train. steps: the rows of each.
-    """
+    """A collective: what the models read before an update, in the micro-batches of its steps."""
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
 
 def shape_scores(batch):
     """
-    The scores of a batch, (B,), as the settings want them, in training and evaluation: a response
-    that never ended gets the penalty in the place of its score. NaN stays: no reward applies there.
+    The scores of a batch, (B,), as the settings want them; NaN where no reward applies. A response
+    that never ended gets the penalty.
     """
     scores = batch["scores"]
     if missing_eos_penalty > 0:  # N+ detail 23
@@ -227,19 +222,14 @@ def compared(batch):
 
 
 def evaluate():
-    """A collective: the policy on held-out prompts, one response each, with the same noise."""
-    batch = rollout("eval", 0, eval_rows, held_out, samples=1)  # COLLECTIVE
+    """A collective: the policy on held-out prompts, one response each."""
+    batch = rollout("eval", 0, eval_rows, held_out, samples=1)  # COLLECTIVE; always the same noise
     read(batch, readers, [batch["index"]])  # COLLECTIVE
     return run.log_evaluation(  # COLLECTIVE
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
 
-def rows_of(iteration):
-    """The numbers of the data rows whose prompts an iteration answers."""
-    return batch_rows(seed, iteration, batch_size // group_size, train_rows)
-
-
-# the scores of a reward model of others are shifted, so that the first responses score 0 on average
+# the scores of a reward model of others are shifted: the first ones are 0 on average; see there
 center_scores(  # COLLECTIVE
     run.state, reward_model, None, lambda: rollout("rollout", 0, train_rows, rows_of(0)))
 
@@ -388,4 +378,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE
+run.finish("tools/sample.py to talk to it, tools/plot.py to see the run")  # COLLECTIVE

@@ -10,6 +10,7 @@ import os
 import torch
 import torch.nn as nn
 
+import parallel
 from configurator import of_model
 from errors import BadInput, first_line
 from model import Model, no_grad_forwards, scaled_logits
@@ -66,12 +67,22 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
+    if trained and system.quantize == "4bit" and not adapter:
+        raise BadInput(f"quantize = '4bit' is for a frozen model under an adapter, and {name} has "
+                       "none; type --lora=16")
+    if not adapter and not parallel.holds(name):  # another role has it: here are only its shapes
+        model = outline(path, head, system).requires_grad_(trained)
+        model.tokenizer = tokenizer
+        tokenizer.fit(model, path)
+        return model
     if system.zero_stage or system.offload:
         from options.shards import load_split
 
         model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
     else:
-        model = read_model(path, head, system, "cpu" if system.quantize == "4bit" else device, seed)
+        # 4 bits: it goes to the GPU matrix by matrix
+        here = "cpu" if adapter and system.quantize == "4bit" else device
+        model = read_model(path, head, system, here, seed)
         settle(model, system, trained, adapter)
     model.tokenizer = tokenizer
     tokenizer.fit(model, path)
@@ -131,6 +142,25 @@ def read_model(path, head, system, device="cpu", seed=0):
         if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit
             p.data = p.data.clone()
     return model.to(device)
+
+
+def outline(path, head, system):
+    """The Model of a folder without its weights: only shapes and settings, without memory."""
+    from transformers import GenerationConfig
+
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import base_of
+
+        path = base_of(path)
+    config, how = settings_of(path, head, system)
+    file_dtype = config.dtype
+    with torch.device("meta"):
+        hf = auto_class(head).from_config(config, **how)
+    with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
+        hf.generation_config = GenerationConfig.from_pretrained(path)
+    model = Model(hf, head, path)
+    model.file_dtype = file_dtype
+    return model
 
 
 def settings_of(path, head, system):
@@ -257,7 +287,7 @@ def probe(model):
     from the cache, and give the other the same log-probs as reading it alone. The dropped one has
     positions at the end of the context: a text must not depend on the longest text beside it.
     """
-    from transformers import DynamicCache
+    from decoding_cache import decoding_cache  # transformers is slow to import
 
     device = model.hf.device
     tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
@@ -267,7 +297,7 @@ def probe(model):
     positions[0] += max(model.max_positions - 5, 0)  # 5 tokens of row 0 are read
     text = tokens[1:, 3:]
     with can_read(model):
-        cache = DynamicCache(config=model.hf.config)
+        cache = decoding_cache(model.hf.config)
         # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
         logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
         cache.batch_select_indices(torch.tensor([1], device=device))
@@ -344,7 +374,8 @@ def load_reward_model(path, policy, system, device):
         reward_model = load(path, "reward", system, device, head="scalar")
     reward_model.tokenizer.set_padding_apart()
     reward_model.tokenizer.skipped_id = reward_model.hf.config.pad_token_id
-    if reward_model.new_head or not reward_model.hf.score.weight.any():
+    weight = reward_model.hf.score.weight
+    if reward_model.new_head or not weight.is_meta and not weight.any():
         raise BadInput(f"{path} has no trained score head; train a reward model with rm.py")
     return reward_model
 

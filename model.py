@@ -53,7 +53,8 @@ class Model(nn.Module):
         """tokens (b, T), padded on the right -> the states that the head reads, (b, T, d)."""
         for layer in self.recomputed:
             layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        return (self.compiled or self.hf.base_model)(tokens, use_cache=False).last_hidden_state
+        trunk = self.hf.base_model if self.compiled is None else self.compiled
+        return trunk(tokens, use_cache=False).last_hidden_state
 
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""

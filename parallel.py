@@ -123,6 +123,12 @@ def name_ranks(numbers):
 # shares, and tensors of all ranks
 
 
+def holds(name):
+    """Whether this rank needs a model's weights. name: in the keys. See options/roles.py."""
+    part = dict(policy="sample", reward="score", judge="score").get(name)
+    return role == "train" or part in does
+
+
 def rank_and_size():
     """(the number of this process, how many there are); (0, 1) where there is no group."""
     if not dist.is_initialized():
@@ -145,7 +151,7 @@ def share(n, rank=None, size=None):
 def broadcast_parameters(models):
     """A collective: overwrite every rank's parameters with rank 0's; shards stay as they are."""
     for p in itertools.chain(*(model.parameters() for model in models)):
-        if dist.is_initialized() and not is_shard(p):
+        if dist.is_initialized() and not is_shard(p) and not p.is_meta:
             sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
             dist.broadcast(sent, group_src=0, group=group)
             p.data.copy_(sent)
@@ -225,7 +231,7 @@ def flatten_gradients(model):
     Each p.grad is a view of a buffer, so the all_reduce needs no copy. Never call zero_grad: it
     deletes the views.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad and role == "train"]
     buffers = []
     for dtype in sorted({p.dtype for p in trained if not is_shard(p)}, key=str):
         whole = [p for p in trained if not is_shard(p) and p.dtype == dtype]

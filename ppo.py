@@ -214,7 +214,7 @@ def shape_scores(batch):
 
 def evaluate():
     """A collective: the policy on held-out prompts."""
-    batch = rollout("eval", 0, eval_rows, held_out)  # COLLECTIVE; the same noise every time
+    batch = rollout("eval", 0, eval_rows, held_out)  # COLLECTIVE; always the same noise
     read(batch, [batch["index"]])  # COLLECTIVE
     return run.log_evaluation(  # COLLECTIVE
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
@@ -346,4 +346,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-run.finish("tools/sample.py to talk to it, tools/page.py to see the run")  # COLLECTIVE
+run.finish("tools/sample.py to talk to it, tools/plot.py to see the run")  # COLLECTIVE

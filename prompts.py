@@ -159,8 +159,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
-            raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see the "
-                           "key max_tokens or max_new_tokens); shorten it, or --too_long=drop")
+            raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see "
+                           "max_tokens or max_new_tokens); shorten it, or type --too_long=drop")
     if max(lengths) > limit:
         say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
             f"tokens: {too_long}")

@@ -45,7 +45,9 @@ def init(system):
         alarm.start()
         where = dict(backend="gloo")
         if device.type == "cuda":
-            where = dict(backend="nccl", device_id=device)
+            where = dict(backend="nccl")
+            if not system.roles:  # with a device torch splits later groups from this one, by all
+                where["device_id"] = device
         dist.init_process_group(timeout=wait, **where)
         dist.barrier()  # nccl makes its connections only now
         alarm.cancel()

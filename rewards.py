@@ -242,23 +242,22 @@ def read_prompts(path, terms, models, max_new_tokens, system):
 
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
     """
-    A collective: add the scores to a sampled batch, which all ranks have. Every rank scores its
-    share of the responses. New columns (B,): reward/NAME for each reward; accuracy, thinks; scores,
-    the weighted sum of the rewards. Raises Stop, on all ranks, if a rule fails or hangs, or a
-    model's output is not finite.
+    A collective: add the scores to a sampled batch, which all ranks have; every rank scores its
+    share. New columns (B,): reward/NAME for each reward; accuracy, thinks; scores, the weighted sum
+    of the rewards. Raises Stop, on all ranks, if a rule fails or hangs, or a model's output is not
+    finite.
     """
     if "score" not in parallel.does:  # ranks of another role will do it
         return
     B = len(batch["tokens"])
-    mine = {name: t[share.start:share.stop]
-            for share in [parallel.share(B)] for name, t in batch.items()}
+    share = parallel.share(B)
+    mine = {name: t[share.start:share.stop] for name, t in batch.items()}
     mine |= texts_of(mine, rows, policy.tokenizer)
     mine |= dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        # no rule is called without responses
-        scores = by_rules(rules, mine) if mine["completions"] else dict.fromkeys(rules, [])
+        scores = by_rules(rules, mine) if len(share) else dict.fromkeys(rules, [])
         for name, x in scores.items():
             columns[f"reward/{name}"] = torch.as_tensor(x, dtype=torch.float64).to(like)
     if reward_model is not None:
@@ -381,12 +380,11 @@ def alike_for_equal_texts(scores, batch):
 
 def center_scores(state, reward_model, value_model, first_batch):
     """
-    A collective: where the reward model's config.json has no score_shift, it gets one: with it the
-    responses of iteration 0 score 0 on average (N+ detail 13). Training on pairs only fixes
-    differences of scores, so a reward model of others may score 15 on average. Then the score -1 of
-    a response that never ends would be the worst by far, and a new value model would begin 15 too
-    low. Only responses that ended count, if there are any. state: of the run; it keeps the shift.
-    value_model: gets the same shift. first_batch: a function that samples and scores that batch.
+    A collective: a reward model whose settings have no score_shift gets one: with it the responses
+    of iteration 0 score 0 on average (N+ detail 13); only those that ended count, if there are any.
+    Training on pairs only fixes differences: a model of others may score 15 on average. Then the -1
+    of a response that never ends would be the worst by far, and a new value model begin 15 too low.
+    state keeps the shift, value_model gets it, too. first_batch() samples and scores that batch.
     """
     if reward_model is None or hasattr(reward_model.hf.config, "score_shift") or (
             parallel.role != "train"):

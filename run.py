@@ -45,7 +45,8 @@ def make_optimizer(model, name, system, lr, betas, eps):
         groups = [dict(params=[p for p in parameters if p.dim() >= 2])]
         groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
     kind, settings = torch.optim.AdamW, dict(
-        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay, fused=True)
+        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
+        fused=parallel.role == "train")  # others never step
     if of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
 
@@ -80,9 +81,9 @@ class Run:
             if model.base is not None and model.base not in models.values():
                 models[f"trunk of {model.path}"] = model.base
 
-        same = f"{config} {token_ids} {torch.__version__}"
+        self.settings = f"{config} {token_ids} {torch.__version__}"
         with parallel.in_step():  # COLLECTIVE: all say it, and nothing is written yet
-            if parallel.from_rank(same) != same:  # COLLECTIVE
+            if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, data or torch than rank 0")
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
@@ -200,8 +201,8 @@ class Run:
     def sampler_gap(self, batch):
         """
         A collective: the distance of the sampler's log-probs from old_logprobs, in nats. In 16
-        bits, or with another engine, other kernels sample, and no limit fits all models: then it is
-        only logged. Before the first update the reference's must be the policy's, too.
+        bits, or with another engine, other kernels sample, and no limit fits all models: then a
+        large one is only said. Before the first update the reference's must be the policy's, too.
         """
         if "age" in batch:  # an older policy has sampled it (options/ahead.py)
             return None
@@ -211,7 +212,11 @@ class Run:
             self.must_agree(ref_gap, "the reference")  # COLLECTIVE
         exact = dtype not in ("bfloat16", "float16") and self.system.sampler == "own"
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
-        return self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
+        worst = self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
+        if worst > self.gap_limit and self.iteration == self.start:
+            say(f"warning: in {dtype} the sampler's log-probs differ from the policy's by "
+                f"{worst:.2g} nats a token; --importance_cap=2 corrects for it")
+        return worst
 
     def first_ratio(self, gaps, sums, to_older):
         """

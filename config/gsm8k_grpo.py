@@ -1,7 +1,7 @@
 """
 GRPO of Qwen2.5-1.5B-Instruct on GSM8K, with rules as the reward: the right number scores 1, and
 the form <think>...</think> 0.1. 128 problems x 8 answers an iteration, one step on each batch. The
-algorithm is config/grpo.py's, with DAPO's token mean and a small KL. The numbers are our choice,
+algorithm is the paper's, but for DAPO's token mean and a small KL. The numbers are our choice,
 within what published recipes use (learning rate 1e-6, groups of 8, 1,024 tokens).
 
     python data/gsm8k/prepare.py --chat

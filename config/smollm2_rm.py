@@ -14,5 +14,5 @@ max_iters = 60
 batch_size = 32
 learning_rate = 5e-5
 eval_interval = 20
-micro_batch_tokens = 16384
+micro_batch_tokens = 32768
 dtype = "bfloat16"

@@ -38,7 +38,6 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from errors import BadInput, report_error  # noqa: E402
-from grading.answers import last_boxed  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
 from prompts import dialogue, prompt_row, rename  # noqa: E402
 
@@ -122,6 +121,11 @@ def write_rows(out, names, rows, kept=None):
 # the layouts of others. A function takes what it reads out of the row; what stays is left out.
 # Whatever is a dialogue (ShareGPT, Alpaca, HH) becomes messages; other strings do with --chat
 
+# \boxed{...}, with up to three braces inside one another: \boxed{\frac{\sqrt{2^{n}}}{2}}
+BOXED = "[^{}]"
+for _ in range(3):
+    BOXED = rf"(?:[^{{}}]|\{{{BOXED}*\}})"
+BOXED = rf"\\boxed\s*\{{({BOXED}*)\}}"
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's -> ours
 
 
@@ -181,9 +185,9 @@ def prompt(row):
     answer = pop(row, "answer", "final_answer")  # final_answer: DeepMath
     if answer is None and isinstance(row.get("reward_model"), dict):  # verl, DAPO, Skywork-OR1
         answer = row.pop("reward_model").get("ground_truth")
-    boxed = last_boxed(str(row.get("solution")))  # MATH
-    if answer is None and boxed is not None:
-        answer = boxed
+    boxed = re.findall(BOXED, str(row.get("solution")))  # MATH
+    if answer is None and boxed:
+        answer = boxed[-1].strip()
         del row["solution"]
     return {"prompt": asked, "answer": true_answer(answer)}
 

@@ -1,7 +1,7 @@
 r"""
 The reward `math`: whether two answers are the same, by algebra: x + 1 and 1 + x are, and so are
 \sqrt{8} and 2\sqrt{2}. The package math-verify (github.com/huggingface/Math-Verify) compares two
-formulas. It is not in requirements.txt: pip install math-verify.
+formulas. It is not in requirements.txt: pip install math-verify, 0.9 or later.
 
 math-verify alone searches a text for something that it can read, and drops the rest. For it 5 cm is
 5 m, "not 5" is 5, and 2x = 5 is 5. A policy finds such holes. So `read` takes an answer apart:
@@ -75,7 +75,8 @@ WRITING = [(re.compile(pattern), by) for pattern, by in [
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)", " degree "),
     (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\\(?:left|right|displaystyle|[,;: ()\[\]])|[*`\"$]|\.\s*$", " "),
-    (r"\b(?:square|sq) ([a-z]+)", r"\1^2"), (r"\bcubic ([a-z]+)", r"\1^3"), (r" per ", "/")]]
+    (r"(?<=[a-z])\s+\^", "^"), (r"\b(?:square|sq) ([a-z]+)", r"\1^2"),
+    (r"\bcubic ([a-z]+)", r"\1^3"), (r" per ", "/")]]
 LEAD = re.compile(r"\s*(?:(?:so|thus|hence|therefore|the|final|answer|is)\b[\s,:]*)*", re.I)
 NAMED = re.compile(r"((?:[A-Za-z]{1,2}|\\(?:alpha|beta|theta|lambda|mu|phi|omega))(?:_\w|_\{\w+\})?"
                    r"(?:\([a-z]\))?)\s*(?:=|\\in\b)\s*(.*)", re.DOTALL)
@@ -109,9 +110,7 @@ def verdict(given, truth):
         return False
     if same_answer(given, truth):
         return True
-    # an equation is no value; a square bracket ends an interval that contains its end
-    clash = ("=" in given) != ("=" in truth) or "," in given and "," in truth and (
-        squares(given) != squares(truth))
+    clash = ("=" in given) != ("=" in truth)  # an equation is no value
     return False if clash or is_sentence(given) or is_sentence(truth) else (given, truth)
 
 
@@ -135,12 +134,6 @@ def read(answer):
         slash = "/" * before.endswith("/")
         text, unit = before.removesuffix("/").rstrip(), slash + (known or word) + power + unit
     return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text), name, unit  # 4 2 is not 42
-
-
-def squares(text):
-    """How many [ and ] an answer has, beside those of roots."""
-    text = re.sub(r"\\sqrt\s*\[[^]]*\]", "", text)
-    return text.count("["), text.count("]")
 
 
 def is_sentence(text):

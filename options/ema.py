@@ -54,9 +54,11 @@ class MovingAverage:
             self.names, self.parameters, self.averages, strict=True)}
 
     def fill(self, tensors):
-        """The inverse of tensors: {name: whole average} -> this rank's part of it; {}: begin."""
+        """The inverse of tensors: {name: whole average}, a rank takes its part; {}: begin."""
+        if not tensors:
+            return self.begin()
         for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
-            parallel.fill(like(average, p), tensors.get(name, average))
+            parallel.fill(like(average, p), tensors[name])
 
 
 def like(t, p):

@@ -44,8 +44,16 @@ def quantize(model, device, dtype):
     if not found:
         raise BadInput(f"{model.path}: no matrix of its layers is of torch's class Linear, so none "
                        "can have 4 bits; leave quantize out")
+    parameters = dict(model.hf.named_parameters())
+
+    def merged(name, W):
+        """Model.merged, for what is saved: W, or the matrix that is stored in W in 4 bits."""
+        p = parameters.get(name)
+        return in_full(p).cpu() if hasattr(p, "quant_state") else W
+
+    model.__dict__["merged"] = merged
 
 
-def rounded(p):
+def in_full(p):
     """A parameter in 4 bits as the numbers that its map uses, (out, in)."""
     return package().functional.dequantize_4bit(p.data, p.quant_state)

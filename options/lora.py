@@ -117,10 +117,6 @@ class Adapted(OnTrunk):
         key, W = module.replace(".", "/"), at_least_float32(W)
         if key in self.adapters and name.endswith(".weight"):
             linear = self.hf.base_model.get_submodule(module)
-            if hasattr(linear.weight, "quant_state"):
-                from options.four_bits import in_full
-
-                W = in_full(linear.weight).to(W)
             W = W + self.adapters[key].product(linear).to(W)
         return W
 
@@ -148,8 +144,8 @@ class Adapted(OnTrunk):
         tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
         if peft_misreads(self):
-            say(f"{folder}: peft reads other numbers from it (MLPs beside experts); give others the "
-                "merged model, or train with --lora=16:32:q+k+v+o")
+            say(f"{folder}: peft reads other numbers from it (MLPs beside experts); give others "
+                "the merged model, or train with --lora=16:32:q+k+v+o")
 
 
 @contextlib.contextmanager
@@ -199,8 +195,8 @@ def adapt(base, text, head="lm", seed=0):
 def value_on_trunk(policy, path, value_init, system, seed):
     """share_base: the value model as an adapter and a head on the policy's trunk."""
     if policy.base is None:
-        raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it needs "
-                       "an adapter; type --lora=16")
+        raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it "
+                       "needs an adapter; type --lora=16")
     value_model = adapt(policy.base, of_model(system.lora, "value"), "scalar", seed)
     if value_init == "reward":
         fill_adapter(value_model, path)
@@ -345,8 +341,8 @@ def base_of(folder):
     """The path or hub name of the model that an adapter was trained on. Raises BadInput."""
     base = read_adapter(folder)[0].get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise BadInput(f"{folder}: its adapter_config.json does not name the model that the adapter "
-                       "was trained on; write its path as base_model_name_or_path")
+        raise BadInput(f"{folder}: its adapter_config.json does not name the model that it was "
+                       "trained on; write its path as base_model_name_or_path")
     return base
 
 

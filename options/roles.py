@@ -8,7 +8,8 @@ The key roles: ranks of their own sample, and score, while the others train.
 Without scorers the generators score. The ranks of a role do their collectives among themselves
 (parallel.group), and run the script's own function `rollout`; in it a generator leaves the scoring
 out, and a scorer receives in the place of sampling (parallel.does). Held-out prompts and refills
-are the trainers' own. All ranks load all models; only the trainers step and save.
+are the trainers' own. Trainers load all models, generators the policy, scorers the reward model and
+the judge; only the trainers step and save.
 
 The trainers lead: at the beginning of an iteration they send weights with the numbers of the
 batches that are due (options/ahead.py), later they receive these batches in the same order, and at
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import errors
 import parallel
 import ranks
+from audit import checksum
 from checkpoint import trained_tensors
 from errors import BadInput, Stop
 from options.ahead import Ahead
@@ -77,7 +79,11 @@ class Apart(Ahead):
             policy = self.run.models["policy"]
             self.run.enter("weights")
             weights = {name: parallel.whole(p) for name, p in trained_tensors(policy).items()}
-            send("generate", weights, due=due, shift=self.run.state.get("score_shift"))
+            sums = {}
+            if self.run.audit_is_due():
+                sums = {name: int(checksum(t)) for name, t in weights.items()}
+            send("generate", weights, due=due, shift=self.run.state.get("score_shift"), sums=sums,
+                 settings=self.run.settings)
         self.coming = [*self.coming, *due]
         self.run.enter("rollout")
         with self.run.saved_if_it_fails():  # COLLECTIVE
@@ -112,9 +118,15 @@ class Apart(Ahead):
         while "end" not in fields:
             errors.phase = "waiting for work"
             fields, tensors = receive("train" if parallel.role == "generate" else "generate")
+            if fields.get("settings", self.run.settings) != self.run.settings:
+                raise BadInput("this role has other settings, data or torch than the trainers")
             if parallel.role == "generate":
                 for name, t in tensors.items():
                     parallel.fill(own[name], t)  # COLLECTIVE where it is sharded
+                for name, wanted in fields.get("sums", {}).items():
+                    if int(checksum(parallel.whole(own[name]))) != wanted:  # COLLECTIVE likewise
+                        raise Stop(f"iteration {fields['due'][0]}: policy, parameter {name} of the "
+                                   "ranks that generate differs from the trainers'")
             else:
                 received[:] = [{name: t.to(self.run.device) for name, t in tensors.items()}]
             if not fields.get("due"):  # the end, or an error
@@ -127,7 +139,7 @@ class Apart(Ahead):
                 self.run.iteration = k
                 try:
                     batch = self.now("rollout", k, self.rows, self.rows_of(k))  # COLLECTIVE
-                    send(to, batch, due=[k], shift=fields["shift"])
+                    send(to, batch, **fields | dict(due=[k], sums={}))
                 except Stop as e:
                     send(to, {}, error=str(e))
         ranks.leave()  # COLLECTIVE

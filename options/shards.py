@@ -9,20 +9,17 @@ only the memory of a run, not its numbers.
 """
 import contextlib
 import functools
-import os
 import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
 import torch.nn as nn
 
 import parallel
 from configurator import of_model
 from errors import BadInput
-from load import auto_class, dtypes, matrices_of, read_model, settings_of, settle
-from model import Model
+from load import dtypes, matrices_of, outline, read_model, settle
 from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire
 
 # --------------------------------------------------------------------------------------------------
@@ -42,7 +39,7 @@ def stage_of(system, name):
 
 def offload_of(system, name, trained, is_head=False):
     """
-    A model's part in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
+    What of a model is in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
     without a name is for the trained models, but not for a head on the policy (is_head).
     """
     if system.offload.strip() == "optimizer" and (is_head or not trained):
@@ -56,8 +53,8 @@ def offload_of(system, name, trained, is_head=False):
 
 def load_split(path, name, system, device, head, trained, adapter, seed):
     """
-    load.load's read_model and settle, but the model is split over the ranks if its stage says so
-    (then it is a collective), or waits in the CPU's memory if it is frozen and offload says so.
+    load.load's read_model and settle, but the model is split over the ranks if its stage says so (a
+    collective), or waits in the CPU's memory if it is frozen and offload says so.
     """
     whole = trained and not adapter  # with LoRA the model itself is frozen
     stage, offload = stage_of(system, name), offload_of(system, name, trained)
@@ -97,30 +94,9 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
     return model
 
 
-def outline(path, head, system):
-    """The model of a folder without its weights: only shapes and settings, without memory."""
-    from transformers import GenerationConfig
-
-    if os.path.isfile(os.path.join(path, "adapter_config.json")):
-        from options.lora import base_of
-
-        path = base_of(path)
-    config, how = settings_of(path, head, system)
-    file_dtype = config.dtype
-    with torch.device("meta"):
-        hf = auto_class(head).from_config(config, **how)
-    with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
-        hf.generation_config = GenerationConfig.from_pretrained(path)
-    model = Model(hf, head, path)
-    model.file_dtype = file_dtype
-    return model
-
-
 def splits(stage, trained):
     """Whether a stage splits a model's weights over the ranks."""
-    if parallel.rank_and_size()[1] == 1:
-        return False
-    return stage >= 2 if trained else stage == 3  # 1 and 2 do not split a frozen model
+    return rank_and_size()[1] > 1 and stage >= (2 if trained else 3)
 
 
 def wait_on_cpu(model, device):
@@ -181,15 +157,12 @@ def mesh_of_ranks(device):
 
     if parallel.group:
         return DeviceMesh.from_group(parallel.group, device.type)
-    return init_device_mesh(device.type, (parallel.rank_and_size()[1],))
+    return init_device_mesh(device.type, (rank_and_size()[1],))
 
 
 @torch.no_grad()
 def fill_from_rank_0(model, whole):
-    """
-    A collective: give a sharded model the weights of `whole`, a tensor at a time. Only rank 0 has
-    whole; it is None on the other ranks.
-    """
+    """A collective: give a sharded model the weights of `whole`, which is None but on rank 0."""
     own = [*model.hf.parameters(), *model.hf.buffers()]
     theirs = [*whole.hf.parameters(), *whole.hf.buffers()] if whole else [None] * len(own)
     for t, source in zip(own, theirs, strict=True):
@@ -264,10 +237,7 @@ def reshard(model):
 
 
 class Shards:
-    """
-    The gradients of sharded parameters, with the methods of a flat tensor. FSDP makes
-    these gradients and reduces them by itself.
-    """
+    """The gradients of sharded parameters, which FSDP reduces, with a flat tensor's methods."""
 
     def __init__(self, parameters):
         self.parameters = parameters
@@ -299,10 +269,7 @@ class Shards:
 
 
 def optimizer_of(model, name, system, groups, kind, settings):
-    """
-    An optimizer of these groups of parameters, of this class and settings: split at stage 1, or
-    with its states on the CPU. Checkpoints ask it for its states.
-    """
+    """An optimizer of these groups and settings: split at stage 1, or with states on the CPU."""
     is_head = model.base is not None and not hasattr(model, "adapters")
     stage, offload = stage_of(system, name), offload_of(system, name, True, is_head)
     if offload == "optimizer":
@@ -322,15 +289,12 @@ def optimizer_of(model, name, system, groups, kind, settings):
 
 
 def inner(optimizer):
-    """The optimizer that has this rank's states: at ZeRO stage 1, the one in its wrapper."""
+    """The one that has this rank's states: at stage 1 it is in a wrapper."""
     return getattr(optimizer, "optim", optimizer)
 
 
 def tensors_by_name(optimizer, model):
-    """
-    A collective: {"NAME.KEY": tensor} of the states of all ranks, with Parts among them, in an
-    order that is the same on all ranks.
-    """
+    """A collective: {"NAME.KEY": tensor or Part} of the states of all ranks, in the same order."""
     state, tensors = inner(optimizer).state, {}
     for name, p in model.named_parameters():
         for key, t in state.get(p, {}).items():
@@ -365,8 +329,7 @@ def fill_by_name(optimizer, model, tensors):
 class OffloadedAdamW(torch.optim.AdamW):
     """
     AdamW with its states, and a copy of the weights, in the CPU's memory, where the step is
-    computed (ZeRO-Offload, arXiv 2101.06840). A step moves each gradient there and each weight
-    back, so the GPU never has a state.
+    computed (ZeRO-Offload, arXiv 2101.06840): gradients go there, and weights come back.
     """
 
     on_cpu = True

@@ -74,7 +74,7 @@ def responder(policy, system, device, temperature, seeds):
     refused = f"sampler = 'vllm', {policy.path}: {{}}; type --sampler=own"
     vllm = policy.__dict__.get("vllm")  # not an attribute that nn.Module would register
     if vllm is None:
-        with parallel.in_step():  # COLLECTIVE: wait here for the slowest
+        with parallel.patient(), parallel.in_step():  # COLLECTIVE: wait here for the slowest
             try:
                 vllm = policy.__dict__["vllm"] = VLLM(policy, system, device)
             except Lost as e:

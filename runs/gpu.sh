@@ -22,7 +22,7 @@ bench() {
 mkdir -p out
 {
     "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0), torch.__version__)'
-    step -m pytest -q -s -m gpu --durations=5 tests/test_gpu.py
+    QUARTET_GPU="${CUDA_VISIBLE_DEVICES:-0}" step -m pytest -q -s --durations=5 tests/long/test_gpu.py
     bench --d_model=768 --n_layer=12 --n_head=12 --n_kv_head=12 --d_ff=2048 --vocab_size=32000 \
         --batch_size=256 --micro_batch_size=64 --lengths=real
     bench --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 --vocab_size=128256 \

@@ -27,7 +27,7 @@ step tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
 step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
-step tools/page.py --run=out/arithmetic_ppo --out=out/arithmetic_ppo.html
+step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.html
 cat <<END
 
 Done in $((SECONDS - began)) s. The table is of held-out problems: its first line is the SFT model,

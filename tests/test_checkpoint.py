@@ -30,7 +30,7 @@ def dies_at(number):
 
 def test_kills_at_all_moments_of_a_run_leave_the_same_bits(world, tmp_path):
     """Killed again and again, each time a few calls further, until the run comes to its end."""
-    keys = keys_of(world, "sft.py", checkpoint_interval=1, eval_interval=1)
+    keys = keys_of(world, "sft.py", checkpoint_interval=1, eval_interval=1, max_iters=2)
     whole = well("sft.py", tmp_path / "whole", keys)
     number, kills, codes = 1, 0, [-9]
     while codes != [0]:
@@ -39,7 +39,7 @@ def test_kills_at_all_moments_of_a_run_leave_the_same_bits(world, tmp_path):
         for folder in list_checkpoints(f"{tmp_path}/out"):
             assert damage(folder) is None  # what has its name is complete
         number, kills = number + 6, kills + 1
-    assert kills > 6
+    assert kills > 6 and list_checkpoints(whole) == [f"{whole}/checkpoint-000002"]
     assert_same_run(whole, f"{tmp_path}/out")
     assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(whole))
 
@@ -58,7 +58,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_used(world, tmp_path):
     for number, name in ((3, "policy/model.safetensors"), (2, "value_model_optimizer.safetensors")):
         flip(f"{out}/checkpoint-00000{number}/{name}")
     result = run("ppo.py", tmp_path, keys)
-    assert result.codes == [0] and "checkpoint-000003" in result.out[0].split("iter 2/3")[0]
+    assert result.codes == [0] and "checkpoint-000001" in result.out[0]
     assert read_log(out) == log  # iterations 1 and 2 were done again, with the same figures
     for folder in list_checkpoints(out):
         assert damage(folder) is None  # they were written anew

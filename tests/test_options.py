@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("options")
 import by_hand
 from prompts import Rows
-from test_by_hand import PPO, TUNED, assert_agrees, typed_keys
+from test_by_hand import TUNED, assert_agrees, typed_keys
 from tiny import assert_same_run, assert_stopped, at, keys_of, read_jsonl, read_weights, run, well
 
 
@@ -32,27 +32,6 @@ def test_lora(world, tmp_path, layout):
     assert_agrees(out, log, models)
     peft = json.load(open(f"{out}/policy_adapter/adapter_config.json"))
     assert (peft["r"], peft["lora_alpha"], peft["fan_in_fan_out"]) == (2, 5, True)
-
-
-def test_ptx(world, tmp_path):
-    """InstructGPT (arXiv 2203.02155, eq. 2): in each step coef times the mean over all tokens."""
-    keys, texts, losses = PPO | dict(value_init="policy"), world.rows["texts"], []
-    more = dict(ptx_path=world.texts, ptx_coef=2.5)
-    out = well("ppo.py", tmp_path, typed_keys(world, keys, "ppo", more))
-    c = SimpleNamespace(**keys | dict(policy_path=world.policy, reward_path=world.reward))
-
-    def also(policy, step):
-        each = []
-        for i in by_hand.prompts_of(c, step, c.batch_size // c.num_minibatches, len(texts)):
-            first, *rest = by_hand.encode(texts[i]["text"])
-            each += [-x for x in by_hand.logprobs_of(policy, [first], rest + [by_hand.EOS])[0]]
-        (2.5 * sum(each) / len(each)).backward()
-        losses.append([x.item() for x in each])
-
-    log, models = by_hand.ppo(c, world.rows["rl_train"], world.rows["rl_val"], also)
-    for i, record in enumerate(log[:-1]):
-        record["loss/ptx"] = by_hand.mean(by_hand.flat(losses[4 * i:4 * i + 4]))
-    assert_agrees(out, log, models)
 
 
 def test_ema(world, tmp_path):

@@ -89,9 +89,10 @@ for policy_name, path in paths.items():
         at_once = batch_size // count or 1
         for start in range(0, len(picked), at_once):
             numbers = picked[start:start + at_once]
+            # the noise of the run's own evaluations: sample 0 is what they see, with equal prompts
             batch = sample_batch(  # COLLECTIVE
-                policy, rows, numbers, (seed, "sample", 0), max_new_tokens, heat, system, device,
-                count, numbers)
+                policy, rows, numbers, (seed, "eval", 0), max_new_tokens, heat, system, device,
+                count, range(start, start + len(numbers)))
             score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
             texts = texts_of(batch, rows, policy.tokenizer)
             measured = {name: x.tolist() for name, x in batch.items()

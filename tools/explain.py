@@ -133,7 +133,7 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
     os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
     shutil.copy(f"{checkpoint}/config.json", folder)
     keys["out_dir"] = folder
-    sys.argv = [f"{script}.py", *(f"--{key}={value}" for key, value in keys.items())]
+    sys.argv[1:] = [f"--{key}={value}" for key, value in keys.items()]
     with open(names["__file__"], encoding="utf-8") as f:
         code = compile(f.read(), names["__file__"], "exec")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):

@@ -39,6 +39,7 @@ from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 
 import load  # noqa: E402
 import parallel  # noqa: E402
+from decoding_cache import SPARE, decoding_cache  # noqa: E402
 from errors import BadInput, report_error  # noqa: E402
 from model import Model, no_grad_forwards, response_logprobs, response_values  # noqa: E402
 from options import lora, shards  # noqa: E402
@@ -156,6 +157,7 @@ def fake_tensors(ranks):
                  lambda t=None: t is not None and t.dtype == torch.bool),
                 (moe, "_can_use_grouped_mm", lambda *args: False)):
             stack.enter_context(mock.patch.object(where, name, fake))
+        gc.freeze()  # then the collections of Tracker.peak are quick
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(Tracker())
 
@@ -280,23 +282,28 @@ def step_through(models, made, system, n, distinct, b, P, R, tracker):
 
 def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
     """A rollout of n rows: it reads the distinct prompts, and samples the last token."""
-    from transformers import DynamicCache
-
     def next_logits(rows, tokens, past):
         mask = torch.ones(rows, past + tokens, dtype=torch.bool)
         positions = mask.long().cumsum(1)[:, -tokens:]
         tokens = torch.zeros(rows, tokens, dtype=torch.int64)
         return decoder.next_logits(tokens, cache, mask, positions)
 
-    cache = DynamicCache(config=decoder.hf.config)
+    def append(tokens):
+        """The cache with so many tokens more, which no model has read."""
+        for layer in cache.layers if tokens > 0 else ():
+            layer.update(*(t.new_empty(*t.shape[:2], tokens, t.shape[-1])
+                           for t in (layer.keys, layer.values)))
+
+    cache = decoding_cache(decoder.hf.config)
     with tracker.peak(peaks, "rollout", "prompts"):
         next_logits(distinct, P, 0)
         cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
-    for layer in cache.layers if R > 2 else ():  # tokens which no model has read
-        layer.update(*(t.new_empty(*t.shape[:2], R - 2, t.shape[-1])
-                       for t in (layer.keys, layer.values)))
+    # the last token is sampled, and not read. The cache has grown last at token number `grown`
+    last, grown = P + R - 1, P + (R - 1) // (SPARE + 1) * (SPARE + 1)
+    append(min(grown, last - 1) - P)
+    append(last - 1 - grown)
     with tracker.peak(peaks, "rollout", "responses"):
-        logits = next_logits(n, 1, P + R - 2)
+        logits = next_logits(n, 1, last - 1)
         draw(logits, torch.zeros(n, dtype=torch.float64), temperature)
 
 

@@ -13,7 +13,7 @@ ASKED = {key: key for key in (
     "template_kwargs", "environment", "tools", "max_turns", "dtype")}
 JUDGED = {key: key for key in (
     "reward_functions", "reward_path", "judge_path", "judge_template")} | {
-    "prompts_path": "eval_path"}
+    "prompts_path": "eval_path", "seed": "seed"}
 
 
 def as_in_run(argv, key, default, keys):
@@ -30,6 +30,9 @@ def as_in_run(argv, key, default, keys):
         run = read_json(file) if os.path.isfile(file) else {}
         if "out_dir" in run:  # else it is not of a run
             taken = {name: run[theirs] for name, theirs in keys.items() if run.get(theirs)} | taken
+    asked = taken | typed
+    if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none
+        taken.pop("max_turns", None)  # it would have no effect
     return [f"--{name}={value}" for name, value in taken.items() if name not in typed] + argv
 
 

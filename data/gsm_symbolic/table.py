@@ -1,11 +1,10 @@
 """
-The table of runs/smollm2.sh, in Markdown: what the runs learned, and how fast they were.
+The table of runs/smollm2.sh, in Markdown: what the runs have learned, and how fast.
 
     python data/gsm_symbolic/table.py [out/smollm2]
 
-Reads, where they are there, the runs PREFIX_grpo, _ppo and _ppo_rm; PREFIX_seen.json and
-PREFIX_new.json of tools/eval.py; PREFIX_grpo.memory and so on, of tools/memory.py. Writes
-PREFIX.md, and prints it.
+Reads what is there of: the runs PREFIX_grpo, _ppo and _ppo_rm; PREFIX_seen.json and PREFIX_new.json
+of tools/eval.py; PREFIX_grpo.memory, _ppo.memory of tools/memory.py. Writes PREFIX.md.
 
 The update has 6 FLOP for each weight and token, of each trained model, and attention's products.
 Decoding reads the weights at each step, and a response's keys and values so far at each token, all
@@ -15,7 +14,6 @@ import json
 import os
 import re
 import sys
-import time
 from statistics import fmean, median
 
 import torch
@@ -23,22 +21,23 @@ from transformers import AutoTokenizer
 
 
 def read(path):
-    """The JSON values of a file's lines; [] where there is no file."""
+    """The JSON values of a file, one a line in .jsonl; [] where there is no file."""
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in (f if path.endswith("l") else [f.read()])]
+        return [json.loads(text) for text in (f if path.endswith("l") else [f.read()])]
 
 
 def seconds(work):
-    """Of one call on a GPU."""
-    for repeats in (3, 20):  # the first ones warm up
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began) / repeats
+    """Of one call on a GPU: the mean of 20, behind 3 to warm up."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(23):
+        if number == 3:
+            begin.record()
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 20 / 1000
 
 
 def speed(folder, peaks):
@@ -48,11 +47,11 @@ def speed(folder, peaks):
         return {}
     at = {key: median(r[key] for r in log if r.get(key) is not None) for key in log[-1]
           if isinstance(log[-1][key], float)}
-    config = read(f"{folder}/config.json")[0]
+    [config], memory = read(f"{folder}/config.json"), ""
     path, rows = config["policy_path"], read(config["prompts_path"])[:200]
-    [model] = read(f"{path}/config.json")
-    chat = AutoTokenizer.from_pretrained(path).apply_chat_template
-    P = fmean(len(chat(r["prompt"], add_generation_prompt=True, return_dict=False)) for r in rows)
+    chat, [model] = AutoTokenizer.from_pretrained(path), read(f"{path}/config.json")
+    P = fmean(len(chat.apply_chat_template(row["prompt"], add_generation_prompt=True,
+                                           return_dict=False)) for row in rows)
     R, B, passes = at["objective/length"], config["batch_size"], config.get("ppo_epochs", 1)
     d, L, V = (model[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
     kv = d * model["num_key_value_heads"] // model["num_attention_heads"]
@@ -62,6 +61,10 @@ def speed(folder, peaks):
     moved = 2 * config["max_new_tokens"] * (body + V * d) + 4 * B * R * (P + R / 2) * L * kv
     flops, bandwidth = flop / at["time/update"], moved / at["time/rollout"]
     share = [f" ({x / y:.0%} of the peak)" for x, y in zip((flops, bandwidth), peaks, strict=False)]
+    if os.path.exists(f"{folder}.memory"):
+        with open(f"{folder}.memory", encoding="utf-8") as f:
+            of_phases = re.findall(r"^\w+ +([\d.]+)   \w+ [\d.]", f.read(), re.M)
+        memory = f" (predicted: {max(map(float, of_phases), default=0):.1f})"
     return {
         "iterations": f"{log[-1]['iteration'] + 1}",
         "KL to the SFT model, the last, nats a response": f"{log[-1].get('objective/kl', 0):.2f}",
@@ -73,18 +76,8 @@ def speed(folder, peaks):
         "tokens trained a second": f"{passes * B * (P + R) / at['time/update']:,.0f}",
         "update, TFLOP/s": f"{flops / 1e12:.1f}" + "".join(share[:1]),
         "decoding, GB/s": f"{bandwidth / 1e9:,.0f}" + "".join(share[1:]),
-        "memory, GiB": f"{max(r['mem/peak_mib'] for r in log) / 1024:.1f}{predicted(folder)}",
+        "memory, GiB": f"{max(r['mem/peak_mib'] for r in log) / 1024:.1f}{memory}",
         "sampler gap, mean nats a token": f"{at['policy/sampler_gap']:.2g}"}
-
-
-def predicted(folder):
-    """What tools/memory.py has printed into a file beside a run's folder, in words."""
-    if not os.path.exists(f"{folder}.memory"):
-        return ""
-    with open(f"{folder}.memory", encoding="utf-8") as f:
-        text = f.read()
-    peaks = [float(x) for x in re.findall(r"^\w+ +([\d.]+)   \w+ [\d.]", text, re.M)]
-    return f" (predicted: {max(peaks) / (1024 if text.count('MiB') else 1):.1f})" if peaks else ""
 
 
 def table(title, columns):
@@ -101,22 +94,21 @@ if torch.cuda.is_available():
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
     x, y = torch.empty(2, 2**31, device="cuda", dtype=torch.uint8)
     peaks = [2 * 8192**3 / seconds(lambda: a @ b), 2 * 2**31 / seconds(lambda: x.copy_(y))]
-    text = [f"torch {torch.__version__} on an {torch.cuda.get_device_name()}; its peaks here: "
+    text = [f"torch {torch.__version__} on one {torch.cuda.get_device_name()}; its peaks here: "
             f"{peaks[0] / 1e12:.0f} TFLOP/s in bfloat16, {peaks[1] / 1e12:.2f} TB/s"]
 for part in ("seen", "new"):
     for found in read(f"{prefix}_{part}.json"):
         for policy, figures in found["policies"].items():
-            for name, x in figures.items():
-                form = ".0f" if "length" in name else ".1%"
-                cell = f"{x['mean']:{form}} ± {x['error'] or 0:{form}}"
-                if name.split()[1] in ("accuracy", "length"):
-                    right.setdefault(policy, {})[f"{part} ({found['prompts']}): {name}"] = cell
+            for name in ("greedy accuracy", "sampled accuracy", "greedy length"):
+                form, figure = ".0f" if "length" in name else ".1%", figures.get(name)
+                right.setdefault(policy, {})[f"{part} ({found['prompts']}): {name}"] = (
+                    f"{figure['mean']:{form}} ± {figure['error'] or 0:{form}}" if figure else "")
 text += table("held-out problems of templates", right)
 runs = {name: speed(f"{prefix}_{name}", peaks) for name in ("grpo", "ppo", "ppo_rm")}
 text += table("training", {name: rows for name, rows in runs.items() if rows})
 samples = read(f"{prefix}_grpo/samples.jsonl")
-for number in list(dict.fromkeys(s["row"] for s in samples))[:2]:
-    first, *_, last = [s for s in samples if s["row"] == number] * 2
+for number in list(dict.fromkeys(sample["row"] for sample in samples))[:2]:
+    first, *_, last = [sample for sample in samples if sample["row"] == number] * 2
     text += ["", "```", first["prompt"][-1]["content"], "", f"before GRPO: {first['text']}", "",
              f"after GRPO: {last['text']}", "```"]
 with open(f"{prefix}.md", "w", encoding="utf-8") as f:

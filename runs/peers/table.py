@@ -17,8 +17,8 @@ sys.path.insert(0, ROOT)
 import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
-from errors import BadConfig, Stop  # noqa: E402
-from tools.bench import iterations, make_models, sampling, unpin  # noqa: E402
+from errors import BadInput, Stop  # noqa: E402
+from tools.bench import iterations, make_models, sampling  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 rows = "all"  # or some of them, as sampling_full,grpo_real
@@ -26,7 +26,7 @@ rounds = 2  # turns of each: quartet, peer, quartet, peer [>= 1]
 steps = 4  # timed steps of a turn, after one to warm up (TRL: two) [>= 1]
 ppo_python = ""  # interpreter of an environment with TRL 1.12
 grpo_python = ""  # with TRL 1.16
-config, _ = configure(globals())
+config, system = configure(globals(), "config/keys.py", device_type="cpu")
 # --------------------------------------------------------------------------------------------------
 PROMPTS, LENGTH, NEW = 32, 32, 128
 LLAMA = dict(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
@@ -52,7 +52,8 @@ def of_trl(script, folder, micro_batch_size):
     python = config[f"{script}_python"]
     done = subprocess.run([python, os.path.join(ROOT, "runs", "peers", "trl_steps.py"), script,
                            folder, str(steps), str(micro_batch_size)],
-                          capture_output=True, text=True, preexec_fn=unpin)
+                          capture_output=True, text=True,
+                          preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
     if done.returncode:
         raise Stop(f"TRL's {script}: {(done.stderr.strip() or '?').splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -62,8 +63,7 @@ def row_of(name, folder):
     """A line of the table."""
     what, lengths, micro_batch_size = ROWS[name]
     if what == "sampling":  # both in one process, and so without the memory of each
-        took = sampling(folder, torch.device("cpu"), "float32", PROMPTS, LENGTH, NEW,
-                        rounds * steps)
+        took = sampling(folder, system, PROMPTS, LENGTH, NEW, rounds * steps)
         ours, theirs = ([s for s, _ in took[key]] for key in ("quartet", "transformers"))
         import transformers
 
@@ -89,9 +89,9 @@ if __name__ == "__main__":
     wanted = list(ROWS) if rows == "all" else rows.split(",")
     for name in wanted:
         if name not in ROWS:
-            raise BadConfig(f"rows = {rows!r}: wanted all, or some of {','.join(ROWS)}")
+            raise BadInput(f"rows = {rows!r}: wanted all, or some of {','.join(ROWS)}")
         if ROWS[name][0] != "sampling" and not config[f"{ROWS[name][0]}_python"]:
-            raise BadConfig(f"{name} needs an environment with TRL; type bash runs/peers.sh")
+            raise BadInput(f"{name} needs an environment with TRL; type bash runs/peers.sh")
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"{time.strftime('%Y-%m-%d')}\n\n| work | quartet | peer | | ratio | MiB |\n"
           "|---|---|---|---|---|---|")

@@ -15,7 +15,7 @@ import test_by_hand
 from test_by_hand import GRPO, PAIRS, PPO, assert_agrees, files_of, folders_of
 from tiny import assert_stopped, at, run, well, write
 
-DRAWN = 3  # runs with drawn keys of each script
+DRAWN = 2  # runs with drawn keys of each script
 LAYOUTS = test_by_hand.LAYOUTS | {
     "generate": (2, dict(roles="train=1,generate=1")),
     "three roles": (3, dict(roles="train=1,generate=1,score=1"))}
@@ -100,7 +100,7 @@ def drawn(script, number):
     if keys["ema_decay"] == 0:
         layouts += ["stage 2", "stage 3"]
     if keys["staleness"]:
-        layouts += ["generate", "one rank, stopped"]
+        layouts, keys["max_iters"] = [*layouts, "generate", "one rank, stopped"], 3
     return rng.choice(layouts), [], (PPO if script == "ppo" else GRPO) | keys
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import by_hand
+from configurator import read_arguments, read_keys
+from conftest import ROOT
 from test_by_hand import assert_agrees
-from test_options import Adapters
 from tiny import assert_one_line, assert_same_run, at, jsonl, read_jsonl, run, well
 
 DPO = "recipes/dpo.py"
@@ -22,7 +23,7 @@ KEYS = dict(
 
 
 def keys_of(world, **changed):
-    return KEYS | dict(dtype="float64", device_type="cpu", timeout=400, policy_path=world.policy,
+    return KEYS | dict(dtype="float64", device_type="cpu", timeout=60, policy_path=world.policy,
                        train_path=world.pairs_train, val_path=world.pairs_val) | changed
 
 
@@ -30,8 +31,8 @@ def worked_out(world, keys, lora=None):
     """(log, models) by hand. lora: rank and alpha."""
     c = SimpleNamespace(**KEYS | keys)
     policy, reference = (by_hand.language_model(world.policy) for _ in range(2))
-    adapters = Adapters(policy.base_model, *lora, c.seed) if lora else None
-    trained = [p for _, A, B in adapters.maps for p in (A, B)] if lora else policy.parameters()
+    adapters = by_hand.Adapters(policy.base_model, *lora, c.seed) if lora else None
+    trained = (adapters or policy).parameters()
 
     def reward(row, side):
         text = by_hand.encode(row["prompt"]), by_hand.encode(row[side]) + [by_hand.EOS]
@@ -41,7 +42,7 @@ def worked_out(world, keys, lora=None):
         return c.beta * sum(p - q for p, q in zip(ours, theirs, strict=True))
 
     def compare(rows, wrong):
-        """Losses of pairs, of which a share is labelled the wrong way round; and figures of each."""
+        """The loss of pairs, of which a share has the wrong label; and the means of figures."""
         losses, figures = [], []
         for row in rows:
             good, bad = reward(row, "chosen"), reward(row, "rejected")
@@ -108,3 +109,9 @@ def test_equal_texts_are_a_tie_and_long_pairs_go_as_a_whole(world, tmp_path):
     dropped = run(DPO, f"{tmp_path}/b", keys | dict(too_long="drop"))
     assert dropped.codes == [0] and "\n1 pairs" in dropped.out[0]
     assert_one_line(run(DPO, f"{tmp_path}/b", keys | dict(too_long="cut")), "dpo.py", "too_long")
+
+
+def test_its_config_sets_its_keys():
+    keys = read_keys(f"{ROOT}/{DPO}") | read_keys(f"{ROOT}/config/keys.py")
+    config = read_arguments(keys, [f"{ROOT}/config/arithmetic_dpo.py"])
+    assert config["train_path"][0].endswith("pairs_train.jsonl") and keys["beta"].default == 0.1

@@ -230,22 +230,6 @@ def runs(world, tmp_path_factory):
     folder, jobs = str(tmp_path_factory.mktemp("runs")), {}
     for name in RUN:
         jobs |= jobs_of(world, folder, name)
-    save(f"{folder}/long", "Phi-3 with longrope")
-    config = json.load(open(f"{folder}/long/config.json"))
-    for settings in (config, config["rope_parameters"]):
-        settings["original_max_position_embeddings"] = 12
-    tiny.write(f"{folder}/long/config.json", json.dumps(config))
-    jobs |= {"too long, sft": ("sft.py", tiny.keys_of(
-                world, "sft.py", init_from=f"{folder}/long", dtype="float32",
-                train_path=tiny.jsonl(f"{folder}/long.jsonl", [
-                    dict(prompt="abcdef", completion="abcdef")]))),
-             "too long, grpo": ("grpo.py", tiny.keys_of(
-                 world, "grpo.py", policy_path=f"{folder}/long", dtype="float32",
-                 max_new_tokens=8)),
-             "short, grpo": ("grpo.py", tiny.keys_of(
-                 world, "grpo.py", policy_path=f"{folder}/long", dtype="float32", eval_path="",
-                 prompts_path=tiny.jsonl(f"{folder}/short.jsonl", [dict(prompt="ab")]),
-                 max_iters=1))}
     return SimpleNamespace(folder=folder, ended=in_a_row(folder, jobs))
 
 
@@ -275,17 +259,10 @@ def test_the_table_names_all_families():
     assert set(FAMILIES) == rows_of_table().keys() & FAMILIES.keys()
 
 
-def test_rows_longer_than_the_first_context_are_refused(runs):
-    """Of a Phi-3 with longrope, whose first length of context is 12 tokens."""
-    for script in ("sft", "grpo"):
-        assert re.search(r"row \d", runs.ended[f"too long, {script}"])
-    assert runs.ended["short, grpo"] == ""
-
-
 # --------------------------------------------------------------------------------------------------
 # split over the ranks, and in 16 bits
 
-SPLIT = ["GPT-2", "Llama", "Gemma 2", "OPT", "Cohere", "Mixtral", "gpt-oss"]
+SPLIT = ["GPT-2", "Gemma 2", "Cohere", "Mixtral", "gpt-oss"]
 
 
 def on_two_ranks(folder, check):
@@ -303,7 +280,7 @@ def on_two_ranks(folder, check):
 
 
 def test_split_models_compute_the_same(tmp_path):
-    """At stage 2 and 3, with layers that are computed again: also eager attention, and mixtures."""
+    """At stage 3, with layers that are computed again, and 2: also eager attention, mixtures."""
     for name in SPLIT:
         save(tmp_path / name, name)
 
@@ -311,7 +288,7 @@ def test_split_models_compute_the_same(tmp_path):
         tokens, mask = rows_of_texts()
         for name in SPLIT:
             found = []
-            for stage in ("", "2", "3"):
+            for stage in ("", "3", "2")[:3 if name == "Gemma 2" else 2]:
                 system = keys_of_system(zero_stage=stage, gradient_checkpointing=stage == "3")
                 model = load(f"{tmp_path}/{name}", "policy", system, CPU, trained=True)
                 assert model.elsewhere == bool(stage)
@@ -328,9 +305,8 @@ def test_split_models_compute_the_same(tmp_path):
     on_two_ranks(str(tmp_path), check)
 
 
-SHORT = {  # policy: the stages at which it samples the same texts in 16 bits
-    "Qwen2": ("", "1", "2", "3"), "Mixtral": ("", "3"), "gpt-oss": ("", "3"), "Ernie": ("", "3")}
-FAMILIES_IN_16_BITS = FAMILIES | {"Ernie": ("ernie4_5_moe", ERNIE)}
+SHORT = {name: FAMILIES[name] for name in ("Qwen2", "Mixtral", "gpt-oss")} | {
+    "Ernie": ("ernie4_5_moe", ERNIE)}
 
 
 def test_in_16_bits_all_copies_round_alike(tmp_path):
@@ -341,17 +317,19 @@ def test_in_16_bits_all_copies_round_alike(tmp_path):
     is padding on the left, by AVX2 already in these short rows.
     """
     for name in SHORT:
-        random_model(*FAMILIES_IN_16_BITS[name]).save_pretrained(tmp_path / name)
+        random_model(*SHORT[name]).save_pretrained(tmp_path / name)
         write_byte_tokenizer(tmp_path / name, tiny.MARKERS)
     tokens, mask = rows_of_texts()
 
     def check():
-        for name, stages in SHORT.items():
+        for name in SHORT:
             read, texts = [], []
-            for stage in stages:
+            for stage in ("", "3"):
                 system = keys_of_system(dtype="bfloat16", zero_stage=stage)
                 models = [load(f"{tmp_path}/{name}", kind, system, CPU, trained=kind == "policy")
                           for kind in ("policy", "ref")]
+                trained, frozen = ({p.dtype for p in model.parameters()} for model in models)
+                assert trained == {torch.float32} and torch.bfloat16 in frozen
                 with autocast(system, CPU), torch.no_grad():
                     read += [model.logprobs(tokens, mask)[0] for model in models]
                     with decoding_copy(models[0], system, CPU) as decoder:
@@ -423,7 +401,6 @@ def test_the_probe_refuses_wrong_logits(monkeypatch):
                 probe(model)
 
 
-SHORTER = SIZES | dict(head_dim=8, original_max_position_embeddings=12)
 LONG = dict(LONGROPE["rope_parameters"], original_max_position_embeddings=12)
 ROPES = {  # how long a row may be; a length at which the probe finds that other rows change
     "llama, longrope": ("llama", SIZES | dict(head_dim=8, rope_parameters=LONG), 12, 64),
@@ -431,12 +408,9 @@ ROPES = {  # how long a row may be; a length at which the probe finds that other
         head_dim=8, layer_types=["sliding_attention", "full_attention"], rope_parameters=dict(
             full_attention=LONG, **{"sliding_attention": dict(
                 rope_type="default", rope_theta=500.0)})), 12, 64),
-    "phimoe": ("phimoe", SHORTER | dict(num_local_experts=4, rope_parameters=LONG | dict(
-        short_mscale=1.0, long_mscale=1.3)), 12, 64),
     "dynamic": ("llama", SIZES | rope("dynamic", factor=2.0), 64, 256),
     "yarn": ("llama", SIZES | rope("yarn", factor=4.0, original_max_position_embeddings=16),
-             64, None),
-    "a temperature for each position": ("ministral3", SIZES | dict(head_dim=8), 64, None)}
+             64, None)}
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -500,26 +474,6 @@ def test_scores_are_float32_under_autocast(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):
         values = model.values(*rows_of_texts())
     assert values.dtype == torch.float32 and (values % 0.5 != 0).any()
-
-
-def test_other_kernels_of_attention_give_the_same_numbers(tmp_path):
-    save(tmp_path, "Llama")
-    tokens, mask = rows_of_texts()
-    said = {}
-    for kind in ("sdpa", "eager"):
-        model = load(str(tmp_path), "policy", keys_of_system(attn_implementation=kind), CPU)
-        assert model.hf.config._attn_implementation == kind
-        said[kind], _ = model.logprobs(tokens, mask)
-    assert torch.allclose(said["sdpa"], said["eager"], atol=1e-5) and said["sdpa"].any()
-
-
-def test_a_new_head_is_drawn_from_the_seed(tmp_path):
-    save(tmp_path, "GPT-2")
-    models = [load(str(tmp_path), "value", keys_of_system(), CPU, "scalar", trained=True, seed=seed)
-              for seed in (3, 3, 4)]
-    heads = [m.hf.score.weight for m in models]
-    assert models[0].new_head and torch.equal(*heads[:2]) and not torch.equal(*heads[1:])
-    assert heads[0].shape == (1, 32) and 0.5 < heads[0].std() * 33**0.5 < 2
 
 
 def print_table():

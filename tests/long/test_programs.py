@@ -12,7 +12,6 @@ import pytest
 from errors import BadInput
 from grading import programs
 from grading.programs import check_tests, extract_code, judge, same, same_output
-from rewards import check_rows, reward_terms
 
 from tiny import jsonl, keys_of, read_log, run, well
 
@@ -49,7 +48,7 @@ CASES |= {
     "the last of two": (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
     "cut off": (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),
     "not closed before the next": (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),
-    "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\n{block(DRAFT)}", F),
+    "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\nyes", F),
     "a bare answer": (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
     "after thinking": (f"<think>{block(DRAFT)}</think>{block()}", F),
     "bare": (F, F),
@@ -116,16 +115,6 @@ ASSERTIONS = [
 def test_an_assertion_is_a_call_and_its_value():
     for text, want in ASSERTIONS:
         assert check_tests([text], "row") == ([(want[0], want[1])], [want[2]], []), text
-
-
-def test_rows_are_checked_before_the_run(monkeypatch):
-    monkeypatch.setattr("grading.sandbox.check_sandbox", lambda: None)
-    terms = reward_terms("code")
-    good = dict(prompt="?", tests=[dict(stdin="", stdout="")])
-    check_rows(terms, [good, good | dict(tests="assert f(1) == 2")], "data.jsonl")
-    for bad in (dict(prompt="?"), good | dict(tests=None), good | dict(tests="f(1)")):
-        with pytest.raises(BadInput, match="^data.jsonl, row 2: "):
-            check_rows(terms, [good, bad], "data.jsonl")
 
 
 # results
@@ -201,8 +190,8 @@ def test_grpo_runs_on_verdicts(world, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     tests = dict(stdin="", stdout="")
     path = jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, tests=tests) for p in ("a", "#", "1")])
-    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40, max_iters=2,
-                   code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
+    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40,
+                   max_iters=2, code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
     log = read_log(well("grpo.py", tmp_path, keys))
     assert [r["iteration"] for r in log] == [0, 1, 2]
     assert all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])

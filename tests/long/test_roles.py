@@ -5,9 +5,11 @@ goes on to the same. (Kills at any call: campaign.py --roles.)
 """
 import os
 import signal
+import sys
 import time
 
 import pytest
+import torch
 
 from test_reliability import hang, once, patched
 from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well, write
@@ -156,6 +158,58 @@ def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
     assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3]
 
 
-def test_roles_that_leave_nobody_to_generate(world, tmp_path):
-    result = run("grpo.py", tmp_path, keys_of(world, "grpo.py", roles="train=2"), ranks=2)
-    assert_one_line(result, "grpo.py", "roles = 'train=2'", "--nproc_per_node")
+@pytest.mark.parametrize("roles", ["train=2", "train=1,sample=1"])
+def test_roles_that_are_none(world, tmp_path, roles):
+    result = run("grpo.py", tmp_path, keys_of(world, "grpo.py", roles=roles), ranks=2)
+    assert_one_line(result, "grpo.py", f"roles = {roles!r}", "--nproc_per_node")
+
+
+def changed(name, after, rank=None):
+    """For `before`: on this rank, or on all, something happens after a function of parallel.py."""
+    def before(mine):
+        import parallel
+
+        function = getattr(parallel, name)
+
+        def both(*args):
+            result = function(*args)
+            after(mine, result, *args)
+            return result
+
+        if rank in (None, mine):
+            setattr(parallel, name, both)
+
+    return before
+
+
+def test_each_role_holds_its_own_models(world, tmp_path):
+    """The policy and the value model have gradients, and only the trainer's take memory."""
+    def tell(rank, buffers, model):
+        with open(f"holds-{rank}", "a") as f:
+            f.write(f"{any(not p.is_meta for p in model.parameters())} {len(buffers)}, ")
+
+    keys = keys_of(world, "ppo.py", roles=THREE, max_iters=1, reward_timeout=30)
+    well("ppo.py", tmp_path, keys, ranks=3, before=changed("flatten_gradients", tell))
+    held = [open(f"{tmp_path}/holds-{rank}").read() for rank in range(3)]
+    assert held == ["True 1, True 1, ", "True 0, False 0, ", "False 0, False 0, "]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_role_with_other_settings_says_so(world, tmp_path, rank):
+    def before(mine):
+        if mine == rank:
+            sys.argv.append("--learning_rate=0.5")
+
+    keys = keys_of(world, "grpo.py", roles=THREE, max_iters=1, reward_timeout=30)
+    result = run("grpo.py", tmp_path, keys, ranks=3, before=before)
+    assert result.codes[rank] == 2 and "other settings" in result.err[rank]
+
+
+def test_a_generators_copy_that_differs_ends_the_run(world, tmp_path):
+    def drift(rank, _, t, tensor):
+        with torch.no_grad():
+            t.view(-1)[0] += 1e-9
+
+    keys = keys_of(world, "grpo.py", roles=THREE, max_iters=1, reward_timeout=30)
+    result = run("grpo.py", tmp_path, keys, ranks=3, before=changed("fill", drift, rank=1))
+    assert 0 not in result.codes and "policy, parameter" in result.err[1]

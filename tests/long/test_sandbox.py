@@ -85,7 +85,6 @@ def assert_verdicts(cases, **how):
 
 # programs that mean no harm
 
-COUNTER = "import collections\nclass I(int):\n    __repr__ = __str__ = lambda self: '99'\n"
 HARMLESS = [
     ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1], [2]], "outputs": [0, 1, 3]},
      (1, 3, "error")),
@@ -94,8 +93,6 @@ HARMLESS = [
     ("print(1)\nexit()", prints("1"), (1, 1, "pass")),
     ("print('noise')\ndef f(x):\n    print('noise', x)\n    return x",
      returns("a\n\u2028é\0", "a\n\u2028é\0"), (1, 1, "pass")),
-    ("def f(x): return (x, {x: None}, [True, 1.5])", returns([1, {"1": None}, [True, 1.5]], 1),
-     (1, 1, "pass")),
     ("\ufeff# -*- coding: utf-8 -*-\r\nprint('ü')\r\n", prints("ü"), (1, 1, "pass")),
     ("(" * 10**5, prints("1"), (0, 1, "error")),
     # one key of JSON, and two of the program's
@@ -103,13 +100,9 @@ HARMLESS = [
     ("def add(a, b): return a + b",
      ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", returns(2)], (2, 3, "error")),
     # each call of a method has an object of its own; the names of typing are there
-    ("class S:\n    n = 0\n    def f(self, x: List[int]) -> int:\n        self.n += sum(x)\n"
-     "        return self.n",
-     [{"fn": "S.f", "inputs": [[[1, 2]], [[3]]], "outputs": [3, 3]}, "assert S().f([4]) == 4"],
-     (3, 3, "pass")),
-    # subclasses count as the data they hold: what json.dumps makes of them
-    (COUNTER + "def f(): return [I(4), collections.Counter('aab'), -0.0]",
-     returns([4, {"a": 2, "b": 1}, 0]), (1, 1, "pass")),
+    ("class S:\n    n = 0\n    def f(self, x: List[int]):\n        self.n += sum(x)\n"
+     "        return self.n", [{"fn": "S.f", "inputs": [[[1, 2]], [[3]]], "outputs": [3, 3]},
+                               "assert S().f([4]) == 4"], (3, 3, "pass")),
 ]
 
 
@@ -121,12 +114,8 @@ def test_harmless_programs():
 def test_libraries_that_programs_use_work():
     """Threads, event loops, databases: what limits and filter could have broken."""
     assert verdict("""
-import asyncio, concurrent.futures, ctypes, mmap, multiprocessing.dummy, socket, sqlite3, threading
-got = []
-threads = [threading.Thread(target=got.append, args=(7,)) for _ in range(20)]
-for t in threads: t.start()
-for t in threads: t.join()
-with concurrent.futures.ThreadPoolExecutor(8) as pool: got.append(sum(pool.map(abs, range(-5, 5))))
+import asyncio, concurrent.futures, ctypes, mmap, multiprocessing.dummy, socket, sqlite3
+with concurrent.futures.ThreadPoolExecutor(20) as pool: got = [sum(pool.map(abs, range(-5, 5)))]
 async def main():
     a, b = socket.socketpair()
     _, writer = await asyncio.open_connection(sock=a)
@@ -137,15 +126,18 @@ got.append(asyncio.run(main()))
 with sqlite3.connect(":memory:") as db:
     db.execute("create table t (a)").execute("insert into t values (5)")
 got += db.execute("select a from t").fetchall()
-got.append(len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE)))
-return got""", [*[7] * 20, 25, [3, "hello\n"], [5], 8192]) == PASSED
+return got + [len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE))]""",
+                   [25, [3, "hello\n"], [5], 8192]) == PASSED
 
 
 # limits
 
-GROWS = "import os\ndef f():\n    for grow in (lambda: os.write(0, b'x' * 99), lambda: os.ftruncate" \
-    "(0, 99), lambda: os.posix_fallocate(0, 0, 99)):\n        try: return grow()\n" \
-    "        except OSError: pass"
+GROWS = """import os
+def f():
+    for grow in (os.write, b"x" * 99), (os.ftruncate, 99), (os.posix_fallocate, 0, 99):
+        try: return grow[0](0, *grow[1:])
+        except OSError: pass
+"""
 LIMITS = [  # program, tests, the reason
     ("import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
      "    except OSError: pass\nwhile True: pass", prints("1"), "timeout|killed"),
@@ -153,12 +145,9 @@ LIMITS = [  # program, tests, the reason
     # the time is that of all tests
     ("import time\ntime.sleep(1.5)", prints([""] * 10, [""] * 10), "timeout"),
     ("x = bytearray(2**31)", prints("1"), "memory"),
-    ("x = []\nwhile True: x.append(bytearray(2**20))", returns(1), "memory"),
-    ("def f():\n    import mmap\n    x = mmap.mmap(-1, 2**31)", returns(1), "error"),
     ("def f():\n    x = 'x' * 10**6\n    for _ in range(20): x = [x] * 9\n    return x",
      returns(1), "memory"),
     ("def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", returns(1), "error"),
-    ("import os\nwhile True: os.write(1, b'x' * 10**6)", prints("1"), "output limit"),
     ("import os\ndef f(a):\n    while True: os.write(a, b'x' * 10**6)", returns(1, 3),
      "output limit"),
     ("print('x' * 70000)", prints("1"), "output limit"),
@@ -217,7 +206,7 @@ fcntl.fcntl(os.pipe()[1], 1031, 2**20)
 f = open(os.__file__)
 for n in range(50): fcntl.lockf(f, fcntl.LOCK_SH, 1, 2 * n)
 with open(os.__file__) as other:  # F_OFD_GETLK: would a lock of mine fit in?
-    mine = [struct.pack('hhqqi4x', 0, 0, 2 * n, 1, 0) for n in range(50)]
+    mine = [struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0) for n in range(50)]
     held = [struct.unpack_from('h', fcntl.fcntl(other, 36, lock))[0] for lock in mine]
 return held.count(fcntl.F_UNLCK) < 50
 --- shared memory
@@ -294,8 +283,10 @@ for lower in (lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
               lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1))):
     try: lower()
     except (ValueError, OSError): pass
+get, put = (97, 160) if os.uname().machine == "x86_64" else (163, 164)
 limits = (ctypes.c_ulong * 2)()
-ctypes.CDLL(None).syscall(97 if os.uname().machine == "x86_64" else 163, 4, limits)
+ctypes.CDLL(None).syscall(put, 4, (ctypes.c_ulong * 2)(0, 1))
+ctypes.CDLL(None).syscall(get, 4, limits)
 return limits[0]
 """)
 HIDDEN = ["/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run", "/usr/bin/env", "/bin/sh",
@@ -506,8 +497,6 @@ def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
     bars = [("isolation", lambda root: ["--ro-bind", "/etc", "/etc", *isolation(root)], "files"),
             ("isolation", lambda root: ["--ro-bind", "/proc", "/proc", *isolation(root)],
              "processes"),
-            ("isolation", lambda root: [x for x in isolation(root) if x != "--remount-ro"][:-1],
-             None),
             ("seccomp_filter", lambda: bytes.fromhex("06000000 0000ff7f"), "a process.*a socket"),
             ("THREADS", 4000, "1000 threads")]
     for name, sawn, message in bars:
@@ -548,7 +537,11 @@ def test_an_ordinary_user():
         pytest.skip("only root can be another user, who needs a Python 3.11 in /usr/bin")
     code = """
 sandbox.check_sandbox()
-look = b"import os\\nprint(os.getresuid(), os.uname().nodename, os.path.exists('/etc'))"
+look = b'''import os
+print(os.getresuid(), os.uname().nodename, os.path.exists('/etc'))
+for path in '/x', '/tmp/x', os.path.dirname(os.__file__) + '/x':
+    try: print(open(path, 'x'))
+    except OSError: pass'''
 for text in look, b"while True: pass":
     print(sandbox.run_program(text, None, b"", 999, 1, 128, 20)[:2])
 """

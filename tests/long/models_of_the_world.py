@@ -1,0 +1,298 @@
+"""
+Models as people have them, in miniature: tiny random weights, a tokenizer trained in a moment with
+the special tokens of its family, and a chat template in the family's style, written by us.
+make(folder, name) writes one, as a Hugging Face folder that transformers loads. Helpers, no tests.
+
+    llama3.2   headers, the date of today, a system turn always, contents stripped
+    qwen2.5    ChatML, a system prompt of its own; the base model: ends with <|endoftext|>, the
+               template with <|im_end|>
+    qwen3      ChatML, thoughts: an empty block before the last answer, earlier thoughts dropped
+    gemma      <start_of_turn>, the assistant is called model, contents stripped; no system turn
+    mistral    [INST] ... [/INST], a blank before the answer, </s>; roles alternate; no system turn
+    pythia     GPT-NeoX, no template; gpt2: GPT-2's vocab.json and merges.txt, no template
+"""
+import json
+import os
+
+import torch
+import transformers
+from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers,
+                        processors, trainers)
+
+TEXTS = 3 * [
+    "You are a helpful assistant. Answer in one word.", "What is the capital of France? It is "
+    "Paris, of course.", "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n",
+    "user assistant system tool ipython think", "The quick brown fox jumps over the lazy dog; isn't"
+    " it? I've said we're here.", "1+2=3, 17*23=391 and 2024-07-26.",
+    "def add(a, b):\n    return a + b\n\n\n", "caf\u00e9 na\u00efve \u4f60\u597d \U0001f600",
+    "Sure! Here is what I know:\n\n- one\n- two\n"]
+
+LLAMA = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
+{%- endif %}
+{%- set system = "" %}
+{%- if messages[0]["role"] == "system" %}
+    {%- set system = messages[0]["content"] | trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Cutting Knowledge Date: December 2023\\nToday Date: " + date_string + "\\n\\n" }}
+{{- system + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- set role = "ipython" if message["role"] == "tool" else message["role"] %}
+    {{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" }}
+    {{- message["content"] | trim + "<|eot_id|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
+{%- endif %}
+"""
+QWEN25 = """{%- if messages[0]["role"] != "system" %}
+    {{- "<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message["role"] == "tool" %}
+        {{- "<|im_start|>user\\n<tool_response>\\n" + message["content"] }}
+        {{- "\\n</tool_response><|im_end|>\\n" }}
+    {%- else %}
+        {{- "<|im_start|>" + message["role"] + "\\n" }}
+        {{- message["content"] + "<|im_end|>" }}
+        {{- "\\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\\n" }}
+{%- endif %}
+"""
+QWEN3 = """{%- set asked = namespace(last=-1) %}
+{%- for message in messages if message["role"] == "user" %}
+    {%- set asked.last = messages.index(message) %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message["role"] == "assistant" %}
+        {%- set content, thoughts = message["content"], "" %}
+        {%- if "</think>" in content %}
+            {%- set thoughts = content.split("</think>")[0].split("<think>")[-1].strip("\\n") %}
+            {%- set content = content.split("</think>")[-1].lstrip("\\n") %}
+        {%- endif %}
+        {{- "<|im_start|>assistant\\n" }}
+        {%- if loop.index0 > asked.last and (loop.last or thoughts) %}
+            {{- "<think>\\n" + thoughts.strip("\\n") + "\\n</think>\\n\\n" }}
+            {{- content.lstrip("\\n") }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {{- "<|im_end|>" }}
+        {{- "\\n" }}
+    {%- elif message["role"] == "tool" %}
+        {{- "<|im_start|>user\\n<tool_response>\\n" + message["content"] }}
+        {{- "\\n</tool_response><|im_end|>\\n" }}
+    {%- else %}
+        {{- "<|im_start|>" + message["role"] + "\\n" }}
+        {{- message["content"] + "<|im_end|>" }}
+        {{- "\\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\\n" }}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- "<think>\\n\\n</think>\\n\\n" }}
+    {%- endif %}
+{%- endif %}
+"""
+MISTRAL = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("roles must alternate: user, assistant, user, assistant ...") }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {{- "[INST] " + message["content"] + " [/INST]" }}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"] | trim + eos_token }}
+    {%- else %}
+        {{- raise_exception("only the roles user and assistant are supported") }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+GEMMA = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("Conversation roles must alternate") }}
+    {%- endif %}
+    {%- set role = "model" if message["role"] == "assistant" else message["role"] %}
+    {{- "<start_of_turn>" + role + "\\n" }}
+    {{- message["content"] | trim + "<end_of_turn>" }}
+    {{- "\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<start_of_turn>model\\n" }}
+{%- endif %}
+"""
+
+# how the words are cut before they merge, in the manner of GPT-4 and its followers
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+END = "<|endoftext|>"
+QWEN = dict(special=[END, "<|im_start|>", "<|im_end|>"],
+            added=["<tool_response>", "</tool_response>"])
+# weights: the family of the model; special: special tokens; added: tokens beside the vocabulary
+# that are text; roles: of tokens; generation: generation_config.json, with tokens for ids
+FAMILIES = {
+    "llama3.2": dict(
+        weights="llama", template=LLAMA, added=[],
+        special=["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+                 "<|eom_id|>", "<|eot_id|>"],
+        roles=dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"),
+        generation=dict(eos_token_id=["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+                        bos_token_id="<|begin_of_text|>", do_sample=True, temperature=0.6)),
+    "qwen2.5": dict(
+        QWEN, weights="qwen2", template=QWEN25, roles=dict(eos_token=END, pad_token=END),
+        generation=dict(eos_token_id=END, do_sample=False, max_new_tokens=2048)),
+    "qwen3": dict(
+        weights="qwen3", template=QWEN3, special=QWEN["special"],
+        added=[*QWEN["added"], "<think>", "</think>"],
+        roles=dict(eos_token="<|im_end|>", pad_token=END),
+        generation=dict(eos_token_id=["<|im_end|>", END], pad_token_id=END, do_sample=True)),
+    "mistral": dict(
+        weights="mistral", template=MISTRAL, added=[],
+        special=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
+        roles=dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>"),
+        generation=dict(bos_token_id="<s>", eos_token_id="</s>")),
+    "gemma": dict(
+        weights="gemma", template=GEMMA, added=[],
+        special=["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
+        roles=dict(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"),
+        generation=dict(eos_token_id=["<eos>", "<end_of_turn>"], pad_token_id="<pad>")),
+    "pythia": dict(
+        weights="gpt_neox", template=None, special=[END, "<|padding|>"], added=["  ", "    "],
+        roles=dict.fromkeys(["bos_token", "eos_token", "unk_token"], END), generation={}),
+    "gpt2": dict(
+        weights="gpt2", template=None, special=[END], added=[],
+        roles=dict.fromkeys(["bos_token", "eos_token"], END), generation={}),
+}
+CHATS = [name for name, what in FAMILIES.items() if what["template"]]
+CLASSES = dict(qwen2="Qwen2Tokenizer", qwen3="Qwen2Tokenizer", gpt_neox="GPTNeoXTokenizer",
+               gpt2="GPT2Tokenizer", mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast",
+               gemma="PreTrainedTokenizerFast")
+
+
+def make(folder, name, head="lm", seed=0, context=512):
+    """
+    Write one of FAMILIES: config.json, model.safetensors, generation_config.json and the
+    tokenizer's files. head: "lm", or "scalar" for a reward model as others leave it, with one
+    label. Returns the folder, a string.
+    """
+    folder = str(folder)
+    os.makedirs(folder, exist_ok=True)
+    ids = make_tokenizer(folder, name)
+    make_model(folder, name, ids, head, seed, context)
+    generation = {k: [ids[t] for t in v] if isinstance(v, list) else ids.get(v, v)
+                  for k, v in FAMILIES[name]["generation"].items()}
+    if head == "lm" and generation:
+        write_json(folder, "generation_config.json", generation)
+    return folder
+
+
+def make_tokenizer(folder, name):
+    """Write the tokenizer's files as the hub's folders have them. Returns {token: id}."""
+    what = FAMILIES[name]
+    special, added, roles = what["special"], what["added"], what["roles"]
+    backend = train_mistral(special) if name == "mistral" else train_bytes(name)
+    if name != "mistral":
+        backend.add_special_tokens([AddedToken(s, normalized=False) for s in special])
+        backend.add_tokens([AddedToken(s, normalized=name == "pythia") for s in added])
+    if name in ("mistral", "llama3.2"):
+        bos = roles["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+    ids = backend.get_vocab()
+    config = dict(
+        roles, tokenizer_class=CLASSES[what["weights"]], model_max_length=131072,
+        clean_up_tokenization_spaces=name in ("llama3.2", "pythia"),
+        added_tokens_decoder={str(ids[s]): dict(
+            content=s, lstrip=False, rstrip=False, single_word=False, special=s in special,
+            normalized=name == "pythia" and s in added) for s in [*special, *added]})
+    if what["template"]:
+        config["chat_template"] = what["template"]
+    if name in ("qwen2.5", "qwen3", "gpt2"):
+        backend.model.save(folder)  # vocab.json and merges.txt
+    if name == "gpt2":  # its vocab.json has the end of text, and nothing else is there
+        vocab = json.load(open(f"{folder}/vocab.json", encoding="utf-8"))
+        write_json(folder, "vocab.json", vocab | {END: ids[END]})
+        return ids
+    if name == "mistral":
+        config |= dict(add_bos_token=True, add_eos_token=False, legacy=True)
+    backend.save(f"{folder}/tokenizer.json")
+    write_json(folder, "tokenizer_config.json", config)
+    return ids
+
+
+def train_bytes(name):
+    """A byte-level BPE, cut into words as the family does."""
+    backend, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name not in ("pythia", "gpt2"):
+        level = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer, backend.decoder = level, decoders.ByteLevel()
+    if name not in ("llama3.2", "gpt2", "gemma"):
+        backend.normalizer = normalizers.NFC()
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return backend
+
+
+def train_mistral(special):
+    """
+    A BPE in SentencePiece's manner: a blank is the sign U+2581, also before the text; unknown
+    characters are bytes.
+    """
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                               normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                         decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    data = [f"<0x{b:02X}>" for b in range(256)]
+    # SentencePiece learns within words, and then encodes without cutting the text into them
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
+        vocab_size=700, show_progress=False,
+        special_tokens=[AddedToken(s, normalized=False) for s in special] + data))
+    # the bytes are pieces of the vocabulary, and no special tokens
+    state = json.loads(backend.to_str())
+    state["pre_tokenizer"] = None
+    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] in special]
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def make_model(folder, name, ids, head, seed, context):
+    """Random weights of the family as transformers writes them, in float32, and config.json."""
+    family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=(
+        -(-len(ids) // 64) * 64), max_position_embeddings=context)  # padded, as most models' are
+    sizes["n_inner" if family == "gpt2" else "intermediate_size"] = 48
+    if family not in ("gpt2", "gpt_neox"):
+        sizes |= dict(num_key_value_heads=2)
+    if family in ("qwen3", "gemma"):
+        sizes |= dict(head_dim=8)
+    named = {f"{role}_id": ids[roles[role]] for role in ("bos_token", "eos_token") if role in roles}
+    config = transformers.AutoConfig.for_model(family, pad_token_id=None, **sizes, **named)
+    auto = transformers.AutoModelForCausalLM
+    if head == "scalar":
+        config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
+        config.pad_token_id = ids[roles.get("pad_token", roles["eos_token"])]
+    torch.manual_seed(seed)
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():  # large weights, so that nothing is invisible
+            p.add_(0.1 * torch.randn(p.shape))
+    model.save_pretrained(folder)
+    if os.path.isfile(f"{folder}/generation_config.json"):
+        os.remove(f"{folder}/generation_config.json")
+
+
+def write_json(folder, file, value):
+    with open(os.path.join(folder, file), "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2, ensure_ascii=False)

@@ -1,0 +1,309 @@
+"""
+Chats and texts in the tokenizers of models_of_the_world.py: messages become the very ids of
+transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
+row is refused; text that spells a special token stays text; ends of responses, and stop strings.
+"""
+import json
+import random
+import shutil
+from functools import partial
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+import models_of_the_world as others
+import tiny
+from byte_tokenizer import write_byte_tokenizer
+from checkpoint import save_final
+from errors import BadInput
+from load import load
+from test_model import CPU
+from test_tokenizer import assistant, turn, user
+from tiny import keys_of_system
+from tokenizer import load_tokenizer
+
+system = partial(turn, "system")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("others")
+    return {name: others.make(root / name, name) for name in others.FAMILIES}
+
+
+@pytest.fixture
+def ours(folders):
+    """A function: name, and keys -> our Tokenizer."""
+    return lambda name, **keys: load_tokenizer(folders[name], keys_of_system(**keys))
+
+
+def spans(tokenizer, ids, trained):
+    """The texts that are learned, each without a gap."""
+    found = []
+    for i, one, before in zip(ids, trained, [False, *trained], strict=False):
+        if one:
+            found += [] if before else [[]]
+            found[-1].append(i)
+    return [tokenizer.hf.decode(span) for span in found]
+
+
+# --------------------------------------------------------------------------------------------------
+# chats
+
+THOUGHT = "<think>\n1+2\nis 3\n</think>\n\n3"
+MOST = [name for name in others.CHATS if name != "qwen3"]  # it writes thoughts that nobody said
+ROWS = {  # (prompt, completion, which families learn it)
+    "system": ([system("Be brief. "), user("What?")], [assistant("Paris")],
+               ["llama3.2", "qwen2.5"]),
+    "several answers": (
+        [user("What is 1+2?")],
+        [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], MOST),
+    "blanks": ([user("  two  spaces \n")],
+               [assistant("  Sure!\n "), user("\t"), assistant(" user\n")], MOST),
+    "a line break": ([user("a")], [assistant("\n b")], ["llama3.2", "mistral", "gemma"]),
+    "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")], MOST),
+    "thoughts": ([user("1+2?")], [assistant(THOUGHT)], others.CHATS),
+    "more thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"),
+                                       assistant(THOUGHT.replace("3", "6"))], MOST)}
+SPOKEN = {  # the piece of a template that writes what the assistant says, and its end
+    "llama3.2": '{{- message["content"] | trim + "<|eot_id|>" }}',
+    "qwen2.5": '{{- message["content"] + "<|im_end|>" }}',
+    "qwen3": "        {%- if loop" + others.QWEN3.split("{%- if loop")[1].split('\n        {{- "\\n"')[0],
+    "mistral": '{{- " " + message["content"] | trim + eos_token }}',
+    "gemma": '{{- message["content"] | trim + "<end_of_turn>" }}'}
+
+
+def marked(name):
+    """The template, with {% generation %}: so transformers says which ids are the assistant's."""
+    piece, template = SPOKEN[name], others.FAMILIES[name]["template"]
+    assert template.count(piece) == 1
+    return template.replace(piece, "{%- if message['role'] == 'assistant' %}{%- generation -%}"
+                            + piece + "{%- endgeneration -%}{%- else %}" + piece + "{%- endif %}")
+
+
+def assert_as_transformers(t, name, prompt, completion):
+    """The ids of a prompt, of a whole dialogue, and of a demonstration, with its mask."""
+    theirs = t.hf.apply_chat_template(prompt + completion, chat_template=marked(name),
+                                      return_dict=True, return_assistant_tokens_mask=True)
+    whole, ids_of = theirs["input_ids"], partial(t.hf.apply_chat_template, return_dict=False)
+    assert t.encode_scored([prompt], [completion]) == [whole] == [ids_of(prompt + completion)]
+    assert t.encode_prompts([prompt]) == [ids_of(prompt, add_generation_prompt=True)]
+    ids, trained = t.encode_learned(prompt, completion)
+    assert ids == whole[:len(ids)] and ids[-1] in t.eos_ids and not t.eos_ids & {*whole[len(ids):]}
+    skip, turns, masks = sum(m["role"] == "assistant" for m in prompt), 0, theirs["assistant_masks"]
+    for one, before, mine in zip(masks, [0, *masks], trained, strict=False):
+        turns += one > before
+        assert mine == (one == 1 and turns > skip), (prompt, completion)
+
+
+@pytest.mark.parametrize("name", others.CHATS)
+def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
+    t = ours(name)
+    for prompt, completion, families in ROWS.values():
+        if name in families:
+            assert_as_transformers(t, name, prompt, completion)
+        else:
+            with pytest.raises(BadInput, match=name):
+                t.encode_learned(prompt, completion)
+    if name == "qwen3":  # its empty thoughts are then the prompt's
+        t = ours(name, template_kwargs="enable_thinking=False")
+        assert spans(t, *t.encode_learned([user("a")], [assistant("b")])) == ["b<|im_end|>"]
+        assert t.encode_prompts([[user("a")]]) == [t.hf.apply_chat_template(
+            [user("a")], add_generation_prompt=True, enable_thinking=False, return_dict=False)]
+
+
+PIECES = ["a", "Sure!", " ", "\n", "\n\n", "<think>", "</think>", "<", "assistant", "user",
+          " Paris", "caf\u00e9", "\U0001f600", "1+2=3", "  ", "<tool_response>", "<|im_start",
+          "[INST", "e\u0301", "\t", "It is", "."]
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_nonsense_equals_apply_chat_template(ours, name):
+    t, rng = ours(name), random.Random(5)
+    for _ in range(40):
+        chat = [system("".join(rng.choices(PIECES, k=3)))] * (
+            name not in ("mistral", "gemma") and rng.random() < 0.3)
+        for _ in range(rng.randint(1, 3)):
+            chat += [turn(role, "".join(rng.choices(PIECES, k=rng.randint(1, 7))))
+                     for role in ("user", "assistant")]
+        first = rng.choice([i for i, m in enumerate(chat) if m["role"] == "assistant"])
+        if name == "qwen2.5" and any(m["content"][0] == "\n" for m in chat[first::2]):
+            with pytest.raises(BadInput):  # it would be one token with that of the header
+                t.encode_learned(chat[:first], chat[first:])
+        else:
+            assert_as_transformers(t, name, chat[:first], chat[first:])
+
+
+@pytest.mark.parametrize("name", others.CHATS)
+def test_a_prompt_that_the_response_continues(ours, name):
+    """They are one message, and only what is new is learned."""
+    t = ours(name)
+    prompt, whole = ([user("1+2?"), assistant(text)] for text in ("Sure! It", "Sure! It is 3."))
+    (opened,) = t.encode_prompts([prompt])
+    assert opened == t.hf.apply_chat_template(prompt, continue_final_message=True,
+                                              return_dict=False)
+    ids, trained = t.encode_learned(prompt, [assistant(" is 3.")])
+    assert ids == t.hf.apply_chat_template(whole, return_dict=False)[:len(ids)]
+    # a blank at the beginning of a text is lost in SentencePiece's manner
+    assert [x.strip() for x in spans(t, ids, trained)] == ["is 3." + t.hf.decode(ids[-1:])]
+
+
+HEAD = "{% for m in messages %}"
+TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+ASK = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+ODD = {  # a template: whether one answer, and two answers, are learned
+    HEAD + TURN + ASK: (True, True),
+    HEAD + TURN.replace("<|im_end|>\n", "\n") + ASK: (False, False),  # no end
+    "{{ messages | length }}" + HEAD + TURN + ASK: (False, False),  # earlier ids become others
+    HEAD + TURN.replace("m['content']", "m['content'] | upper") + ASK: (False, False),
+    HEAD + TURN.replace("m['content']", "m['content'] + m['content']") + ASK: (False, False),
+    HEAD + TURN.replace("'<|im_end|>\n'", "('\n' if m['role'] == 'assistant' and not loop.last "
+                        "else '<|im_end|>\n')") + ASK: (True, False),  # earlier ones have no end
+    HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK: (True, True)}
+
+
+@pytest.mark.parametrize("number", range(len(ODD)))
+def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path, number):
+    template, wanted = list(ODD.items())[number]
+    t = ours("qwen2.5", chat_template=tiny.write(tmp_path / "my.jinja", template))
+    for answers, learned in zip((["b"], ["b", "d"]), wanted, strict=True):
+        chat = [assistant(answers[0]), user("c"), assistant(answers[-1])][:2 * len(answers) - 1]
+        if learned:
+            assert spans(t, *t.encode_learned([user("a")], chat)) == [
+                f"{text}<|im_end|>" for text in answers]
+        else:
+            with pytest.raises(BadInput):
+                t.encode_learned([user("a")], chat)
+
+
+def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
+    """For a base model; the saved folder carries the template, and its end of turn ends."""
+    template = tiny.write(tmp_path / "my.jinja", HEAD + "{{ m['role'] + ':\n' + m['content'] + "
+                          "eos_token }}" + ASK.replace("<|im_start|>assistant", "assistant:"))
+    model = load(folders["pythia"], "policy", keys_of_system(chat_template=template), CPU)
+    save_final(str(tmp_path), "saved", model)
+    chat = [user("a"), assistant("b"), user("c"), assistant("d")]
+    ids, trained = model.tokenizer.encode_learned(chat[:1], chat[1:])
+    assert spans(model.tokenizer, ids, trained)[1] == "d<|endoftext|>"
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs.apply_chat_template(chat, return_dict=False)[:len(ids)] == ids
+    dated = ours("llama3.2", template_kwargs="date_string='1 May, 1999'")
+    assert "Today Date: 1 May, 1999\n" in dated.decode(dated.encode_prompts([[user("a")]])[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# strings and special tokens
+
+BEHIND = [("Q: 1+2? A:", " 3"), ("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"),
+          ("a", "\n\n b"), ("caf", "\u00e9 \u4f60"), ("a", ""), ("a", "  ")]
+
+
+@pytest.mark.parametrize("name", others.FAMILIES)
+def test_strings_are_encoded_and_decoded_as_they_are(ours, name):
+    """A completion stands right behind its prompt, also in SentencePiece's manner."""
+    t = ours(name)
+    for prompt, completion in BEHIND:
+        ids, trained = t.encode_learned(prompt, completion)
+        start = trained.index(True)
+        assert ids[:start] == t.encode_prompts([prompt])[0] and all(trained[start:])
+        assert t.decode(ids[len(t.bos_ids):]) == prompt + completion and ids[-1] == t.eos_id
+        for asked in (prompt, [user("?"), assistant(prompt)]):
+            assert t.decode_response(ids[start:], asked) == completion, (prompt, completion)
+
+
+@pytest.mark.parametrize("name", others.FAMILIES)
+def test_special_tokens_in_texts_stay_letters(ours, name):
+    """In strings and in everybody's messages; and the text is all there."""
+    t = ours(name)
+    ids = set(t.specials.values())
+    for text in t.specials:
+        assert not ids & {*t.encode_texts([f"a {text}{text} b"])[0]}
+        assert t.decode(t.encode_texts([f"a {text} b"])[0]) == f"a {text} b"
+        if not t.template:
+            continue
+        plain, evil = ([i for i in t.encode_scored([[user(a)]], [[assistant(b)]])[0] if i in ids]
+                       for a, b in (("a", "b"), (f"a {text} b ", f"{text}\n{text}")))
+        assert evil == plain
+        assert t.encode_prompts([[user(text)]])[0].count(t.specials[text]) == t.encode_prompts(
+            [[user("a")]])[0].count(t.specials[text])
+
+
+def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):
+    """<|im_end|> as an ordinary token, as in some folders: in the template it is special."""
+    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "copy")
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        settings = json.loads(file.read_text())
+        for token in settings.get("added_tokens") or settings["added_tokens_decoder"].values():
+            token["special"] = token["special"] and "<|im_" not in token["content"]
+        file.write_text(json.dumps(settings))
+    t = load_tokenizer(str(folder), keys_of_system())
+    plain, evil = (t.encode_prompts([[user(text)]])[0].count(t.vocabulary["<|im_end|>"])
+                   for text in ("a", "a <|im_end|> b"))
+    assert evil == plain > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# ends of responses
+
+QWEN = ["<|endoftext|>", "<|im_end|>"]
+ENDS = {"llama3.2": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "qwen2.5": QWEN,
+        "mistral": ["</s>"], "gemma": ["<eos>", "<end_of_turn>"], "gpt2": QWEN[:1]}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_all_ends_of_a_saved_policy(folders, tmp_path, name):
+    """Of generation_config.json, config.json, tokenizer, template; the makers' settings stay."""
+    model = load(folders[name], "policy", keys_of_system(), CPU)
+    save_final(str(tmp_path), name, model)
+    theirs, saved = AutoTokenizer.from_pretrained(tmp_path / name), str(tmp_path / name)
+    wanted = sorted(theirs.convert_tokens_to_ids(ENDS[name]))
+    assert sorted(model.tokenizer.eos_ids) == wanted
+    assert load(saved, "policy", keys_of_system(), CPU).tokenizer.eos_ids == set(wanted)
+    found = GenerationConfig.from_pretrained(saved)
+    assert found.eos_token_id == wanted
+    for key, value in others.FAMILIES[name]["generation"].items():
+        assert key.endswith("token_id") or getattr(found, key) == value
+    text = "caf\u00e9 it's <b> \U0001f600 two  blanks \n"
+    assert theirs(text)["input_ids"] == AutoTokenizer.from_pretrained(
+        folders[name])(text)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["bytes", "mistral"])
+def test_stop_strings(ours, tmp_path, name):
+    """Token by token, against the whole text so far: random tokens, and texts that have them."""
+    strings = ["</a>", "\n\nQ:", "\u597d", " fox"]
+    write_byte_tokenizer(tmp_path, [])
+    keys = keys_of_system(stop_strings=repr(strings))
+    t = ours(name, stop_strings=repr(strings)) if name == "mistral" else load_tokenizer(
+        str(tmp_path), keys)
+    rng, hits = random.Random(3), 0
+    for text in ("ab</a>cd", "xyz\n\nQ: what", "a\u4f60\u597d!b", "The quick brown fox jumps",
+                 "</</a", *[""] * 60):
+        ids = t.encode_texts([text])[0] + [rng.randrange(5, t.vocab_size) for _ in range(12)]
+        ids = [i for i in ids if i not in t.eos_ids and i != t.pad_id]
+        for n in range(1, len(ids) + 1):
+            whole = t.decode(ids[:n])
+            assert t.has_stop(ids[:n]) == any(s in whole for s in strings), (text, n)
+            if t.has_stop(ids[:n]):
+                assert t.decode_response(ids[:n]).endswith(tuple(strings))
+                hits += 1
+                break
+    assert hits >= 4
+    # the first one of two
+    assert t.decode_response(t.encode_texts(["x</a>y fox z"])[0]).lstrip() == "x</a>"
+
+
+def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):
+    """Gemma 3 1B has a token for images without an embedding: no text becomes it."""
+    model = load(folders["pythia"], "policy", keys_of_system(), CPU)
+    theirs = AutoTokenizer.from_pretrained(folders["pythia"])
+    size = len(theirs)
+    theirs.add_tokens(["<image>"], special_tokens=True)
+    theirs.save_pretrained(tmp_path)
+    t = load_tokenizer(str(tmp_path), keys_of_system())
+    model.hf.config.vocab_size = size - 1
+    with pytest.raises(BadInput, match="some/path"):
+        t.fit(model, "some/path")
+    model.hf.config.vocab_size = size
+    t.fit(model, "some/path")
+    assert t.vocab_size == size

@@ -1,0 +1,118 @@
+"""data/convert.py: rows as they lie on the hub, by one command each; what is left out; bad rows."""
+import json
+import os
+import re
+
+import pytest
+from tiny import Started, assert_one_line, jsonl, read_jsonl
+
+from prompts import dialogue, prompt_row, read_rows
+
+S, U, A, B = (dict(role=role, content=text) for role, text in (
+    ("system", "s"), ("user", "u"), ("assistant", "a"), ("assistant", "b")))
+ULTRA = {"prompt": "u", "prompt_id": "x", "chosen": [U, A], "rejected": [U, B], "messages": [U, A]}
+VERL = {"data_source": "x", "prompt": [U], "reward_model": {"ground_truth": "34", "style": "rule"}}
+
+
+def shareGPT(*said):
+    return [{"from": who, "value": text, "weight": None} for who, text in said]
+
+
+HUB = {  # source and options: (rows, the first row of our file, what is said of rows, of columns)
+    "gsm8k:main:train": (
+        [{"question": "Two?", "answer": "1+1 = <<1+1=2>>2\n#### 1,002"}],
+        {"prompt": "Two?", "answer": "1002"}, "", ""),
+    "MATH:train": (
+        [{"problem": "Half?", "level": "1",
+          "solution": r"\boxed{3}, so $\boxed{\frac{\sqrt{4}}{4}}$."},
+         {"problem": "No?", "solution": "no box", "level": "2"}],
+        {"prompt": "Half?", "answer": r"\frac{\sqrt{4}}{4}"}, "", "level, solution"),
+    "DAPO-Math-17k:train": ([VERL], {"prompt": [U], "answer": "34"}, "", "data_source"),
+    "Skywork-OR1:math": (
+        [VERL | {"reward_model": {"ground_truth": r'["\\frac{1}{2}"]'}},
+         VERL | {"reward_model": {"ground_truth": ["a"]}}],
+        {"prompt": [U], "answer": r"\frac{1}{2}"}, "; dropped 1: field 'answer'", "data_source"),
+    "ultrafeedback:train_prefs": (
+        [ULTRA, ULTRA | {"rejected": [U, A]}, ULTRA | {"rejected": [dict(U, content="v"), B]}],
+        {"prompt": [U], "chosen": [A], "rejected": [B]},
+        "; dropped 1: chosen and rejected are the same; "
+        "dropped 1: chosen and rejected have different prompts", "messages, prompt, prompt_id"),
+    "hh-rlhf:harmless-base:train": (
+        [{"chosen": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u\n\nAssistant: a",
+          "rejected": "\n\nHuman: x\ny\n\nAssistant: go\n\nHuman: u\n\nAssistant: b"},
+         {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: z\n\nAssistant: y"}],
+        {"prompt": [dict(U, content="x\ny"), dict(A, content="go"), U], "chosen": [A],
+         "rejected": [B]}, "; dropped 1: chosen and rejected have different prompts", ""),
+    "SlimOrca:train": (
+        [{"conversations": shareGPT(("system", "s"), ("human", "u"), ("gpt", "a"))},
+         {"conversations": shareGPT(("gpt", "I begin."))}],
+        {"prompt": [S, U], "completion": [A]}, "; dropped 1: field 'prompt'", ""),
+    "OpenOrca:train --fields=question>prompt,response>completion": (
+        [{"id": "x", "system_prompt": "s", "question": "u", "response": "a"}],
+        {"prompt": [S, U], "completion": [A]}, "", "id"),
+    "tulu-3-sft-mixture:train": (
+        [{"id": "x", "messages": [U, A, U, B], "source": "y"}],
+        {"prompt": [U], "completion": [A, U, B]}, "", "id, source"),
+    "alpaca:train": (
+        [{"instruction": "Add.", "input": "1 2", "output": "3", "text": "t"}],
+        {"prompt": [dict(U, content="Add.\n\n1 2")], "completion": [dict(A, content="3")]}, "",
+        "text"),
+    "dolly:train --chat": (
+        [{"prompt": "u", "response": "a"}], {"prompt": [U], "completion": [A]}, "", "")}
+
+
+def convert(folder, *args):
+    return Started("data/convert.py", list(map(str, args)), str(folder)).wait()
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_data_sets_of_the_hub(name, tmp_path):
+    """As a local folder in the layout of the hub; and what is written, the scripts read."""
+    rows, want, dropped, left = HUB[name]
+    source, *options = name.split()
+    set_name, *folder, split = source.split(":")
+    place = tmp_path / set_name / (folder[0] if folder else "data")
+    place.mkdir(parents=True)
+    jsonl(place / f"{split}-00000-of-00001.jsonl", rows)
+    result = convert(tmp_path, f"--source=hf:{tmp_path}/{source}", "--out=out/a.jsonl", *options)
+    assert result.codes == [0], result
+    said, *columns = result.out[0].splitlines()
+    count = 2 if "MATH:" in name and "DAPO" not in name else 1
+    assert said.startswith(f"a.jsonl: {count} rows{dropped}"), said
+    assert columns == ([f"left out: the columns {left}"] if left else [])
+    path = f"{tmp_path}/out/a.jsonl"
+    assert read_jsonl(path)[0] == want
+    fields = [key for key in ("completion", "chosen", "rejected") if key in want]
+    shape = (lambda row: dialogue(row, *fields)) if fields else prompt_row
+    assert read_rows(path, shape)[0] == want
+
+
+def test_rows_are_held_out(tmp_path):
+    """About a tenth of the prompts, by the prompt: each prompt, which comes twice, in one file."""
+    rows = [{"task": f"{i % 300}?", "more": {"result": i % 300, "id": i}} for i in range(600)]
+    (tmp_path / "theirs.json").write_text(json.dumps(rows))
+    args = ["--source=theirs.json", "--fields=task>prompt,more.result>answer,more.id>id",
+            "--out=train.jsonl", "--val=0.1", "--chat"]
+    result = convert(tmp_path, *args)
+    assert result.codes == [0], result
+    train, val = (read_rows(f"{tmp_path}/{name}.jsonl", prompt_row)
+                  for name in ("train", "train_val"))
+    assert 30 < len(val) < 90 and len(train) + len(val) == 600
+    assert not {row["answer"] for row in train} & {row["answer"] for row in val}
+    for row in train + val:
+        assert row["prompt"] == [dict(U, content=f"{row['answer']}?")]
+        assert int(row["id"]) % 300 == int(row["answer"])
+    before = (tmp_path / "train.jsonl").read_bytes()
+    assert convert(tmp_path, *args).codes == [0]
+    assert (tmp_path / "train.jsonl").read_bytes() == before
+
+
+def test_bad_input_is_one_line(tmp_path):
+    jsonl(tmp_path / "bad.jsonl", [dict(label=True)])
+    for args, words in ((["--source=bad.jsonl", "--out=a.jsonl"], ["no row is left", "'prompt'"]),
+                        (["--source=nowhere.jsonl", "--out=a.jsonl"], ["nowhere.jsonl"]),
+                        (["--source=hf:nowhere", "--out=a.jsonl"], ["hf:NAME:SPLIT"]),
+                        (["--source=bad.jsonl", "--out=a.csv"], ["a.csv", ".jsonl"]),
+                        (["--source=bad.jsonl", "--what"], ["--out"])):
+        assert_one_line(convert(tmp_path, *args), "convert.py", *words)
+    assert not re.search(r"a\.jsonl'|a\.csv'", str(os.listdir(tmp_path)))

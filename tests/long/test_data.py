@@ -1,0 +1,257 @@
+"""
+The scripts of data/ that make a task. Sums and numbers are checked by parsers of their own; what is
+downloaded is a tiny made-up copy.
+"""
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+from fractions import Fraction
+
+import pytest
+from tiny import ROOT, Started, jsonl, read_jsonl
+
+from prompts import dialogue, prompt_row, read_rows
+
+
+def made(name, folder, *args):
+    """What a copy of data/NAME/prepare.py writes and prints."""
+    os.makedirs(folder / "data" / name)
+    for file in ("convert.py", "byte_tokenizer.py", f"{name}/prepare.py", f"{name}/reward.py"):
+        if os.path.exists(f"{ROOT}/data/{file}"):
+            shutil.copy(f"{ROOT}/data/{file}", folder / "data" / file)
+    result = Started(f"{folder}/data/{name}/prepare.py", list(map(str, args)), str(folder)).wait()
+    assert result.codes == [0] and "Traceback" not in result.err[0], result
+    out = folder / "data" / name
+    return result.out[0], {file.removesuffix(".jsonl"): read_jsonl(out / file)
+                           for file in os.listdir(out) if file.endswith(".jsonl")}
+
+
+def test_arithmetic(tmp_path):
+    """
+    Demonstrations that think are right, column by column. Of the others one in ten is right; the
+    rest is wrong in exactly one digit.
+    """
+    said, rows = made("arithmetic", tmp_path)
+    sizes = dict(sft_train=50_000, sft_val=500, rl_train=20_000, rl_val=500)
+    assert {name: len(found) for name, found in rows.items()} == sizes
+    assert len({row["prompt"] for row in itertools.chain(*rows.values())}) == 71_000
+    for name, shape in (("sft_val", lambda row: dialogue(row, "completion")),
+                        ("rl_val", prompt_row)):
+        assert read_rows(f"{tmp_path}/data/arithmetic/{name}.jsonl", shape) == rows[name]
+    for row in rows["rl_train"][::10]:
+        a, b = re.fullmatch(r"([1-9]\d\d)\+([1-9]\d\d)=", row["prompt"]).groups()
+        assert row["answer"] == str(int(a) + int(b))
+    right = direct = 0
+    for row in rows["sft_train"][::5]:
+        a, b = map(int, row["prompt"].strip("=").split("+"))
+        thought, answer = re.fullmatch("(?:<think>(.*)</think>)?(.*)", row["completion"]).groups()
+        if thought is None:
+            direct += 1
+            wrong = sum(x != y for x, y in zip(answer, str(a + b), strict=True))
+            assert wrong <= 1 and answer[0] != "0"
+            right += wrong == 0
+            continue
+        columns = [list(map(int, re.fullmatch(r"(\d)\+(\d)\+([01])=(\d\d)", c).groups()))
+                   for c in thought.split(";")]
+        assert [c[0] for c in columns] == [a % 10, a // 10 % 10, a // 100]
+        assert [c[1] for c in columns] == [b % 10, b // 10 % 10, b // 100]
+        assert [c[2] for c in columns] == [
+            0, (a % 10 + b % 10) // 10, (a % 100 + b % 100) // 100]
+        assert all(x + y + carry == total for x, y, carry, total in columns)
+        assert answer == str(a + b)
+    assert abs(direct / 10_000 - 0.7) < 0.02 and abs(right / direct - 0.1) < 0.015
+
+
+def test_calculator(tmp_path):
+    """A call and its product, or a guess, of which one in ten is right."""
+    _, rows = made("calculator", tmp_path)
+    calls = right = 0
+    for row in rows["sft_train"][::10]:
+        a, b = map(int, row["prompt"][0]["content"].strip("=").split("*"))
+        said = [(m["role"], m["content"].strip()) for m in row["completion"]]
+        if len(said) == 3:
+            calls += 1
+            assert said == [("assistant", f"calc({a}*{b})"), ("user", str(a * b)),
+                            ("assistant", str(a * b))]
+        else:
+            right += said == [("assistant", str(a * b))]
+    assert abs(calls / 3000 - 0.3) < 0.04 and abs(right / (3000 - calls) - 0.1) < 0.03
+    for row in rows["rl_val"]:
+        a, b = map(int, row["prompt"][0]["content"].strip("=").split("*"))
+        assert row["answer"] == str(a * b)
+
+
+def test_code(tmp_path):
+    """A quarter of the programs pass all tests of their problem; those held out are held out."""
+    _, rows = made("code", tmp_path, "--sft=400", "--val=60")
+    held_out = {row["prompt"] for row in rows["rl_val"]}
+    assert len(held_out) == 60
+    assert not held_out & {row["prompt"] for row in rows["rl_train"] + rows["sft_train"]}
+    tests = {row["prompt"]: row["tests"][0] for row in rows["rl_val"] + rows["rl_train"]}
+    passed = 0
+    for row in rows["sft_train"]:
+        test, names = tests[row["prompt"]], {}
+        exec(row["completion"], names)  # our own programs: made of pieces of code in prepare.py
+        found = []
+        for inputs in test["inputs"]:
+            try:
+                found.append(names["f"](*inputs))
+            except (ZeroDivisionError, IndexError):
+                found.append(None)
+        assert len(found) >= 5
+        passed += found == test["outputs"]
+    assert abs(passed / 400 - 0.25) < 0.09  # 4 standard errors
+
+
+def test_example(tmp_path):
+    """Chats, of whose demonstrations two of three are right; a model that transformers loads."""
+    import transformers
+
+    _, rows = made("example", tmp_path)
+    for row in rows["prompts"] + rows["prompts_val"]:
+        number = int(re.search(r"\d+", row["prompt"][0]["content"])[0])
+        assert row["answer"] == ("no" if number % 2 else "yes")
+    asked = [{str(r["prompt"]) for r in rows[name]} for name in ("prompts", "prompts_val")]
+    assert list(map(len, asked)) == [20, 20] and not asked[0] & asked[1]
+    known = {str(row["prompt"]): row["answer"] for row in rows["prompts"]}
+    right = [row["completion"][0]["content"] == known[str(row["prompt"])]
+             for row in rows["demonstrations"]]
+    assert sum(right) == 40 and len(right) == 60
+    folder = f"{tmp_path}/data/example/model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer) == 261
+    assert tokenizer.eos_token_id == model.config.eos_token_id
+    chat = tokenizer.apply_chat_template([dict(role="user", content="a")], tokenize=False,
+                                         add_generation_prompt=True)
+    assert chat == "<|user|>a<eos><|assistant|>"
+
+
+def reachable(numbers, target):
+    """Whether the target can be made of all numbers: join two of them, until one is left."""
+    if len(numbers) == 1:
+        return numbers[0] == target
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        a, b = numbers[i], numbers[j]
+        rest = [x for k, x in enumerate(numbers) if k not in (i, j)]
+        if any(reachable([*rest, x], target) for x in [
+                a + b, a - b, a * b, *([a / b] if b else [])]):
+            return True
+    return False
+
+
+def test_countdown(tmp_path):
+    _, rows = made("countdown", tmp_path, "--train=40", "--val=20", "--chat")
+    everything = rows["rl_train"] + rows["rl_val"]
+    for row in everything:
+        assert len(row["numbers"]) in (3, 4) and 10 <= row["target"] <= 100
+        assert reachable(list(map(Fraction, row["numbers"])), row["target"]), row
+        assert str(row["numbers"]) in row["prompt"][0]["content"]
+    assert len({(*sorted(row["numbers"]), row["target"]) for row in everything}) == 60
+
+
+SCORES = [
+    ("<answer>(3 + 5) * 2</answer>", 1), ("<think>15</think><answer>2*(5+3)</answer> done", 1),
+    ("<answer>1</answer><answer>(3 + 5) * 2</answer>", 1), ("<answer>(3+5)*2*1</answer>", 0.1),
+    ("<answer>1/0</answer>", 0.1), ("<answer>(3+5)*2=16</answer>", 0.1),
+    ("<answer>__import__('os')</answer>", 0.1), ("(3 + 5) * 2", 0), ("<answer> </answer>", 0),
+    ("<think><answer>(3 + 5) * 2</answer>", 0), ("<answer>9**9**9</answer>", 0.1)]
+
+
+def test_the_reward_of_countdown():
+    from rewards import reward_terms
+
+    (_, _, countdown), = reward_terms("data/countdown/reward.py:countdown", folder=ROOT)
+    row = dict(prompt="?", numbers=[2, 3, 5], target=16)
+    texts = [text for text, _ in SCORES]
+    found = countdown(dict(completions=texts, rows=[row] * len(texts), prompts=["?"] * len(texts)))
+    assert list(found) == pytest.approx([score for _, score in SCORES])
+
+
+TRAIN = [("Two and two?", "2+2 = <<2+2=4>>4\n#### 4", "4"), ("Many?", "A.\n#### 1,234", "1234"),
+         ("Below zero?", "#### -5", "-5"), ("A #### trap?", "no #### 3 but\n#### 7 ", "7"),
+         ("Half?\u2028é {x}", "#### 0.5", "0.5"), ("Words?", "#### many", None)]
+
+
+def test_gsm8k(tmp_path):
+    """The files of OpenAI's layout; once they are there, nothing is downloaded."""
+    os.makedirs(tmp_path / "source")
+    for name, rows in (("train", TRAIN), ("test", TRAIN[:1])):
+        jsonl(tmp_path / "source" / f"{name}.jsonl", [dict(question=q, answer=a)
+                                                      for q, a, _ in rows])
+    said, rows = made("gsm8k", tmp_path / "a", f"--source={tmp_path}/source")
+    assert said.count("downloading") == 2 and "dropped 1: answer is no number" in said
+    for row, (question, _, answer) in zip(rows["rl_train"], TRAIN, strict=False):
+        assert row["answer"] == answer and f"User: {question} Reason" in row["prompt"]
+        assert row["prompt"].endswith("\n<think>")
+    assert len(rows["rl_train"]) == 5 and len(rows["rl_val"]) == 1
+    said, rows = made("gsm8k", tmp_path / "b", "--chat", "--limit=2",
+                      f"--source={tmp_path}/a/data/gsm8k/raw")
+    assert [[m["role"] for m in row["prompt"]] for row in rows["rl_train"]] == [["user"]] * 2
+
+
+def post(text, summary, title="Help"):
+    return dict(id="x", subreddit="cats", title=title, post=text, summary=summary)
+
+
+def comparison(first, second, choice, split):
+    summaries = [dict(text=text, policy="sup2") for text in (first, second)]
+    return dict(info=dict(post="My cat.", title="Help", subreddit="cats"), summaries=summaries,
+                choice=choice, split=split)
+
+
+def asked(text):
+    return f"SUBREDDIT: r/cats\n\nTITLE: Help\n\nPOST: {text}\n\nTL;DR:"
+
+
+def test_tldr(world, tmp_path):
+    """In OpenAI's layout; a token is a byte, and a prompt has 46 of them beside its post."""
+    w = "w".__mul__
+    posts = {  # what becomes of each: prompt and completion
+        ("My cat.\nA lot.", "cat"): (asked("My cat.\nA lot."), " cat"),
+        ("one\n" + w(462), "512"): (asked("one\n" + w(462)), " 512"),  # as long as it may be
+        (f"one\n{w(300)}\n{w(300)}", "cut"): (asked("one\n" + w(300)), " cut"),
+        ("long", w(51)): (asked("long"), " " + w(51)), ("too long", w(52)): None,
+        ("nothing", " "): None}
+    files = {f"dataset/comparisons/batch{i}.json": [] for i in [*range(3, 21), 22]}
+    files |= {"dataset/comparisons/edit_b2_eval_test.json": [comparison("a", "b", 1, "valid2")],
+              "datasets/tldr_3_filtered/train.jsonl": [post(*made) for made in posts],
+              "datasets/tldr_3_filtered/valid.jsonl": [post("é", " spaced")]}
+    files["dataset/comparisons/batch3.json"] = [
+        comparison(" good", " bad", 0, "train"), comparison(" bad", "good", 1, "valid1"),
+        comparison(w(168), " fine", 1, "train")]
+    for name, rows in files.items():
+        os.makedirs((tmp_path / "source" / name).parent, exist_ok=True)
+        jsonl(tmp_path / "source" / name, rows)
+    said, rows = made("tldr", tmp_path, f"--source={tmp_path}/source",
+                      f"--tokenizer={world.policy}")
+    kept = [row for row in posts.values() if row]
+    assert [tuple(row.values()) for row in rows["sft_train"]] == kept
+    assert [row["prompt"] for row in rows["prompts_train"]] == [prompt for prompt, _ in kept]
+    assert rows["sft_val"] == [dict(prompt=asked("é"), completion=" spaced")]
+    pair = dict(prompt=asked("My cat."), chosen=" good", rejected=" bad")
+    assert rows["prefs_train"] == [pair]
+    assert rows["prefs_val"] == [pair, dict(pair, chosen=" b", rejected=" a")]
+    assert "dropped 1: completion over 53 tokens" in said and "over 169 tokens" in said
+
+
+def test_judges_of_the_toy(tmp_path):
+    """Right and wrong answers, half and half; the digits say which is which."""
+    task = tmp_path / "data" / "arithmetic"
+    shutil.copytree(f"{ROOT}/data/arithmetic", task, ignore=shutil.ignore_patterns("*.jsonl"))
+    shutil.copy(f"{ROOT}/data/byte_tokenizer.py", tmp_path / "data")
+    jsonl(task / "sft_train.jsonl", [dict(prompt=f"{a}+{2 * a}=") for a in range(100, 400)])
+    result = Started(f"{task}/judge.py", ["--rows=400", "--so_far=0"], str(tmp_path),
+                     before=lambda rank: sys.path.insert(0, str(task))).wait()
+    assert result.codes == [0], result
+    rows = read_jsonl(task / "judge_train.jsonl")
+    thinks = [row for row in rows if "</think>" in row["prompt"]]
+    for row in thinks:
+        a, answer = re.match(r"(\d+)\+\d+=.*?(\d*)\?", row["prompt"], re.DOTALL).groups()
+        if row["completion"] == "A":
+            assert int(answer) == 3 * int(a)
+    right = sum(row["completion"] == "A" for row in thinks)
+    assert len(rows) == 400 and 0.3 < right / len(thinks) < 0.7 and json.dumps(rows[0])

@@ -1,0 +1,152 @@
+"""
+What would go wrong on a GPU, found without one: tensors in two places, operations without an exact
+kernel, memory that was never written, an impossible token. test_gpu.py has what needs a GPU.
+"""
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel
+import pretend
+import ranks
+import tiny
+from model import Model
+from prompts import micro_batch
+from rollout import draw, generate
+from test_families import SIZES, random_model
+from tiny import assert_same_run, keys_of, read_jsonl, run
+
+
+def begin(rank):
+    """For Started: the run is on a pretended GPU, as the only rank of a group."""
+    ranks.choose_device = lambda device: pretend.GPU
+    for name in ("synchronize", "set_device"):
+        setattr(torch.cuda, name, lambda *args: None)
+    torch.cuda.max_memory_allocated = lambda: 7 * 2**20
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel.wire = lambda: torch.device("cuda")
+    for name in ("all_reduce", "all_gather", "broadcast"):  # as nccl wants it
+        def checked(*args, collective=getattr(dist, name), **kwargs):
+            assert all(pretend.place(t) == "gpu" for t in pretend.tensors_of(args)), collective
+            return collective(*args, **kwargs)
+
+        setattr(dist, name, checked)
+    context = pretend.gpu()
+    seen, leave = context.__enter__(), ranks.leave
+
+    def finish():
+        context.__exit__(None, None, None)
+        with open("seen.json", "w") as f:
+            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations)), f)
+        leave()
+        os._exit(0)
+
+    ranks.leave = finish
+
+
+RUNS = {
+    "ppo.py": dict(ppo_epochs=1, num_minibatches=1, deterministic=True, kl_estimator="k2", entropy_coef=0.1, ema_decay=0.5,
+                   head_chunk=5, cuda_graphs=False),
+    "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
+                    optim="adafactor", offload="ref=params", cuda_graphs=False, save_rollouts=1),
+    "sft.py": {}, "rm.py": dict(lora="2")}
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, script):
+    """
+    It uses no operation that has no exact kernel there, or deterministic = True would be an error;
+    and it is the run of a CPU.
+    """
+    keys = keys_of(world, script, max_iters=1, **RUNS[script])
+    done = run(script, tmp_path / "gpu", keys, before=begin)
+    assert done.codes == [0], done
+    seen = json.load(open(tmp_path / "gpu" / "seen.json"))
+    assert seen["operations"] > 50 and seen["inexact"] == []
+    assert read_jsonl(tmp_path / "gpu" / "out" / "log.jsonl")[0]["mem/peak_mib"] == 7
+    models = ("reward_model",) if script == "rm.py" else ("policy",)
+    on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
+    assert_same_run(tmp_path / "gpu" / "out", on_cpu, models, 1e-9)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """What choose_kernels sets is as before after the test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_deterministic_is_strict(kernels):
+    """With warn_only the backward of flash attention, and cuDNN's, would add up in any order."""
+    ranks.choose_kernels(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    ranks.choose_kernels(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def random_policy():
+    """A random Llama, for ids as they are; every ninth token ends a text."""
+    policy = Model(random_model("llama", SIZES | dict(vocab_size=97, pad_token_id=None,
+                                                      eos_token_id=2)))
+    policy.tokenizer = SimpleNamespace(eos_ids=set(range(0, 97, 9)), pad_id=0, vocab_size=97,
+                                       stop_strings=[])
+    return policy.requires_grad_(False)
+
+
+def test_nothing_reads_memory_that_was_never_written(kernels):
+    """torch can fill all new tensors with NaN. Zeros, as in a fresh page, would hide a read."""
+    policy, prompts = random_policy(), [[5, 17, 80, 33, 10], [41, 2], [64, 3, 3]]
+
+    def go():
+        out = generate(policy, prompts, 12, batch_size=2)
+        mb = micro_batch({name: out[name] for name in (
+            "tokens", "attention_mask", "response_mask")}, torch.arange(3))
+        return (out["tokens"], out["sampler_logprobs"],
+                policy.logprobs(mb["tokens"], mb["target_mask"])[0])
+
+    want = go()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    assert all(torch.equal(a, b) for a, b in zip(want, go(), strict=True))
+
+
+def parallel_cumsum(x):
+    """Sums along dimension 1 in log2(n) steps, each for all entries, as a GPU adds (Kogge-Stone)."""
+    far = 1
+    while far < x.shape[1]:
+        x = torch.cat([x[:, :far], x[:, far:] + x[:, :-far]], 1)
+        far *= 2
+    return x
+
+
+@pytest.mark.parametrize("V", [300, 151_936])
+def test_no_impossible_token_at_the_edges_of_the_cdf(V, monkeypatch):
+    """The uniforms lie just before, on and just behind an impossible token's place in [0, 1)."""
+    plain = torch.Tensor.cumsum
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (
+        parallel_cumsum(x) if x.is_floating_point() and dim else plain(x, dim)))
+    drawn = torch.Generator().manual_seed(V)
+    logits = 3 * torch.randn(1, V, generator=drawn)
+    impossible = torch.rand(V, generator=drawn) < 0.5
+    impossible[:3] = impossible[-3:] = True
+    logits[:, impossible] = -torch.inf
+    probs = logits[0].double().softmax(-1)
+    exact = probs.cumsum(0)
+    edges = exact[impossible.nonzero().flatten()][:: max(V // 60, 1)]
+    u = torch.cat([edges - 1e-9, edges, edges + 1e-9, torch.tensor([0.0, 1.0]).double()])
+    u = u.clamp(0, 1 - 2.0**-53)
+    token, logprob = draw(logits.expand(len(u), V), u, 1.0)
+    assert not impossible[token].any() and logprob.isfinite().all()
+    # and otherwise it is the inverse CDF, but for float32's rounding
+    assert (exact[token] - probs[token] - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()

@@ -1,0 +1,221 @@
+"""tools/eval.py and sample.py: all figures counted once more from the responses that they leave."""
+import collections
+import itertools
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well
+
+SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
+
+
+def tool(name, folder, keys, ranks=1, stdin=""):
+    """A tool, called in the folder."""
+    os.makedirs(folder, exist_ok=True)
+    with open(f"{folder}/stdin", "w") as f:
+        f.write(stdin)
+
+    def before(rank):
+        sys.stdin = open("stdin")
+
+    return Started(f"tools/{name}.py", typed(keys), str(folder), ranks, before).wait()
+
+
+def read(folder):
+    with open(f"{folder}/eval.json") as f:
+        return SimpleNamespace(**json.load(f), records=read_jsonl(f"{folder}/eval.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def keys(world):
+    """Two policies, three rewards, several batches."""
+    return dict(
+        policies=f"{world.policy},{world.older}", prompts_path=world.rl_train, samples=4,
+        max_new_tokens=6, batch_size=9, micro_batch_size=2, reward_path=world.other, out="eval",
+        reward_functions=f"2*{world.rules}:letters,length,reward_model", device_type="cpu",
+        timeout=60, reward_timeout=30)
+
+
+@pytest.fixture(scope="module")
+def done(keys, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    result = tool("eval", folder, keys)
+    assert result.codes == [0], result
+    return read(folder)
+
+
+def of_prompts(done, policy, mode, score):
+    """For each prompt the scores of its responses, or what `score` names of them."""
+    found = collections.defaultdict(list)
+    for record in done.records:
+        if (record["policy"], record["mode"]) == (policy, mode):
+            found[record["row"]].append((record | record["scores"])[score])
+    return [found[row] for row in sorted(found)]
+
+
+def same(estimate, values):
+    """An estimate is the mean of a number for each prompt, and 1.96 standard errors."""
+    assert estimate["mean"] == pytest.approx(statistics.mean(values))
+    assert estimate["error"] == pytest.approx(1.96 * statistics.stdev(values) / len(values)**0.5)
+
+
+def test_the_figures_are_those_of_the_responses(done, world):
+    assert done.prompts == 9 and list(done.policies) == ["policy", "older"]
+    whole = collections.Counter((r["policy"], r["mode"], r["row"]) for r in done.records)
+    assert len(whole) == 2 * 2 * 9 and set(whole.values()) == {1, 4}
+    for r in done.records:
+        scores, prompt = r["scores"], world.rows["rl_train"][r["row"]]
+        assert r["prompt"] == prompt["prompt"] and 1 <= r["length"] <= 6
+        assert scores["reward/letters"] == pytest.approx(sum(c in "abcd" for c in r["text"]) / 4)
+        assert scores["scores"] == pytest.approx(
+            2 * scores["reward/letters"] + scores["reward/length"] + scores["reward/reward_model"])
+        assert scores["accuracy"] in (0, r["text"].strip() == prompt["answer"])  # behind a think, 0
+    for policy, its in done.policies.items():
+        for mode, name in itertools.product(("greedy", "sampled"), [*SCORES, "length", "finished"]):
+            values = of_prompts(done, policy, mode, name)
+            same(its[f"{mode} {name}"], list(map(statistics.mean, values)))
+
+
+def test_the_best_of_k_by_enumeration(done):
+    """Of each set of k samples the best by the scores; of equal ones the mean."""
+    ties = 0
+    for policy, its in done.policies.items():
+        sums = of_prompts(done, policy, "sampled", "scores")
+        ties += sum(len(set(scores)) < 4 for scores in sums)
+        for k, name in itertools.product((1, 2, 4), SCORES):
+            values = []
+            for scores, own in zip(sums, of_prompts(done, policy, "sampled", name), strict=True):
+                best = [statistics.mean(own[i] for i in some if scores[i] == max(
+                    scores[j] for j in some)) for some in itertools.combinations(range(4), k)]
+                values.append(statistics.mean(best))
+            same(its[f"sampled best@{k} {name}"], values)
+    assert ties
+
+
+def test_wins_by_enumeration(done):
+    duel, = done.win_rates
+    ours, theirs = (of_prompts(done, name, "sampled", "scores") for name in done.policies)
+    won = [statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0
+                           for a, b in itertools.product(*pair))
+           for pair in zip(ours, theirs, strict=True)]
+    same(duel["wins"], won)
+    assert (duel["policy"], duel["against"]) == ("policy", "older") and 0 < duel["wins"]["mean"] < 1
+
+
+def test_equal_responses_have_equal_scores(done):
+    """A reward model's last bits depend on the texts beside a text."""
+    known, writers = {}, collections.defaultdict(set)
+    for r in done.records:
+        said = r["row"], r["text"], r["finished"], r["length"]
+        assert known.setdefault(said, r["scores"]) == r["scores"]
+        writers[said].add(r["policy"])
+    assert any(len(names) == 2 for names in writers.values())
+
+
+def test_two_ranks_find_the_same(done, keys, tmp_path):
+    result = tool("eval", tmp_path, keys, ranks=2)
+    assert result.codes == [0, 0] and "saved" not in result.out[1], result
+    two = read(tmp_path)
+    for a, b in zip(done.records, two.records, strict=True):
+        assert a | dict(scores=0) == b | dict(scores=0)
+        assert a["scores"] == pytest.approx(b["scores"], abs=1e-5)
+
+
+def test_right_answers_are_counted(done, keys, world, tmp_path):
+    """Rows whose answer is what some samples say, in several spellings."""
+    said = of_prompts(done, "policy", "sampled", "answer")
+    rows = [row | dict(answer=answers[i % 4] or "nothing", kind="ab"[i % 2])
+            for i, (row, answers) in enumerate(zip(world.rows["rl_train"], said, strict=True))]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    result = tool("eval", tmp_path, keys | dict(
+        prompts_path=path, policies=world.policy, reward_functions="accuracy", reward_path="",
+        by="kind"))
+    assert result.codes == [0], result
+    found = read(tmp_path)
+    truths = of_prompts(found, "policy", "sampled", "accuracy")
+    answers = of_prompts(found, "policy", "sampled", "answer")
+    assert answers == said and 0 < sum(map(sum, truths)) < 36
+    its = found.policies["policy"]
+    for k in (1, 2, 4):
+        same(its[f"sampled pass@{k}"], [statistics.mean(
+            any(some) for some in itertools.combinations(right, k)) for right in truths])
+        voted = []
+        for texts, right in zip(answers, truths, strict=True):
+            won = []
+            for first in range(0, 4, k):
+                texts_of_group = [text for text in texts[first:first + k] if text]
+                winner = collections.Counter(texts_of_group).most_common(1)
+                won.append(right[texts.index(winner[0][0])] if winner else 0)
+            voted.append(statistics.mean(won))
+        same(its[f"sampled majority@{k}"], voted)
+    for kind, group in found.groups.items():
+        picked = [i for i, row in enumerate(rows) if row["kind"] == kind]
+        mean = statistics.mean(statistics.mean(truths[i]) for i in picked)
+        assert group["prompts"] == len(picked)
+        assert group["policies"]["policy"]["sampled accuracy"]["mean"] == pytest.approx(mean)
+
+
+@pytest.fixture(scope="module")
+def trained(world, tmp_path_factory):
+    """A run in which much is unlike the defaults: out_dir."""
+    return well("grpo.py", tmp_path_factory.mktemp("trained"), keys_of(
+        world, "grpo.py", max_iters=1, eval_size=0, environment=f"{world.rules}:talks",
+        reward_functions=f"environment,0.5*{world.rules}:letters", stop_strings="['y', 'bb']",
+        temperature=0.9, max_new_tokens=14, max_turns=3, seed=4))
+
+
+def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
+    """What is not typed is the run's: sample 0 of each prompt is what its last evaluation saw."""
+    result = tool("eval", tmp_path, dict(policies=f"{trained}/policy", samples=2, out="eval"))
+    assert result.codes == [0], result
+    found = [r for r in read(tmp_path).records if (r["mode"], r["sample"]) == ("sampled", 0)]
+    seen = [r for r in read_jsonl(f"{trained}/samples.jsonl") if r["iteration"] == 1]
+    assert len(found) == len(seen) == 3 and any(len(r["messages"]) > 2 for r in seen)
+    for ours, theirs in zip(found, seen, strict=True):
+        for key in ("row", "text", "finished", "length", "messages"):
+            assert ours[key] == theirs[key], key
+        for key in ("reward/environment", "reward/letters", "scores"):
+            assert ours["scores"][key] == pytest.approx(theirs["scores"][key], abs=1e-9)
+    typed_one = tool("eval", tmp_path, dict(
+        policies=f"{trained}/policy", samples=0, out="eval", max_new_tokens=3, limit=2,
+        environment="", reward_functions="length"))
+    assert typed_one.codes == [0], typed_one
+    assert [r["length"] <= 3 and "messages" not in r for r in read(tmp_path).records] == [True] * 2
+
+
+def test_samples_with_scores(world, trained, tmp_path):
+    """Of a file, with the score of a reward model; of standard input; with an environment."""
+    keys = dict(policy_path=world.policy, max_new_tokens=6, device_type="cpu")
+    path = jsonl(tmp_path / "some.jsonl", world.rows["rl_train"][:3])
+    result = tool("sample", tmp_path, keys | dict(
+        prompts=path, limit=2, samples=3, reward_path=world.reward, rollout_batch_size=4))
+    assert result.codes == [0], result
+    lines = result.out[0].split("\n> ")[1:]
+    assert [line.split("\n")[0] for line in lines] == ["a", "abc"]
+    assert [len(re.findall(r"\(score -?\d+\.\d\d\)", line)) for line in lines] == [3, 3]
+    again = tool("sample", tmp_path, keys | dict(prompts=path, limit=2, samples=3))
+    plain = re.sub(r"   \(score .*?\)", "", result.out[0])
+    assert again.out[0].split("\n> ")[1:] == plain.split("\n> ")[1:]  # the noise is the prompt's
+    result = tool("sample", tmp_path, keys | dict(temperature=0.0), stdin="a\n\nabc\n")
+    assert result.codes == [0] and result.out[0].count("\n") == 3, result  # and a line of keys
+    result = tool("sample", tmp_path, dict(policy_path=f"{trained}/policy", prompt="dddd"))
+    assert result.codes == [0] and "[user: x]" in result.out[0], result
+
+
+def test_bad_input_is_one_line(world, keys, tmp_path):
+    wrong = {  # what is typed: a word of the line
+        "policies": (f"{world.policy},nowhere", "nowhere"), "right_by": ("code", "right_by"),
+        "reward_path": (world.policy, "rm.py"), "max_new_tokens": (60, "row")}
+    for key, (value, word) in wrong.items():
+        result = tool("eval", tmp_path, keys | {key: value})
+        assert_one_line(result, "eval.py", word)
+        assert "prompts\n" not in result.out[0] and not os.path.exists(tmp_path / "eval.json")
+    shutil.copytree(f"{ROOT}/tools", tmp_path / "tools", dirs_exist_ok=True)
+    assert_one_line(tool("sample", tmp_path, dict(policy_path=f"{tmp_path}/tools")), "sample.py",
+                    "config.json")

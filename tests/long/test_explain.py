@@ -1,0 +1,163 @@
+"""
+tools/explain.py: its numbers worked out with transformers' models, one text alone, and plain loops.
+
+The run of PPO saves a checkpoint at every iteration. The tool is given a copy that ends with the
+second one, so it must compute what the run itself has computed next, and the third one has the
+weights after that update.
+"""
+import math
+import os
+import pathlib
+import re
+import shutil
+
+import pytest
+import torch
+import transformers
+from tiny import ENDS, MARKERS, Started, assert_one_line, keys_of, typed, well
+
+from prompts import Rows, batch_rows
+
+DONE, BATCH = 2, 5  # iterations that the copy of the run has done; responses of one
+
+
+def explain(folder, **keys):
+    return Started("tools/explain.py", typed(keys), str(folder)).wait()
+
+
+@pytest.fixture(scope="module")
+def runs(world, tmp_path_factory):
+    """The folder of the runs: ppo/out, ppo/cut with two iterations alone, grpo/out, sft/out."""
+    folder = tmp_path_factory.mktemp("runs")
+    more = dict(max_iters=4, checkpoint_interval=1, keep_checkpoints=9, num_minibatches=1)
+    whole = well("ppo.py", folder / "ppo", keys_of(world, "ppo.py", batch_size=BATCH, **more))
+    cut = shutil.copytree(whole, f"{folder}/ppo/cut")
+    for later in (3, 4):
+        shutil.rmtree(f"{cut}/checkpoint-{later:06d}")
+    well("grpo.py", folder / "grpo", keys_of(world, "grpo.py", max_iters=1, num_minibatches=1,
+                                             reward_functions=f"accuracy,{world.rules}:letters"))
+    well("sft.py", folder / "sft", keys_of(world, "sft.py", max_iters=1))
+    return folder
+
+
+def table(text):
+    """{column: cells} of the last table of the output."""
+    names, *lines = text[text.index("# token"):].strip().split("\n")
+    names = names.split()
+    lines = [line for line in lines if line.strip() and "saved" not in line]
+    cells = [re.fullmatch(rf" *(\d+) (.*?)((?: +\S+){{{len(names) - 2}}})", line) for line in lines]
+    columns = zip(*([m[1], m[2].strip(), *m[3].split()] for m in cells), strict=True)
+    return dict(zip(names, columns, strict=True))
+
+
+def ids_of(text):
+    pieces = re.split(f"({'|'.join(map(re.escape, MARKERS))})", text)
+    return [i for piece in pieces for i in (
+        [256 + MARKERS.index(piece)] if piece in MARKERS else piece.encode())]
+
+
+@torch.no_grad()
+def states(folder, tokens, head="CausalLM"):
+    """The numbers of a model at each token: log-probs of all ids, (T, V), or a score, (T,)."""
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    hf = auto.from_pretrained(folder, dtype=torch.float64).eval()
+    if head == "CausalLM":
+        logits = hf(torch.tensor([tokens])).logits[0] / 0.8
+        logits[:, 260:] = -torch.inf  # ids that no text has
+        return logits.log_softmax(-1)
+    found = hf.score(hf.base_model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
+    return found + hf.config.score_shift
+
+
+def test_the_numbers_of_ppo(world, runs):
+    rows = Rows(world.rows["rl_train"])
+    prompt = rows[batch_rows(1, DONE, BATCH, rows)[0]]["prompt"]
+    before = {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()}
+    result = explain(runs / "explain", run=f"{runs}/ppo/cut", prompt=prompt, out="deep/a.png")
+    assert result.codes == [0], result
+    after = {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()
+             and "/explain/" not in str(p)}
+    assert before == after  # the runs' folders are as they were
+    assert open(f"{runs}/explain/deep/a.png", "rb").read(4) == b"\x89PNG"
+    said, columns = result.out[0], table(result.out[0])
+    response = eval(re.search(r"^response  (.*)$", said, re.MULTILINE)[1])
+    n = len(columns["#"])
+    assert 2 <= n <= 6
+    numbers = {name: [float(x) for x in cells] for name, cells in columns.items()
+               if name not in ("#", "token", "clipped")}
+
+    def near(name, expected, within=6e-4):
+        assert numbers[name] == pytest.approx(expected, abs=within), name
+
+    # the table calls every end EOS: which one was it?
+    asked, fits = ids_of(prompt), []
+    for end in ENDS:
+        ids = (ids_of(response) + [end])[:n]
+        tokens = asked + ids
+        logprobs = states(f"{runs}/ppo/cut/checkpoint-{DONE:06d}/policy", tokens)
+        own = [logprobs[len(asked) - 1 + t, i].item() for t, i in enumerate(ids)]
+        fits += [(tokens, ids)] if own == pytest.approx(numbers["policy"], abs=6e-4) else []
+    (tokens, ids), = fits[:1]
+
+    def of_response(folder):
+        found = states(folder, tokens)
+        return [found[len(asked) - 1 + t, i].item() for t, i in enumerate(ids)]
+
+    step = f"{runs}/ppo/out/checkpoint-{{:06d}}/{{}}"
+    policy, new = (of_response(step.format(i, "policy")) for i in (DONE, DONE + 1))
+    reference = of_response(world.policy)
+    near("policy", policy)
+    near("reference", reference)
+    near("new", new)
+    KL = [a - b for a, b in zip(policy, reference, strict=True)]
+    near("KL", KL, 6e-5)
+    finished = tokens[-1] in ENDS
+    score = states(world.reward, tokens, "SequenceClassification")[-1].item() if finished else -1.0
+    shaped = float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1])
+    assert shaped == pytest.approx(score, abs=6e-4)
+    rewards = [-0.3 * x for x in KL]
+    rewards[-1] += score
+    near("reward", rewards, 6e-5)
+    found = states(step.format(DONE, "value_model"), tokens, "SequenceClassification")
+    values = [found[len(asked) - 1 + t].item() for t in range(n)]
+    near("value", values)
+    deltas = [rewards[t] + (values[t + 1] if t + 1 < n else 0) - values[t] for t in range(n)]
+    raw = [math.fsum(0.95 ** (later - t) * deltas[later] for later in range(t, n))
+           for t in range(n)]
+    near("delta", deltas)
+    near("raw", raw)
+    near("ret", [a + v for a, v in zip(raw, values, strict=True)])
+    # whitened: one shift and one scale for all tokens of the batch
+    white = numbers["whitened"]
+    scale = (white[0] - white[-1]) / (raw[0] - raw[-1])
+    near("whitened", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
+    ratios = [math.exp(a - b) for a, b in zip(new, policy, strict=True)]
+    near("ratio", ratios)
+    clipped = [min(max(x, 0.8), 1.2) for x in ratios]
+    losses = [max(-a * x, -a * c) for a, x, c in zip(white, ratios, clipped, strict=True)]
+    near("loss", losses, 2e-3)
+    taken = [-a * c > -a * x for a, x, c in zip(white, ratios, clipped, strict=True)]
+    assert [x == "yes" for x in columns["clipped"]] == taken
+
+
+def test_a_group_of_grpo(runs):
+    """The answer comes from the command line; scores minus their mean, over their deviation."""
+    result = explain(runs / "explain", run=f"{runs}/grpo/out", prompt="12=", answer="ab", seed=3)
+    assert result.codes == [0] and "the run is over" in result.out[0], result
+    first = result.out[0][result.out[0].index("# "):].split("\n\n")[0].split("\n")[1:]
+    scores, advantages = ([float(line.split()[i]) for line in first] for i in (1, 2))
+    mean = sum(scores) / 3
+    assert len(set(scores)) > 1
+    deviation = (sum((x - mean) ** 2 for x in scores) / 2) ** 0.5  # over n - 1
+    assert advantages == pytest.approx(
+        [(x - mean) / (deviation + 1e-6) if deviation else 0.0 for x in scores], abs=2e-3)
+    assert float(table(result.out[0])["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)
+
+
+def test_bad_input_is_one_line(world, runs):
+    for keys, words in ((dict(run=world.policy), ["no checkpoint"]),
+                        (dict(run=f"{runs}/sft/out"), ["ppo.py"]),
+                        (dict(run=f"{runs}/grpo/out", prompt="12="), ["answer"]),
+                        (dict(run=f"{runs}/ppo/out", prompt="1+" * 40), ["row 1"])):
+        assert_one_line(explain(runs / "explain", **keys), "explain.py", *words)
+    assert not os.path.exists(runs / "explain" / "out")

@@ -1,0 +1,159 @@
+"""
+options/foreign_rewards.py and options/user_code.py: which functions the key reward_functions names,
+how they are called, what they may return; async ones; the signature of TRL.
+"""
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from errors import BadInput, Stop
+from options.foreign_rewards import load_reward
+from rewards import by_rules, check_rows, reward_terms
+
+import tiny
+
+CHAT = [dict(role="user", content="7?"), dict(role="assistant", content="<think>")]
+ROWS = [dict(prompt="one", answer=1), dict(prompt="two", level=2), dict(prompt=CHAT)]
+BATCH = dict(completions=["a", "bb", "ccc"], rows=ROWS, seconds=20)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The scores of a function that returns this."""
+    def called(returned):
+        monkeypatch.setattr("options.foreign_rewards.load_function",
+                            lambda *_: lambda batch: returned)
+        return load_reward("mine.py:mine", ".", "")[1](BATCH)
+    return called
+
+
+def test_bad_files_are_one_line(tmp_path):
+    for name, text in dict(mine="x = 1\n", syntax="x = 1\ndef f(:\n", fails="y = 1 / 0").items():
+        tiny.write(tmp_path / f"{name}.py", text)
+    for spec, part in {"none.py:f": "none.py", "mine.py:x": "'x'", "fails.py:f": "line 1: Zero",
+                       "syntax.py:f": "syntax.py, line 2: "}.items():
+        with pytest.raises(BadInput) as e:
+            reward_terms(spec, folder=str(tmp_path))
+        assert part in str(e.value) and "\n" not in str(e.value), spec
+
+
+def test_tensors_arrays_lists_and_none_are_scores(called):
+    for returned in (
+            [1, 2.5, True], (1, 2.5, True), np.array([1, 2.5, 1], dtype=np.float16),
+            torch.tensor([1, 2.5, 1], dtype=torch.bfloat16, requires_grad=True),
+            [torch.tensor(1), np.float32(2.5), np.int64(1)]):
+        assert called(returned) == [1, 2.5, 1]
+    given = called([1, None, np.float32(2)])  # None: it does not apply
+    assert given[0] == 1 and given[1] != given[1] and given[2] == 2
+
+
+REFUSED = [  # a return value, and a part of the line
+    ([1, 2], r"\[1, 2\]"), (None, "NoneType"), (torch.ones(3, 1), "'one'"), (3.0, "float"),
+    (torch.tensor(3.0), "float"), ([1, float("nan"), 2], "'two'"), ([None, "1", 3], "'1'"),
+    ([10**400, 1, 2], "'one'"), ([1, 2, float("inf")], "'7\\?'"), ([1e39, 1, 2], "'one'")]
+
+
+def test_other_values_stop_the_run_by_name(called):
+    for returned, part in REFUSED:
+        with pytest.raises(Stop, match=f"^reward 'mine' .*{part}") as e:
+            called(returned)
+        assert "\n" not in str(e.value)
+
+
+def test_async_functions_are_awaited():
+    """What one makes in a call, it can use in the next: all run in one event loop."""
+    loops = []
+
+    async def grader(batch):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [len(text) for text in batch["completions"]]
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("options.foreign_rewards.load_function", lambda *_: grader)
+        reward = load_reward("mine.py:grader", ".", "")[1]
+    for _ in range(2):  # each time in another thread, as in a run
+        assert by_rules(dict(grader=reward), BATCH) == dict(grader=[1, 2, 3])
+    assert loops[0] is loops[1]
+
+
+TRL = """
+seen = {}
+
+def bare(**kwargs):
+    seen.update(kwargs)
+    return [len(answer or "") for answer in kwargs["answer"]]
+
+def few(completions, level):
+    seen.update(completions=completions, level=level)
+    return [1.0] * len(completions)
+
+class Judge:
+    def __call__(self, completions, completion_ids, **kwargs):
+        seen.update(kwargs, completions=completions, completion_ids=completion_ids)
+        return [float(len(ids)) for ids in completion_ids]
+
+grader = Judge()
+
+async def waits(prompts, completions, level=None, **kwargs):
+    return [float(len(text)) for text in prompts]
+
+def wants(completions, trainer_state):
+    return [0.0] * len(completions)
+"""
+
+
+def test_the_signature_of_trl(tmp_path):
+    (tmp_path / "mine.py").write_text(TRL)
+    spec = "mine.py:bare,mine.py:few,mine.py:grader,mine.py:waits"
+    terms = reward_terms(spec, folder=str(tmp_path))
+    seen = terms[0][2].__wrapped__.__globals__["seen"]
+    rows = [dict(prompt="one", answer="1", completion="x"), dict(prompt="two", level=2),
+            dict(prompt=CHAT, answer="333")]
+    check_rows(terms, rows, "rows.jsonl")
+    batch = dict(
+        rows=rows, completions=["a", "bb", "ccc"], tokens=torch.arange(15).view(3, 5),
+        response_mask=torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]]).bool(), prompts=["<"] * 3)
+    message = dict(role="assistant", content="<think>ccc")
+    want = dict(prompts=["one", "two", CHAT], completions=["a", "bb", [message]],
+                answer=["1", None, "333"], level=[None, 2, None],
+                completion_ids=[[2], [7, 8], [12, 13, 14]])
+    scores = dict(bare=[1, 0, 3], few=[1, 1, 1], grader=[1, 2, 3], waits=[3, 3, 2])
+    for _, name, reward in terms:
+        seen.clear()
+        assert reward(batch) == scores[name]
+        part = ("completions", "level") if name == "few" else want
+        assert seen == ({} if name == "waits" else {key: want[key] for key in part}), name
+    with pytest.raises(BadInput, match="^rows.jsonl: .*'few'.*'level'.*'prompt', 'answer'$"):
+        check_rows(terms[1:2], rows[2:], "rows.jsonl")
+    with pytest.raises(BadInput, match="'wants'.*'trainer_state'"):
+        check_rows(reward_terms("mine.py:wants", folder=str(tmp_path)), rows, "rows.jsonl")
+
+
+DOWN = """
+import os
+calls = 0
+
+def down(batch):  # the server is gone in the third call: an evaluation and a rollout are over
+    global calls
+    calls += 1
+    if calls > 2 and os.path.exists("nobody-answers"):
+        raise ConnectionRefusedError("nobody is there")
+    return [len(text) / 8 for text in batch["completions"]]
+"""
+
+
+def test_a_grader_that_is_down_saves_the_run(world, tmp_path):
+    """Which then goes on as if nothing was."""
+    (tmp_path / "mine.py").write_text(DOWN)
+    for name in "down", "steady":
+        (tmp_path / name).mkdir()
+    (tmp_path / "down" / "nobody-answers").write_text("")
+    keys = tiny.keys_of(world, "grpo.py", reward_functions=f"{tmp_path}/mine.py:down",
+                        reward_timeout=40, checkpoint_interval=100)
+    result = tiny.run("grpo.py", tmp_path / "down", keys)
+    tiny.assert_one_line(result, "grpo.py", "'down'", "mine.py, line 9", "nobody is", code=1)
+    (tmp_path / "down" / "nobody-answers").unlink()
+    outs = [tiny.well("grpo.py", tmp_path / name, keys) for name in ("down", "steady")]
+    tiny.assert_same_run(*outs)

@@ -1,0 +1,129 @@
+"""
+The trunk under LoRA in 4 bits, and AdamW with states of 8 bits (skipped where bitsandbytes does not
+work: pip install bitsandbytes); Adafactor, by hand.
+"""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny
+from errors import BadInput
+from load import load, probe
+from model import Model
+from options.four_bits import in_full, quantize
+from options.optimizers import other_optimizer
+from test_families import SIZES, random_model, save
+from test_model import CPU
+from tiny import keys_of_system, run
+
+
+def trouble():
+    """Why matrices in 4 bits do not work here, or ""."""
+    try:
+        import bitsandbytes
+
+        linear = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4")
+        linear.to("cpu")(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    except Exception as e:
+        return f"bitsandbytes: {e}"
+    return ""
+
+
+needs_four_bits = pytest.mark.skipif(bool(trouble()), reason=trouble() or "it works")
+
+
+@needs_four_bits
+@torch.no_grad()
+def test_maps_in_four_bits_compute_with_the_rounded_matrix():
+    sizes = SIZES | dict(hidden_size=64, intermediate_size=128)
+    dense, small = (Model(random_model("llama", sizes)).requires_grad_(False) for _ in range(2))
+
+    def held(model):
+        return sum(p.numel() * p.element_size() for p in model.parameters())
+
+    before = held(small)
+    quantize(small, CPU, torch.float32)
+    matrices = sum(p.numel() for layer in dense.layers() for p in layer.parameters() if p.dim() > 1)
+    assert before - held(small) == int(matrices * 3.5)  # 4 bytes became half of one
+    probe(small)
+    for (name, p), q in zip(dense.hf.named_parameters(), small.hf.parameters(), strict=True):
+        W = small.merged(name, q)
+        assert W.shape == p.shape and (
+            torch.equal(W, p) or 0 < (W - p).abs().max() < 0.2 * p.abs().max()), name
+    linear, x = small.layers()[0].mlp.up_proj, torch.randn(3, 64)
+    assert (linear(x) - x @ in_full(linear.weight).T).abs().max() < 1e-5
+    with torch.autocast("cpu", torch.bfloat16):  # a map gives what autocast's do
+        rounded = Model(random_model("llama", sizes)).requires_grad_(False)
+        quantize(rounded, CPU, torch.bfloat16)
+        assert rounded.layers()[0].mlp.up_proj(x).dtype == torch.bfloat16
+
+
+@needs_four_bits
+def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
+    """And saves the whole policy: the rounded trunk with its adapter."""
+    save(tmp_path / "policy", "Qwen3")
+    keys = tiny.keys_of(world, "grpo.py", policy_path=f"{tmp_path}/policy", quantize="4bit",
+                        lora="2:4:q+v", optim="adamw8bit", dtype="float32", checkpoint_interval=1)
+    whole = tiny.well("grpo.py", tmp_path / "whole", keys)
+    tiny.well("grpo.py", tmp_path / "parts", keys | dict(max_iters=2))
+    parts = tiny.well("grpo.py", tmp_path / "parts", keys)
+    assert tiny.read_log(whole)[2] | {"eval": 0} == tiny.read_log(parts)[2] | {"eval": 0}
+    first, policies = tiny.read_log(whole)[0], []
+    assert first["policy/ratio_gap"] == 0 == first["objective/kl"]
+    assert first["policy/sampler_gap"] < 1e-4
+    for folder in (whole, parts):
+        policies.append(tiny.read_weights(f"{folder}/policy"))
+    assert all(torch.equal(t, policies[1][name]) for name, t in policies[0].items())
+    source = tiny.read_weights(tmp_path / "policy")
+    assert policies[0].keys() == source.keys()
+    for name, t in source.items():
+        gap = (policies[0][name] - t).abs().max()
+        assert gap < 0.4 * t.abs().max() and (gap > 0) == ("_proj" in name), name
+    load(f"{whole}/policy", "policy", keys_of_system(), CPU)
+
+
+@pytest.mark.parametrize("words, keys", [
+    (["policy", "stage"], dict(optim="adamw8bit", offload="optimizer")),
+    (["policy", "stage"], dict(optim="adafactor", zero_stage="2")),
+    (["sgd", "adafactor"], dict(optim="sgd")), (["4bit", "--lora"], dict(quantize="4bit"))])
+def test_what_is_refused(world, tmp_path, words, keys):
+    keys = tiny.keys_of(world, "sft.py", **keys)
+    tiny.assert_one_line(run("sft.py", tmp_path, keys), "sft.py", *words)
+
+
+def adafactor_by_hand(W, gradients, lr, decay):
+    """arXiv 1804.04235, algorithm 4, with the learning rate as the size of a step."""
+    R, C, V = torch.zeros(W.shape[0]).double(), torch.zeros(W.shape[-1]).double(), 0
+    for t, G in enumerate(gradients, 1):
+        beta, square = 1 - t**-0.8, G**2 + 1e-30
+        if W.dim() > 1:  # a sum a row and a column
+            R, C = beta * R + (1 - beta) * square.sum(1), beta * C + (1 - beta) * square.sum(0)
+            V = R[:, None] * C[None] / R.sum()
+        else:
+            V = beta * V + (1 - beta) * square
+        U = G / V.sqrt()
+        U = U / max(1, U.square().mean().sqrt())  # clipped: d = 1
+        W = W - lr * decay * W - lr * U
+    return W
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (6,)])
+def test_adafactor_by_hand(shape):
+    drawn = torch.Generator().manual_seed(0)
+    W, *gradients = (torch.randn(shape, generator=drawn, dtype=torch.float64) for _ in range(5))
+    gradients[2] *= 100  # so that its step is clipped
+    p = torch.nn.Parameter(W.clone())
+    system = SimpleNamespace(optim="adafactor", zero_stage="", offload="", weight_decay=0.3)
+    kind, settings = other_optimizer(system, "policy", 1e-2, None, None)
+    optimizer = kind([p], **settings)
+    for p.grad in gradients:
+        optimizer.step()
+    assert (p - adafactor_by_hand(W, gradients, 1e-2, 0.3)).abs().max() < 1e-9
+
+
+def test_no_matrix_that_could_have_four_bits():
+    """GPT-2's maps are no nn.Linear; without bitsandbytes the line names the package."""
+    model = Model(random_model("gpt2", dict(n_embd=16, n_layer=1, n_head=2, vocab_size=50)))
+    with pytest.raises(BadInput, match="bitsandbytes|Linear"):
+        quantize(model, CPU, torch.float32)

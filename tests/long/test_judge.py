@@ -1,0 +1,182 @@
+"""
+options/judging.py: the judge's scores against transformers on the same text; its templates; runs.
+"""
+import json
+import math
+import random
+import re
+
+import pytest
+import torch
+from errors import BadInput
+from load import load
+from options.judging import TEMPLATES, Judge, as_text, log_odds
+from rewards import score_sequences
+from tokenizer import load_tokenizer
+from transformers import AutoModelForCausalLM
+
+import tiny
+
+CHATML = """{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+THINKS = CHATML.replace("[assistant]{%", "[assistant]<think></think>{%").replace(
+    "]{{ m.content", "]{{ '<think></think>' if m.role == 'assistant' else '' }}{{ m.content")
+COUNTS = "{{ messages | length }}" + CHATML
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random model with room for questions, whose tokens are bytes."""
+    folder, context = str(tmp_path_factory.mktemp("judge") / "judge"), 700
+    tiny.save_random(folder, seed=3)
+    config = json.load(open(f"{folder}/config.json"))
+    config["n_positions"] = context
+    json.dump(config, open(f"{folder}/config.json", "w"))
+    weights = AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+    with torch.no_grad():
+        weights.transformer.wpe.weight.normal_(0, 0.2)
+    weights.save_pretrained(folder)
+    return folder
+
+
+def judge_of(folder, template="yes_no", chat="", responses=("response",), tmp=None):
+    file = tiny.write(f"{folder}/chat.jinja", chat) if chat else ""
+    system = tiny.keys_of_system(chat_template=file, dtype="float64")
+    model = load(folder, "judge", system, torch.device("cpu"))
+    return Judge(model, load_tokenizer(folder, system), folder, str(template), responses)
+
+
+def filled(template, prompt, response):
+    """A built-in template by hand: fields that stand in a response stay as they are."""
+    text = TEMPLATES[template].removeprefix("answers: A B C D E F G H I J\n")
+    head, _, tail = text.partition("{response}")
+    return head.replace("{prompt}", prompt) + response + tail
+
+
+WORDS = ["Paris", "1+2=3", "the fox", "caf\u00e9", "\n", "{prompt}", "<eos>"]
+
+
+@pytest.mark.parametrize("template, count", [("yes_no", 2), ("rubric", 10)])
+def test_scores_as_transformers(folder, template, count):
+    """As plain text an answer begins with a blank only where it is one token with it."""
+    rng = random.Random(1)
+    pairs = [("a?", " ".join(rng.choices(WORDS, k=n))) for n in (0, 1, 5, 9)]
+    judge, model = judge_of(folder, template), AutoModelForCausalLM.from_pretrained(folder).double()
+    questions = [judge.encode(dict(prompt=p), [r]) for p, r in pairs]
+    scores = score_sequences(judge, questions, 3, "cpu").tolist()
+    for (prompt, response), score in zip(pairs, scores, strict=True):
+        ids = list(filled(template, prompt, response).encode())
+        with torch.no_grad():
+            p = model(torch.tensor([ids])).logits[0, -1].softmax(-1)[ord("A"):ord("A") + count]
+        grade = (p / p.sum() * torch.arange(count, 0, -1)).sum().item()  # expected, from 1 to 10
+        want = (p[0] / p[1]).log().item() if count == 2 else math.log((grade - 1) / (10 - grade))
+        assert score == pytest.approx(want, abs=1e-9)
+
+
+def test_log_odds_by_hand():
+    for p, odds in (([0.6, 0.2], 3), ([0.5, 0.3, 0.2], 0.65 / 0.35), ([0.1] * 10, 1)):
+        assert log_odds(torch.tensor(p).log()).item() == pytest.approx(math.log(odds), abs=1e-6)
+
+
+@pytest.mark.parametrize("chat, opened", [(CHATML, ""), (THINKS, "<think></think>"), (COUNTS, "")])
+def test_questions_in_a_chat(folder, chat, opened):
+    """Where the template opens the answer with empty thoughts, the judge reads them."""
+    judge = judge_of(folder, chat=chat)
+    text = judge.tokenizer.text_of(judge.encode(dict(prompt="a"), ["b"]))
+    first = "1" if chat == COUNTS else ""
+    assert text == f"{first}[user]{filled('yes_no', 'a', 'b')}<eos>[assistant]{opened}"
+    assert judge.answers == [ord("A"), ord("B")]
+
+
+def test_dialogues_become_text(folder):
+    turns = [dict(role=role, content=text) for role, text in (
+        ("user", "Hi"), ("assistant", "Yes?"), ("user", "1+2"))]
+    begun = [*turns, dict(role="assistant", content="<think>")]
+    asked, judge = "user: Hi\n\nassistant: Yes?\n\nuser: 1+2", judge_of(folder)
+    for prompt, response, text in ((turns[:1], "b", ("Hi", "b")), (turns, "3", (asked, "3")),
+                                   (begun, "3", (asked, "<think>3"))):
+        ids = judge.encode(dict(prompt=prompt), [response])
+        assert judge.tokenizer.decode(ids) == filled("yes_no", *text)
+    assert as_text(turns) == asked
+
+
+def test_a_long_response_loses_its_end(folder):
+    """The question behind it stays; a prompt that leaves no room is refused."""
+    judge = judge_of(folder)
+    for n in (1, 200, 5000):
+        ids = judge.encode(dict(prompt="a b"), ["dog, " + "fox " * n])
+        text = judge.tokenizer.decode(ids)
+        assert len(ids) <= 700 and text.endswith("The letter is:") and "\na b\n" in text
+        assert "dog, fox" in text and (len(ids) > 690 or n == 1)
+    with pytest.raises(BadInput, match="context has 700"):
+        judge.encode(dict(prompt="fox " * 200), ["a"])
+
+
+def test_a_file_of_the_users(folder, tmp_path):
+    """Answers of its own, the row's answer, braces that are no field; every byte by hand."""
+    file = tiny.write(tmp_path / "mine.txt", 'answers: y, n\n{"q": {prompt}} {{prompt}} {answer} '
+                      '{response} ok?\n\n')
+    judge = judge_of(folder, file)
+    assert judge.answers == [ord("y"), ord("n")] and judge.chat is False
+    ids = judge.encode(dict(prompt="1+2=", answer=3), ["{answer}<eos>"])
+    assert bytes(ids).decode() == '{"q": 1+2=} {prompt} 3 {answer}<eos> ok?'
+    pairs = judge_of(folder, "compare", responses=("first", "second"))
+    assert "[First answer]\nx\n" in bytes(pairs.encode(dict(prompt="?"), ["x", "y"])).decode()
+
+
+REFUSED = {  # a template, and a part of the line
+    "": "", "{response}": "A B", "{prompt} A B": "{response}",
+    "{prompt} {response} {question} A B": "question", "{response} {1} A B": "'1'",
+    "answers: A\n{response}": "two different", "answers: A A\n{response}": "'A A'",
+    "answers: yes no\n{response}": "'yes'", "answers: 10 9\n{prompt} {response}": "'10'"}
+
+
+def test_templates_that_are_refused(folder, tmp_path):
+    for text, part in REFUSED.items():
+        with pytest.raises(BadInput) as e:
+            judge_of(folder, tiny.write(tmp_path / "t.txt", text))
+        assert part in str(e.value) and "\n" not in str(e.value), text
+    with pytest.raises(BadInput, match="nowhere.txt"):
+        judge_of(folder, "nowhere.txt")
+
+
+DUMP = """
+import json
+def dumped(batch):
+    with open("texts.jsonl", "a") as f:
+        for row, text in zip(batch["rows"], batch["completions"]):
+            print(json.dumps([row["prompt"], row["answer"], text]), file=f)
+    return [0.0] * len(batch["rows"])
+"""
+
+
+def test_scores_of_a_run(world, tmp_path):
+    """
+    The mean over the responses of an iteration, one text at a time by transformers; and the same
+    run on two ranks, where the judge is split, and reads by micro-batches of tokens.
+    """
+    (tmp_path / "mine.py").write_text(DUMP)
+    template = tiny.write(tmp_path / "t.txt", "answers: 1 2 3\n{response}, to {prompt} ({answer})")
+    keys = tiny.keys_of(
+        world, "grpo.py", judge_path=world.older, judge_template=template, eval_path="",
+        reward_functions=f"0.5*judge,0*{tmp_path}/mine.py:dumped", reward_timeout=40, max_iters=2)
+    out = tiny.well("grpo.py", tmp_path / "one", keys)
+    more = dict(zero_stage="3", offload="judge=params", micro_batch_tokens=90)
+    tiny.assert_same_run(out, tiny.well("grpo.py", tmp_path / "two", keys | more, ranks=2),
+                         tolerance=1e-9)
+    model, scores = AutoModelForCausalLM.from_pretrained(world.older).double(), []
+    for prompt, answer, text in tiny.read_jsonl(tmp_path / "one" / "texts.jsonl")[:6]:
+        parts = re.split("(</?think>)", f"{text}, to {prompt} ({answer})")
+        markers = {"<think>": [256], "</think>": [257]}
+        ids = [i for part in parts for i in markers.get(part, part.encode())]
+        with torch.no_grad():
+            p = model(torch.tensor([ids])).logits[0, -1].softmax(-1)[[*b"123"]]
+        scores.append(((p[0] + p[1] / 2) / (p[2] + p[1] / 2)).log().item())
+    first = tiny.read_log(out)[0]
+    assert first["objective/reward/judge"] == pytest.approx(sum(scores) / 6, abs=1e-9)
+    assert first["objective/scores"] == pytest.approx(sum(scores) / 12, abs=1e-9)
+
+
+def test_a_judge_without_a_path_is_refused(world, tmp_path):
+    keys = tiny.keys_of(world, "grpo.py", reward_functions="judge", reward_timeout=40)
+    tiny.assert_one_line(tiny.run("grpo.py", tmp_path, keys), "grpo.py", "judge_path")

@@ -1,0 +1,143 @@
+r"""
+The reward `math` (grading/expressions.py). The verdicts are mathematics', written down by hand:
+some are decided here, by units, names and sentences, the others by math-verify, in processes that
+are ended where they hang.
+"""
+import importlib.util
+import json
+import math
+import time
+
+import pytest
+from errors import BadInput, Stop
+from grading import expressions
+from grading.expressions import math_answer
+from rewards import accuracy, check_rows, final_answer, reward_terms
+
+ROWS = [dict(prompt="q", answer="1 + x")]
+
+
+def scores(pairs):
+    """The reward of responses [(text, the row's answer), ...]."""
+    rows = [dict(prompt="?", answer=answer) for _, answer in pairs]
+    return math_answer(dict(completions=[text for text, _ in pairs], rows=rows))
+
+
+ALIKE = r"""
+x + 1|1 + x   xy|yx   2\sqrt{2}|\sqrt{8}   $\frac{x^2-1}{x-1}$|$x+1$   4x^2y|4yx^2
+\pi/2|\frac{\pi}{2}   \{1, 3\}|$\{1\} \cup \{3\}$   (1, 2)|\left(\frac22, 2.0\right)
+[0, 1)|\left[0, 1\right)   1, -2|-2, 1   (3,\frac{\pi}{2})|\left( 3, \frac{\pi}{2} \right)
+x = 1 or x = 2|1, 2   1\pm\sqrt{19}|1 \pm \sqrt{19}   x \in [-2,7]|[-2,7]
+(-\infty, 2) \cup (3, \infty)|(-\infty,2) ∪ (3,\infty)   x=5|5   y = x+1|x + 1
+\begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}   -\frac{2}{3}|-2/3   −5|-5
+0.75|\dfrac{3}{4}   33\frac{1}{3}\%|\frac{100}{3}   2.5 \times 10^{3}|2500   10^6|1000000   3·x|3x
+\$32,\!348|32348   \$18|18 dollars   90^\circ|90   90^{\circ}|90°   50\%|50   \text{even}|even
+x²|x^{2}   10\text{ cm}|10   2x cm|x + x   5 cm|5 centimetres   $5$ km|5 kilometers
+7 cm²|7 square centimeters   72 clips|72   72\text{ clips}|72   5 m/s|5   5 km/h|5 km per hour
+6 minutes|6 min   so $x + 1$|1+x   The answer is $\frac{1}{2}$.|0.5
+The final answer is $5$. I hope it is correct.|5
+"""
+UNLIKE = r"""
+5 cm|5 m   5 \text{ cm}|5 \text{ m}   5 cm|5 cm^2   7 cm²|7 cm³   7°C|7°F   $7|7 €
+5 per day|5 days   5 days|5 hours   5 km/h|5 km   $5 per day|$5 per hour   5m|5   24wxyz|24
+x = 5|y = 5   2x = 5|5   x+1 = 5|5   x = 6 = 5|5   \sin(x) = 5|5   x + y = 5|5   x + y = 5|x - y = 5
+(1, 2)|(1, 2]   [1,2)|[1,2]   (1,2)|(2,1)   5 or 6|5   5, 6|5   5 to 6|5   5–6|5   5 \text{ or } 6|5
+not 5|5   cannot be $5$|5   It is not $5$.|5   $5$ is wrong|5   the total is not 5|5
+\text{not } 5|5   either 5|5   5 more|5   5 hundred|5   5 million|5   5 dozen|5   5 halves|5
+5 tenths|5   5th|5   5 squared|5   5!|5   5½|5   5+|5   ≥ 5|5   about 5|5   ≈ 5|5   x+y ≈ 5|5   5?|5
+Let x = 5|5   4:30 am|4:30 pm   5 am|5   act|cat   Paris|Parsi   yes, no|yes   \sqrt{8}|\sqrt{2}
+The answer is not 5.|5   The wrong answer is 5.|5   The answer is 5 or 6.|5
+\frac{1}{2}|\frac{1}{3}   x + 1|x + 2   import os|x   A) 5|5   5 i|5   5x|5   6|5   \pm 3|3
+x < 5|5   x \le 5|x < 5   5 and 6|5
+"""
+
+
+def table(text):
+    return [pair.split("|") for line in text.strip().splitlines() for pair in line.split("   ")]
+
+
+def test_two_answers():
+    """Each alone, behind a boxed wrong one, and as a sentence's formula; and the other way."""
+    pytest.importorskip("math_verify")
+    alike, unlike = table(ALIKE), table(UNLIKE)
+    pairs = {(given, answer): 1 for given, answer in alike} | {(a, b): 0 for a, b in unlike}
+    pairs |= {(rf"\boxed{{{b}}} so \boxed{{{a}}}.", b): same  # the last one counts
+              for (a, b), same in list(pairs.items())[::7] if "$" not in a + b}
+    found = scores(list(pairs))
+    assert [(pair, score) for pair, score in zip(pairs, found, strict=True)
+            if score != pairs[pair]] == []
+
+
+def test_an_answer_taken_apart():
+    for text, parts in {
+            "so $x = 5$ cm": ("5", "x", "cm"), r"10\text{ cm}^2": ("10", "", "cm^2"),
+            "60 km/h": ("60", "", "km/h"), "5 m": ("5", "", "m"), "5m": ("5m", "", ""),
+            r"\theta = 30^\circ": ("30", r"\theta", "degree"), "4 2": ("4 2", "", ""),
+            "a = 1, b = 2": ("a=1,b=2", "", ""), r"f(x) = 2x": ("2x", "f(x)", "")}.items():
+        assert expressions.read(text) == parts, text
+
+
+def test_nested_braces_and_whole_responses():
+    assert final_answer(r"so \boxed{\frac{\sqrt{x^{2}}}{2}}.") == r"\frac{\sqrt{x^{2}}}{2}"
+    batch = dict(rows=[dict(prompt="q", answer="1+x")] * 3,
+                 completions=[r"so \boxed{1+x}", "<think>1+1</think>1 + x", "<think>1+x"])
+    assert math_answer(batch) == [1, 1, 0] and accuracy(batch).tolist() == [1, 0, 0]
+
+
+def test_without_the_package_one_line_says_what_to_install(monkeypatch):
+    terms = reward_terms("math")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="pip install math-verify"):
+        check_rows(terms, ROWS, "rows.jsonl")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    check_rows(terms, ROWS, "rows.jsonl")
+
+
+def test_only_formulas_are_asked_and_each_once(monkeypatch, capsys):
+    asked = []
+
+    def same(pairs, workers, seconds):
+        asked.append((pairs, seconds))
+        return [None if "late" in pair[0] else pair == ("x+1", "1+x") for pair in pairs]
+
+    monkeypatch.setattr(expressions, "same_formulas", same)
+    completions = ["7", r"\boxed{x+1}", "x+1", "x+2", r"x+\late", "<think>x+1", "", "x" * 3000]
+    batch = dict(rows=[dict(prompt="q", answer=x) for x in [7] + ["1+x"] * 7],
+                 completions=completions, seconds=10)
+    assert math_answer(batch) == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert asked == [([("x+1", "1+x"), ("x+2", "1+x"), (r"x+\late", "1+x")], 8)]
+    assert "1 of 8" in capsys.readouterr().out
+
+
+def test_a_formula_that_never_ends_harms_no_other(monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(expressions, "SECONDS", 2)
+    monkeypatch.setattr(expressions, "WORKER", expressions.WORKER.replace(
+        "        given, truth =",
+        "        import time; time.sleep(1000 * ('never' in line))\n        given, truth ="))
+    began = time.monotonic()
+    pairs = [("x+1", "1+x"), ("never", "x"), ("x+1", "1+x"), ("9^{9^{9^{9^{9}}}}", "3"),
+             ("x+1", "1+x")]
+    assert expressions.same_formulas(pairs, 1, 200) == [True, False, True, False, True]
+    assert time.monotonic() - began < 100
+    assert expressions.same_formulas(pairs[:1], 1, 0) == [None]
+
+
+def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
+    monkeypatch.setattr(expressions, "WORKER", "raise SystemExit(1)")
+    with pytest.raises(Stop, match="math-verify"):
+        expressions.same_formulas([("x", "y")], 1, math.inf)
+
+
+HOSTILE = ["\\frac{1}{" * 90, "{" * 900, "(" * 400 + ")" * 400, "x = " * 200, "5 a" * 300,
+           "5 " + "metres " * 120, "$" * 999, "\\text{" * 150, "__import__('os').system('true')",
+           "\ud800", "\x00", "1/0", "so " * 300, "5 " + "a/b " * 240, "\\boxed{" * 140]
+
+
+def test_hostile_text():
+    """Whatever the text: a verdict, no exception, at once; math-verify sees no two lines of it."""
+    for text in HOSTILE:
+        began = time.thread_time()
+        found = expressions.verdict(text, "5"), expressions.verdict(text + "\n", text + "0")
+        assert time.thread_time() - began < 0.5, text[:9]
+        assert all(x is False or json.dumps(x) for x in found)

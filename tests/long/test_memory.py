@@ -1,0 +1,183 @@
+"""tools/memory.py: rows by hand; peaks against what torch's MemTracker sees in runs of scripts."""
+import gc
+import json
+import os
+import re
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from byte_tokenizer import write_byte_tokenizer
+from tiny import ROOT, Started, assert_one_line, jsonl, typed, write
+from torch.distributed._tools.mem_tracker import MemTracker
+
+LLAMA = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=263, max_position_embeddings=64, num_labels=1,
+             tie_word_embeddings=False, bos_token_id=None, eos_token_id=258, pad_token_id=259)
+D, F, LAYERS, V = 64, 160, 1, 263
+LAYER = 2 * D * D + 2 * D * D // 2 + 3 * D * F  # numbers in the matrices of a layer; k, v are half
+HEADLESS = V * D + LAYERS * (LAYER + 2 * D) + D  # embeddings, layers with two norms, a last norm
+POLICY, VALUE, TENSORS = HEADLESS + V * D, HEADLESS + D, 1 + LAYERS * 9 + 1 + 1
+
+
+class Tracker(MemTracker):
+    def __init__(self):
+        super().__init__()
+        self._mod_tracker = mock.MagicMock(is_bw=False)  # its hooks fail in a module called twice
+
+
+def tracked(rank):
+    """Put a run's last iteration under MemTracker; the peak of each phase goes to peaks-RANK."""
+    import run
+
+    tracker, peaks, enter = Tracker(), {}, run.Run.enter
+
+    def entered(self, phase):
+        ended = self.phase
+        enter(self, phase)
+        if phase == "log" and not tracker._WINFO:  # weights, gradients and states are there
+            gc.collect()
+            tracker.track_external(*(t for t in gc.get_objects() if issubclass(
+                type(t), torch.Tensor) and not t.is_meta))
+            tracker.__enter__()
+            return
+        peaks[ended] = max(tracker._peak_mem.values(), default=0) / 2**20
+        tracker._peak_mem.clear()
+        if phase == "log":
+            with open(f"peaks-{rank}.json", "w") as f:
+                json.dump(peaks, f)
+
+    run.Run.enter = entered
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with policy/ and scores/, random Llamas, and prompts of one length."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(**LLAMA, score_shift=0.5)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "policy")
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder / "scores")
+    for name in ("policy", "scores"):
+        write_byte_tokenizer(folder / name, ["<think>", "</think>"])
+    write(folder / "rules.py", "def letters(batch):\n"
+          "    return [sum(map(ord, text)) % 7 for text in batch['completions']]\n")
+    jsonl(folder / "prompts.jsonl", [
+        dict(prompt=f"{100 + i}+{200 + i}=", answer=str(i)) for i in range(40)])
+    return folder
+
+
+def keys_of(llama, script, more):
+    keys = dict(
+        policy_path=llama / "policy", prompts_path=llama / "prompts.jsonl", max_prompt_tokens=8,
+        max_new_tokens=40, batch_size=8, micro_batch_size=4, max_iters=2, num_minibatches=1,
+        kl_coef=0.1, temperature=1.0, checkpoint_interval=0, timeout=60, device_type="cpu",
+        reward_timeout=30)
+    if script == "ppo.py":
+        return keys | dict(ppo_epochs=1, reward_path=llama / "scores") | more
+    return keys | dict(group_size=4, reward_functions=f"{llama}/rules.py:letters") | more
+
+
+def tool(folder, *argv):
+    return Started("tools/memory.py", list(map(str, argv)), str(folder)).wait()
+
+
+def read(result):
+    """{model: {column: MiB}} of the tool's output, and {phase: its peak}."""
+    assert result.codes == [0], result
+    _, rows, peaks, *_ = result.out[0].split("\n\n")
+    names, *rows = [line.split() for line in rows.split("\n")]
+    assert names[0] == "MiB"
+    rows = {name: dict(zip(names[1:], map(float, cells), strict=True)) for name, *cells in rows}
+    return rows, {x: float(peak) for x, peak in re.findall(r"^(\w+) +([\d.]+) ", peaks, re.M)}
+
+
+SETTINGS = {
+    "ppo, bf16": ("ppo.py", 1, dict(dtype="bfloat16", ema_decay=0.9, gradient_checkpointing=True)),
+    "grpo, stage 3": ("grpo.py", 2, dict(zero_stage=3, batch_size=16))}  # two micro-batches
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_peaks_are_those_of_a_run(name, llama, tmp_path):
+    script, ranks, more = SETTINGS[name]
+    keys = keys_of(llama, script, more)
+    run = Started(script, typed(keys | dict(out_dir="out")), str(tmp_path), ranks, tracked).wait()
+    assert set(run.codes) == {0}, run
+    with open(tmp_path / "peaks-0.json") as f:
+        took = json.load(f)
+    took["reading"] = took["score"]
+    _, said = read(tool(tmp_path, script, *typed(keys), f"--world-size={ranks}"))
+    assert said.keys() == {"rollout", "reading", "update"}
+    # the models read one after the other: of the earlier ones a few columns are there
+    assert said == {phase: pytest.approx(took[phase], rel=0.05 if phase != "reading" else 1)
+                    for phase in said}
+    assert max(said, key=said.get) == max(said, key=took.get)
+
+
+def test_rows_by_hand(llama, tmp_path):
+    """Of models with a config.json alone: 4 bytes a number; AdamW has two of each, and a count."""
+    paths = []
+    for name in ("policy", "scores"):
+        os.makedirs(tmp_path / name)
+        text = (llama / name / "config.json").read_text()
+        (tmp_path / name / "config.json").write_text(text)
+    paths = [f"--policy_path={tmp_path}/policy", f"--reward_path={tmp_path}/scores"]
+
+    def rows(*more):
+        return read(tool(tmp_path, "ppo.py", *paths, "--micro_batch_size=1", "--max_new_tokens=4",
+                         "--batch_size=2", "--max_prompt_tokens=4", *more))[0]
+
+    def near(row, **sizes):
+        expected = {name: pytest.approx(sizes.get(name, 0) / 2**20, abs=0.006) for name in row}
+        assert row == expected
+
+    plain = rows("--ema_decay=0.9")
+    near(plain["policy"], weights=4 * POLICY, gradients=4 * POLICY, average=4 * POLICY,
+         optimizer=8 * POLICY + 4 * TENSORS)
+    near(plain["value_model"], weights=4 * VALUE, gradients=4 * VALUE,
+         optimizer=8 * VALUE + 4 * TENSORS)
+    near(plain["ref_policy"], weights=4 * POLICY)
+    near(plain["reward_model"], weights=4 * VALUE)
+    # matrices in 16 bits, but not embedding, norms and score; LoRA: rank (in + out) of each map
+    short = rows("--dtype=bfloat16", "--lora=policy=16", "--device_type=cuda",
+                 "--offload=value=optimizer,reward=params")
+    adapters = 16 * LAYERS * (2 * (D + D) + 2 * (D + D // 2) + 3 * (D + F))
+    near(short["policy"], weights=4 * adapters, gradients=4 * adapters, optimizer=8 * adapters)
+    wide = V * D + D + LAYERS * 2 * D
+    near(short["ref_policy"], weights=2 * (POLICY - wide) + 4 * wide)
+    near(short["value_model"], weights=4 * VALUE, gradients=4 * VALUE)
+    near(short["reward_model"])
+    # at stage 1 a rank has the states of about half of the tensors; Adafactor has a sum a row and a
+    # column of each matrix, and all sums of a vector
+    split = rows("--zero_stage=policy=3,value=1", "--world-size=2", "--optim=value=adafactor")
+    near(split["policy"], weights=2 * POLICY, gradients=2 * POLICY, optimizer=4 * POLICY)
+    near(split["ref_policy"], weights=2 * POLICY)
+    sums = LAYERS * (2 * (D + D) + 2 * (D + D // 2) + 3 * (D + F)) + V + D + 1 + D
+    near(split["value_model"], weights=4 * VALUE, gradients=4 * VALUE,
+         optimizer=4 * (sums + (2 * LAYERS + 1) * D + TENSORS) / 2)
+
+
+@pytest.mark.parametrize("argv, script", [
+    (["config/mine.py"], "grpo"), (["ppo.py", "config/mine.py", "--value_init=policy"], "ppo"),
+    (["config/mine_ppo.py"], "ppo"), (["config/mine_rm.py"], "rm"), (["config/dapo.py"], "grpo"),
+    (["grpo.py", "--reward_path=x"], "grpo")])
+def test_which_script_is_meant(argv, script, monkeypatch):
+    from tools.memory import read_run
+
+    monkeypatch.chdir(ROOT)
+    assert read_run(argv)[0] == script
+
+
+def test_the_largest_micro_batch(llama, tmp_path):
+    """With a little less memory than the peak of 8 rows, fewer fit; and what is mistyped."""
+    keys = typed(dict(init_from=llama / "policy", max_tokens=20, batch_size=64, val_path="",
+                      micro_batch_size=32))
+    first = tool(tmp_path, "sft.py", *keys, "--gpu-gb=80")
+    assert "largest micro_batch_size that fits is 64\n" in first.out[0], first
+    gb = read(first)[1]["update"] * 2**20 / 1e9
+    again = tool(tmp_path, "sft.py", *keys, f"--gpu-gb={gb}").out[0]
+    fits = int(re.search(r"fits is (\d+)", again)[1])
+    assert 28 <= fits <= 32
+    for wrong, word in (("--lorra=3", "lorra"), ("--world-size=x", "world_size"),
+                        ("--roles=train=1,score=1", "roles"), ("--quantize=4bit", "quantize")):
+        assert_one_line(tool(tmp_path, "sft.py", *keys, wrong), "memory.py", word)

@@ -1,0 +1,180 @@
+"""
+A reward model is read as transformers and TRL read it, to the end of its chat template, by ppo.py
+as by rm.py in training. The truth is AutoModelForSequenceClassification on what
+apply_chat_template writes, in the tiny models of models_of_the_world.py; and in one that TRL has
+trained, where it is installed (pip install trl).
+"""
+import os
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import models_of_the_world as others
+import tiny
+from load import load_reward_model
+from rewards import score_sequences
+from test_families import in_a_row
+from test_model import CPU
+from test_tokenizer import assistant, user
+from tiny import jsonl, keys_of_system, read_log
+
+WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "It", "Sure!", "caf\u00e9", "\n", "  ",
+         "helpful assistant", "user"]
+rng = random.Random(0)
+
+
+def some(n):
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, n)))
+
+
+PAIRS = [dict(prompt=some(9) + "?", chosen=some(30), rejected=some(12)) for _ in range(10)]
+CHATS = [dict(prompt=[user(row["prompt"])], chosen=[assistant(row["chosen"])],
+              rejected=[assistant(row["rejected"])]) for row in PAIRS]
+
+
+def texts_of(tokenizer):
+    """
+    What a user of transformers writes of PAIRS, chosen and rejected in turn: the template's text;
+    or prompt, completion and EOS.
+    """
+    if tokenizer.chat_template:
+        return [tokenizer.apply_chat_template(row["prompt"] + row[field], tokenize=False)
+                for row in CHATS for field in ("chosen", "rejected")]
+    return [row["prompt"] + row[field] + tokenizer.eos_token for row in PAIRS
+            for field in ("chosen", "rejected")]
+
+
+def padded_scores(model, tokenizer, texts):
+    """transformers' scores in a padded batch, as in TRL: BOS is the template's, or its own."""
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt",
+                      add_special_tokens=not tokenizer.chat_template)
+    assert not batch["attention_mask"].bool().all()
+    batch.pop("token_type_ids", None)
+    with torch.no_grad():
+        return model(**batch).logits[:, 0]
+
+
+def our_scores(reward_model, rows, size=5):
+    """What a run gives the chosen and the rejected ones, in turn."""
+    texts = [(row["prompt"], row[field]) for row in rows for field in ("chosen", "rejected")]
+    sequences = reward_model.tokenizer.encode_scored(*zip(*texts, strict=True))
+    return score_sequences(reward_model, sequences, size, CPU)
+
+
+def ours(folder):
+    return load_reward_model(folder, None, keys_of_system(), CPU)
+
+
+@pytest.mark.parametrize("name", others.FAMILIES)
+def test_others_score_as_transformers(name, tmp_path):
+    """Prompts as strings and as messages; pad = EOS, another pad (at EOS, or behind it), none."""
+    folder = others.make(tmp_path, name, head="scalar")
+    tokenizer, chat = AutoTokenizer.from_pretrained(folder), name in others.CHATS
+    theirs, mine = AutoModelForSequenceClassification.from_pretrained(folder).eval(), ours(folder)
+    texts, t, seen = texts_of(tokenizer), mine.tokenizer, []
+    ids = [tokenizer(text, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
+           for text in texts]
+    for pad in (theirs.config.pad_token_id, t.encode_texts(["+"])[0][-1], None):  # none ends in a +
+        theirs.config.pad_token_id = t.skipped_id = pad
+        if pad in (t.eos_id, t.pad_id):
+            want = padded_scores(theirs, tokenizer, texts)
+        else:  # transformers takes one text at a time
+            want = torch.cat([theirs(x).logits for x in ids])[:, 0].detach()
+        for rows in [PAIRS, CHATS][:1 + chat]:
+            assert (our_scores(mine, rows, 3) - want).abs().max() < 1e-4 < 0.05 < want.std()
+        seen.append(want)
+    # with pad = EOS at the very end, the score is read in front of it; behind some ends of turn
+    # there is a line break
+    at_the_end = (seen[0] - seen[2]).abs().max() < 1e-4
+    assert at_the_end == (name in ("qwen2.5", "qwen3", "gemma"))
+    assert (seen[1] - seen[2]).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """{name: the folder that rm.py leaves}"""
+    root, jobs = str(tmp_path_factory.mktemp("trained")), {}
+    for name in others.FAMILIES:
+        policy, rows = others.make(f"{root}/policies/{name}", name), [PAIRS, CHATS]
+        rows = rows[name in others.CHATS]
+        pairs = jsonl(f"{root}/{name}.jsonl", rows)
+        demos = jsonl(f"{root}/demos-{name}.jsonl", [
+            dict(prompt=row["prompt"], completion=row["chosen"]) for row in rows])
+        jobs[name] = ("rm.py", dict(
+            init_from=policy, train_path=pairs, val_path=pairs, demonstrations_path=demos,
+            batch_size=5, micro_batch_size=5, device_type="cpu", learning_rate=3e-3, max_iters=2))
+    assert set(in_a_row(root, jobs).values()) == {""}
+    return {name: f"{root}/{name}/reward_model" for name in jobs}
+
+
+@pytest.mark.parametrize("name", others.FAMILIES)
+def test_what_rm_py_trains_is_what_others_read(name, trained):
+    """The loss that rm.py logs of its held-out pairs is that of transformers' padded scores."""
+    folder, mine = trained[name], ours(trained[name])
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.pad_token_id == theirs.config.pad_token_id == mine.tokenizer.skipped_id
+    want = padded_scores(theirs, tokenizer, texts_of(tokenizer))
+    got = our_scores(mine, CHATS if name in others.CHATS else PAIRS) - mine.score_shift
+    assert (got - want).abs().max() < 1e-4 < 0.01 < want.std()
+    logged, margins = read_log(os.path.dirname(folder))[-1], (want[::2] - want[1::2]).double()
+    loss = -torch.nn.functional.logsigmoid(margins).mean().item()
+    assert logged["eval/loss"] == pytest.approx(loss, abs=1e-4)
+    assert logged["eval/accuracy"] == (margins > 0).double().mean().item()
+    assert mine.score_shift == pytest.approx(-want[::2].mean().item(), abs=1e-4)
+    # a padding token that ends nothing, where the family has one: the score is read at the very end
+    assert tokenizer.pad_token == dict(
+        qwen3="<|endoftext|>", pythia="<|padding|>", mistral="<unk>", gemma="<pad>").get(
+        name, tokenizer.eos_token)
+
+
+def test_a_run_with_a_reward_model_of_others(tmp_path):
+    """Of another family than the policy: the score of each sample is transformers', of its text."""
+    policy = others.make(tmp_path / "policy", "qwen3")
+    reward = others.make(tmp_path / "reward", "llama3.2", head="scalar")
+    prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt=row["prompt"]) for row in CHATS])
+    out = tiny.well("grpo.py", tmp_path, dict(
+        prompts_path=prompts, eval_path=prompts, batch_size=4, micro_batch_size=4, max_iters=1,
+        max_new_tokens=6, device_type="cpu", eval_size=4, policy_path=policy, group_size=2,
+        reward_functions="reward_model", reward_path=reward))
+    theirs = AutoModelForSequenceClassification.from_pretrained(reward).eval()
+    tokenizer, shift = AutoTokenizer.from_pretrained(reward), read_log(out)[0][
+        "objective/score_shift"]
+    samples = tiny.read_jsonl(f"{out}/samples.jsonl")
+    assert len(samples) >= 4
+    for sample in samples:
+        text = tokenizer.apply_chat_template([*sample["prompt"], assistant(sample["text"])],
+                                             tokenize=False)
+        want = padded_scores(theirs, tokenizer, [text, text + "a"])[0].item() + shift
+        assert abs(want - sample["scores"]["scores"]) < 1e-4
+
+
+@pytest.mark.parametrize("pad", ["its own", "another"])
+@pytest.mark.parametrize("name", ["llama3.2", "qwen2.5", "pythia"])
+def test_trained_by_trl(name, pad, tmp_path):
+    """Our scores are transformers' on a padded batch, and all pairs are in the same order."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    policy = others.make(tmp_path / "policy", name)
+    tokenizer, rows = AutoTokenizer.from_pretrained(policy), [PAIRS, CHATS][name in others.CHATS]
+    if pad == "another":
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    settings = trl.RewardConfig(
+        str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=4, learning_rate=3e-3,
+        report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        save_strategy="no", disable_tqdm=True, max_length=None)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    if len(tokenizer) > model.config.vocab_size:
+        model.resize_token_embeddings(len(tokenizer))
+    trainer = trl.RewardTrainer(model, settings, train_dataset=datasets.Dataset.from_list(rows),
+                                processing_class=tokenizer)
+    trainer.train()
+    folder = str(tmp_path / "reward")
+    trainer.save_model(folder)
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    want, got = padded_scores(theirs, tokenizer, texts_of(tokenizer)), our_scores(ours(folder), rows)
+    assert (got - want).abs().max() < 1e-4 and want.std() > 0.01
+    assert torch.equal(got[::2] > got[1::2], want[::2] > want[1::2])

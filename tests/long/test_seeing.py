@@ -1,0 +1,237 @@
+"""What a run shows of itself: samples.jsonl, trackers; and tools/plot.py: table, picture, page."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well
+
+HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
+
+
+@pytest.fixture(scope="module")
+def done(world, tmp_path_factory):
+    """{name: out_dir} of runs that look at themselves often."""
+    folder = tmp_path_factory.mktemp("seeing")
+    often = dict(eval_interval=1, eval_size=3, max_iters=2, save_rollouts=2)
+    return dict(
+        ppo=well("ppo.py", folder / "ppo", keys_of(world, "ppo.py", **often)),
+        grpo=well("grpo.py", folder / "grpo", keys_of(
+            world, "grpo.py", **often, reward_path=world.reward,
+            reward_functions=f"{world.rules}:letters,0.5*reward_model")))
+
+
+def test_samples_and_rollouts(done, world):
+    """Of all held-out prompts at each evaluation; all responses of every second iteration."""
+    for name, size in (("ppo", 5), ("grpo", 6)):
+        samples = read_jsonl(f"{done[name]}/samples.jsonl")
+        assert [(s["iteration"], s["row"], s["prompt"]) for s in samples] == [
+            (i, row, world.rows["rl_val"][row]["prompt"]) for i in range(3) for row in range(3)]
+        rollouts = read_jsonl(f"{done[name]}/rollouts.jsonl")
+        assert [line["iteration"] for line in rollouts] == [0] * size
+        log = read_jsonl(f"{done[name]}/log.jsonl")
+        for lines, figure in ((samples[:3], "eval/scores"), (rollouts, "objective/scores")):
+            mean = sum(line["scores"]["scores"] for line in lines) / len(lines)
+            assert mean == pytest.approx(log[0][figure], abs=1e-6)
+        for line in samples + rollouts:
+            assert 1 <= line["length"] <= 6 and (line["finished"] or line["length"] == 6)
+            if name == "grpo":
+                scores, letters = line["scores"], sum(c in "abcd" for c in line["text"]) / 4
+                assert scores["reward/letters"] == pytest.approx(letters)
+                assert scores["scores"] == pytest.approx(
+                    letters + 0.5 * scores["reward/reward_model"])
+    assert [s["scores"]["kl"] for s in samples[:3]] == [0, 0, 0] != samples[-1]["scores"]["kl"]
+
+
+# trackers
+
+
+def fakes(fails=99, missing=""):
+    """wandb and trackio that note how they are called; wandb is out of order from a step on."""
+    def before(rank):
+        def fake(name):
+            def note(what):
+                def noted(*args, **kwargs):
+                    with open(f"{name}.jsonl", "a") as f:
+                        print(json.dumps([what, *args, kwargs]), file=f)
+                    if name == "wandb" and kwargs.get("step", -1) >= fails:
+                        raise OSError("no route to host")
+                return noted
+            sys.modules[name] = types.SimpleNamespace(
+                init=note("init"), log=note("log"), finish=note("finish"))
+
+        fake("wandb"), fake("trackio")
+        sys.modules |= {missing: None} if missing else {}
+
+    return before
+
+
+def test_trackers_get_the_log_and_go_on_with_the_same_run(world, tmp_path):
+    keys = keys_of(world, "sft.py", lr_decay="constant", checkpoint_interval=1,
+                   report_to="wandb, trackio")
+    for iterations, fails in ((2, 99), (4, 3)):
+        result = run("sft.py", tmp_path, keys | dict(max_iters=iterations), before=fakes(fails))
+        assert result.codes == [0], result
+    assert "wandb has failed (OSError: no route to host)" in result.out[0]
+    log = read_jsonl(tmp_path / "out" / "log.jsonl")
+    for name in ("wandb", "trackio"):
+        calls = read_jsonl(tmp_path / f"{name}.jsonl")
+        first, second = (call[-1] for call in calls if call[0] == "init")
+        assert first["name"] == second["name"] and first["name"].startswith("out-")
+        assert second["resume"] == "allow" and second["config"]["max_iters"] == 4
+        sent = {call[2]["step"]: call[1] for call in calls if call[0] == "log"}
+        assert list(sent) == [0, 1, 2, 3, 4][:4 if name == "wandb" else 5]
+        for record in log:
+            if record["iteration"] in sent and record["iteration"] != 2:  # both runs had a 2
+                assert sent[record["iteration"]] == {
+                    k: v for k, v in record.items() if k != "iteration"}
+    for report_to, word in (("trackio", "trackio"), ("tensorbored", "tensorboard")):
+        result = run("sft.py", tmp_path / word, keys | dict(report_to=report_to),
+                     before=fakes(missing=report_to))
+        assert_one_line(result, "sft.py", word)
+
+
+# plot.py
+
+
+def plot(folder, before=lambda rank: None, **keys):
+    return Started("tools/plot.py", typed(keys), str(folder), before=before).wait()
+
+
+def drawn(rank):
+    """A figure is written as JSON: the title and the curves of each panel."""
+    from matplotlib.figure import Figure
+
+    def savefig(figure, *args, **kwargs):
+        panels = [[axis.get_title(), [[list(map(float, x)) for x in line.get_data()]
+                                      for line in axis.lines]]
+                  for axis in figure.axes if axis.get_visible()]
+        with open("drawn.json", "w") as f:
+            json.dump(panels, f)
+
+    Figure.savefig = savefig
+
+
+def test_curves_of_two_runs(done, tmp_path):
+    result = plot(tmp_path, drawn, runs=f"{done['ppo']},{done['grpo']}",
+                  metrics="policy/lr,eval/k*")
+    assert result.codes == [0], result
+    named = re.findall(r"^(\S+/out) +(\d)", result.out[0], re.MULTILINE)
+    assert named == [("ppo/out", "0"), ("ppo/out", "2"), ("grpo/out", "0"), ("grpo/out", "2")]
+    (first, _), (title, curves) = json.loads((tmp_path / "drawn.json").read_text())
+    assert (first, title) == ("policy/lr", "eval/kl")
+    for name, curve in zip(("ppo", "grpo"), curves, strict=True):
+        log = read_jsonl(f"{done[name]}/log.jsonl")
+        assert curve == [[0, 1, 2], [record["eval/kl"] for record in log]]
+
+
+def test_a_picture_and_bad_input(done, tmp_path):
+    result = plot(tmp_path, runs=done["ppo"], out="deep/a.png", smooth=0.9)
+    assert result.codes == [0] and (tmp_path / "deep/a.png").read_bytes()[:4] == b"\x89PNG", result
+    jsonl(tmp_path / "log.jsonl", [[1]])
+    for keys, word in ((dict(runs="."), "line 1"), (dict(runs="nowhere"), "nowhere"),
+                       (dict(runs=done["ppo"], out="a.jpg"), "a.jpg"),
+                       (dict(runs=done["ppo"], metrics="eval/klo"), "eval/kl"),
+                       (dict(runs=f"{done['ppo']},{done['ppo']}"), "runs")):
+        assert_one_line(plot(tmp_path, **keys), "plot.py", word)
+
+
+def test_curves_over_another_metric_and_smoothed(tmp_path):
+    """Also where the one falls, and where a record has only one of the two; a mean of the past."""
+    records = [{"eval/kl": 0.0, "eval/accuracy": 0.25, "a": 1.0}, {"objective/kl": 1.0, "a": 4.0},
+               {"eval/kl": 3.0, "eval/accuracy": 0.75, "a": None}, {"eval/kl": 2.0},
+               {"eval/kl": 2.5, "eval/accuracy": 0.5, "a": 1.0}]
+    os.makedirs(tmp_path / "run")
+    jsonl(tmp_path / "run" / "log.jsonl",
+          [dict(iteration=i) | record for i, record in enumerate(records)])
+    result = plot(tmp_path, drawn, runs="run", metrics="eval/accuracy", against="eval/kl")
+    (_, (curve, _)), = json.loads((tmp_path / "drawn.json").read_text())  # and a legend's line
+    assert curve == [[0.0, 3.0, 2.5], [0.25, 0.75, 0.5]]
+    assert re.findall(r"^run +(\d) ", result.out[0], re.MULTILINE) == ["0", "2", "3", "4"]
+    plot(tmp_path, drawn, runs="run", metrics="a", smooth=0.5)
+    (_, (curve, _)), = json.loads((tmp_path / "drawn.json").read_text())
+    # weights 1/2, 1/4, 1/8 of the last ones, over their sum
+    assert curve == [[0, 1, 4], pytest.approx([1, (2 + 0.25) / 0.75, (0.5 + 1 + 0.125) / 0.875])]
+
+
+@pytest.fixture(scope="module")
+def page(done, tmp_path_factory):
+    """A page of two runs; one has a hostile prompt, response and name, and is writing a line."""
+    folder = tmp_path_factory.mktemp("page")
+    hostile = folder / "a<b>&c"
+    shutil.copytree(done["ppo"], hostile)
+    samples = read_jsonl(hostile / "samples.jsonl")
+    samples[0] |= dict(text=HOSTILE, prompt=[dict(role="user", content=HOSTILE)])
+    samples[1] |= dict(messages=[dict(role="assistant", content="x "), dict(role="user",
+                                 content="why?"), dict(role="assistant", content="so")])
+    jsonl(hostile / "samples.jsonl", samples)
+    odd = {"constructor": 0.5, "__proto__": 1.0}  # names that objects of JavaScript have
+    jsonl(hostile / "log.jsonl", [r | odd for r in read_jsonl(hostile / "log.jsonl")])
+    with open(hostile / "log.jsonl", "a") as f:
+        f.write('{"iteration": 5, "eval/k')
+    result = plot(folder, runs=f"{hostile},{done['grpo']}", out="page.html")
+    assert result.codes == [0], result
+    return (folder / "page.html").read_text()
+
+
+def test_the_page_holds_the_runs_and_nothing_of_the_network(page, done):
+    assert HOSTILE not in page and page.count("<script") == 2 and "a<b>" not in page
+    # the name of SVG's elements is never fetched
+    assert set(re.findall(r"\w+://[\w.]+", page)) <= {"http://www.w3.org"}
+    assert not re.search(r"@import|url\(|fetch\(|import\(|XMLHttp", page)
+    first, second = json.loads(re.search(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)[1])
+    assert first["samples"][0]["text"] == HOSTILE and first["config"]["batch_size"] == 5
+    assert first["samples"][1]["text"] == "x [user: why?] so"
+    assert sum(s["trained"] for s in second["samples"]) == 6
+    kls = [record["eval/kl"] for record in read_jsonl(f"{done['grpo']}/log.jsonl")]
+    assert second["curves"]["eval/kl"] == [[0, kls[0]], [1, kls[1]], [2, kls[2]]]
+
+
+# enough of a browser for the page: it prints how many parts each element has, and its text
+DOM = r"""
+const source = require("fs").readFileSync(0, "utf8"), ids = {};
+class Element {
+  constructor(tag) { Object.assign(this, {tag, children: [], listeners: {}, value: ""}); }
+  setAttribute(name, value) { if (name === "value") this.value = String(value); }
+  append(...children) {
+    this.children.push(...children);
+    if (this.tag === "select") this.value = this.children[0].value;
+  }
+  replaceChildren(...children) { this.children = children; }
+  addEventListener(name, f) { this.listeners[name] = f; }
+  get textContent() {
+    return this.children.map(c => typeof c === "string" ? c : c.textContent).join(" ");
+  }
+  set textContent(text) { this.children = [String(text)]; }
+}
+for (const [, tag, id] of source.matchAll(/<(\w+)[^>]*? id="(\w+)"/g)) ids[id] = new Element(tag);
+ids.kind.value = "evaluations";
+ids.data.textContent = source.match(/<script[^>]*id="data">(.*?)<\/script>/s)[1];
+global.document = {getElementById: id => ids[id], createElement: tag => new Element(tag),
+                   createElementNS: (_, tag) => new Element(tag)};
+eval(source.match(/<script>(.*)<\/script>/s)[1]);
+const shown = [];
+const show = () => shown.push(Object.fromEntries(["charts", "count", "cards", "settings"].map(
+  id => [id, [ids[id].children.length, ids[id].textContent]])));
+show();
+[ids.prompt.value, ids.sort.value] = ["", "scores"];
+ids.sort.listeners.input();
+show();
+console.log(JSON.stringify(shown));
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node here")
+def test_the_page_shows_samples_by_their_scores(page):
+    shown = subprocess.run(["node", "-e", DOM], input=page, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    first, by_score = json.loads(shown.stdout)
+    assert first["cards"][0] == 1 and HOSTILE in first["cards"][1]  # of the first prompt alone
+    assert "constructor" in first["charts"][1] and "eval/kl at 2" in first["charts"][1]
+    assert by_score["cards"][0] == 18 and by_score["count"][1].startswith("18 samples")
+    scores = [float(x) for x in re.findall(r"\bscores (-?[\d.e-]+)", by_score["cards"][1])]
+    assert len(scores) == 18 and scores == sorted(scores, reverse=True)

@@ -1,0 +1,156 @@
+"""tools/bench.py, data/arithmetic/pairs.py, and the shell scripts of runs/."""
+import glob
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from configurator import read_arguments, read_keys
+from tiny import ROOT, Started, jsonl, keys_of, read_jsonl, typed, well
+
+ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+
+
+class Fork:
+    """subprocess.Popen of a script, as a fork: it has torch and transformers in memory already."""
+
+    def __init__(self, command, **_):
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                sys.argv = command[1:]
+                runpy.run_path(command[1], run_name="__main__")
+            finally:
+                os._exit(1)  # bench.py kills a run that has logged its last iteration
+
+    def poll(self):
+        return self.pid and (os.waitpid(self.pid, os.WNOHANG)[0] or None)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        os.waitpid(self.pid, 0)
+
+
+def test_bench_prints_one_page(tmp_path):
+    def before(rank):
+        subprocess.Popen = Fork
+
+    keys = dict(d_model=32, n_layer=1, n_head=2, n_kv_head=1, d_ff=48, vocab_size=64, batch_size=4,
+                prompt_length=6, max_new_tokens=5, repeats=1, micro_batch_size=2, device_type="cpu",
+                run_keys="rollout_batch_size=3,head_chunk=2")
+    result = Started("tools/bench.py", typed(keys), str(tmp_path), before=before).wait()
+    assert result.codes == [0], result
+    for line in (r"^  quartet: [\d.]+ s, \d+ tokens/s$", r"^  transformers: [\d.]+ s, \d+ tokens",
+                 r"^  ppo.py: rollout .* iteration [\d.]+ s; 5 tokens a response, peak \d+ MiB$",
+                 r"^  grpo.py: rollout .* iteration [\d.]+ s; 5 tokens a response, peak \d+ MiB$"):
+        assert re.search(line, result.out[0], re.MULTILINE), (line, result.out[0])
+
+
+def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
+    """In a copy of the task, by a model that has learned to answer 5 or 6, whatever it is asked."""
+    task = tmp_path / "data" / "arithmetic"
+    shutil.copytree(f"{ROOT}/data/arithmetic", task, ignore=shutil.ignore_patterns("*.jsonl"))
+    for file in glob.glob(f"{ROOT}/*.py"):
+        os.symlink(file, tmp_path / os.path.basename(file))
+    os.symlink(f"{ROOT}/config", tmp_path / "config")
+    rows = jsonl(tmp_path / "sft.jsonl", [dict(prompt="1+4=", completion=x) for x in "56"])
+    jsonl(task / "rl_train.jsonl", [dict(prompt="1+4=", answer="5"), dict(prompt="2+4=", answer=6)])
+    policy = well("sft.py", tmp_path / "run", keys_of(
+        world, "sft.py", train_path=rows, val_path="", max_iters=40, batch_size=8,
+        dtype="float32")) + "/policy"
+    for more in ([], ["--mistakes=0.25", "--name=noisy"]):
+        result = Started(f"{task}/pairs.py", [f"--policy_path={policy}", "--pairs=40",
+                                              "--max_new_tokens=4", *more], str(tmp_path)).wait()
+        assert result.codes == [0], result
+    found = {name: read_jsonl(f"{task}/{name}.jsonl")
+             for name in ("pairs_train", "pairs_val", "noisy_train", "noisy_val")}
+    assert len(found["pairs_train"]) == 40 and len(found["pairs_val"]) == 4
+    assert found["noisy_val"] == found["pairs_val"]
+    right = {"1+4=": "5", "2+4=": "6"}
+    for row in found["pairs_train"] + found["pairs_val"]:
+        assert row["chosen"] == right[row["prompt"]] != row["rejected"]
+    swapped = 0
+    for noisy, row in zip(found["noisy_train"], found["pairs_train"], strict=True):
+        swapped += noisy != row
+        assert noisy in (row, row | dict(chosen=row["rejected"], rejected=row["chosen"]))
+    # of 40, each with probability 0.25: further away by chance in 1 of 1000 cases
+    assert 3 <= swapped <= 19
+
+
+def noting(folder, after=""):
+    """A python that only notes what it is asked to run, in the file `said`."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/bash\nprintf "%q " "$@" >> said; echo >> said\n{after}')
+    python.chmod(0o755)
+    return ENV | {"QUARTET_PYTHON": str(python)}
+
+
+def bash(folder, *command, env):
+    return subprocess.run(["bash", *command], cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script, steps", [
+    ("quickstart.sh", 9), ("calculator.sh", 6), ("code.sh", 5), ("overoptimize.sh", 8),
+    ("judge.sh 1 labels", 6), ("judge.sh 1 reward", 4), ("vllm.sh 1", 5)])
+def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, steps):
+    """Its script is in the repository, and has its keys."""
+    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
+    (tmp_path / "out" / "arithmetic_sft").mkdir(parents=True)
+    (tmp_path / "out" / "arithmetic_sft" / "config.json").write_text('{"seed": 1}')
+    (tmp_path / "data" / "arithmetic").mkdir(parents=True)
+    (tmp_path / "data" / "arithmetic" / "noisy_train.jsonl").write_text("")
+    (tmp_path / "bwrap").write_text("")
+    (tmp_path / "bwrap").chmod(0o755)
+    env = noting(tmp_path)
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    result = bash(tmp_path, *f"runs/{script}".split(), env=env)
+    assert result.returncode == 0, result
+    said = [shlex.split(line) for line in (tmp_path / "said").read_text().split("\n") if line]
+    said = [args for args in said if args[0] != "-" and not args[0].startswith("out/")]
+    assert len(said) == steps, said
+    shared = read_keys(f"{ROOT}/config/keys.py")
+    for file, *args in said:
+        keys = read_keys(f"{ROOT}/{file}")  # of those without keys nothing is asked
+        read_arguments(keys | shared, [arg if arg.startswith("--") else f"{ROOT}/{arg}"
+                                       for arg in args])
+        assert keys or not args, (file, args)
+
+
+def test_shell_scripts_parse():
+    for script in [*glob.glob(f"{ROOT}/runs/*.sh"), *glob.glob(f"{ROOT}/.ci/*")]:
+        assert subprocess.run(["bash", "-n", script]).returncode == 0, script
+
+
+def test_quickstart_deletes_what_the_readme_says(tmp_path):
+    """And a wrong seed deletes nothing; Ctrl-C in the first step begins no second one."""
+    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
+    for of in ("sft", "rm", "ppo", "grpo"):
+        (tmp_path / "out" / f"arithmetic_{of}").mkdir(parents=True)
+    env = noting(tmp_path)
+    assert bash(tmp_path, "runs/quickstart.sh", "one", env=env).returncode == 2
+    assert len(os.listdir(tmp_path / "out")) == 4 and not (tmp_path / "said").exists()
+    assert bash(tmp_path, "runs/quickstart.sh", env=env).returncode == 0
+    assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"]
+    with open(f"{ROOT}/README.md", encoding="utf-8") as f:
+        assert "`out/arithmetic_{sft,rm,ppo}`" in f.read()
+    # a step that saves and exits 0, as sft.py does
+    (tmp_path / "said").unlink()
+    env = noting(tmp_path, "trap 'exit 0' INT\nsleep 9 >&- 2>&- & wait\n")
+    run = subprocess.Popen(["bash", "runs/quickstart.sh"], cwd=tmp_path, env=env, text=True,
+                           stderr=subprocess.PIPE, start_new_session=True)
+    while not (tmp_path / "said").exists():
+        time.sleep(0.05)
+    time.sleep(0.2)
+    os.killpg(run.pid, signal.SIGINT)  # a terminal sends it to all processes of the group
+    assert "the last command above resumes" in run.communicate()[1] and run.returncode == 130
+    assert (tmp_path / "said").read_text().strip() == "data/arithmetic/prepare.py"

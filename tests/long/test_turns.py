@@ -1,0 +1,490 @@
+"""
+Several turns (options/environment.py, options/tools.py): which templates keep a dialogue exact,
+messages and ids, errors of an environment or a tool, and runs. The tokenizers are of bytes, with
+the special tokens of a family.
+"""
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from byte_tokenizer import write_byte_tokenizer
+from errors import BadInput, Stop
+from options.environment import Environment, between, check_template
+from options.tools import Tools
+from tokenizer import load_tokenizer
+
+import tiny
+from conftest import ROOT
+
+TEMPLATES = os.path.join(ROOT, "options", "templates")
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
+        "</tool_call>"]
+HARMONY = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>", "<|channel|>",
+           "<|constrain|>"]
+FAMILIES = {  # {a template of ours: its special tokens, those that end a response}
+    "chatml": (QWEN, ["<|endoftext|>"]), "qwen3.5": (QWEN, ["<|endoftext|>"]),
+    "harmony": (HARMONY, ["<|return|>", "<|call|>"])}
+EOS, PAD = 258, 259  # of tokenizers with two special tokens
+
+MINE = '''
+import os, time
+
+# environments
+echo = lambda messages, row: messages[-1]["content"][:3]
+pays = lambda messages, row: (messages[-1]["content"][:3], 0.5)
+raises = lambda messages, row: row["missing"]
+wrong_role = lambda messages, row: dict(role="system", content="x")
+number = lambda messages, row: 7
+nan = lambda messages, row: (None, float("nan"))
+chance = lambda messages, row, asked=[]: asked.append(1) or str(len(asked))
+hangs = lambda messages, row: time.sleep(1.5)
+spoils = lambda messages, row: messages[-1].update(content="spoilt") or messages.clear()
+seeded = lambda messages, row, seed: f"{seed}"
+
+def counts(messages, row):
+    said = messages[-1]["content"]
+    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
+
+# tools
+def multiply(a: int, b: int = 2):
+    """
+    Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    print("a tool may print")
+    return a * b
+
+def slow(seconds: float):
+    """
+    Wait.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "slept"
+
+def leaves():
+    """End the process."""
+    os._exit(3)
+
+def table():
+    """A table."""
+    return {"a": [1, None]}
+
+def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
+    """
+    Show.
+
+    Args:
+        text: a text
+        flag: a flag
+        items: some
+        either: one or the other
+    """
+    return repr((text, flag, items, either))
+
+def bare(a):
+    return a
+'''
+
+
+def message(role, text):
+    return dict(role=role, content=text)
+
+
+user, assistant, tool = (partial(message, role) for role in ("user", "assistant", "tool"))
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    return tiny.write(tmp_path_factory.mktemp("mine") / "mine.py", MINE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tmp_path_factory):
+    """The tokenizer of a family, with a template of ours, or with this text of one."""
+    folder = tmp_path_factory.mktemp("families")
+
+    def tokenizer_of(family, template="", **keys):
+        special, ends = FAMILIES[family]
+        if not (folder / family).exists():
+            write_byte_tokenizer(folder / family, special)
+        file = f"{TEMPLATES}/{family}.jinja"
+        if template:
+            file = tiny.write(folder / "mine.jinja", template)
+        system = tiny.keys_of_system(chat_template=file, **keys)
+        tokenizer = load_tokenizer(str(folder / family), system)
+        tokenizer.eos_ids |= {tokenizer.vocabulary[text] for text in ends}  # as fit would
+        return tokenizer
+
+    return tokenizer_of
+
+
+def environment_of(environment, tokenizer, **keys):
+    """The environment of a run with these keys."""
+    system = dict(environment=environment, tools="", max_turns=9, reward_timeout=9)
+    return Environment(SimpleNamespace(**system | keys), tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------
+# templates
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ TEXT }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PLAIN = CHATML.replace("TEXT", "m.content")
+FORGETS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip() "
+                         "if m.role == 'assistant' and not loop.last else m.content")
+OPENS = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{# <function= #}{% endif %}")
+REWRITES = CHATML.replace("TEXT", "m.content + ('' if loop.last else ' ')")
+NO_TOOL = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}" \
+    "{% endfor %}" + PLAIN
+ENDLESS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" \
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+LAST = """{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}\
+{% if loop.last and m.reasoning_content %}\
+<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant{% endif %}\
+<|channel|>final{% endif %}<|message|>{{ m.content }}\
+{{ '<|return|>' if keeps or loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}\
+{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+DROPS = "drops the thoughts of earlier turns"
+KEPT = [  # family, template, template_kwargs, who answers, why it is refused
+    ("chatml", "", "", "user tool", ""), ("qwen3.5", "", "", "user tool", ""),
+    ("qwen3.5", "", "enable_thinking=False", "user tool", ""),
+    ("harmony", "", "", "user tool", ""), ("harmony", "", "reasoning_effort='low'", "user", ""),
+    ("chatml", PLAIN, "", "user tool", ""),
+    ("chatml", NO_TOOL, "", "user", ""), ("chatml", NO_TOOL, "", "tool", "refuses the messages"),
+    ("chatml", ENDLESS, "", "user", "no end behind an assistant's message"),
+    ("chatml", REWRITES, "", "user", "in another way when another"),
+    ("chatml", FORGETS, "", "user", f"{DROPS}.*--chat_template=options/templates/chatml.jinja"),
+    ("qwen3.5", OPENS, "", "user", f"{DROPS}.*templates/qwen3.5.jinja"),
+    ("harmony", LAST, "", "user", "in another way when another.*templates/harmony.jinja"),
+    ("harmony", LAST, "keeps=True", "user", f"{DROPS}.*templates/harmony.jinja")]
+
+
+@pytest.mark.parametrize("family, template, kwargs, roles, refused", KEPT)
+def test_a_template_must_keep_earlier_turns(tokenizer_of, family, template, kwargs, roles, refused):
+    tokenizer = tokenizer_of(family, template, template_kwargs=kwargs)
+    for role in roles.split():
+        with pytest.raises(BadInput, match=refused) if refused else contextlib.nullcontext():
+            check_template(tokenizer, role)
+
+
+def test_ends_that_are_too_many_or_too_few(tokenizer_of):
+    """As where a generation_config.json is older than the templates, or somebody's own."""
+    for token, role in ("<|end|>", "user"), ("<|call|>", "tool"):
+        tokenizer = tokenizer_of("harmony")
+        tokenizer.eos_ids ^= {tokenizer.specials[token]}
+        with pytest.raises(BadInput, match="eos_token_id in generation_config.json"):
+            check_template(tokenizer, role)
+
+
+def test_a_turn_that_a_stop_string_has_ended_gets_its_end(tokenizer_of, mine):
+    tokenizer = tokenizer_of("chatml")
+    env, end = environment_of(f"{mine}:echo", tokenizer), tokenizer.specials["<|im_end|>"]
+    extra = between(tokenizer, user("c"), ended=False)
+    assert extra == [end] + between(tokenizer, user("c"), ended=True)
+    said = tokenizer.encode_texts(["</answer>"])[0]
+    own = [True] * len(said) + [False] * len(extra)
+    assert env.messages_of(said + extra, own) == [assistant("</answer>"), user("c")]
+
+
+# --------------------------------------------------------------------------------------------------
+# dialogues with tools, as templates of ours write them
+
+
+def tags(name, **parameters):
+    """A call as Qwen3.5 writes it."""
+    lines = [f"<parameter={key}>\n{value}\n</parameter>" for key, value in parameters.items()]
+    return "\n".join(["<tool_call>", f"<function={name}>", *lines, "</function>", "</tool_call>"])
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps(dict(name=name, arguments=arguments))}\n</tool_call>"
+
+
+def message_to(name, arguments):
+    return ("<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}")
+
+
+SYSTEM = """<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.
+Knowledge cutoff: 2024-06
+
+Reasoning: medium
+
+# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"""
+CALLS = dict(  # what is sampled, what stands before and between; all without the list of tools
+    chatml=("<|im_start|>user\n17*23?<|im_end|>\n<|im_start|>assistant\n",
+            call("multiply", a=17, b=23) + "<|im_end|>",
+            "\n<|im_start|>user\n<tool_response>\n391\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n", "391<|im_end|>"),
+    harmony=("<|start|>user<|message|>17*23?<|end|><|start|>assistant",
+             message_to("multiply", '{"a": 17, "b": 23}') + "<|call|>",
+             "<|start|>functions.multiply to=assistant<|channel|>commentary<|message|>391<|end|>"
+             "<|start|>assistant", "<|channel|>final<|message|>391<|return|>"))
+CALLS["qwen3.5"] = (
+    CALLS["chatml"][0] + "<think>\n",
+    f"a tool\n</think>\n\n{tags('multiply', a=17, b=23)}<|im_end|>",
+    CALLS["chatml"][2] + "<think>\n", "nice\n</think>\n\n391<|im_end|>")
+
+
+def conversed(env, prompt, turns, length):
+    """The batch of one response, of which the policy samples these ids, turn by turn."""
+    (ids,), turns = env.tokenizer.encode_prompts([prompt]), iter(turns)
+
+    def sample(contexts, which, used):
+        new = next(turns)[:length - used[0]]
+        return dict(tokens=torch.tensor([contexts[0] + new]),
+                    response_mask=torch.ones(1, len(new), dtype=torch.bool),
+                    sampler_logprobs=-torch.arange(1.0, len(new) + 1)[None],
+                    finished=torch.tensor([new[-1] in env.tokenizer.eos_ids]))
+
+    return env.converse([dict(prompt=prompt)], [ids], (1, "rollout", 0), ([0], [0]), length,
+                        len(ids) + 1, sample)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, family):
+    """Character for character; what the policy says is trained, and the messages come back."""
+    tokenizer, (before, *texts) = tokenizer_of(family), CALLS[family]
+    env = environment_of("", tokenizer, tools=f"{mine}:multiply,{mine}:table", max_turns=3)
+    turns = [tokenizer.hf.encode(text, add_special_tokens=False) for text in texts[::2]]
+    batch = conversed(env, [user("17*23?")], turns, 800)
+    env.tools.process.kill()
+    ids = batch["tokens"][0][batch["attention_mask"][0]].tolist()
+    text = tokenizer.text_of(ids)
+    assert text.endswith(before + "".join(texts)) and "Multiply two numbers." in text
+    assert batch["finished"].tolist() == [True] and batch["failed_calls"].tolist() == [0]
+    (prompt,) = tokenizer.encode_prompts([[user("17*23?")]])
+    response, own = ids[len(prompt):], batch["response_mask"][0].tolist()[:len(ids) - len(prompt)]
+    assert [i for i, mine in zip(response, own, strict=True) if mine] == turns[0] + turns[1]
+    said = env.messages_of(response, own)
+    name = dict(name="multiply") if family == "harmony" else {}
+    assert said[1] == dict(tool("391"), **name) and [m["role"] for m in said] == [
+        "assistant", "tool", "assistant"]
+    if family == "harmony":
+        assert text.startswith(SYSTEM[:-len("<|end|>")]) and "a: number" in text
+
+
+# --------------------------------------------------------------------------------------------------
+# environments
+
+
+@pytest.fixture
+def dialogue_with(mine, tmp_path):
+    """The batch of one response with these turns; a turn without a blank ends with EOS."""
+    def dialogue_with(name, texts, length=30, max_turns=4):
+        write_byte_tokenizer(tmp_path, ["<a>", "<b>"])
+        tokenizer = load_tokenizer(str(tmp_path), tiny.keys_of_system())
+        env = environment_of(f"{mine}:{name}", tokenizer, max_turns=max_turns, reward_timeout=1)
+        turns = [[*text.encode()] + [EOS] * (not text.endswith(" ")) for text in texts]
+        return conversed(env, "12", turns, length)
+    return dialogue_with
+
+
+def test_masks_of_a_dialogue(dialogue_with):
+    """abcd EOS | abc | xy EOS | xy | z: the last turn has no end, and the response no more room."""
+    batch = dialogue_with("pays", ["abcd", "xy", "z "], length=14)
+    assert batch["tokens"].tolist() == [
+        [PAD, 49, 50, *b"abcd", EOS, *b"abc", *b"xy", EOS, *b"xy", *b"z"]]
+    assert batch["response_mask"].tolist() == [[c == "T" for c in "TTTTTFFFTTTFFT"]]
+    assert batch["attention_mask"].tolist() == [[False] + [True] * 16]
+    assert batch["sampler_logprobs"].tolist() == [
+        [-1, -2, -3, -4, -5, 0, 0, 0, -1, -2, -3, 0, 0, -1]]
+    paid = [[0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0.5, 0, 0, 0]]
+    assert batch["turn_rewards"].tolist() == paid and batch["finished"].tolist() == [False]
+
+
+@pytest.mark.parametrize("texts, length, max_turns, tokens", [
+    (["abcd", "x"], 30, 2, 5 + 3 + 2),  # no more turns: what is said to the last one is left out
+    (["abcd", "x"], 8, 4, 5),  # no room for a token behind what would be said
+    (["abcd", "x"], 9, 4, 9), (["ab "], 9, 4, 3)])
+def test_where_a_dialogue_is_cut_it_is_not_finished(dialogue_with, texts, length, max_turns,
+                                                    tokens):
+    batch = dialogue_with("echo", texts, length, max_turns)
+    assert batch["attention_mask"].sum() == 2 + tokens and not batch["finished"].any()
+    assert batch["response_mask"][0, tokens - 1]
+
+
+@pytest.mark.parametrize("function, part", [
+    ("raises", r"failed at .*mine\.py, line \d+: KeyError: 'missing'"), ("number", "answered 7"),
+    ("wrong_role", "wanted None, a string"), ("nan", "a finite number"),
+    ("chance", "two answers to the same dialogue"), ("hangs", "has not answered for 1 s")])
+def test_an_environment_that_is_no_good_ends_in_one_line(dialogue_with, function, part):
+    with pytest.raises(Stop, match=f"^environment = .*{part}") as e:
+        dialogue_with(function, ["abcd"] * 4)
+    assert "\n" not in str(e.value)
+
+
+def test_a_dialogue_cannot_be_spoiled_and_chance_has_a_seed(dialogue_with):
+    assert dialogue_with("spoils", ["abcd"])["finished"].tolist() == [True]
+    texts = [dialogue_with("seeded", ["a"] * 4, 60)["tokens"].tolist() for _ in range(2)]
+    numbers = re.findall(r"\d+", bytes(i for i in texts[0][0] if i < 256).decode())
+    assert texts[0] == texts[1] and len(set(numbers)) == 4  # the prompt's, and one a turn
+
+
+# --------------------------------------------------------------------------------------------------
+# tools
+
+NAMES = ("multiply", "slow", "leaves", "table", "show")
+
+
+@pytest.fixture
+def tools_of(tokenizer_of, mine):
+    made = []
+
+    def tools_of(family):
+        tools = ",".join(f"{mine}:{name}" for name in NAMES)
+        system = SimpleNamespace(tools=tools, reward_timeout=120, max_turns=2)
+        made.append(Tools(system, tokenizer_of(family)))
+        return made[-1]
+
+    yield tools_of
+    for tools in made:
+        if tools.process:
+            tools.process.kill()
+
+
+def said(tools, *texts):
+    """The answers to these turns, and how many of their calls have failed."""
+    failed = [0] * len(texts)
+    answers = tools.answer(list(texts), failed, list(range(len(texts))))
+    assert all(reward == 0 for _, reward in answers)
+    return [message and message["content"] for message, _ in answers], failed
+
+
+GOOD = {  # family: {a turn: the answer}
+    "chatml": {
+        "no call": None, call("multiply", a=37, b=46): "1702", call("slow", seconds=0): "slept",
+        call("multiply", a=3) + "\n" + call("table"): '6\n{"a": [1, null]}'},
+    "qwen3.5": {
+        "why\n</think>\n\n" + tags("multiply", a=37, b=46): "1702",
+        tags("show", text="12", flag="True", items='[1, "x"]', either="7"):
+            "('12', True, [1, 'x'], 7)",
+        tags("show", text="a\nb\n", flag="false", items="None", either="seven"):
+            "('a\\nb\\n', False, None, 'seven')",
+        tags("show", text="<b>x</b> {"): "('<b>x</b> {', False, None, 1)",
+        tags("table") + "\n" + call("multiply", a=3): '{"a": [1, null]}\n6'},  # JSON is read, too
+    "harmony": {
+        message_to("multiply", '{"a": 37, "b": 46}'): "1702",
+        ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 4}': "8",
+        "<|channel|>analysis<|message|>to=functions.table<|end|><|start|>assistant"
+        "<|channel|>final<|message|>4": None, call("multiply", a=3): None}}
+BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
+    "chatml": {
+        call("divide", a=1): "there is no tool 'divide', only multiply, slow",
+        "<tool_call>multiply(2)</tool_call>": "", '<tool_call>{"name": "mul': "",
+        "<tool_call>[1]</tool_call>": "", '<tool_call>{"arguments": {}}</tool_call>': "'name'",
+        '<tool_call>{"name": "multiply", "arguments": 3}</tool_call>': "no JSON object",
+        '<tool_call>{"name": {}, "arguments": {}}</tool_call>': "there is no tool",
+        "<tool_call>" + "[" * 10**5 + "</tool_call>": "",
+        "<tool_call>__import__('os').system('touch HERE')</tool_call>": ""},
+    "qwen3.5": {
+        tags("divide", a=1): "there is no tool 'divide'", tags("multiply", a="x"): "is no integer",
+        "<tool_call>\n<function=multiply>\n<parameter=a>\n3": "has no </parameter>",
+        "<tool_call>\n<function=": "there is no tool ''", "<tool_call>multiply(2)": "",
+        tags("multiply", a="[" * 10**5): "",
+        tags("multiply", a="__import__('os').system('touch HERE')"): "is no integer"},
+    "harmony": {
+        message_to("divide", "{}"): "no tool 'divide'", message_to("multiply", '{"a": 3'): "",
+        message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "",
+        message_to("<|start|>x to=a", "{}"): "no tool 'a'"}}
+LONG = {
+    "qwen3.5": ["<tool_call>" + "\n" * 10**6 + "x", "<tool_call>" * 10**5,
+                "<tool_call><function=f>" + "<parameter=" * 10**5,
+                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4],
+    "harmony": ["<|start|>" * 10**5 + " to=" * 10**5]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_are_answered_or_their_faults_said(tools_of, family):
+    tools, good, bad = tools_of(family), GOOD[family], BAD[family]
+    assert said(tools, *good) == ([*good.values()], [0] * len(good))
+    tools.process.kill()
+    failed = [0] * len(bad)
+    answers = tools.answer(list(bad), failed, list(range(len(bad))))
+    assert failed == [1] * len(bad) and not os.path.exists("HERE")
+    for (message, _), (text, part) in zip(answers, bad.items(), strict=True):
+        assert message["content"].startswith("error: "), text[:99]
+        assert part in message["content"], text[:99]
+        assert re.fullmatch(r"[\w.-]+", message["name"])  # of gpt-oss, where it is written
+    for text in LONG.get(family, []):
+        began = time.thread_time()
+        tools.calls_in(text)
+        assert time.thread_time() - began < 3, text[:99]
+
+
+def test_a_tool_that_fails_hangs_or_dies_costs_its_own_answer(tools_of):
+    tools = tools_of("chatml")
+    assert said(tools, call("table"))[1] == [0]  # its process has begun, which may take long
+    tools.seconds = 3
+    contents, failed = said(tools, call("slow", seconds=99), call("multiply", a=4))
+    assert contents == ["error: it has not answered within 3 s", "8"] and failed == [1, 0]
+    tools.seconds = 60
+    assert said(tools, call("leaves")) == (["error: its process has ended"], [1])
+    contents, failed = said(tools, call("multiply", a=5), call("multiply", b=1),
+                            call("multiply", a="x", c=2))
+    assert contents[0] == "10" and failed == [0, 1, 1]
+    assert all(text.startswith("error: TypeError: ") for text in contents[1:])
+
+
+def test_tools_that_cannot_be_described(tokenizer_of, mine):
+    tokenizer = tokenizer_of("chatml", PLAIN)
+    for name, part in (("", "FILE.py:FUNCTION"), (":none", "'none'"),
+                       (":table", "no variable tools"), (":bare", "cannot be described")):
+        with pytest.raises(BadInput, match=part):
+            environment_of("", tokenizer, tools=mine + name)
+    with pytest.raises(BadInput, match="both given"):
+        environment_of(f"{mine}:echo", tokenizer, tools=f"{mine}:table")
+
+
+# --------------------------------------------------------------------------------------------------
+# runs
+
+
+def test_a_run_resumes_to_the_bit(world, mine, tmp_path):
+    def keys(iterations):
+        return tiny.keys_of(
+            world, "grpo.py", environment=f"{mine}:counts", reward_functions="environment",
+            max_new_tokens=12, max_turns=3, max_iters=iterations, lr_decay="constant",
+            eval_interval=3, checkpoint_interval=1, save_rollouts=1, reward_timeout=40)
+
+    tiny.well("grpo.py", tmp_path / "parts", keys(1))
+    outs = [tiny.well("grpo.py", tmp_path / name, keys(2)) for name in ("whole", "parts")]
+    tiny.assert_same_run(*outs)
+    record = tiny.read_log(outs[0])[0]
+    assert 1 < record["objective/turns"] <= 3 and 0 < record["objective/environment_share"] < 1
+    several = [row["messages"] for row in tiny.read_jsonl(f"{outs[0]}/rollouts.jsonl")
+               if len(row.get("messages", [])) > 1]
+    assert several
+    for messages in several:  # the environment's words are those that it would say again
+        for one, reply in zip(messages[::2], messages[1::2], strict=False):
+            assert reply == user(f"{len(one['content'])}\n")
+
+
+def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
+    """A random model that calls nothing; it ends with EOS alone, as its template does."""
+    shutil.copytree(world.policy, tmp_path / "policy")
+    tiny.write(tmp_path / "policy" / "generation_config.json", json.dumps(dict(eos_token_id=EOS)))
+    rows = [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")]
+    template = "{% for m in messages %}{{ m.role + m.content }}<eos>{% endfor %}" \
+        "{% if add_generation_prompt %}assistant{% endif %}{# tools #}"
+    keys = tiny.keys_of(
+        world, "grpo.py", policy_path=tmp_path / "policy", tools=f"{mine}:multiply", eval_path="",
+        prompts_path=tiny.jsonl(tmp_path / "chats.jsonl", rows), max_iters=1, reward_timeout=40,
+        chat_template=tiny.write(tmp_path / "t.jinja", template))
+    log = tiny.read_log(tiny.well("grpo.py", tmp_path, keys, ranks=2))
+    assert log[0]["objective/failed_calls"] == 0 and log[0]["objective/turns"] == 1
