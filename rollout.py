@@ -137,7 +137,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, se
         finished=finished)
 
 
-# faster than no_grad. Training can use tensors that are made before it, and filled in it
+# faster than no_grad; training may use the tensors `sampled`, which are made outside of it
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=None, stop=None,
            graphs=False):
@@ -168,8 +168,8 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
-    # cache until a quarter of the rows have ended; its further tokens are dropped. By graphs until
-    # half have: then a new graph is recorded, which takes two steps without one
+    # cache until a quarter of the rows have ended; its further tokens are dropped. With CUDA graphs
+    # until half have ended, because a new graph is recorded then, and two steps run without one
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     for t in range(R):
         if truncation:
@@ -226,9 +226,9 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
                  samples=1, slots=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
-    samples its share. rows: all Rows of the data. row_numbers: of those that get `samples`
-    responses each. slots: their places in the batch; None: 0, 1, ... noise: (seed, purpose,
-    iteration); with the slot and the sample they decide a response's noise.
+    samples its share. rows: all Rows of the data. row_numbers: the numbers of the rows that get
+    `samples` responses each. slots: the places of these rows in the batch; None: 0, 1, ... noise:
+    (seed, purpose, iteration), which decides a response's uniforms with its slot and sample.
 
     Columns (B,) beside those of generate: index, 0 to B - 1; prompt, the row number of each
     response's prompt; slot, the prompt's place.
@@ -246,9 +246,9 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     rank, size = parallel.rank_and_size()
     tp, mine = system.generate_tp, parallel.share(len(prompt))
     numbers = parallel.share(len(prompt), rank // tp, size // tp)  # neighbours decode together
-    ids, names = [rows.ids[prompt[i]] for i in numbers], ([slot[i] for i in numbers],
-                                                          [sample[i] for i in numbers])
-    uniforms = response_uniforms(*noise, *names[:1], max_new_tokens, names[1])  # (b, R)
+    ids = [rows.ids[prompt[i]] for i in numbers]
+    names = [slot[i] for i in numbers], [sample[i] for i in numbers]
+    uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
 
     def respond(decoder, contexts, uniforms, width=None, rooms=None):
         return generate(
