@@ -170,7 +170,7 @@ def pair(row):
     shared = 0  # how many messages are the same; the last one of each is never counted
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    if shared == 0 or {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:
+    if {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:
         raise BadInput("chosen and rejected have different prompts")
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
