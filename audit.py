@@ -1,5 +1,5 @@
 """
-The audit: are the weights the same on all ranks, finite, and, if frozen, what they were?
+The audit: are the weights the same on all ranks, finite, and, if frozen, unchanged?
 """
 import torch
 

@@ -11,7 +11,7 @@ import time
 import traceback
 
 PARENT = os.getppid()  # as this process begins: see ranks.init
-phase = "start"  # what the run does, such as "iteration 7, update"; Run.enter sets it
+phase = "start"  # of the run, such as "iteration 7, update"; Run.enter sets it
 
 
 class BadInput(ValueError):

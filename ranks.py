@@ -1,6 +1,6 @@
 """
 The start and the end of a rank: it meets the others, chooses its device and its kernels, hears
-requests to stop, and leaves. What the ranks do in between is in parallel.py.
+requests to stop, and leaves. The collectives in between are in parallel.py.
 """
 import atexit
 import ctypes

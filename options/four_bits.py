@@ -47,7 +47,7 @@ def quantize(model, device, dtype):
     parameters = dict(model.hf.named_parameters())
 
     def merged(name, W):
-        """Model.merged, for what is saved: W, or the matrix that is stored in W in 4 bits."""
+        """Model.merged, for saved models: W, or the matrix that is stored in W in 4 bits."""
         p = parameters.get(name)
         return in_full(p).cpu() if hasattr(p, "quant_state") else W
 

@@ -39,7 +39,7 @@ def stage_of(system, name):
 
 def offload_of(system, name, trained, is_head=False):
     """
-    What of a model is in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
+    The part of a model in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
     without a name is for the trained models, but not for a head on the policy (is_head).
     """
     if system.offload.strip() == "optimizer" and (is_head or not trained):
