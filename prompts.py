@@ -54,7 +54,10 @@ def read_rows(path, shape, fields=""):
             if line.strip():
                 try:
                     rows.append(shape(rename(json.loads(line), fields)))
-                except ValueError as e:  # BadInput, or of json
+                except json.JSONDecodeError as e:
+                    raise BadInput(f"{path}, line {number}: no JSON, from character {e.pos + 1} on "
+                                   f"({e.msg}); a row is one line") from e
+                except ValueError as e:  # mostly BadInput
                     raise BadInput(f"{path}, line {number}: {e}") from e
     if not rows:
         raise BadInput(f"{path}: the file is empty")
