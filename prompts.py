@@ -69,6 +69,8 @@ def rename(row, fields):
     if not isinstance(row, dict):
         raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
     pairs = [part.split(">") for part in fields.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise BadInput(f"fields = {fields!r}: wanted THEIRS>OURS, in quotes")
     renamed = {key: row[key] for key in row if key not in [pair[0].strip() for pair in pairs]}
     for theirs, ours in pairs:
         value = row
@@ -106,8 +108,8 @@ def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
     value = row.get(field)
     if value is None:
-        raise BadInput(f"field {field!r} is missing; the row has {', '.join(row)}; rename one by "
-                       f'--fields="THEIRS>{field}"')
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; "
+                       f'rename one by --fields="THEIRS>{field}"')
     messages = value if isinstance(value, list) else [dict(role="user", content=value)]
     if not messages:
         raise BadInput(f"field {field!r} is empty")
