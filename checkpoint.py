@@ -196,10 +196,10 @@ def save_final(out_dir, name, model):
                 tensors[n] = t.to(dtype if t.is_floating_point() else t.dtype).contiguous()
 
         def save():
-            model.save_settings(folder)
             # transformers would only write on rank 0 of all ranks; with roles the first of a role
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
+            model.save_settings(folder)  # over the files that transformers has written
             file = os.path.join(folder, "config.json")
             write_json(file, read_json(file) | {"dtype": str(dtype).removeprefix("torch.")})
 

@@ -14,6 +14,7 @@ import glob
 import os
 import re
 
+from checkpoint import read_json, write_json
 from errors import BadInput, first_line, shorten
 
 MARK = "\x01"  # a character that SentencePiece never joins with the next ones
@@ -83,15 +84,40 @@ class Tokenizer:
         if self.system_prompt and not self.template:
             raise BadInput("system_prompt: the tokenizer has no chat template; give one with "
                            "--chat_template=FILE")
-        # all tokens in a template such as <|im_end|> become special: otherwise a message with one
-        # would end a turn. Others, such as <think>, are tokens in a message, too
-        plain = [t.content for t in hf.added_tokens_decoder.values() if not t.special
-                 and t.content in (self.template or "") and re.fullmatch(MARKUP, t.content)]
-        hf.add_tokens(plain, special_tokens=True)
-        hf.chat_control_tokens = []  # beside the special ones
+        # all tokens in a template such as <|im_end|> become special in the run: otherwise a message
+        # with one would end a turn. Others, such as <think>, are tokens in a message, too
+        self.plain = [t for t in hf.added_tokens_decoder.values() if not t.special
+                      and t.content in (self.template or "") and re.fullmatch(MARKUP, t.content)]
+        self.set_special(True)
+        self.controls, hf.chat_control_tokens = hf.chat_control_tokens, []  # beside the special
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.turn_ends = self.find_turn_ends()
         self.eos_ids = {self.eos_id} | self.turn_ends
+
+    def set_special(self, special):
+        """Make the tokens special that are plain in the source, or plain again."""
+        # a token of its own: transformers would make one that keeps the blanks behind it
+        self.hf.add_tokens([type(t)(**t.__getstate__() | dict(special=special))
+                            for t in self.plain], special_tokens=special)
+
+    def save(self, folder):
+        """
+        Write transformers' files, with the source's special tokens: another one would not show the
+        reader of a response. Version 4 of transformers reads them, too.
+        """
+        self.set_special(False)
+        self.hf.save_pretrained(folder)
+        self.set_special(True)
+        file = os.path.join(folder, "tokenizer_config.json")
+        settings = read_json(file) | dict(chat_control_tokens=self.controls)
+        if self.controls is None:
+            del settings["chat_control_tokens"]
+        if os.path.exists(os.path.join(folder, "tokenizer.json")):  # it has all, BOS and blanks
+            settings |= dict(tokenizer_class="PreTrainedTokenizerFast",
+                             model_input_names=self.hf.model_input_names)
+        if "extra_special_tokens" in settings:
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+        write_json(file, settings)
 
     def find_turn_ends(self):
         """
