@@ -148,7 +148,7 @@ def outline(path, head, system):
     """The Model of a folder without its weights: only shapes and settings, without memory."""
     from transformers import GenerationConfig
 
-    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+    while os.path.isfile(os.path.join(path, "adapter_config.json")):
         from options.lora import base_of
 
         path = base_of(path)

@@ -28,7 +28,7 @@ def load_tokenizer(path, system):
         from options.tiktoken_files import read
 
         return Tokenizer(read(path), path, system)
-    if os.path.isfile(os.path.join(path, "adapter_config.json")) and not glob.glob(
+    while os.path.isfile(os.path.join(path, "adapter_config.json")) and not glob.glob(
             os.path.join(glob.escape(path), "tokenizer*")):
         from options.lora import base_of
 

@@ -143,6 +143,9 @@ class Adapted(OnTrunk):
         notes = {"score_shift": str(self.score_shift)} if scalar else {"format": "pt"}
         tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
+        if os.path.isfile(os.path.join(self.path, "adapter_config.json")):
+            say(f"{folder}: peft reads other numbers from it, for its base {self.path} is an "
+                "adapter, too; give others the merged model, or train on a merged one")
         if peft_misreads(self):
             say(f"{folder}: peft reads other numbers from it (MLPs beside experts); give others "
                 "the merged model, or train with --lora=16:32:q+k+v+o")

@@ -11,7 +11,7 @@ import tiny
 from byte_tokenizer import write_byte_tokenizer
 from checkpoint import save_final
 from errors import BadInput
-from load import load
+from load import load, outline
 from model import Model
 from options.lora import Adapted, fill_adapter, load_adapted
 from test_families import (BASE, EXPERTS, GPT, HEADS, SIZES, add_vision, random_model,
@@ -131,6 +131,30 @@ def test_a_line_says_which_adapters_peft_misreads(kind, settings, targets, wrong
     assert (said(loaded(tmp_path / "policy")) - said(model)).abs().max() < 1e-3
     gap = (said_by_peft(tmp_path / "policy_adapter") - said(model)).abs().max().item()
     assert (gap > 0.01) == wrong
+
+
+@torch.no_grad()
+def test_an_adapter_upon_an_adapter(tmp_path, capsys):
+    """quartet reads it, and peft only upon the merged model: a line says so."""
+    filled(Adapted(loaded(saved(tmp_path / "base", "llama", SIZES)), "lm", 3, 5)).save_adapter(
+        tmp_path / "first_adapter")
+    merged = loaded(tmp_path / "first_adapter")
+    save_final(str(tmp_path), "first", merged)
+    told = []
+    for name, wrong in (("first", False), ("first_adapter", True)):
+        model = filled(Adapted(loaded(tmp_path / name), "lm", 2, 7))
+        capsys.readouterr()
+        save_final(f"{tmp_path}/{name}", "second", model)
+        out = capsys.readouterr().out
+        assert ("peft" in out and str(tmp_path / name) in out) == wrong
+        folder = str(tmp_path / name / "second_adapter")
+        assert (said(loaded(folder)) - said(model)).abs().max() < 1e-4
+        shapes = outline(folder, "lm", keys_of_system(dtype="float32")).hf
+        assert shapes.device.type == "meta" and shapes.num_parameters() == (
+            merged.hf.num_parameters())
+        told.append((folder, said(model), wrong))
+    for folder, ours, wrong in told:
+        assert ((said_by_peft(folder) - ours).abs().max() > 0.01) == wrong
 
 
 ROUTERS = [  # family, settings, a layer's maps that choose experts, how many others it has
