@@ -7,10 +7,11 @@ globals, one comment each, and then calls configure:
 
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: first the config
 files, from left to right, and then each --key=value; of two values for a key the last one counts.
-A config file is Python; each public name in it must be a key of the script. `--help` prints every
-key with its default and its comment; a * in a comment: most runs set this key. The brackets at the
-end of a comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment
-that begins as "with tools: " is of a key that has no effect unless the key tools is set, too.
+A config file is Python; each public name in it must be a key of the script, also that of an import
+(import math as _math). This is looked at before it is run. `--help` prints every key with its
+default and its comment; a * in a comment: most runs set this key. The brackets at the end of a
+comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
+begins as "with tools: " is of a key that has no effect unless the key tools is set, too.
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`.
 
@@ -96,8 +97,7 @@ def read_arguments(keys, argv):
     # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if not arg.startswith("--"):
-            for name, value in run_config_file(arg).items():
-                check_key(name, keys, arg)
+            for name, value in run_config_file(arg, keys).items():
                 overrides[name] = (convert(name, value, keys[name].default, arg), arg)
             continue
         name, equals, text = arg[2:].partition("=")
@@ -134,24 +134,60 @@ def read_keys(file):
     return keys
 
 
-def run_config_file(path):
-    """Execute a config file in a fresh namespace; returns its public names. Raises BadInput."""
+def run_config_file(path, keys):
+    """
+    Execute a config file in a fresh namespace; returns its public names, which must be keys. Raises
+    BadInput, for data or another program before it is run.
+    """
+    data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
+    hint = f"to give data, type --{data}={path}"
     if not os.path.isfile(path):
-        hint = "" if path.endswith(".py") else "; to set a key, type --key=value"
-        raise BadInput(f"there is no config file {path!r}{hint}")
+        raise BadInput(f"there is no config file {path!r}" + (
+            "" if path.endswith(".py") else "; to set a key, type --key=value"))
+    if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
+        raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
-    with open(path, encoding="utf-8") as f:
-        text = f.read()
     try:
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        names = public_names(ast.parse(text, path))
+        for name in names:
+            check_key(name, keys, path)
+        if not names:
+            raise BadInput(f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
         exec(compile(text, path, "exec"), namespace)
+    except BadInput:
+        raise
     except Exception as e:  # any error of the file is reported with its line
         line, trace = getattr(e, "lineno", "?"), e.__traceback__
         while trace:
             line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
             trace = trace.tb_next
         raise BadInput(f"{path}, line {line}: {type(e).__name__}: {e}") from e
-    return {name: value for name, value in namespace.items()
-            if not name.startswith("_") and not isinstance(value, type(ast))}
+    for name in namespace:
+        if not name.startswith("_"):
+            check_key(name, keys, path)
+    return {name: value for name, value in namespace.items() if not name.startswith("_")}
+
+
+def public_names(tree):
+    """The names without an underscore that a file's top level binds and does not delete again."""
+    inner = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    own = *inner, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+    found, deleted, left = [], set(), [tree]
+    while left:
+        node = left.pop(0)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append(node.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
+            deleted.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found += [(a.asname or a.name).partition(".")[0] for a in node.names]
+        elif isinstance(node, inner):
+            found.append(node.name)
+        if not isinstance(node, own):
+            left += ast.iter_child_nodes(node)
+    return [name for name in found if not name.startswith("_") and name not in deleted]
 
 
 def check_key(key, keys, where):
@@ -159,6 +195,7 @@ def check_key(key, keys, where):
     if key not in keys:
         near = difflib.get_close_matches(key, keys, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
+        hint += "; a name that is no key begins with _" * where.endswith(".py")
         raise BadInput(f"unknown key {key!r} ({where}); {hint}")
 
 

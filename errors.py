@@ -3,6 +3,7 @@ The errors that a user sees: one line on stderr, and an exit code. configure set
 file is imported before torch.
 """
 import errno
+import importlib.util
 import os
 import re
 import signal
@@ -105,3 +106,8 @@ def shorten(value, width=60):
     """repr, cut to width, for error lines."""
     text = repr(value)
     return text if len(text) <= width else text[:width] + "..."
+
+
+if not importlib.util.find_spec("torch"):  # mostly the virtual environment is not active
+    sys.excepthook = report_error
+    raise BadInput(f"{sys.executable} has no torch; type: source .venv/bin/activate")

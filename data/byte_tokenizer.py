@@ -1,6 +1,11 @@
 """
 A tokenizer for small tasks, with a token for each byte. Nothing is to be downloaded for it.
 """
+import importlib.util
+import sys
+
+if not importlib.util.find_spec("tokenizers"):
+    sys.exit(f"{sys.executable} has no tokenizers; type: source .venv/bin/activate")
 
 
 def write_byte_tokenizer(folder, markers=()):

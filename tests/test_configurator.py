@@ -59,7 +59,7 @@ def test_defaults_and_values_of_each_type(toy):
 
 @pytest.mark.parametrize("argv", [*itertools.permutations(["one.py", "two.py", "--rate=3"])])
 def test_the_command_line_wins_and_of_files_the_last(toy, argv):
-    write("one.py", "import math\n_half = 4\nrate = 1\ncount = _half // 2\nlimit = 10\n")
+    write("one.py", "import math as _math\n_half = 4\nrate = 1\ncount = _half // 2\nlimit = 10\n")
     write("two.py", "rate = 2.0\ncount = 5\n")
     last = [arg for arg in argv if arg.endswith(".py")][-1]
     assert toy(*argv) == dict(DEFAULTS, rate=3.0, limit=10, count=dict([("one.py", 2),

@@ -66,7 +66,8 @@ def read_run(argv):
     argv = [arg for arg in argv if arg.removesuffix(".py") not in scripts]
     files = [arg for arg in argv if not arg.startswith("--")]
     given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")} - OPTIONS.keys()
-    given = given.union(*map(run_config_file, files))
+    known = set().union(*scripts.values())
+    given = given.union(*(run_config_file(file, known) for file in files))
     fits = [script for script in scripts if given <= scripts[script].keys()] or ["ppo"]
     if fits[:2] == ["ppo", "grpo"] and "reward_path" not in given:
         del fits[0]  # ppo.py without a reward model has the key value_init, and grpo.py has not

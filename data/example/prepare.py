@@ -20,8 +20,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # Python looks for modules in this file's folder; ours are in data/ and in the repository's.
 sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
+from byte_tokenizer import write_byte_tokenizer  # noqa: E402  first: it looks for the packages
+
 import torch  # noqa: E402
-from byte_tokenizer import write_byte_tokenizer  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, logging  # noqa: E402
 
 TEMPLATE = (

@@ -5,12 +5,16 @@ writes nothing. (More in tests/: test_scripts.py, test_configurator.py, test_mod
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
+import test_configurator
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny import MARKERS, assert_one_line, jsonl, keys_of, run, save_random, well, write
+from errors import BadInput
+from tiny import MARKERS, ROOT, assert_one_line, jsonl, keys_of, run, save_random, well, write
 
 USER = [dict(role="user", content="1+2=")]
 ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
@@ -135,3 +139,57 @@ def test_fewer_iterations_than_are_done(world, tmp_path):
     assert_one_line(run("sft.py", tmp_path, keys | dict(max_iters=2)), "sft.py", "max_iters = 2",
                     "checkpoint-000003")
     assert sorted(os.listdir(out)) == files
+
+
+toy = test_configurator.toy  # a fixture
+OTHER_FILES = {  # no config files: they would leave a mark if they were run
+    "data.jsonl": '{"prompt": "a", "answer": "3"}\n', "data.json": "[]", "data.csv": "a,b\n1,2\n",
+    "data.py": '{"prompt": "a", "answer": "3"}\n', "empty.py": "# count = 4\n",
+    "own.py": "_count = 4\nMARK\n", "script.py": "import os\ncount = 4\nMARK\n",
+    "other.py": "from math import pi\ncount = 4\nMARK\n", "all.py": "from os import *\nMARK\n",
+    "reward.py": "count = 4\nMARK\ndef reward(batch):\n    count = 5\n",
+    "a.py": "a: int = 4\nMARK\n",
+    "class.py": "count = 4\nMARK\nclass A:\n    rate = 1.0\n", "late.py": "MARK\ncuont = 3\n",
+    "if.py": "MARK\nif True:\n    import json\n    count = 3\n",
+    "loop.py": "MARK\nfor i in range(3):\n    count = i\n",
+    "with.py": "MARK\nwith open('with.py') as f:\n    count = 3\n"}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_what_is_no_config_file_is_not_run(toy, name):
+    write(name, OTHER_FILES[name].replace("MARK", "open('mark', 'w').close()"))
+    with pytest.raises(BadInput, match=name):
+        toy(name)
+    assert not os.path.exists("mark")
+
+
+def test_a_config_file_may_compute(toy):
+    write("c.py", """
+import math as _math
+from os import path as _path
+
+def _half(x):
+    half = x // 2
+    return half
+
+scratch = [i for i in range(9)]
+if _math.pi > 3:
+    count = _half(len(scratch))
+for _i in range(2):
+    rate = float((lambda x: x + _i)(1))
+del scratch
+""")
+    assert toy("c.py") == dict(test_configurator.DEFAULTS, count=4, rate=2.0)
+
+
+@pytest.mark.parametrize("script", [
+    "ppo.py", "grpo.py", "sft.py", "rm.py", "recipes/dpo.py", "tools/eval.py", "tools/sample.py",
+    "tools/plot.py", "tools/memory.py", "tools/explain.py", "tools/bench.py", "data/label.py",
+    "data/convert.py", "data/arithmetic/prepare.py", "data/arithmetic/pairs.py",
+    "data/example/prepare.py", "data/gsm8k/prepare.py"])
+def test_without_the_virtual_environment(script):
+    """-S: a Python without installed packages."""
+    result = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True,
+                            cwd=ROOT, env={}, check=False)
+    assert result.returncode in (1, 2) and not result.stdout
+    assert len(result.stderr.splitlines()) == 1 and "source .venv/bin/activate" in result.stderr
