@@ -59,6 +59,8 @@ TABLE = {
         reward_functions="reward_model", reward_path="$policy"), ["policy", "head", "rm.py"]),
     "another tokenizer's value": ("ppo.py", dict(reward_path="$other"), ["--value_init=policy"]),
     "another tokenizer's reference": ("grpo.py", dict(ref_path="$swapped"), ["ref_path"]),
+    "a tokenizer that is not made": ("sft.py", dict(
+        init_from="scratch", tokenizer_path="data/toy/tokenizer"), ["no such folder", "prepare"]),
     "no such encoding": ("sft.py", dict(init_from="scratch", tokenizer_path="tiktoken:gpt9"), [
         "gpt9"]),
     # rewards
