@@ -21,6 +21,7 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -224,7 +225,8 @@ def print_settings(keys, overrides):
         if value != keys[name].default:
             lines.setdefault(where, []).append(f"{name}={value!r}")
     for where, settings in lines.items():
-        print(f"{where}: {' '.join(settings)}")
+        print(textwrap.fill(f"{where}: {' '.join(settings)}", 100, subsequent_indent="    ",
+                            break_long_words=False, break_on_hyphens=False))
 
 
 def print_help(script, doc, keys):
@@ -237,4 +239,6 @@ def print_help(script, doc, keys):
             print()
         for heading in key.headings:
             print(f"  {heading}")
-        print(f"    {f'{name} = {key.default!r}':<40}  {key.comment}")
+        comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line
+        line = f"    {f'{name} = {key.default!r}':<30}  {comment}"
+        print(textwrap.fill(line, 100, subsequent_indent=" " * 36))

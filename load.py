@@ -111,7 +111,8 @@ def check_folder(path):
     if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
         raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
-        raise BadInput(f"{path!r}: no such model folder, and no name on the hub; train it first")
+        raise BadInput(f"{path!r}: no such model folder, and no name on the hub, which is "
+                       "OWNER/NAME; train it first")
 
 
 def read_model(path, head, system, device="cpu", seed=0):

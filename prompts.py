@@ -55,7 +55,10 @@ def read_rows(path, shape, fields=""):
             if line.strip():
                 try:
                     rows.append(shape(rename(json.loads(line), fields)))
-                except ValueError as e:  # BadInput, or of json
+                except json.JSONDecodeError as e:
+                    raise BadInput(f"{path}, line {number}: no JSON, from character {e.pos + 1} on "
+                                   f"({e.msg}); a row is one line") from e
+                except ValueError as e:  # mostly BadInput
                     raise BadInput(f"{path}, line {number}: {e}") from e
     if not rows:
         raise BadInput(f"{path}: the file is empty")
@@ -67,6 +70,8 @@ def rename(row, fields):
     if not isinstance(row, dict):
         raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
     pairs = [part.split(">") for part in fields.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise BadInput(f"fields = {fields!r}: wanted THEIRS>OURS, in quotes")
     renamed = {key: row[key] for key in row if key not in [pair[0].strip() for pair in pairs]}
     for theirs, ours in pairs:
         value = row
@@ -104,8 +109,8 @@ def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
     value = row.get(field)
     if value is None:
-        raise BadInput(f"field {field!r} is missing; the row has {', '.join(row)}; rename one by "
-                       f'--fields="THEIRS>{field}"')
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; "
+                       f'rename one by --fields="THEIRS>{field}"')
     messages = value if isinstance(value, list) else [dict(role="user", content=value)]
     if not messages:
         raise BadInput(f"field {field!r} is empty")

@@ -37,6 +37,8 @@ def init(system):
     choose_kernels(system.deterministic)
     device = choose_device(system.device_type)
     wait = datetime.timedelta(seconds=system.timeout)
+    # rules, environments and tools are given up before the ranks that wait for them are
+    system.reward_timeout = min(system.reward_timeout, system.timeout / 2)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
         late = Lost(f"the ranks cannot meet: no answer in timeout = {system.timeout} s. Are all of "
                     "them started, and do the machines reach each other?")

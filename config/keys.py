@@ -83,7 +83,7 @@ tools = ""  # FILE.py:f,FILE.py:g: functions that the policy may call, by its ch
 max_turns = 8  # with environment or tools: turns of the policy in a response [1..1000]
 
 # scoring
-reward_timeout = 300  # seconds for the rules in an iteration; below timeout [1..1000000]
+reward_timeout = 300  # an iteration's seconds for rules; at most half of timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 save_rollouts = 0  # all responses of every so many iterations go to rollouts.jsonl; 0 = none [>= 0]
 keep_best = False  # also save out_dir/best_policy, the policy with the best held-out score so far

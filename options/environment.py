@@ -167,7 +167,7 @@ class Environment:
         try:
             return asking.result(self.timeout)
         except TimeoutError as e:
-            raise Stop(f"{self.name} has not answered for {self.timeout} s; does it hang? Raise "
+            raise Stop(f"{self.name} has not answered for {self.timeout:g} s; does it hang? Raise "
                        "reward_timeout if not") from e
 
     def ask_all(self, dialogues, rows, names):
