@@ -7,9 +7,9 @@ What a run leaves on the disk, and how it resumes from there: a kill at any mome
     out_dir/checkpoint-000120/     120 iterations are done; number 120 (they count from 0) is next
         policy/                    each trained model: the parameters that are trained, by name;
                                    if these are all, transformers loads the folder
-        policy_optimizer.safetensors       its optimizer's state, in several files if it is large
-        ema.safetensors            the policy's moving average, if there is one; likewise
-        batches.safetensors        those that are sampled ahead of the update, if any are
+        policy_optimizer.safetensors       its optimizer's state (large tensors: several files)
+        ema.safetensors            the policy's moving average, if there is one
+        batches.safetensors        the batches that are sampled ahead, if there are any
         state.json                 the numbers that go from one iteration to the next
         config.json                as above
         manifest.json              the sha256 of every file
@@ -122,7 +122,7 @@ def append(out_dir, name, records):
 
 
 def cut_logs(out_dir, iteration):
-    """Delete the lines of iterations that will be logged again, and those that a kill has cut."""
+    """Delete the lines of iterations that will be logged again, and lines that a kill has cut."""
     for file in (os.path.join(out_dir, name) for name in LOGS):
         if not os.path.exists(file):
             continue

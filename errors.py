@@ -11,7 +11,7 @@ import time
 import traceback
 
 PARENT = os.getppid()  # as this process begins: see ranks.init
-phase = "start"  # what the run does, such as "iteration 7, update"; Run.enter sets it
+phase = "start"  # of the run, such as "iteration 7, update"; Run.enter sets it
 
 
 class BadInput(ValueError):
@@ -102,7 +102,7 @@ def place_of(trace):
     return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 
-def shorten(value, width=60):
-    """repr, cut to width, for error lines."""
+def shorten(value):
+    """repr, cut to 60 characters, for error lines."""
     text = repr(value)
-    return text if len(text) <= width else text[:width] + "..."
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -21,13 +21,13 @@ One iteration: take batch_size / group_size prompts;
     reward_model   scores (B,)             no        reward_path, where reward_functions names it
     judge          scores (B,)             no        judge_path, where reward_functions names it
 
-B responses of an iteration, those to a prompt side by side; P prompt length, R response length,
+B responses of an iteration, a prompt's side by side; P prompt length, R response length,
 T = P + R. response_mask (B, R) is True on the tokens that the policy sampled. COLLECTIVE marks a
 line that all ranks must reach together. The sections are those of ppo.py, in the same order.
 
-With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). What its relatives change is in
-groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see config/dapo.py
-and its neighbours.
+With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). The changes of its relatives
+are in groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see
+config/dapo.py and its neighbours.
 """
 from configurator import configure  # first: it must be imported before torch
 from errors import BadInput, say
@@ -80,7 +80,7 @@ scale_by = "std"  # the group's deviation, that of all scores, or no scaling [st
 loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see docs/algorithms.md [clip | cispo]
 importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
-# what a token counts in the loss; see groups.token_weights
+# the weight of a token in the loss; see groups.token_weights
 aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
 kl_coef = 0.04  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_in = "loss"  # the KL enters the loss of each token, or the score of the response [reward | loss]
@@ -141,7 +141,7 @@ if "reward_model" in reward_names:
 # the prompts become token ids; all are checked now, not when their turn comes
 train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
                          for path in (prompts_path, eval_path))
-held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
 
@@ -194,7 +194,7 @@ def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=Non
         device, samples, slots)
     run.leave_if_stop_asked()  # COLLECTIVE
     run.enter("score" if purpose == "rollout" else purpose)  # an evaluation is one phase
-    with run.saved_if_it_fails():  # COLLECTIVE
+    with run.saved_if_it_fails():  # COLLECTIVE: a reward may fail, or hang
         score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
     return batch
 
@@ -229,7 +229,7 @@ def evaluate():
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
 
-# the scores of a reward model of others are shifted: the first ones are 0 on average; see there
+# a reward model that rm.py has not trained is shifted, so that its first scores are 0 on average
 center_scores(  # COLLECTIVE
     run.state, reward_model, None, lambda: rollout("rollout", 0, train_rows, rows_of(0)))
 
@@ -344,8 +344,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
             if "old_logprobs" not in batch:  # now they are complete
                 add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
-            if steps == 0:  # the ratio is 1: no update yet
-                sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
+            if steps == 0:  # the ratio is 1: no update yet. age: an older policy has sampled
+                sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL is 0, too
                 ratio_gap = run.first_ratio(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
@@ -360,7 +360,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    # KL and entropy of the batch that was trained; all else is of what was sampled before refills
+    # KL and entropy of the batch that was trained; all else is of the batch before refills
     trained = summarize(batch, "objective", reward_names, importance_cap)
     record |= trained | {name: x for name, x in sampled.items()
                          if name not in ("objective/entropy", "objective/kl")}

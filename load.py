@@ -46,7 +46,8 @@ def autocast(system, device):
 def matrices_of(model):
     """
     The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings, the biases of experts, what the family keeps in 32 bits (routers), a scalar head.
+    embeddings, the biases of experts, matrices that the family keeps in 32 bits (routers), a scalar
+    head.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     wide = {id(p) for m in tables for p in m.parameters()}
@@ -60,7 +61,7 @@ def matrices_of(model):
 def load(path, name, system, device, head="lm", trained=False, tokenizer=None, seed=0):
     """
     The Model of a folder or hub name, on the device, trained or frozen. A collective where
-    zero_stage splits it over the ranks. name: in the keys, policy, ref, reward, value or judge.
+    zero_stage splits it over the ranks. name: as in the keys, policy, ref, reward, value or judge.
     head: "lm", or "scalar": a reward or value model; a plain language model gets a new scalar head,
     drawn from seed (new_head is then True). tokenizer: None: the folder's. Raises BadInput.
     """
@@ -165,7 +166,7 @@ def outline(path, head, system):
 def settings_of(path, head, system):
     """
     The config of a folder, and more arguments for transformers: the dtype, the kernels of attention
-    (always ours: a config.json may name one that is fetched) and of experts.
+    (always ours: a config.json may name kernels on the hub) and of experts.
     """
     from transformers import AutoConfig
 
@@ -235,7 +236,7 @@ def draw_score_head(model, seed):
 
 def settle(model, system, trained, adapter=""):
     """
-    Decide requires_grad of each parameter: it says what is stepped and saved. A parameter that no
+    Decide requires_grad of each parameter: it says which are stepped and saved. A parameter that no
     text reaches stays frozen. The matrices of a frozen model get autocast's dtype.
     """
     unread = unread_parameters(model) if trained else []

@@ -34,9 +34,9 @@ def masked_whiten(x, mask):
 
 def gap(log_ratio, mask, dtype):
     """
-    The distance of log-probs that should be equal, a scalar tensor in nats: the largest absolute
-    difference, log_ratio (B, R), where mask is True; for 16 bits the mean, because rounding alone
-    makes single differences large.
+    The distance of log-probs that should be equal, a scalar tensor in nats. log_ratio: their
+    difference, (B, R). In 32 and 64 bits it is the largest absolute difference where mask is True;
+    in 16 bits the mean, because rounding alone makes single differences large.
     """
     log_ratio = torch.where(mask, log_ratio.detach().abs(), 0)
     if dtype in ("bfloat16", "float16"):
@@ -114,7 +114,7 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     """
     The figures of a batch, {"prefix/name": number}: means over its responses. KL and entropy are in
     nats a response, estimated from the sampled tokens (k1). Of several reward_names the mean of
-    each, over the responses to which it applies; "scored": the share of those that have a score.
+    each, over the responses to which it applies; "scored": the share of responses with a score.
     """
     mask = batch["response_mask"]  # (B, R)
     figures = dict(scores=mean_of(batch["scores"]))

@@ -7,19 +7,21 @@ returns at once.
 The collectives of one iteration of ppo.py, in order. n ranks, B responses, R response length:
 
  no  phase    function              torch's call  numbers      what all ranks have afterwards
-  1  rollout  gather_rows           all_gather    B/n rows     all B responses, a call a column
-  2  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
-  3  score    in_step               all_gather    1            has a rule failed on any rank?
-  4  score    gather_rows           all_gather    B/n scores   the scores of all B responses
-  5  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
-  6  score    all_reduce_max        all_reduce    1            the sampler's largest error
-  7  update   all_reduce_max        all_reduce    1            the first ratios' distance from 1
-  8  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
-  9  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
- 10  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
- 11  log      alone                 all_gather    1            has rank 0 written its line?
+  1  audit    stop_agreed           all_reduce    1            was any rank asked to stop?
+  2  rollout  gather_rows           all_gather    B/n rows     all B responses, a call a column
+  3  rollout  stop_agreed           all_reduce    1            was any rank asked to stop?
+  4  score    in_step               all_gather    1            has a rule failed on any rank?
+  5  score    gather_rows           all_gather    B/n scores   the scores, a call a column
+  6  score    all_reduce_sum        all_reduce    3 B R        old_logprobs, ref_logprobs, values
+  7  score    all_reduce_max        all_reduce    1            the sampler's largest error
+  8  update   all_reduce_max        all_reduce    1            the first ratios' distance from 1
+  9  update   all_reduce_gradients  all_reduce    policy       the sum of the policy's gradients
+ 10  update   all_reduce_gradients  all_reduce    value_model  the sum of the value model's
+ 11  metrics  all_reduce_metrics    all_reduce    10           five metrics: a sum and a count each
+ 12  log      alone: in_step        all_gather    1            has rank 0 written its line?
+ 13  log      alone: from_rank      broadcast     1, then 4    rank 0's result as JSON: null
 
-8 and 9 run once in each optimizer step, 7 only in the first one. The first iteration runs 6 once
+9 and 10 run once in each optimizer step, 8 only in the first one. The first iteration runs 7 once
 more, against the reference. Iterations that audit, evaluate or save add calls. Sharded models
 (options/shards.py) gather weights and reduce gradients inside forward and backward.
 """
@@ -124,7 +126,7 @@ def name_ranks(numbers):
 
 
 def holds(name):
-    """Whether this rank needs a model's weights. name: in the keys. See options/roles.py."""
+    """Whether this rank needs a model's weights. name: as in the keys. See options/roles.py."""
     part = dict(policy="sample", reward="score", judge="score").get(name)
     return role == "train" or part in does
 
@@ -234,9 +236,9 @@ def flatten_gradients(model):
     trained = [p for p in model.parameters() if p.requires_grad and role == "train"]
     buffers = []
     for dtype in sorted({p.dtype for p in trained if not is_shard(p)}, key=str):
-        whole = [p for p in trained if not is_shard(p) and p.dtype == dtype]
-        flat = torch.zeros(sum(p.numel() for p in whole), dtype=dtype, device=whole[0].device)
-        for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
+        same = [p for p in trained if not is_shard(p) and p.dtype == dtype]
+        flat = torch.zeros(sum(p.numel() for p in same), dtype=dtype, device=same[0].device)
+        for p, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
             p.grad = part.view_as(p)
         buffers.append(flat)
     if any(map(is_shard, trained)):

@@ -136,7 +136,7 @@ models["value_model"] = value_model = load_value_model(
 # the prompts become token ids; all are checked now, not when their turn comes
 train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
                          for path in (prompts_path, eval_path))
-held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of those rows that are used
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows that are used
 config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
 
 value_lr = value_learning_rate or learning_rate
@@ -190,7 +190,7 @@ def rollout(purpose, iteration, rows, row_numbers):
         device)
     run.leave_if_stop_asked()  # COLLECTIVE
     run.enter("score" if purpose == "rollout" else purpose)  # an evaluation is one phase
-    with run.saved_if_it_fails():  # COLLECTIVE
+    with run.saved_if_it_fails():  # COLLECTIVE: a reward may fail, or hang
         score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
     return batch
 
@@ -221,7 +221,7 @@ def evaluate():
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
 
-# the scores of a reward model of others are shifted: the first ones are 0 on average; see there
+# a reward model that rm.py has not trained is shifted, so that its first scores are 0 on average
 center_scores(  # COLLECTIVE
     run.state, reward_model, value_model if value_init == "reward" else None,
     lambda: rollout("rollout", 0, train_rows, rows_of(0)))
@@ -247,7 +247,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
     read(batch, minibatches(iteration))  # COLLECTIVE
-    sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
+    sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL must be 0, too
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     scores = shape_scores(batch)  # (B,)
@@ -320,7 +320,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
                 gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
 
-            if steps == 0:  # the ratio is 1: no update yet
+            if steps == 0:  # the ratio is 1: no update yet. age: an older policy has sampled
                 ratio_gap = run.first_ratio(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks

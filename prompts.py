@@ -30,7 +30,7 @@ from errors import BadInput, say, shorten
 
 
 class Rows(list):
-    """Rows of data, as dicts. ids: what the models read of each row, see the functions below."""
+    """Rows of data, as dicts. ids: the token ids of each row, see the functions below."""
 
     ids = ()
     mix = None  # of several files with weights, see options/sources.py
@@ -38,7 +38,8 @@ class Rows(list):
 
 def read_rows(path, shape, fields=""):
     """
-    The Rows of a JSONL file, each checked and brought into one form by shape, such as prompt_row.
+    The Rows of a JSONL file. shape: a function of a row, such as prompt_row, which checks it and
+    brings it into one form.
     fields: "question>prompt,a.b>answer" renames fields. Raises BadInput, with file and line.
     """
     if not os.path.isfile(path) and re.search("[,*:]", path) or re.search(
@@ -151,6 +152,7 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
     of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
+    length: a function of a row's ids, how many tokens they are.
     """
     try:
         found = encode(rows)
@@ -254,7 +256,7 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
     rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1.
     """
     rank, size = parallel.rank_and_size()
-    # whoever counts tokens has a GPU, which takes longer to launch the kernels of a micro-batch
+    # micro_batch_tokens is for GPUs, where launching a micro-batch's kernels takes longer
     padding = max(PADDING, micro_batch_tokens // 8)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     dealt = []  # for each rank its micro-batches

@@ -1,6 +1,6 @@
 """
 The start and the end of a rank: it meets the others, chooses its device and its kernels, hears
-requests to stop, and leaves. What the ranks do in between is in parallel.py.
+requests to stop, and leaves. The collectives in between are in parallel.py.
 """
 import atexit
 import ctypes
@@ -48,7 +48,7 @@ def init(system):
         where = dict(backend="gloo")
         if device.type == "cuda":
             where = dict(backend="nccl")
-            if not system.roles:  # with a device torch splits later groups from this one, by all
+            if not system.roles:  # with it torch splits later groups off this one, by all ranks
                 where["device_id"] = device
         dist.init_process_group(timeout=wait, **where)
         dist.barrier()  # nccl makes its connections only now

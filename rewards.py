@@ -11,7 +11,7 @@ The batch is a dict of lists with an entry for each response. For two responses 
     accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
     format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
 
-rows are those of the data file; prompts the texts that the policy read, in its chat template. In a
+rows are the data file's; prompts the texts that the policy read, in its chat template. In a
 run the batch also has the tensors of rollout.generate, and `seconds`, which the rules may take for
 it. Of several turns the completion is the last one, and `dialogues` has all messages.
 """
@@ -79,8 +79,8 @@ def number_of(text):
 
 def whole_responses(batch):
     """
-    The texts that the rules judge: a completion, behind what the prompt has of the response: a last
-    message of the assistant, or a <think> at its end.
+    The texts that the rules judge: a completion, behind the part of the response that stands in the
+    prompt: a last message of the assistant, or a <think> at its end.
     """
     rows, texts = batch["rows"], []
     prompts = batch.get("prompts") or [None] * len(rows)
@@ -150,7 +150,7 @@ def reward_terms(spec, config=None, folder="."):
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
     A reward of weight 0 is only logged. A model's reward has the function None. FILE.py:FUNCTION is
-    the user's, and begins in `folder`. config: all keys, to be checked, too. Raises BadInput.
+    the user's; FILE is relative to `folder`. config: all keys, to be checked, too. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -273,7 +273,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
 
 def by_rules(rules, batch):
     """
-    {name: scores} of {name: rule}, in a thread, because one may hang: they have batch["seconds"]
+    {name: scores} of {name: rule}, in a thread, because a rule may hang: all have batch["seconds"]
     together. Raises Stop, with the rule and its file and line, where one fails or hangs.
     """
     scores, failed = {}, []
@@ -302,7 +302,7 @@ def by_rules(rules, batch):
 
 
 def model_scores(reward_model, mine, rows, micro_batch_size, system, device):
-    """The reward model's scores of this rank's responses; rows: of all ranks."""
+    """The reward model's scores of this rank's responses. rows: how many all ranks have."""
     tokenizer, texts = reward_model.tokenizer, mine.get("dialogues", mine["completions"])
     if "dialogues" in mine and not tokenizer.template:  # of several turns: just their texts
         texts = ["".join(message["content"] for message in messages) for messages in texts]
@@ -381,7 +381,7 @@ def alike_for_equal_texts(scores, batch):
 def center_scores(state, reward_model, value_model, first_batch):
     """
     A collective: a reward model whose settings have no score_shift gets one: with it the responses
-    of iteration 0 score 0 on average (N+ detail 13); only those that ended count, if there are any.
+    of iteration 0 that ended (if none did, all) score 0 on average (N+ detail 13).
     Training on pairs only fixes differences: a model of others may score 15 on average. Then the -1
     of a response that never ends would be the worst by far, and a new value model begin 15 too low.
     state keeps the shift, value_model gets it, too. first_batch() samples and scores that batch.

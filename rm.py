@@ -272,7 +272,7 @@ def evaluate():
 
 
 # -------------------------------------------------------------------------------------------------
-# known: what the loss must know of each example, beside its ids
+# known: the numbers that the loss needs of each example, beside its ids
 
 known = [[margin_coef * row.get("margin", 0.0),
           row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
@@ -282,7 +282,7 @@ if teacher:  # it reads all examples once, now, and then leaves the memory
     known, *rest = teachers.teachers_scores(  # COLLECTIVE
         teacher, data, encode, all_scores, system, device)
     known = known.tolist()
-    for eval_known in rest:
+    for eval_known in rest:  # of the held-out pairs, if there are any; evaluate reads it, too
         say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "
             "{eval/calibration_error:.3f}".format(**judge(eval_known)))
 
@@ -306,7 +306,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sums = {}
     for part in my_micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
-        targets = torch.tensor([what for _, what in part], dtype=scores.dtype, device=device)
+        targets = torch.tensor([numbers for _, numbers in part], dtype=scores.dtype, device=device)
         losses = losses_of(scores, targets.view(-1, len(known[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()

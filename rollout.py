@@ -81,7 +81,7 @@ def left_pad(prompts, pad_id, width=None):
 
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, seed=0, batch_size=0,
-             prompt_width=None, rooms=None, truncation=None, stop=None, graphs=False):
+             prompt_width=None, rooms=None, stop=None, graphs=False):
     """
     Sample one response to each prompt: it ends with any of the tokenizer's eos_ids, or a stop
     string, and this token belongs to it.
@@ -89,9 +89,9 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, se
     prompts: lists of token ids. max_new_tokens: R. temperature: 0 = always the most likely token.
     uniforms: (B, R); None: they are made from `seed`. batch_size: how many responses decode at
     once, 0 = all; memory only. prompt_width: P; None: the longest prompt. rooms: how many tokens
-    each response may have; None: R. truncation: one of transformers' warpers, which leaves unlikely
-    tokens out. stop: called before each token; if it returns True, the responses stay incomplete,
-    because the caller is about to leave. graphs: on an NVIDIA GPU the steps are CUDA graphs.
+    each response may have; None: R. stop: called before each token; if it returns True, the
+    responses stay incomplete, because the caller is about to leave. graphs: on an NVIDIA GPU the
+    steps are CUDA graphs.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -126,7 +126,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, se
         part = slice(start, start + at_once)
         sampled = [t[part] for t in (responses, logprobs, lengths, finished)]  # filled by decode
         decode(policy, prompts[part], uniforms[part].to(device), temperature, sampled, rooms[part],
-               truncation, stop, graphs)
+               stop, graphs)
     # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
     response_mask = torch.arange(R, device=device) < lengths[:, None]
     return dict(
@@ -137,10 +137,9 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, se
         finished=finished)
 
 
-# faster than no_grad. Training can use tensors that are made before it, and filled in it
+# faster than no_grad; training may use the tensors `sampled`, which are made outside of it
 @torch.inference_mode()
-def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=None, stop=None,
-           graphs=False):
+def decode(policy, prompts, uniforms, temperature, sampled, rooms, stop=None, graphs=False):
     """
     Sample a response to each of n prompts together. sampled: tensors for the results: responses and
     logprobs (n, R), lengths and finished (n,). rooms: (n,), the most tokens of each. See generate.
@@ -168,13 +167,10 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, truncation=No
     logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
-    # cache until a quarter of the rows have ended; its further tokens are dropped. By graphs until
-    # half have: then a new graph is recorded, which takes two steps without one
+    # cache until a quarter of the rows have ended; its further tokens are dropped. With CUDA graphs
+    # until half have ended, because a new graph is recorded then, and two steps run without one
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     for t in range(R):
-        if truncation:
-            kept = truncation(None, scaled_logits(logits, temperature or 1.0, tokenizer))
-            logits = logits.masked_fill(kept == -torch.inf, -torch.inf)
         token, logprob = draw(logits, uniforms[live, t], temperature, tokenizer)  # (rows,) each
         i = live[going]  # the numbers of their responses
         responses[i, t], logprobs[i, t], lengths[i] = token[going], logprob[going], t + 1
@@ -226,9 +222,9 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
                  samples=1, slots=None):
     """
     A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
-    samples its share. rows: all Rows of the data. row_numbers: of those that get `samples`
-    responses each. slots: their places in the batch; None: 0, 1, ... noise: (seed, purpose,
-    iteration); with the slot and the sample they decide a response's noise.
+    samples its share. rows: all Rows of the data. row_numbers: the numbers of the rows that get
+    `samples` responses each. slots: the places of these rows in the batch; None: 0, 1, ... noise:
+    (seed, purpose, iteration), which decides a response's uniforms with its slot and sample.
 
     Columns (B,) beside those of generate: index, 0 to B - 1; prompt, the row number of each
     response's prompt; slot, the prompt's place.
@@ -246,15 +242,15 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     rank, size = parallel.rank_and_size()
     tp, mine = system.generate_tp, parallel.share(len(prompt))
     numbers = parallel.share(len(prompt), rank // tp, size // tp)  # neighbours decode together
-    ids, names = [rows.ids[prompt[i]] for i in numbers], ([slot[i] for i in numbers],
-                                                          [sample[i] for i in numbers])
-    uniforms = response_uniforms(*noise, *names[:1], max_new_tokens, names[1])  # (b, R)
+    ids = [rows.ids[prompt[i]] for i in numbers]
+    names = [slot[i] for i in numbers], [sample[i] for i in numbers]
+    uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
 
     def respond(decoder, contexts, uniforms, width=None, rooms=None):
         return generate(
             decoder, contexts, uniforms.shape[1], temperature, uniforms, prompt_width=width,
             rooms=rooms, batch_size=system.rollout_batch_size,
-            stop=None if tp > 1 else lambda: ranks.stop,  # together they must take the same steps
+            stop=None if tp > 1 else lambda: ranks.stop,  # tp ranks must take the same steps
             graphs=system.cuda_graphs and device.type == "cuda" and tp == 1
             and not trunk_of(policy).elsewhere)
 

@@ -37,7 +37,7 @@ GROWTH = 200  # steps in float16 after which the loss scale doubles
 
 
 def make_optimizer(model, name, system, lr, betas, eps):
-    """The optimizer of a model's trained parameters. name: in the keys, policy, value or reward."""
+    """The optimizer of a model's trained parameters. name: as in the keys, such as value."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=parameters)]
     if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
@@ -72,7 +72,7 @@ class Run:
                  token_ids="", temperature=1.0, ema=None):
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers, self.ema = models, optimizers, ema
-        self.kept = dict(ema=ema) if ema else {}  # {file: what has more tensors to be saved}
+        self.kept = dict(ema=ema) if ema else {}  # {file: an object whose tensors() are saved, too}
         size = parallel.rank_and_size()[1]
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = gap_limit(system.dtype, temperature)
@@ -139,6 +139,7 @@ class Run:
         errors.phase = f"iteration {self.iteration}, {phase}"
 
     def audit_is_due(self):
+        """Whether this iteration begins with an audit."""
         return self.iteration % self.system.sync_check_interval == 0 or self.iteration == self.start
 
     def save(self):
@@ -174,6 +175,7 @@ class Run:
                        "goes on from there") from e
 
     def save_as(self, folder, name):
+        """A collective: write the model of this name to out_dir/folder."""
         save_final(self.out_dir, folder, self.models[name])  # COLLECTIVE
 
     def finish(self, next_step):
@@ -202,7 +204,7 @@ class Run:
         """
         A collective: the distance of the sampler's log-probs from old_logprobs, in nats. In 16
         bits, or with another engine, other kernels sample, and no limit fits all models: then a
-        large one is only said. Before the first update the reference's must be the policy's, too.
+        large one is only said. At iteration 0 the reference's must be the policy's, too: KL is 0.
         """
         if "age" in batch:  # an older policy has sampled it (options/ahead.py)
             return None
@@ -325,8 +327,7 @@ class Run:
         """
         A collective: append an iteration's record to log.jsonl, with its seconds, speed and memory,
         and print a line every `every` iterations. Entries that are None are left out. tokens: in a
-        script that samples nothing, those that it trained on. rows: of the data, for
-        rollouts.jsonl.
+        script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
         record = {"iteration": self.iteration} | {

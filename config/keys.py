@@ -48,9 +48,9 @@ head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch
 
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
 # policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
-# reward in rm.py. options/README.md says what can be combined
-zero_stage = ""  # * ZeRO's stages, what the ranks split: 0, 1, 2 or 3
-offload = ""  # what is in the CPU's memory: none, optimizer or params (params: frozen or sharded)
+# reward in rm.py. options/README.md says which keys do not go together
+zero_stage = ""  # * ZeRO's stages, how much the ranks split: 0, 1, 2 or 3
+offload = ""  # to the CPU's memory: none, optimizer or params (of frozen or sharded models)
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
 # adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'
 optim = "adamw"  # adamw, adamw8bit or adafactor

@@ -22,7 +22,7 @@ max_iters = 200  # watch objective/scores and objective/kl, and stop when you li
 dtype = "bfloat16"  # on a GPU; float32 on a CPU
 
 # the example, which a CPU runs in seconds: python data/example/prepare.py. Delete it for yours
-policy_path = "out/mine_sft/policy"  # what mine_sft.py leaves
+policy_path = "out/mine_sft/policy"  # mine_sft.py leaves it
 prompts_path = "data/example/prompts.jsonl"
 eval_path = "data/example/prompts_val.jsonl"
 max_new_tokens = 8

@@ -7,7 +7,7 @@ Sizes are for a model of about 1B and one GPU of 80 GB, where we have not run it
 keys.
 """
 out_dir = "out/mine_ppo"  # log, checkpoints and, at the end, policy/
-policy_path = "out/mine_sft/policy"  # also the reference, which the KL keeps it near
+policy_path = "out/mine_sft/policy"  # also the reference: the KL keeps the policy near it
 reward_path = "out/mine_rm/reward_model"  # a folder or a hub name, of a model with one output
 prompts_path = "mine.jsonl"
 eval_path = "mine_val.jsonl"  # prompts that are not trained on

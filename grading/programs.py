@@ -325,7 +325,7 @@ def same_output(written, wanted):
     Whether a program wrote (bytes) the output that a test wants: numbers as in `same`, all else
     byte for byte, except blanks at the ends of lines, and blank lines at the end.
     """
-    # words, and what stands between them: "1, [2.0]" -> "1", ", [", "2.0", "]", ""
+    # words, and the text between them: "1, [2.0]" -> "1", ", [", "2.0", "]", ""
     got, want = (re.split(rb"([\s\[\](){},;=]+)", b"\n".join(
         line.rstrip() for line in text.rstrip().split(b"\n"))) for text in (written, wanted))
     return len(got) == len(want) and all(

@@ -46,7 +46,7 @@ from errors import BadInput, Stop, shorten
 
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count()))
 
-OUTPUT_LIMIT = 2**16  # bytes that are read from a program, beside those that the tests expect
+OUTPUT_LIMIT = 2**16  # bytes that are read from a program, beside the bytes that the tests expect
 # wall-clock seconds that a program has for all its tests, for each CPU second of a process
 WALL_FACTOR = 4
 START_SECONDS = 30  # a sandbox that takes longer than this to start is broken
@@ -435,7 +435,7 @@ boot(*map(int, sys.argv[1:]))
 
 
 # With this program check_sandbox tries the walls: it attempts actions that should be denied, and
-# returns the list of those that succeeded.
+# returns the list of the successful ones.
 PROBE = b"""
 import _socket, _thread, os, resource
 lock = _thread.allocate_lock()

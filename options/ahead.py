@@ -5,8 +5,8 @@ one update since. By itself this only makes a run off-policy; with the key roles
 other ranks sample meanwhile.
 
 A version is the number of the iteration that begins with these weights. The batch of iteration k is
-always sampled by version max(k - staleness, 0), so the texts depend on nothing but the keys. Those
-that are there when a checkpoint is saved are saved with it: the run that resumes could not sample
+always sampled by version max(k - staleness, 0), so the texts depend on nothing but the keys. A
+checkpoint has the batches that are there when it is saved: the run that resumes could not sample
 them again.
 
 Where the version is older than the iteration, old_logprobs are the sampler's own log-probs: the
@@ -33,7 +33,7 @@ class Ahead:
                            "log-probs, which are rounded differently; type --importance_cap=2")
         self.now, self.run, self.staleness = rollout, run, system.staleness
         self.rows, self.rows_of, self.importance_cap = rows, rows_of, importance_cap
-        self.batches, self.version = {}, {}  # of iterations: the batch, and what has sampled it
+        self.batches, self.version = {}, {}  # of iterations: the batch, and its version
         for key, t in read_tensors(run.folder, "batches") if run.folder else ():
             iteration, version, name = key.split(".")
             self.version[int(iteration)] = int(version)

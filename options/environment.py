@@ -1,6 +1,6 @@
 """
-Several turns: the keys environment, tools and max_turns. An environment answers what the policy
-says, and the policy goes on from there, in one response:
+Several turns: the keys environment, tools and max_turns. An environment answers the policy, and
+the policy goes on from there, in one response:
 
     prompt      user:       What is 37 * 46?
     response    assistant:  calc(37*46)          sampled: response_mask is True
@@ -10,9 +10,9 @@ says, and the policy goes on from there, in one response:
 An environment is a function of the user's:
 
     env(messages, row) -> None                   the dialogue is over
-                       -> message                what is said to the policy: a string (of the role
+                       -> message                the policy reads it: a string (of the role
                                                  user), or {"role": "user" or "tool", "content"}
-                       -> (message or None, reward)   what the turn before is worth, too
+                       -> (message or None, reward)   the reward of the turn before, too
 
 The function is pure: it gives the same answer to the same dialogue, so there is nothing to save, to
 send or to seed. The ids of a dialogue are exact: nothing that was sampled is encoded again. A
@@ -41,7 +41,7 @@ made = {}  # {tokenizer: its Environment}
 
 def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, noise, names):
     """
-    A collective: what rollout.generate returns of these prompts, of several turns each; see
+    A collective: sampled responses as those of rollout.generate, of several turns each; see
     Environment.converse. Token t of a response has the same uniform, whichever turn it is in.
     """
     if policy.tokenizer not in made:
@@ -60,12 +60,12 @@ def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, n
 
 
 class Environment:
-    """What answers the policy. Raises BadInput where the functions or the template do not fit."""
+    """It answers the policy. Raises BadInput where the functions or the template do not fit."""
 
     def __init__(self, system, tokenizer):
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
         self.timeout, self.tools = system.reward_timeout, None
-        self.thread = ThreadPoolExecutor(1)  # so that nobody waits for ever for one that hangs
+        self.thread = ThreadPoolExecutor(1)  # nobody waits for ever for a function that hangs
         self.name = f"environment = {system.environment!r}"
         if system.environment and system.tools:
             raise BadInput("environment and tools are both given, and tools are an environment, "
@@ -86,8 +86,8 @@ class Environment:
 
     def converse(self, rows, prompts, noise, names, length, width, sample):
         """
-        What rollout.generate returns of B prompts, of several turns each, and turn_rewards (B, R):
-        what the environment has paid for a turn, on the turn's last token. With tools also
+        Responses of several turns to B prompts, in the form of rollout.generate, and turn_rewards
+        (B, R): the environment's reward for a turn, on the turn's last token. With tools also
         failed_calls (B,), how many calls of a response were no good.
 
         rows: of the data, one for each prompt; noise, names: see rollout.sample_batch. length: R,
@@ -113,7 +113,7 @@ class Environment:
                 own[i] += [True] * count
                 paid[i] += [0.0] * count
                 logprobs[i] += old[n][:count]
-                if batch["finished"][n]:  # else nobody knows what it would have said
+                if batch["finished"][n]:  # else the turn is cut, and has no reply
                     text = self.said(new, rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
@@ -156,8 +156,8 @@ class Environment:
 
     def ask(self, dialogues, rows, names, failed, numbers):
         """
-        What is said to each of these dialogues, [(message or None, reward), ...]. names: what the
-        seed of each is made of. failed: how many calls of a response have failed, by its number,
+        The reply to each of these dialogues, [(message or None, reward), ...]. names: the parts of
+        each one's seed. failed: how many calls of a response have failed, by its number,
         counted up here. Raises Stop.
         """
         if self.tools:
@@ -211,7 +211,7 @@ class Environment:
     def messages_of(self, ids, own, prompt=None):
         """
         The messages of a response, from its ids and which of them the policy sampled: lists of
-        equal length. What the environment said is what stands between the marks of the template.
+        equal length. The environment's words are the text between the marks of the template.
         prompt: the data's.
         """
         messages, start = [], 0
@@ -238,7 +238,7 @@ class Environment:
 
 
 def seed_of(seed, purpose, iteration, slot, sample, turn):
-    """The number that stands for all chance in what is said behind this turn."""
+    """The number that decides all chance in the reply to this turn."""
     return response_seeds(seed, f"{purpose} environment {turn}", iteration, [slot], [sample])[0]
 
 
@@ -248,9 +248,9 @@ def seed_of(seed, purpose, iteration, slot, sample, turn):
 
 def frames(tokenizer):
     """
-    What the template writes of a message between two turns: [(role, pattern), ...]. A pattern has
-    the group content, and the group name where the template writes which tool has answered. The
-    longest comes first: many templates write what a tool says within a turn of the user.
+    The text that the template makes of a message between two turns: [(role, pattern), ...]. A
+    pattern has the group content, and the group name where the template names the tool. The longest
+    comes first: many templates write a tool's answer within a turn of the user.
     """
     found = []
     for head in (dict(role="user"), dict(role="tool"), dict(role="tool", name="NAME")):
@@ -270,7 +270,7 @@ def between(tokenizer, message, ended=True):
     """
     The ids that a chat template writes behind the end of an assistant's turn, up to where the next
     one begins. ended: whether the turn has its end; one that a stop string has ended gets it here.
-    Without a template they are those of the content.
+    Without a template they are the ids of the content.
     """
     if not tokenizer.template:
         return [tokenizer.eos_id] * (not ended) + tokenizer.encode_behind([message["content"]])[0]
@@ -287,7 +287,7 @@ def between(tokenizer, message, ended=True):
 
 
 def advice(tokenizer):
-    """What to type where a template does not keep earlier turns."""
+    """For error lines: the key to type where a template does not keep earlier turns."""
     ours = {"<|channel|>": "harmony.jinja", "<function=": "qwen3.5.jinja",
             "": "chatml.jinja for a model of the Qwen family"}
     file = next(file for mark, file in ours.items() if mark in tokenizer.template)
@@ -297,8 +297,8 @@ def advice(tokenizer):
 
 def check_template(tokenizer, role):
     """
-    Raise BadInput unless the ids of a dialogue, put together turn by turn, are those of the whole:
-    also of turns with thoughts, which some templates drop when another turn follows, and of calls.
+    Raise BadInput unless the ids of a dialogue, put together turn by turn, are the whole's: also of
+    turns with thoughts, which some templates drop when another turn follows, and of calls.
     role: who answers the policy, user or tool.
     """
     if not tokenizer.template:

@@ -25,8 +25,8 @@ def load_reward(named, folder, where):
     """
     (name, reward(batch)) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of
     B floats: NaN where the function gave None, which means that it does not apply to a response. It
-    raises Stop where the function does not give a finite number or None for each response; what the
-    function raises comes through.
+    raises Stop where the function does not give a finite number or None for each response; an
+    error of the function comes through.
     """
     function, name = load_function(named, folder, where), named.rpartition(":")[2]
     parameters = trl_parameters(function)  # None: it takes the batch

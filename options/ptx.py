@@ -13,8 +13,8 @@ from prompts import batch_rows, deal_rows, dialogue, encode_rows, read_rows, rig
 def ptx_row(row):
     """
     {"prompt", "completion"} of a row for PPO-ptx. A row with the field `text` is plain text, and
-    every token is learned: its prompt is "", which no demonstration has. All other rows are those
-    of sft.py.
+    every token is learned: its prompt is "", which no demonstration has. All other rows are
+    sft.py's.
     """
     if row.get("text") is None or row.get("completion") is not None:
         return dialogue(row, "completion")

@@ -16,7 +16,7 @@ def refill(batch, flat, compared, group_size, rows, row_numbers, rollout, seed, 
     another prompt takes its place, up to so many attempts.
 
     flat: (B / G,) bool, which groups of the batch are flat. compared: a function of a batch, the
-    numbers (B,) that are equal in a flat group. rows: of the data; row_numbers: of those in the
+    numbers (B,) that are equal in a flat group. rows: the data's; row_numbers: of the rows in the
     batch. rollout: grpo.py's. Returns the batch, and which of its groups are still flat.
     """
     for attempt in range(attempts):

@@ -124,7 +124,7 @@ class Apart(Ahead):
                 for name, t in tensors.items():
                     parallel.fill(own[name], t)  # COLLECTIVE where it is sharded
                 for name, wanted in fields.get("sums", {}).items():
-                    if int(checksum(parallel.whole(own[name]))) != wanted:  # COLLECTIVE likewise
+                    if int(checksum(parallel.whole(own[name]))) != wanted:  # COLLECTIVE, too
                         raise Stop(f"iteration {fields['due'][0]}: policy, parameter {name} of the "
                                    "ranks that generate differs from the trainers'")
             else:
@@ -153,7 +153,7 @@ def send(to, tensors, **fields):
     """Send {name: tensor} and the fields to another role: its first rank gets this first rank's."""
     if parallel.rank_and_size()[0] > 0:
         return
-    while len(sent) > 100:  # staleness bounds what is on its way; drop what has arrived
+    while len(sent) > 100:  # staleness bounds the messages on their way; these have arrived
         for work, _ in sent.pop(0):
             work.wait()
     # copies: the next step may change the weights before they are sent

@@ -39,7 +39,7 @@ def stage_of(system, name):
 
 def offload_of(system, name, trained, is_head=False):
     """
-    What of a model is in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
+    The part of a model in the CPU's memory: none, optimizer, or params (weights, too). "optimizer"
     without a name is for the trained models, but not for a head on the policy (is_head).
     """
     if system.offload.strip() == "optimizer" and (is_head or not trained):
@@ -289,7 +289,7 @@ def optimizer_of(model, name, system, groups, kind, settings):
 
 
 def inner(optimizer):
-    """The one that has this rank's states: at stage 1 it is in a wrapper."""
+    """The optimizer that has this rank's states: at stage 1 it is in a wrapper."""
     return getattr(optimizer, "optim", optimizer)
 
 

@@ -41,7 +41,7 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
 
     teacher: the key. data: [(rows, their path, the fields of their completions, the numbers of n
     rows), ...]; a teacher reads the texts in its own tokens. encode, all_scores: rm.py's. Raises
-    BadInput where all scores of the first data, those to learn, are the same.
+    BadInput where all scores of the first data, the ones to learn, are the same.
     """
     paths, found = teacher.split(","), [0.0] * len(data)
     for path in paths:

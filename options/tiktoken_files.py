@@ -1,7 +1,7 @@
 """
 tiktoken's encodings as tokenizers of transformers, with the same ids:
 
-    --tokenizer_path=tiktoken:gpt2    an encoding that tiktoken knows by its name
+    --tokenizer_path=tiktoken:gpt2    an encoding that tiktoken knows by this name
     qwen.tiktoken in a model folder   a line a token: its bytes in base64, and its id
     encode_as(encoding, ...)          any tiktoken.Encoding
 
@@ -23,7 +23,7 @@ from errors import BadInput, first_line
 def encode_as(encoding, markers=(), **special):
     """
     A tokenizer of transformers that gives a text the ids of encoding.encode_ordinary. The special
-    tokens of the encoding keep their ids; markers: those that text may contain (they are not
+    tokens of the encoding keep their ids; markers: the tokens that text may contain (they are not
     special here). special: eos_token, pad_token and so on.
     """
     from tokenizers import AddedToken
@@ -85,7 +85,7 @@ def by_name(path):
 def from_folder(folder):
     """
     The tokenizer of a folder with a file *.tiktoken. It splits text into words like cl100k and
-    Qwen. Its special tokens are those of tokenizer_config.json. Raises BadInput.
+    Qwen. Its special tokens stand in tokenizer_config.json. Raises BadInput.
     """
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe

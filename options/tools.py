@@ -21,13 +21,13 @@ Qwen3.5 and Qwen3-Coder tags, and gpt-oss a message to the function:
 
 For another way of writing, read the calls in an environment of your own.
 
-What a function returns is said as a message of the role tool, its text or as JSON; an error too,
+A function's result is said as a message of the role tool, its text or as JSON; an error too,
 such as that a call cannot be read. A turn without a call ends the dialogue. Several calls in a turn
 have their results in one message.
 
-The functions run in a process beside each rank, so one that hangs can be killed; and what the
-policy writes is read as data, never as Python. Each call is made once: a search may cost, a clock
-may move. What it returned stands in the dialogue, which is saved with the batch. So a tool need not
+The functions run in a process beside each rank, so one that hangs can be killed; and the
+policy's calls are read as data, never as Python. Each call is made once: a search may cost, a clock
+may move. Its result stands in the dialogue, which is saved with the batch. So a tool need not
 be pure, but where it answers by chance a resumed run is not the same to the bit.
 """
 import json
@@ -80,7 +80,7 @@ class Tools:
 
     def answer(self, texts, failed, numbers):
         """
-        What is said to each of these turns, [(message or None, 0.0), ...]. failed: how many calls
+        The reply to each of these turns, [(message or None, 0.0), ...]. failed: how many calls
         of a response have failed, by its number, counted up here; numbers: of these responses.
         """
         calls = [(n, *call) for n, text in enumerate(texts) for call in self.calls_in(text)]
@@ -202,7 +202,7 @@ def serve(named):
     for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", 0)
-    os.dup2(2, 1)  # what a tool prints goes to the errors, not between the answers
+    os.dup2(2, 1)  # a tool's prints go to the errors, not between the answers
     functions = [load_function(name, ".", "tools") for name in named]
     functions = {function.__name__: function for function in functions}
     lock = threading.Lock()

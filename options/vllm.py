@@ -9,7 +9,7 @@ most of the time. An optional package; it has kernels, a scheduler and a noise o
 
 Each rank that samples has such a process beside it, in the same environment, or in one of its own:
 VLLM_PYTHON=venv/bin/python. It is no part of the rank's own process, because there vLLM (0.32)
-takes all ranks of torch.distributed for its own, so that those that do not sample would have to
+takes all ranks of torch.distributed for its own, so that ranks that do not sample would have to
 build its groups with it; seeds torch, and sets threads anew. The two talk through a socket; the
 weights lie in memory that both can see. If one of the two ends, so does the other.
 """
@@ -139,7 +139,7 @@ class VLLM:
 
     def ask(self, task, given, stop=None, seconds=None):
         """
-        What load, hold or sample below returns in vLLM's process; given: its arguments. None if
+        The result of load, hold or sample below in vLLM's process; given: its arguments. None if
         `stop` says True before. seconds: how long to wait, None: as for other ranks. Raises Lost.
         """
         began, seconds = time.monotonic(), seconds or self.timeout
@@ -173,8 +173,8 @@ class VLLM:
 
     def respond(self, prompts, max_new_tokens, temperature, seeds, prompt_width, rooms=None):
         """
-        What rollout.generate returns, see there, B rows. seeds: a number for each response, which
-        decides its noise.
+        A batch of B rows in the form of rollout.generate, see there. seeds: a number for each
+        response, which decides its noise.
         """
         pad_id, eos_ids = self.tokenizer.pad_id, self.tokenizer.eos_ids
         B, R = len(prompts), max_new_tokens
@@ -208,7 +208,7 @@ class VLLM:
 
 
 def serve(socket_number, memory_number, parent):
-    """Answer what the rank asks, until it has ended."""
+    """Do the rank's tasks, until it has ended."""
     for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank

@@ -22,6 +22,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processe
 cores=$("$PYTHON" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
 "$PYTHON" -m pytest -q -rs -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \
-    tests tests/long/test_*.py "$@"
+    tests/test_*.py tests/long/test_*.py "$@"
 # the style comes last, and only of files that git knows: yours may look as they like
 git ls-files '*.py' 2>/dev/null | xargs -r "$PYTHON" -m ruff check

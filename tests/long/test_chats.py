@@ -61,14 +61,16 @@ ROWS = {  # (prompt, completion, which families learn it)
     "blanks": ([user("  two  spaces \n")],
                [assistant("  Sure!\n "), user("\t"), assistant(" user\n")], MOST),
     "a line break": ([user("a")], [assistant("\n b")], ["llama3.2", "mistral", "gemma"]),
-    "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")], MOST),
+    "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")],
+                MOST),
     "thoughts": ([user("1+2?")], [assistant(THOUGHT)], others.CHATS),
     "more thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"),
                                        assistant(THOUGHT.replace("3", "6"))], MOST)}
 SPOKEN = {  # the piece of a template that writes what the assistant says, and its end
     "llama3.2": '{{- message["content"] | trim + "<|eot_id|>" }}',
     "qwen2.5": '{{- message["content"] + "<|im_end|>" }}',
-    "qwen3": "        {%- if loop" + others.QWEN3.split("{%- if loop")[1].split('\n        {{- "\\n"')[0],
+    "qwen3": "        {%- if loop" + others.QWEN3.split("{%- if loop")[1].split(
+        '\n        {{- "\\n"')[0],
     "mistral": '{{- " " + message["content"] | trim + eos_token }}',
     "gemma": '{{- message["content"] | trim + "<end_of_turn>" }}'}
 

@@ -4,6 +4,7 @@ kernel, memory that was never written, an impossible token. test_gpu.py has what
 """
 import json
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,11 @@ from test_families import SIZES, random_model
 from tiny import assert_same_run, keys_of, read_jsonl, run
 
 
+def checked(collective, *args, **kwargs):
+    assert all(pretend.place(t) == "gpu" for t in pretend.tensors_of(args)), collective
+    return collective(*args, **kwargs)
+
+
 def begin(rank):
     """For Started: the run is on a pretended GPU, as the only rank of a group."""
     ranks.choose_device = lambda device: pretend.GPU
@@ -30,11 +36,7 @@ def begin(rank):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel.wire = lambda: torch.device("cuda")
     for name in ("all_reduce", "all_gather", "broadcast"):  # as nccl wants it
-        def checked(*args, collective=getattr(dist, name), **kwargs):
-            assert all(pretend.place(t) == "gpu" for t in pretend.tensors_of(args)), collective
-            return collective(*args, **kwargs)
-
-        setattr(dist, name, checked)
+        setattr(dist, name, partial(checked, getattr(dist, name)))
     context = pretend.gpu()
     seen, leave = context.__enter__(), ranks.leave
 
@@ -49,8 +51,8 @@ def begin(rank):
 
 
 RUNS = {
-    "ppo.py": dict(ppo_epochs=1, num_minibatches=1, deterministic=True, kl_estimator="k2", entropy_coef=0.1, ema_decay=0.5,
-                   head_chunk=5, cuda_graphs=False),
+    "ppo.py": dict(ppo_epochs=1, num_minibatches=1, deterministic=True, kl_estimator="k2",
+                   entropy_coef=0.1, ema_decay=0.5, head_chunk=5, cuda_graphs=False),
     "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
                     optim="adafactor", offload="ref=params", cuda_graphs=False, save_rollouts=1),
     "sft.py": {}, "rm.py": dict(lora="2")}
@@ -122,7 +124,7 @@ def test_nothing_reads_memory_that_was_never_written(kernels):
 
 
 def parallel_cumsum(x):
-    """Sums along dimension 1 in log2(n) steps, each for all entries, as a GPU adds (Kogge-Stone)."""
+    """Sums along dimension 1 in log2(n) steps, each for all entries, as a GPU adds."""
     far = 1
     while far < x.shape[1]:
         x = torch.cat([x[:, :far], x[:, far:] + x[:, :-far]], 1)

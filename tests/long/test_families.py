@@ -235,7 +235,8 @@ def runs(world, tmp_path_factory):
 
 def rows_of_table():
     page = open(f"{ROOT}/docs/scale.md", encoding="utf-8").read()
-    rows = [line.strip("| ").split(" | ", 1) for line in page.splitlines() if line.count(" | ") == 3]
+    rows = [line.strip("| ").split(" | ", 1) for line in page.splitlines()
+            if line.count(" | ") == 3]
     return {name: said for names, said in rows for name in names.split(", ")}
 
 

@@ -40,7 +40,8 @@ CASES = {  # script, keys; ranks and keys until a stop in iteration 1; and from 
         n_head=2, d_ff=24, context=64, max_tokens=12, too_long="cut", epochs=1.7),
         (2, dict(zero_stage="3", offload="params")), (1, dict(head_chunk=5))),
     "rm, adapter": ("rm.py", dict(lora="2", max_tokens=12, too_long="drop"),
-                    (2, dict(zero_stage="2", offload="optimizer")), (1, dict(micro_batch_tokens=30)))}
+                    (2, dict(zero_stage="2", offload="optimizer")),
+                    (1, dict(micro_batch_tokens=30)))}
 # only files, waiting, or prints depend on these
 UNMOVING = dict(
     device_type="auto", timeout=61, reward_timeout=31, eval_interval=1, eval_size=0,

@@ -105,7 +105,8 @@ def test_real_weights(tmp_path):
                 zip(model.parameters(), start.parameters(), strict=True))
     assert 1e-7 < moved <= 1.01 * 2e-5  # two steps of Adam
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    ids = tokenizer.apply_chat_template(chats[0]["prompt"], add_generation_prompt=True,
-                                        return_tensors="pt", return_dict=True)
-    answer = model.generate(**ids, max_new_tokens=30, do_sample=False)[0, len(ids["input_ids"][0]):]
-    assert answer[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")  # its turn ends
+    turn = tokenizer.apply_chat_template(chats[0]["prompt"] + [dict(role="assistant", content="3")],
+                                         tokenize=False)
+    assert turn.endswith("<|im_start|>assistant\n3<|im_end|>\n")
+    ends = model.generation_config.eos_token_id
+    assert tokenizer.decode(ends) == "<|im_end|>" == tokenizer.eos_token

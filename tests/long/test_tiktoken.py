@@ -14,8 +14,8 @@ from options.tiktoken_files import encode_as
 from tiny import keys_of, keys_of_system, run, well
 from tokenizer import load_tokenizer
 
-WORDS = ("the", " the", "ing", " think", "123", "    ", "\n\n", " \n", "é", "日本", "🙂", "'s", "'LL",
-         "<|", "aaaa", " aa", "\r\n", "==")
+WORDS = ("the", " the", "ing", " think", "123", "    ", "\n\n", " \n", "é", "日本", "🙂", "'s",
+         "'LL", "<|", "aaaa", " aa", "\r\n", "==")
 TOKENS = [bytes([i]) for i in range(256)]  # the bytes, and the beginnings of some words
 for word in WORDS:
     data = word.encode()

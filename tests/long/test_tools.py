@@ -31,14 +31,19 @@ class Fork:
             finally:
                 os._exit(1)  # bench.py kills a run that has logged its last iteration
 
+    ended = None
+
     def poll(self):
-        return self.pid and (os.waitpid(self.pid, os.WNOHANG)[0] or None)
+        self.ended = self.ended or os.waitpid(self.pid, os.WNOHANG)[0] or None
+        return self.ended
 
     def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
+        if not self.ended:  # as subprocess does: its number may be another process's by now
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self):
-        os.waitpid(self.pid, 0)
+        if not self.ended:
+            os.waitpid(self.pid, 0)
 
 
 def test_bench_prints_one_page(tmp_path):
