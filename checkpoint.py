@@ -65,12 +65,9 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
     """open_folder, on rank 0."""
     file = os.path.join(out_dir, "config.json")
     before = read_json(file) if os.path.isfile(file) else {}
-    if before and "out_dir" not in before:
+    if not out_dir or before and "out_dir" not in before:
         raise BadInput(f"{file} is not of a run; choose another --out_dir")
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-    except OSError as e:
-        raise BadInput(f"out_dir = {out_dir!r} cannot be made: {e.strerror}; choose another") from e
+    os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)
     for old in glob.glob(os.path.join(glob.escape(out_dir), ".old-*")):
         name = old.replace(".old-", "")  # put_in_place was killed between its two renamings
