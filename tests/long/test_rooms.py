@@ -257,7 +257,7 @@ def test_gradients_in_16_bits_have_a_norm_in_32():
     for dtype, each, n in ((torch.bfloat16, 0.010009765625, 100_000), (torch.float16, 1e4, 90_000),
                            (torch.float32, 0.25, 4_000_000), (torch.float64, 0.1, 9)):
         norm = parallel.clip_gradients([torch.full((n,), each, dtype=dtype)], 0.5)
-        assert norm.item() == pytest.approx(each * math.sqrt(n), rel=1e-5)
+        assert norm.item() == pytest.approx(each * math.sqrt(n), rel=3e-5)
     numbers = torch.arange(128, 256).double()  # each is a number of bfloat16
     buffers = [numbers.bfloat16(), torch.tensor([3.0])]
     norm = math.sqrt(sum(n * n for n in range(128, 256)) + 9)
