@@ -234,7 +234,7 @@ class Tokenizer:
             raise BadInput(f"the chat template of {self.path} refuses the messages: "
                            f"{first_line(e)[:300]}") from e
         for number, message in enumerate(messages):
-            mark = f"mark{number}mark"
+            mark = f"#{number}#"
             if text.count(mark) < str(marked[number].get("content")).count(mark):
                 raise BadInput(f"the chat template of {self.path} leaves out the "
                                f"{message['role']}'s {shorten(message['content'])}; type "
@@ -303,7 +303,7 @@ def marked_message(number, message):
     all of it: templates strip contents, and a short one may stand in the text by chance. None is
     before an assistant's, because templates drop earlier thoughts; and none is in one with calls.
     """
-    content, mark = message.get("content"), f"mark{number}mark"
+    content, mark = message.get("content"), f"#{number}#"
     if not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
         return message
     return message | dict(content=mark * (message["role"] != "assistant") + content + mark)
