@@ -152,7 +152,7 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
     of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut). check:
-    a function of the ids of all rows and of the path, such as check_pairs.
+    a function of the ids of all rows, such as check_pairs.
     """
     try:
         found = encode(rows)
@@ -164,7 +164,7 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
                 raise BadInput(f"{path}, row {number}: {e}") from e
         raise
     if check:
-        check(found, path)
+        check(found)
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
@@ -185,18 +185,18 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
     return rows
 
 
-def check_pairs(pairs, path):
+def check_pairs(pairs, path, train_path):
     """
     Say which of (chosen, rejected) are the same ids: they teach nothing. Raises BadInput if all
-    are. A template may leave out what differs, such as earlier thoughts or reasoning_content.
+    pairs to train on are. A template may leave out the part that differs, as reasoning_content.
     """
     ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
     if ties:
         text = (f"{path}: in {len(ties)} of {len(pairs)} pairs chosen and rejected are the same "
                 f"tokens: row {', '.join(map(str, ties[:5]))}{', ...' * (len(ties) > 5)}")
-        if len(ties) == len(pairs):
-            raise BadInput(f"{text}; if the rows differ, the chat template leaves out what differs;"
-                           " type --chat_template=FILE")
+        if len(ties) == len(pairs) and path == train_path:
+            raise BadInput(f"{text}; if the rows differ, the chat template leaves the difference "
+                           "out; type --chat_template=FILE")
         say(f"warning: {text}; they teach nothing")
 
 

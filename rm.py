@@ -118,7 +118,8 @@ def encode(rows, path, fields, model):
     limit = min(model.max_positions, max_tokens or model.max_positions)
     return encode_rows(rows, path, encode_all, limit, system.too_long, None,
                        lambda sequences: max(map(len, sequences)),
-                       check_pairs if fields == PAIR and not teacher else None)
+                       lambda ids: fields == PAIR and not teacher and check_pairs(
+                           ids, path, train_path))
 
 
 def read(path, fields):
