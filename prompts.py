@@ -151,8 +151,9 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None):
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
-    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut). check:
-    a function of the ids of all rows, such as check_pairs.
+    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
+    length: a function of a row's ids, how many tokens they are. check: a function of the ids of all
+    rows, such as check_pairs.
     """
     try:
         found = encode(rows)
