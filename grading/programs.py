@@ -11,9 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from answers import behind_thoughts, whole_responses
 from errors import BadInput, shorten
 from grading import sandbox
-from rewards import whole_responses
 
 
 def code(batch):
@@ -66,14 +66,15 @@ def extract_code(completion):
     """
     The program in a completion, as text; None if the completion's thinking never ends.
 
-    The search begins behind the last </think>. If there is an <answer> there, only the last one is
+    The search begins behind the thoughts. If there is an <answer> there, only the last one is
     searched. The program is the first of these that exists: the last fenced block with a Python tag
     (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a tag; the
     whole text. All its lines lose the indentation of the first line.
     """
-    text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
-    if "<think>" in text:
+    text = behind_thoughts(completion)
+    if text is None:
         return None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
     last = dict(fenced_blocks(text))
     lines = last.get("python", last.get("", text.split("\n")))

@@ -179,7 +179,7 @@ def test_the_reward_ends_in_time(capsys):
 
 MINE = """
 def seconds(batch):
-    assert batch['seconds'] == 40 and batch['limits'] == dict(timeout=2)
+    assert batch['seconds'] == 20 and batch['limits'] == dict(timeout=2)
     return [0.0] * len(batch['rows'])
 """
 
@@ -190,7 +190,7 @@ def test_grpo_runs_on_verdicts(world, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     tests = dict(stdin="", stdout="")
     path = jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, tests=tests) for p in ("a", "#", "1")])
-    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40,
+    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=20,
                    max_iters=2, code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
     log = read_log(well("grpo.py", tmp_path, keys))
     assert [r["iteration"] for r in log] == [0, 1, 2]
