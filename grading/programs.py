@@ -121,7 +121,8 @@ def check_tests(tests, where):
     tests: an object or a list of objects, of two kinds. Of functions:
         {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
         gives calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7]. It may also be an
-        assertion (see read_assertion), and fn may be a method: Solution.add of a new Solution().
+        assertion (see read_assertion), and fn may be a method: Solution.add of a new Solution(),
+        which add means, too, where a program has no function add.
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
         It gives scripts [(b"1 2", b"3")].
