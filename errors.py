@@ -101,7 +101,7 @@ def place_of(trace):
     return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 
-def shorten(value, width=60):
-    """repr, cut to width, for error lines."""
+def shorten(value):
+    """repr, cut to 60 characters, for error lines."""
     text = repr(value)
-    return text if len(text) <= width else text[:width] + "..."
+    return text if len(text) <= 60 else text[:60] + "..."

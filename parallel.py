@@ -236,9 +236,9 @@ def flatten_gradients(model):
     trained = [p for p in model.parameters() if p.requires_grad and role == "train"]
     buffers = []
     for dtype in sorted({p.dtype for p in trained if not is_shard(p)}, key=str):
-        whole = [p for p in trained if not is_shard(p) and p.dtype == dtype]
-        flat = torch.zeros(sum(p.numel() for p in whole), dtype=dtype, device=whole[0].device)
-        for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
+        same = [p for p in trained if not is_shard(p) and p.dtype == dtype]
+        flat = torch.zeros(sum(p.numel() for p in same), dtype=dtype, device=same[0].device)
+        for p, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
             p.grad = part.view_as(p)
         buffers.append(flat)
     if any(map(is_shard, trained)):

@@ -152,6 +152,7 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
     of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
+    length: a function of a row's ids, how many tokens they are.
     """
     try:
         found = encode(rows)

@@ -289,7 +289,7 @@ def optimizer_of(model, name, system, groups, kind, settings):
 
 
 def inner(optimizer):
-    """The one that has this rank's states: at stage 1 it is in a wrapper."""
+    """The optimizer that has this rank's states: at stage 1 it is in a wrapper."""
     return getattr(optimizer, "optim", optimizer)
 
 

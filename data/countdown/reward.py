@@ -64,7 +64,7 @@ def evaluate_arithmetic(text):
 
 
 def value_of(node):
-    """The value of a parsed expression as a Fraction. Raises ValueError for what is not allowed."""
+    """The value of a parsed expression as a Fraction. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from answers import behind_thoughts, final_answer, say_unknown_marks
+from answers import behind_thoughts, final_answer, say_unknown_marks, whole_responses
 from grading.expressions import math_answer
 from grading.programs import extract_code
 from rewards import accuracy, format, thinks
@@ -70,13 +70,27 @@ def test_a_family(family):
     assert accuracy(batch_of(texts, opened)).tolist() == [1, 0, 0]
     assert thinks(batch_of(right + wrong + unended[:2])).tolist() == [1] * 6 + [0] * 2
     assert format(batch_of(right)).tolist() == [1] * len(right)
-    assert format(batch_of([wrong[1], *unended, f"well {right[0]}"])).tolist() == (
-        [0] * (2 + len(unended)))
+    odd = [wrong[1], f"well {right[0]}", right[0] + last + "6", f"{first}<answer>{last}5{end}",
+           f"{first}<answer>5</answer>{last}<answer>5</answer>{end}", *unended]
+    assert format(batch_of(odd)).tolist() == [0] * len(odd)
     assert format(batch_of(texts, opened)).tolist() == [1, 1, 0]
     assert extract_code(f"{first}{DRAFT}{last}so\n{PROGRAM}{end}") == "x = 5"
     assert extract_code(f"{first}{DRAFT}{last}x = 5{end}").strip() == "x = 5"
     assert extract_code(f"{first}{PROGRAM}") is None
     assert final_answer(f"{DRAFT}{last}5{end}") == "5"  # the prompt that opened them is not known
+
+
+def test_what_the_prompt_has_begun():
+    """Only at its end; a message of the assistant is the response's beginning."""
+    for first, last, _ in FAMILIES.values():
+        for prompt in (f"write {first.strip()} first", f"{first}{last}", f"{first}\n5?", last):
+            assert whole_responses(batch_of(["5"], [prompt])) == ["5"]
+        mark = first.strip()
+        assert whole_responses(batch_of(["5"], [f"a\n{mark} \n"])) == [f"{mark}5"]
+        for begun in (f"{first}a", f"well {mark}"):
+            row = dict(prompt=[dict(role="assistant", content=begun)])
+            batch = dict(batch_of([f"{last}5"], [f"[user]?[assistant]{begun}"]), rows=[row])
+            assert whole_responses(batch) == [f"{begun}{last}5"]
 
 
 def test_math():
