@@ -6,10 +6,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from answers import behind_thoughts, final_answer, say_unknown_marks, whole_responses
+from answers import behind_thoughts, final_answer, whole_responses
 from grading.expressions import math_answer
 from grading.programs import extract_code
-from rewards import accuracy, format, thinks
+from rewards import accuracy, format, read_prompts, thinks
+
+from tiny import jsonl, keys_of_system
 
 HARMONY = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -132,20 +134,29 @@ def test_it_takes_no_time():
         assert time.thread_time() - start < 1, piece
 
 
-def test_unknown_marks_are_said_once(capsys):
-    class tokenizer:
-        path = "my/model"
+class Tokens:
+    """A tokenizer of nothing but added tokens."""
 
-        def __init__(self, *tokens):
-            self.hf = SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(tokens))
+    path, bos_ids = "my/model", []
 
+    def __init__(self, *tokens):
+        self.hf = SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(tokens))
+
+    def encode_prompts(self, prompts):
+        return [[1]] * len(prompts)
+
+
+def test_unknown_marks_are_said_once(tmp_path, capsys):
+    def start(tokenizer):  # as ppo.py reads its two files
+        models = dict(policy=SimpleNamespace(tokenizer=tokenizer, max_positions=9))
+        for _ in range(2):
+            read_prompts(path, [], models, 3, keys_of_system())
+        return capsys.readouterr().out
+
+    path = jsonl(tmp_path / "rows.jsonl", [dict(prompt="a")])
     known = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|END_THINKING|>", "</seed:think>",
              "/nothink", "<|im_end|>", "<|channel|>", "◁think▷", "<|think|>", "<s>")
-    say_unknown_marks(tokenizer(*known))
-    assert capsys.readouterr().out == ""
-    new = tokenizer(*known, "<|begin_reasoning|>", "<Thought>")
-    for _ in range(3):
-        say_unknown_marks(new)
-    said = capsys.readouterr().out
+    assert start(Tokens(*known)) == ""
+    said = start(Tokens(*known, "<|begin_reasoning|>", "<Thought>"))
     assert said.count("\n") == 1 and "my/model" in said
     assert "<|begin_reasoning|>" in said and "<Thought>" in said and "</think>" not in said
