@@ -23,8 +23,8 @@ from checkpoint import damage, find_checkpoint, list_checkpoints, save_checkpoin
 from load import load
 from test_families import EXPERTS, GPT, HEADS, LLAMA3, LONGROPE, SIZES, random_model, rope
 from test_model import CPU
-from tiny import (assert_same_run, at, keys_of, keys_of_system, read_log, read_weights, run, well,
-                  write)
+from tiny import (assert_one_line, assert_same_run, at, keys_of, keys_of_system, read_log,
+                  read_weights, run, well, write)
 from tokenizer import load_tokenizer
 
 
@@ -63,6 +63,7 @@ def test_a_run_goes_on_in_another_dtype(world, tmp_path):
         assert all(2 in t.shape for t in tensors.values())  # the rank
     out = well("sft.py", tmp_path, keys)
     assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3, 4]
+    assert_one_line(run("sft.py", tmp_path, keys | dict(lora="3")), "sft.py", "lora = '2'")
     a, b = read_weights(f"{whole}/policy"), read_weights(f"{out}/policy")
     assert 0 < max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
 
