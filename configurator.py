@@ -21,6 +21,7 @@ import ast
 import difflib
 import os
 import re
+import shlex
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -94,16 +95,20 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
 def read_arguments(keys, argv):
     """{name: (value, where it came from)} of the arguments argv, checked against {name: Key}."""
     overrides = {}
+    for arg, behind in zip(argv, [*argv[1:], "--"], strict=False):
+        if arg.startswith("--") and "=" not in arg:  # behind it: a value, or the next argument
+            check_key(arg[2:], keys, arg)
+            meant = keys[arg[2:]].default if behind.startswith("--") or behind.endswith(
+                ".py") else behind
+            raise BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(meant))}")
     # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if not arg.startswith("--"):
             for name, value in run_config_file(arg, keys).items():
                 overrides[name] = (convert(name, value, keys[name].default, arg), arg)
             continue
-        name, equals, text = arg[2:].partition("=")
+        name, _, text = arg[2:].partition("=")
         check_key(name, keys, arg)
-        if not equals:
-            raise BadInput(f"{arg}: a value is missing; type {arg}={keys[name].default!r}")
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)

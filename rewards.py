@@ -112,7 +112,7 @@ def reward_terms(spec, config=None, folder="."):
         except ValueError:
             factor = math.nan
         if not math.isfinite(factor):
-            raise BadInput(f"{where}: the weight of {name!r} is no finite number: {weight!r}")
+            raise BadInput(f"{where}: {part.strip()!r} is no NUMBER*NAME, such as 0.5*accuracy")
         if ":" in name:
             from options.foreign_rewards import load_reward
 

@@ -186,6 +186,16 @@ del scratch
     assert toy("c.py") == dict(test_configurator.DEFAULTS, count=4, rate=2.0)
 
 
+@pytest.mark.parametrize("typed, meant", [
+    ("--rate 1e-4", "--rate=1e-4"), ("--limit=9 --count 7 --rate=2", "--count=7"),
+    ("--count -1", "--count=-1"), ("--count c.py", "--count=3"),
+    ("c.py --rate --limit=9", "--rate=0.5"),
+    ("--flag True", "--flag=True"), ("--flag", "--flag=False")])
+def test_a_blank_for_an_equals_sign(toy, typed, meant):
+    with pytest.raises(BadInput, match=f"{meant}$"):
+        toy(*typed.split())
+
+
 @pytest.mark.parametrize("script", [
     "ppo.py", "grpo.py", "sft.py", "rm.py", "recipes/dpo.py", "tools/eval.py", "tools/sample.py",
     "tools/plot.py", "tools/memory.py", "tools/explain.py", "tools/bench.py", "data/label.py",
