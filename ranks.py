@@ -36,6 +36,10 @@ def init(system):
             raise Lost("torchrun has ended before this rank began; type the same command again")
     choose_kernels(system.deterministic)
     device = choose_device(system.device_type)
+    if system.report_to:  # before the run has loaded its models, and made its folder
+        from options.trackers import names_in
+
+        names_in(system.report_to)
     wait = datetime.timedelta(seconds=system.timeout)
     # rules, environments and tools are given up before the ranks that wait for them are
     system.reward_timeout = min(system.reward_timeout, system.timeout / 2)

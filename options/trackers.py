@@ -11,7 +11,7 @@ import os
 from errors import BadInput, first_line, say
 from parallel import alone
 
-TRACKERS = "tensorboard", "wandb", "trackio"
+TRACKERS = dict(tensorboard="torch.utils.tensorboard", wandb="wandb", trackio="trackio")  # modules
 open_trackers = {}  # {name: (send(numbers, step), close())}, on rank 0
 
 
@@ -21,6 +21,11 @@ def names_in(report_to):
     for name in names:
         if name not in TRACKERS:
             raise BadInput(f"report_to: unknown name {name!r}; there are {', '.join(TRACKERS)}")
+        try:
+            importlib.import_module(TRACKERS[name])
+        except ImportError as e:
+            raise BadInput(f"report_to: {name!r} cannot be imported ({first_line(e)}); type pip "
+                           f"install {name}, or leave it out") from e
     return names
 
 
@@ -36,8 +41,8 @@ def start_trackers(report_to, out_dir, config, iteration):
             try:
                 open_trackers[name] = start_tracker(name, out_dir, config, iteration, run)
             except Exception as e:  # it may raise anything, such as for a missing login
-                raise BadInput(f"report_to: {name!r} cannot start: {first_line(e)}; type pip "
-                                f"install {name} if that is it, or leave it out") from e
+                raise BadInput(f"report_to: {name!r} cannot start: {first_line(e)}; mend it, or "
+                               "leave it out") from e
 
     alone(start_all)
 

@@ -101,7 +101,7 @@ TABLE = {
     "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),
     "no folder": ("rm.py", dict(out_dir=""), ["choose another --out_dir"]),
     "a model's folder": ("sft.py", dict(out_dir="$policy"), ["config.json", "--out_dir"])}
-LATE = "no judge", "no such tracker"  # when the run has opened its folder
+LATE = ("no judge",)  # when the run has opened its folder
 ON_TWO = "roles of three", "adafactor in shards", "no answer"  # rank 0 says it for all
 
 

@@ -93,6 +93,7 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(world, tmp_path):
         result = run("sft.py", tmp_path / word, keys | dict(report_to=report_to),
                      before=fakes(missing=report_to))
         assert_one_line(result, "sft.py", word)
+        assert not os.path.exists(tmp_path / word / "out")
 
 
 # plot.py
