@@ -150,7 +150,7 @@ def test_a_family_is_read_trained_and_saved(name, tmp_path):
         assert not any(found.values())
         assert (back(tokens[:1]).logits - theirs(tokens[:1]).logits).abs().max() < 1e-5
     after = json.load(open(tmp_path / "ours" / "config.json"))
-    assert after == before
+    assert after | before == after  # beside it are names for transformers 4: test_saving.py
 
 
 @pytest.mark.parametrize("name", READ)
