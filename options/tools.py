@@ -19,11 +19,13 @@ Qwen3.5 and Qwen3-Coder tags, and gpt-oss a message to the function:
 
     <|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 37}<|call|>
 
-For another way of writing, read the calls in an environment of your own.
+A run begins with a call of each tool as the template writes it: where this is not read as the same
+call, the template is refused. For another way of writing, read the calls in an environment.
 
-A function's result is said as a message of the role tool, its text or as JSON; an error too,
-such as that a call cannot be read. A turn without a call ends the dialogue. Several calls in a turn
-have their results in one message.
+A call in the policy's thoughts is a draft and is not made. A function's result is said as a
+message of the role tool, its text or as JSON; an error too, such as that a call cannot be read, or
+that an argument is not of its type. A turn without a call ends the dialogue. Several calls in a
+turn have their results in one message.
 
 The functions run in a process beside each rank, so one that hangs can be killed; and the
 policy's calls are read as data, never as Python. Each call is made once: a search may cost, a clock
@@ -48,7 +50,7 @@ from options.user_code import load_function
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 AT_ONCE = 16  # calls of a rank that are under way at a time
-LONGEST = 10_000  # characters of a result
+LONGEST = 10_000  # characters of a result, and of a call with the mark of its end in a value
 # how others write the three values that JSON spells in its own way
 WORDS = {"True": "true", "False": "false", "None": "null"}
 # how models write thoughts: the mark before them, the mark behind them
@@ -223,8 +225,9 @@ def written_in(text):
             other = NEXT.search(text, end) if end >= 0 else None
             end = text.rfind("</tool_call>", at, other.start() if other else None)
         else:
-            try:
-                end = text.find("</tool_call>", json.JSONDecoder().raw_decode(text, at)[1])
+            try:  # an error costs time by the text's length
+                length = json.JSONDecoder().raw_decode(text[at:at + LONGEST])[1]
+                end = text.find("</tool_call>", at + length)
             except (ValueError, RecursionError):
                 end = re.compile(r"</tool_call>|</think>|\Z").search(text, at).start()
         end = end if end >= 0 else len(text)

@@ -444,9 +444,13 @@ BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
         message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "",
         message_to("<|start|>x to=a", "{}"): "no tool 'a'"}}
 LONG = {
+    "chatml": ["<tool_call>" * 10**5, "<tool_call>[</tool_call>" * 10**5, "<think>" * 10**5,
+               '<tool_call>{"a": "</tool_call>' * 10**4, "</think><think>" * 10**5,
+               '<tool_call>"x' + "</tool_call>" * 10**5],
     "qwen3.5": ["<tool_call>" + "\n" * 10**6 + "x", "<tool_call>" * 10**5,
                 "<tool_call><function=f>" + "<parameter=" * 10**5,
-                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4],
+                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4,
+                "<tool_call><function=show>" + "</parameter>\n<parameter=text>" * 10**5],
     "harmony": ["<|start|>" * 10**5 + " to=" * 10**5]}
 
 
