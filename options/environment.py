@@ -350,8 +350,9 @@ def answers(prompt, role, tools):
         found.append(dict(role="assistant", content="first", reasoning_content="why"))
     if role == "tool":
         for name, schemas in tools.types.items() if tools else [("f", dict(a={}))]:
-            arguments = {key: example(schema) for key, schema in schemas.items()}
-            call = dict(type="function", function=dict(name=name, arguments=arguments))
+            values = {key: example(schema) for key, schema in schemas.items()}
+            values = {key: value for key, value in values.items() if value is not None}
+            call = dict(type="function", function=dict(name=name, arguments=values))
             found.append(dict(found[0], tool_calls=[call]))
     return found
 

@@ -53,13 +53,9 @@ AT_ONCE = 16  # calls of a rank that are under way at a time
 LONGEST = 10_000  # characters of a result, and of a call with the mark of its end in a value
 # how others write the three values that JSON spells in its own way
 WORDS = {"True": "true", "False": "false", "None": "null"}
-# how models write thoughts: the mark before them, the mark behind them
-THOUGHTS = [("<think>", "</think>"), ("<seed:think>", "</seed:think>"),
-            (r"\[THINK\]", r"\[/THINK\]")]
-MARKS = re.compile(  # thoughts, the end of those that the prompt has begun, where a call begins
-    "".join(rf"{first}.*?(?:{last}|\Z)|{last}|" for first, last in THOUGHTS) + r"<tool_call>\s*",
-    re.DOTALL)
-BEGUN = re.compile("(?:" + "|".join(first for first, _ in THOUGHTS) + r")\s*\Z")  # in the prompt
+FIRST, LAST = r"<(?:seed:)?think>|\[THINK\]", r"</(?:seed:)?think>|\[/THINK\]"  # of thoughts
+MARKS = re.compile(rf"(?:{FIRST}).*?(?:{LAST}|\Z)|{LAST}|<tool_call>\s*", re.DOTALL)
+BEGUN = re.compile(rf"(?:{FIRST})\s*\Z")  # thoughts that the prompt has begun
 NEXT = re.compile(r"<tool_call>\s*(?:<function=|\{)")
 # {a type of JSON, as schemas name it: Python's}; True is of int, too
 KINDS = dict(boolean=bool, integer=int, number=float, string=str, array=list, object=dict,
@@ -103,9 +99,9 @@ class Tools:
         of a response have failed, by its number, counted up here; numbers: of these responses.
         begun: the text before each turn, whose end may begin the turn's thoughts.
         """
-        begun = [BEGUN.search(text) for text in begun or [""] * len(texts)]
-        whole = [(mark[0] if mark else "") + text for mark, text in zip(begun, texts, strict=True)]
-        calls = [(n, *call) for n, text in enumerate(whole) for call in self.calls_in(text)]
+        for n, mark in enumerate(map(BEGUN.search, begun or [])):
+            texts[n] = (mark[0] if mark else "") + texts[n]
+        calls = [(n, *call) for n, text in enumerate(texts) for call in self.calls_in(text)]
         wanted = [call[1:3] for call in calls if call[3] is None]
         found = iter(self.run(wanted))
         results = {}
@@ -216,7 +212,7 @@ def written_in(text):
     while mark := MARKS.search(text, at):
         at = mark.end()
         if not mark[0].startswith("<tool_call>"):
-            if not any(re.match(first, mark[0]) for first, _ in THOUGHTS):
+            if not re.match(FIRST, mark[0]):  # what stands before were thoughts
                 found.clear()
             continue
         # values may have the mark of the call's end in them; JSON has an end of its own
@@ -261,18 +257,10 @@ def fits(value, schema):
 
 
 def example(schema):
-    """A value that fits a schema."""
-    if "anyOf" in schema:
-        return example(schema["anyOf"][0])
-    kind = schema.get("type", "string")
-    kind = kind if isinstance(kind, str) else kind[0]
-    part = schema.get("items", schema.get("additionalProperties", {}))
-    if kind == "array":
-        return list(map(example, schema.get("prefixItems", [part])))
-    if kind == "object":
-        return dict(c=example(part))
-    values = dict(integer=21, number=0.5, boolean=True, string='a "b"')
-    return schema.get("enum", [values.get(kind)])[0]
+    """A value that fits a schema, or None."""
+    values = [each for one in ('a "b"', 21, 0.5, True) for each in (one, [one], dict(c=one))]
+    return next((value for value in [*schema.get("enum", []), *values, [], {}]
+                 if fits(value, schema)), None)
 
 
 # --------------------------------------------------------------------------------------------------
