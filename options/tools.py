@@ -225,7 +225,7 @@ def written_in(text):
                 length = json.JSONDecoder().raw_decode(text[at:at + LONGEST])[1]
                 end = text.find("</tool_call>", at + length)
             except (ValueError, RecursionError):
-                end = re.compile(r"</tool_call>|</think>|\Z").search(text, at).start()
+                end = re.compile(rf"</tool_call>|{LAST}|\Z").search(text, at).start()
         end = end if end >= 0 else len(text)
         found.append(text[at:end])
         at = end
