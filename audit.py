@@ -37,7 +37,8 @@ def audit(models, frozen, iteration):
             values = torch.stack(values).tolist()
             common = max(values, key=values.count) if column == 0 else 0
             odd = [rank for rank, value in enumerate(values) if value != common]
-            odd = odd if column or 2 * len(odd) < len(values) else range(len(values))
+            if column == 0 and 2 * len(odd) >= len(values):  # no majority: any may be the odd one
+                odd = range(len(values))
             raise Stop(f"iteration {iteration}: {what.format(names[i], parallel.name_ranks(odd))} "
                        f"({int(bad.sum())} parameters in all); the last checkpoint is good")
 

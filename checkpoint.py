@@ -65,7 +65,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
     """open_folder, on rank 0."""
     file = os.path.join(out_dir, "config.json")
     before = read_json(file) if os.path.isfile(file) else {}
-    if before and "out_dir" not in before:
+    if not out_dir or before and "out_dir" not in before:
         raise BadInput(f"{file} is not of a run; choose another --out_dir")
     os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)

@@ -50,7 +50,7 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
     str that is assigned as a literal, at the top level, above the call. shared: a file of more
-    keys, beside this one. until: a shared key; it and those below it are of other scripts, and keep
+    keys, beside this one. until: a shared key; it and the keys below it are other scripts' and keep
     their defaults. defaults: the script's own defaults of shared keys.
 
     Returns the final configuration as a dict, and the shared keys as attributes of a namespace.

@@ -44,7 +44,8 @@ def report_error(kind, error, trace):
     elif issubclass(kind, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         code, message = 1, (f"{error.filename or 'the output'} cannot be written: "
                             f"{error.strerror}; make room and run the same again")
-    elif issubclass(kind, (PermissionError, FileExistsError, NotADirectoryError)):
+    elif issubclass(kind, (PermissionError, FileExistsError, NotADirectoryError)) or getattr(
+            error, "errno", None) == errno.EROFS:
         code, message = 2, f"{error.filename}: {error.strerror}"  # such as an out_dir
     elif kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in message:
         code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
@@ -101,7 +102,7 @@ def place_of(trace):
     return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 
-def shorten(value, width=60):
-    """repr, cut to width, for error lines."""
+def shorten(value):
+    """repr, cut to 60 characters, for error lines."""
     text = repr(value)
-    return text if len(text) <= width else text[:width] + "..."
+    return text if len(text) <= 60 else text[:60] + "..."

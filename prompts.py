@@ -148,10 +148,12 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         [row["prompt"] for row in rows]), limit, system.too_long, front_cut)
 
 
-def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
+def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None):
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
     of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
+    length: a function of a row's ids, how many tokens they are. check: a function of the ids of all
+    rows, such as check_pairs.
     """
     try:
         found = encode(rows)
@@ -162,6 +164,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
             except BadInput as e:
                 raise BadInput(f"{path}, row {number}: {e}") from e
         raise
+    if check:
+        check(found)
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
@@ -180,6 +184,21 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len):
     if isinstance(rows.ids[0], list):
         rows.ids = [array("i", ids) for ids in rows.ids]
     return rows
+
+
+def check_pairs(pairs, path, train_path):
+    """
+    Say which of (chosen, rejected) are the same ids: they teach nothing. Raises BadInput if all
+    pairs to train on are. A template may leave out the part that differs, as reasoning_content.
+    """
+    ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
+    if ties:
+        text = (f"{path}: in {len(ties)} of {len(pairs)} pairs chosen and rejected are the same "
+                f"tokens: row {', '.join(map(str, ties[:5]))}{', ...' * (len(ties) > 5)}")
+        if len(ties) == len(pairs) and path == train_path:
+            raise BadInput(f"{text}; if the rows differ, the chat template leaves the difference "
+                           "out; type --chat_template=FILE")
+        say(f"warning: {text}; they teach nothing")
 
 
 def hash_of_ids(rows):

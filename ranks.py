@@ -48,7 +48,7 @@ def init(system):
         where = dict(backend="gloo")
         if device.type == "cuda":
             where = dict(backend="nccl")
-            if not system.roles:  # with a device torch splits later groups from this one, by all
+            if not system.roles:  # with it torch splits later groups off this one, by all ranks
                 where["device_id"] = device
         dist.init_process_group(timeout=wait, **where)
         dist.barrier()  # nccl makes its connections only now

@@ -20,11 +20,12 @@ import re
 import sys
 import threading
 import traceback
-from fractions import Fraction
 
 import torch
 
 import parallel
+from answers import (behind_thoughts, final_answer, marks_of, same_answer, say_unknown_marks,
+                     whole_responses)
 from errors import BadInput, Stop, first_line, place_of, say
 from load import autocast
 from model import no_grad_forwards
@@ -46,81 +47,31 @@ def accuracy(batch):
     return torch.tensor(scores)
 
 
-def final_answer(text):
-    r"""
-    The final answer of a text: behind the thinking, in the last <answer>, \boxed{} or behind the
-    last ####; without them the last line. "" if the thinking never ends.
-    """
-    text = text.rpartition("</think>")[2]
-    if "<think>" in text:
-        return ""
-    for place in (r"<answer>((?:(?!</?answer>).)*)</answer>",
-                  r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}",
-                  r"####\s*([^\n]*)"):
-        text = (re.findall(place, text, re.DOTALL) or [text])[-1]
-    return (text.strip().split("\n") or [""])[-1].strip()
-
-
-def same_answer(given, truth):
-    """Whether two answers are the same number, or the same text but for case, $ and a period."""
-    given, truth = (re.sub(r"[$\s]+", " ", x).strip(" .").casefold() for x in (given, truth))
-    numbers = [number_of(x) for x in (given, truth)]
-    return given == truth != "" or numbers[0] == numbers[1] is not None
-
-
-def number_of(text):
-    """The value of a number such as 1,234.50 or -3/4, or None."""
-    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    match = re.fullmatch(r"([+-]?\d{1,100}(?:\.\d{1,100})?)(?: ?/ ?(\d{1,100}))?", text)
-    if not match or match[2] and not int(match[2]):
-        return None
-    return Fraction(match[1]) / int(match[2] or 1)
-
-
-def whole_responses(batch):
-    """
-    The texts that the rules judge: a completion, behind the part of the response that stands in the
-    prompt: a last message of the assistant, or a <think> at its end.
-    """
-    rows, texts = batch["rows"], []
-    prompts = batch.get("prompts") or [None] * len(rows)
-    for row, prompt, completion in zip(rows, prompts, batch["completions"], strict=True):
-        messages, begun = row.get("prompt"), ""
-        if isinstance(messages, list) and messages[-1]["role"] == "assistant":
-            begun = messages[-1]["content"]
-        read = prompt if prompt is not None else messages if isinstance(messages, str) else ""
-        if "<think>" not in begun and read.rstrip().endswith("<think>"):
-            begun = "<think>"
-        texts.append(begun + completion)
-    return texts
-
-
 def format(batch):
     """
-    (B,): 1.0 where the response is <think>...</think> and then an answer that is not blank, bare or
-    in <answer>...</answer>, and nothing else; else 0.0. Each tag comes once, in this order; a
-    <think> may end the prompt. The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
+    (B,): 1.0 where the response is <think>...</think>, or the like, and then an answer that is not
+    blank, bare or in <answer>...</answer>, and nothing else; else 0.0. Each tag comes once, in this
+    order; a <think> may end the prompt. The format reward of DeepSeek-R1 (arXiv 2501.12948, section
+    2.2.2).
     """
     return torch.tensor([float(is_formatted(response)) for response in whole_responses(batch)])
 
 
 def is_formatted(text):
-    tags = re.findall("</?(?:think|answer)>", text)
-    before, _, rest = text.partition("<think>")
-    answer = rest.partition("</think>")[2].strip()
-    if tags == ["<think>", "</think>", "<answer>", "</answer>"]:
-        if not (answer.startswith("<answer>") and answer.endswith("</answer>")):
-            return False
-        answer = answer[len("<answer>"):-len("</answer>")].strip()
-    elif tags != ["<think>", "</think>"]:
+    marks, tags = marks_of(text), re.findall("</?answer>", text)
+    if [opens for opens, _ in marks] != [True, False]:
         return False
+    before, answer = text[:marks[0][1].start()], (behind_thoughts(text) or "").strip()
+    if tags:
+        whole = re.fullmatch("<answer>(.*)</answer>", answer, re.DOTALL)
+        answer = whole[1].strip() if whole and len(tags) == 2 else ""
     return not before.strip() and answer != ""
 
 
 def thinks(batch):
-    """(B,): 1.0 where the response has <think> and, after it, </think>; else 0.0."""
-    return torch.tensor([float(0 <= response.find("<think>") < response.find("</think>"))
-                         for response in whole_responses(batch)])
+    """(B,): 1.0 where the response has <think> and, after it, </think>, or the like; else 0.0."""
+    found = [[opens for opens, _ in marks_of(text)] for text in whole_responses(batch)]
+    return torch.tensor([float(marks[:1] == [True] and False in marks) for marks in found])
 
 
 def length(batch):
@@ -236,6 +187,7 @@ def read_prompts(path, terms, models, max_new_tokens, system):
         return Rows()
     rows = read_rows(path, prompt_row, system.fields)
     check_rows(terms, rows, path)
+    say_unknown_marks(next(iter(models.values())).tokenizer)
     return encode_prompts(rows, path, models, max_new_tokens, system)
 
 

@@ -24,8 +24,8 @@ import ranks
 from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, iterations,
-                     read_rows, right_pad, spread)
+from prompts import (batch_rows, check_pairs, deal_rows, dialogue, encode_rows, hash_of_ids,
+                     iterations, read_rows, right_pad, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -117,7 +117,9 @@ def encode(rows, path, fields, model):
 
     limit = min(model.max_positions, max_tokens or model.max_positions)
     return encode_rows(rows, path, encode_all, limit, system.too_long, None,
-                       lambda sequences: max(map(len, sequences)))
+                       lambda sequences: max(map(len, sequences)),
+                       lambda ids: fields == PAIR and not teacher and check_pairs(
+                           ids, path, train_path))
 
 
 def read(path, fields):

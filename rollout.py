@@ -250,7 +250,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
         return generate(
             decoder, contexts, uniforms.shape[1], temperature, uniforms, prompt_width=width,
             rooms=rooms, batch_size=system.rollout_batch_size,
-            stop=None if tp > 1 else lambda: ranks.stop,  # together they must take the same steps
+            stop=None if tp > 1 else lambda: ranks.stop,  # tp ranks must take the same steps
             graphs=system.cuda_graphs and device.type == "cuda" and tp == 1
             and not trunk_of(policy).elsewhere)
 

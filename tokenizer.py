@@ -38,6 +38,8 @@ def load_tokenizer(path, system):
     try:
         hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # transformers raises anything
+        if not os.path.exists(path) and path.count("/") != 1:  # nor a name on the hub
+            raise BadInput(f"{path!r}: no such folder; prepare the data first") from e
         raise BadInput(f"{path}: no usable tokenizer ({first_line(e)[:300]})") from e
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
@@ -215,18 +217,32 @@ class Tokenizer:
         return ids
 
     def chat_ids(self, messages, **how):
-        """The ids of the messages in the chat template. how: for transformers. Raises BadInput."""
+        """
+        The ids of the messages in the chat template. how: for transformers. Raises BadInput, also
+        where the template leaves a message out; it may drop the thoughts of an assistant's.
+        """
         if not self.template:
             raise BadInput("this is a list of messages, but the tokenizer has no chat template; "
                            "give one with --chat_template=FILE")
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=self.system_prompt), *messages]
+        how = self.kwargs | how
         try:
-            return self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
-                                               return_dict=False, **self.kwargs, **how)
+            ids = self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
+                                              return_dict=False, **how)
+            marked = [marked_message(*numbered) for numbered in enumerate(messages)]
+            text = self.hf.apply_chat_template(marked, tokenize=False, **how)
         except Exception as e:  # a template is a program, which may raise anything
             raise BadInput(f"the chat template of {self.path} refuses the messages: "
                            f"{first_line(e)[:300]}") from e
+        for number, message in enumerate(messages):
+            mark = f"#{number}#"
+            if text.count(mark) < str(marked[number].get("content")).count(mark):
+                raise BadInput(f"the chat template of {self.path} leaves out the "
+                               f"{message['role']}'s {shorten(message['content'])}; type "
+                               "--chat_template=FILE" + ", or write it into the user's message"
+                               * (message["role"] == "system"))
+        return ids
 
     # ids -> text
 
@@ -235,13 +251,19 @@ class Tokenizer:
         # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it
         return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
+    def seen(self, ids):
+        """Ids without padding, unless a stop string has its text, and without special ends."""
+        unseen = {self.eos_id, *self.eos_ids.intersection(self.specials.values())}
+        if not any(self.text_of([self.pad_id]) in s for s in self.stop_strings):
+            unseen.add(self.pad_id)
+        return [i for i in ids if i not in unseen]
+
     def decode(self, ids, behind=False):
         """
         The text of ids without padding and special ends. behind: it continues another text; then
         its first blank stays.
         """
-        unseen = {self.eos_id, self.pad_id, *self.eos_ids.intersection(self.specials.values())}
-        kept = [i for i in ids if i not in unseen]
+        kept = self.seen(ids)
         if behind and self.adds_blank:
             return self.text_of(self.mark + kept)[1:]
         return self.text_of(kept)
@@ -260,7 +282,7 @@ class Tokenizer:
         """Whether the text of the last tokens of a response so far has a stop string."""
         # each token has at least one byte; one more: decoding may drop a text's first blank
         longest = max(len(s.encode()) for s in self.stop_strings) + 1
-        text = self.decode(ids[-longest:])
+        text = self.text_of(self.seen(ids)[-longest:])
         return any(s in text for s in self.stop_strings)
 
     def set_padding_apart(self):
@@ -275,6 +297,18 @@ class Tokenizer:
             self.hf.pad_token = min(free, default=self.hf.eos_token)
             self.pad_id = self.hf.pad_token_id
         self.skipped_id = self.pad_id
+
+
+def marked_message(number, message):
+    """
+    A message with a mark behind its content, and one before it, to see whether a template writes
+    all of it: templates strip contents, and a short one may stand in the text by chance. None is
+    before an assistant's, because templates drop earlier thoughts; and none is in one with calls.
+    """
+    content, mark = message.get("content"), f"#{number}#"
+    if not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
+        return message
+    return message | dict(content=mark * (message["role"] != "assistant") + content + mark)
 
 
 def joined(prompt, completion):

@@ -1,5 +1,5 @@
 """
-Data sets in other layouts -> our JSONL, once; and what data/*/prepare.py share.
+Data sets in other layouts -> our JSONL, once; and functions that data/*/prepare.py share.
 
     python data/convert.py --source=hf:openai/gsm8k:main:train --out=train.jsonl
     python data/convert.py --source=theirs.parquet --out=train.jsonl --val=0.05 --chat
@@ -18,8 +18,8 @@ A row becomes one of three kinds (--kind; the first row decides if it is not giv
                   with its `ground_truth` (verl, DAPO)
 
 A string `system` or `system_prompt` becomes the first message. A row that makes no sense is
-dropped, and what is wrong with it is counted and printed; so are the columns that are left out. Of
-a prompt's row these are kept: prompt, answer, numbers, target, tests, and what --fields names.
+dropped, and its fault is counted and printed; so are the columns that are left out. Of a prompt's
+row these are kept: prompt, answer, numbers, target, tests, and the fields that --fields names.
 With --val=0.05 about that share of the rows goes into a second file, train_val.jsonl for
 train.jsonl; equal prompts go into the same file.
 """
@@ -118,8 +118,8 @@ def write_rows(out, names, rows, kept=None):
 
 
 # -------------------------------------------------------------------------------------------------
-# the layouts of others. A function takes what it reads out of the row; what stays is left out.
-# Whatever is a dialogue (ShareGPT, Alpaca, HH) becomes messages; other strings do with --chat
+# the layouts of others. A function takes the fields that it reads out of the row; the rest is
+# left out. Dialogues (ShareGPT, Alpaca, HH) become messages; other strings do with --chat
 
 # \boxed{...}, with up to three braces inside one another: \boxed{\frac{\sqrt{2^{n}}}{2}}
 BOXED = "[^{}]"
@@ -176,7 +176,7 @@ def pair(row):
 
 
 def prompt(row):
-    """What is asked, or stands before the first answer of a dialogue; and the true answer."""
+    """The question, or the messages before a dialogue's first answer; and the true answer."""
     asked = question(row)
     if not asked:
         messages = dialogue_of(row) or []
@@ -202,7 +202,7 @@ def pop(row, *names):
 
 
 def question(row):
-    """What is asked: a string or messages. Alpaca's instruction may have an input beside it."""
+    """The question: a string or messages. Alpaca's instruction may have an input beside it."""
     asked = messages_in(pop(row, "prompt", "question", "problem"), "prompt")
     if asked or not row.get("instruction"):
         return asked
@@ -263,7 +263,7 @@ def true_answer(answer):
 
 
 def converted(args, names, left):
-    """(name, row or what is wrong with it), one by one. left: a set, to which columns are added."""
+    """(name, row or its fault), one by one. left: a set, to which columns are added."""
     kind, named = args.kind, [part.rpartition(">")[2].strip() for part in args.fields.split(",")]
     for source in args.source.split(","):
         for file in hub_files(source) if source.startswith("hf:") else [source]:
@@ -292,7 +292,7 @@ def main():
     parser.add_argument("--source", required=True, help="a file, hf:NAME:SPLIT, hf:NAME:FOLDER:"
                         "SPLIT (NAME may be a folder here), or several with commas")
     parser.add_argument("--out", required=True, help="the JSONL file to write")
-    parser.add_argument("--kind", choices=LAYOUTS, help="what the rows are (default: as they look)")
+    parser.add_argument("--kind", choices=LAYOUTS, help="of the rows (default: as they look)")
     parser.add_argument("--fields", default="", help="their names for ours: question>prompt,a.b>c")
     parser.add_argument("--chat", action="store_true", help="strings become chat messages")
     parser.add_argument("--val", type=float, default=0.0, help="share of held-out rows, 0 = none")

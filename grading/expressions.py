@@ -24,9 +24,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from answers import final_answer, same_answer, whole_responses
 from errors import BadInput, Stop
 from grading.sandbox import cpus_of_a_rank, use_all_cpus
-from rewards import final_answer, same_answer, whole_responses
 
 SECONDS = 10  # for one pair; math-verify itself stops reading after 5, and comparing after 5
 LONGEST = 1000  # characters of an answer; a longer one is wrong

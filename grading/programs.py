@@ -11,9 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from answers import behind_thoughts, whole_responses
 from errors import BadInput, shorten
 from grading import sandbox
-from rewards import whole_responses
 
 
 def code(batch):
@@ -66,14 +66,15 @@ def extract_code(completion):
     """
     The program in a completion, as text; None if the completion's thinking never ends.
 
-    The search begins behind the last </think>. If there is an <answer> there, only the last one is
+    The search begins behind the thoughts. If there is an <answer> there, only the last one is
     searched. The program is the first of these that exists: the last fenced block with a Python tag
     (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a tag; the
     whole text. All its lines lose the indentation of the first line.
     """
-    text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
-    if "<think>" in text:
+    text = behind_thoughts(completion)
+    if text is None:
         return None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
     last = dict(fenced_blocks(text))
     lines = last.get("python", last.get("", text.split("\n")))
@@ -120,7 +121,8 @@ def check_tests(tests, where):
     tests: an object or a list of objects, of two kinds. Of functions:
         {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
         gives calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7]. It may also be an
-        assertion (see read_assertion), and fn may be a method: Solution.add of a new Solution().
+        assertion (see read_assertion), and fn may be a method: Solution.add of a new Solution(),
+        which add means, too, where a program has no function add.
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
         It gives scripts [(b"1 2", b"3")].

@@ -5,6 +5,7 @@ with a scale of 8 bits for each 64 numbers, 4.13 bits a number, and is converted
 Embeddings, head and norms stay as they are. The policy's trunk is its reference, too, so both are
 the rounded model.
 """
+import torch
 import torch.nn as nn
 
 from errors import BadInput
@@ -25,6 +26,9 @@ def quantize(model, device, dtype):
     Give the matrices of a frozen model's layers 4 bits, one map after the other; before this the
     model may be in the CPU's memory. dtype: in which it computes. Raises BadInput.
     """
+    if model.elsewhere or dtype == torch.float64:
+        raise BadInput("quantize = '4bit' goes with no zero_stage 2 or 3, no offload and no "
+                       "float64; leave one of the two out")
     bits, found = package(), False
     for layer in model.layers():
         for parent in list(layer.modules()):

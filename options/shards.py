@@ -251,7 +251,7 @@ class Shards:
 
     def mul_(self, factor):
         for part in self.parts():
-            part.mul_(float(factor))  # a number: the part may be on the CPU, the factor on the GPU
+            part.mul_(factor)
 
     def all_reduce(self):
         """FSDP took the mean over the ranks in the backward pass: this makes it a sum."""
@@ -259,7 +259,7 @@ class Shards:
 
     def norm(self):
         """A collective: the norm over all parts of all ranks."""
-        squares = torch.stack([part.norm().double() ** 2 for part in self.parts()]).sum().to(wire())
+        squares = sum(parallel.wide_norm(part) ** 2 for part in self.parts()).to(wire())
         dist.all_reduce(squares, group=parallel.group)
         return squares.sqrt()
 
@@ -289,7 +289,7 @@ def optimizer_of(model, name, system, groups, kind, settings):
 
 
 def inner(optimizer):
-    """The one that has this rank's states: at stage 1 it is in a wrapper."""
+    """The optimizer that has this rank's states: at stage 1 it is in a wrapper."""
     return getattr(optimizer, "optim", optimizer)
 
 

@@ -33,8 +33,8 @@ import ranks
 from load import autocast, load_policy, load_ref_policy
 from loss import gap, learning_rate_at
 from model import in_rows, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, iterations,
-                     read_rows, right_pad, spread)
+from prompts import (batch_rows, check_pairs, deal_rows, dialogue, encode_rows, hash_of_ids,
+                     iterations, read_rows, right_pad, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -100,7 +100,8 @@ def read(path):
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
     return encode_rows(
         read_rows(path, lambda row: dialogue(row, *PAIR), system.fields), path, encode, limit,
-        system.too_long, None, lambda pair: max(len(ids) for ids, _ in pair))
+        system.too_long, None, lambda pair: max(len(ids) for ids, _ in pair),
+        lambda pairs: check_pairs(pairs, path, train_path))
 
 
 train_rows, eval_pairs = read(train_path), []

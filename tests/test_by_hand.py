@@ -113,7 +113,6 @@ def typed_keys(world, keys, script, more):
     typed |= dict(dtype="float64", device_type="cpu", timeout=60, checkpoint_interval=0)
     typed |= {key: getattr(world, name, "") for key, name in files_of(keys, script).items()}
     if "mix" in keys:
-        typed["reward_timeout"] = 50
         where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some")}
         typed["reward_functions"] = ",".join(f"{x}*{where.get(name, name)}"
                                              for x, name in keys["mix"])

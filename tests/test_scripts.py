@@ -83,7 +83,7 @@ def test_another_run_in_the_folder_of_one(world, tmp_path):
     keys = keys_of(world, "sft.py", train_path=path)
     out = well("sft.py", tmp_path, keys)
     log = read_log(out)
-    for other in (dict(seed=7), dict(train_path=world.sft_val), dict(lora="2:4")):
+    for other in (dict(seed=7), dict(train_path=world.sft_val), dict(batch_size=4)):
         assert_one_line(run("sft.py", tmp_path, keys | other), "sft.py", *other, "--out_dir")
         assert read_log(out) == log
     text = open(path).read()

@@ -159,8 +159,7 @@ def keys_of(world, script, **changed):
     keys = dict(device_type="cpu", dtype="float64", timeout=60, max_iters=3, eval_interval=2,
                 eval_size=2, batch_size=5, micro_batch_size=2, learning_rate=1e-2)
     sampled = dict(policy_path=world.policy, prompts_path=world.rl_train, eval_path=world.rl_val,
-                   max_new_tokens=6, temperature=0.8, kl_coef=0.3, num_minibatches=2,
-                   reward_timeout=50)
+                   max_new_tokens=6, temperature=0.8, kl_coef=0.3, num_minibatches=2)
     own = {"ppo.py": sampled | dict(reward_path=world.reward, ppo_epochs=2),
            "grpo.py": sampled | dict(batch_size=6, group_size=3,
                                      reward_functions=f"{world.rules}:letters"),

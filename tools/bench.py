@@ -37,7 +37,7 @@ from ranks import choose_device  # noqa: E402
 from rollout import decoding_copy, generate  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
-work = "sampling,ppo,grpo"  # what is measured: these, or some of them
+work = "sampling,ppo,grpo"  # to be measured: these, or some of them
 d_model = 256  # width of the Llama [2..100000]
 n_layer = 4  # its layers [1..10000]
 n_head = 4  # its attention heads [1..10000]
@@ -178,7 +178,7 @@ def iterations(script, folder, keys):
             if os.path.exists(f"{out}/run/log.jsonl"):
                 with open(f"{out}/run/log.jsonl", encoding="utf-8") as f:
                     records = [json.loads(line) for line in f if line.endswith("\n")]
-        run.kill()  # what it would still do is to save its models
+        run.kill()  # it would only save its models now
         run.wait()
         if len(records) < keys["max_iters"]:
             errors.seek(0)

@@ -89,7 +89,7 @@ for policy_name, path in paths.items():
         at_once = batch_size // count or 1
         for start in range(0, len(picked), at_once):
             numbers = picked[start:start + at_once]
-            # the noise of the run's own evaluations: sample 0 is what they see, with equal prompts
+            # the noise of the run's own evaluations: with equal prompts they see the same sample 0
             batch = sample_batch(  # COLLECTIVE
                 policy, rows, numbers, (seed, "eval", 0), max_new_tokens, heat, system, device,
                 count, range(start, start + len(numbers)))
@@ -143,7 +143,7 @@ def best_of_k(scores, values, k):
     for score in set(scores):
         tied = [value for own, value in zip(scores, values, strict=True) if own == score]
         below = sum(own < score for own in scores)
-        # the sets without a higher one, less those without one of these, too
+        # the sets without a higher one, less the sets without one of these, too
         sets = math.comb(below + len(tied), k) - math.comb(below, k)
         total += sets * fmean(tied)
     return total / math.comb(n, k)

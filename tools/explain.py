@@ -8,8 +8,8 @@ python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=5
 Nothing is computed by a copy of the algorithm. The tool runs ppo.py or grpo.py itself for one more
 iteration, from the run's last checkpoint and with the run's keys, and looks at the variables that
 the script then has. The prompt takes the first place of the iteration's batch; the others are the
-run's own. At the end the script goes over the batch once more without taking a step: what it then
-computes is the loss as one more step would see it. All this happens in a temporary folder.
+run's own. At the end the script goes over the batch once more without taking a step: its numbers
+are then the loss as one more step would see it. All this happens in a temporary folder.
 
     policy, reference, new   log-probs; new: after the update
     delta, raw, whitened     the advantage: of one token, of all later ones, and whitened
@@ -45,7 +45,7 @@ from tools.runs import response_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has a checkpoint
-prompt = "123+456="  # what the policy is asked
+prompt = "123+456="  # the policy answers it
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
 out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
@@ -76,7 +76,7 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
 # one more iteration of it, with a few functions of the house changed
 
 names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
-seen = {}  # column -> (n,): what the script adds up of the first response, in its last pass
+seen = {}  # column -> (n,): the script's sums of the first response, in its last pass
 read_prompts, noise, add_up = rewards.read_prompts, rollout.response_uniforms, loss.add_up
 take_step = Run.step
 
@@ -170,7 +170,7 @@ columns |= {name: x.tolist() for name, x in seen.items()}
 
 
 def cell(x, digits=3):
-    """What the table shows of a number, a truth or a text; z: there is no -0.000."""
+    """The text of a number, a truth or a text in the table; z: there is no -0.000."""
     if isinstance(x, bool):
         return "yes" if x else "no"
     return f"{x:z.{digits}f}" if isinstance(x, float) else str(x)

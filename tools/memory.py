@@ -12,10 +12,10 @@ may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py and rm
 (1024).
 
 The models are loaded by the run's own functions, but of fake tensors, which have shapes and no
-memory. One step goes through them, while torch's MemTracker adds up what is alive: half a minute
-for 8B. What is not in it: a GPU also needs room for its context, for workspaces of libraries and
-for gaps between tensors, 2 GB or more. Kernels are those of a CPU, and nothing is compiled. What
-the key offload moves into the CPU's memory is taken off all phases.
+memory. One step goes through them, while torch's MemTracker adds up the living tensors: half a
+minute for 8B. They are not all: a GPU also needs room for its context, for workspaces of libraries
+and for gaps between tensors, 2 GB or more. Kernels are a CPU's, and nothing is compiled. The
+tensors that the key offload moves into the CPU's memory are taken off all phases.
 """
 import os
 import sys
@@ -130,7 +130,7 @@ class Tracker(MemTracker):
     @contextlib.contextmanager
     def peak(self, peaks, *name):
         """In this block: peaks[name] becomes the peak, in bytes."""
-        gc.collect()  # what is in cycles would be freed at some moment or other
+        gc.collect()  # tensors in cycles would be freed at some moment or other
         self._peak_mem.clear()
         yield
         peaks[name] = max(self._peak_mem.values(), default=0)
@@ -190,7 +190,7 @@ def tokenizer_of(path, system, read=load.load_tokenizer):
 def build(script, config):
     """
     {name: Model}: the models as rank 0 has them, by the functions of the run, all on one device:
-    what is offloaded is subtracted later. Raises BadInput.
+    offloaded tensors are subtracted later. Raises BadInput.
     """
     system = SimpleNamespace(**config | dict(offload="", compile=False))
     if script in ("sft", "rm"):
@@ -217,7 +217,7 @@ def build(script, config):
 
 def equip(models, config):
     """
-    Give the models what they have once a first step is done: gradients, optimizers, an average.
+    Give the models their companions of a first step: gradients, optimizers, an average.
     Returns {name: {column: bytes}}, and the optimizers and buffers, which must stay alive.
     """
     def size_of(tensors):

@@ -31,7 +31,7 @@ from tools.runs import read_records, response_of, split_paths  # noqa: E402
 # -------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
 out = "out/plot.png"  # a picture, .png, or a page, .html; empty = only the table
-metrics = ""  # as "eval/kl,policy/*"; empty = in a picture what says most, in a page all
+metrics = ""  # as "eval/kl,policy/*"; empty = in a picture the important ones, in a page all
 against = ""  # the metric to draw them over, such as eval/kl; empty = the iteration
 smooth = 0.0  # how much of their past curves of training keep, as a moving average [0..0.999]
 config, _ = configure(globals())
@@ -118,7 +118,7 @@ def draw(shown):
 
 
 def page_of(wanted):
-    """The text of the page, with these metrics; page.html says what it takes."""
+    """The text of the page, with these metrics; page.html has the form of its data."""
     pages = []
     for name, folder in paths.items():
         curves = {metric: points(logs[name], metric) for metric in wanted}

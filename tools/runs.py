@@ -1,5 +1,5 @@
 """
-What a run has left in its folder: its keys in config.json, its records in log.jsonl, its samples.
+Reads the folder of a run: its keys in config.json, its records in log.jsonl, its samples.
 """
 import json
 import os
@@ -7,7 +7,7 @@ import os
 from checkpoint import read_json
 from errors import BadInput
 
-# {key: the run's name of it}: what decides how a policy is asked, and how its answers are judged
+# {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
     "max_new_tokens", "temperature", "fields", "max_prompt_tokens", "system_prompt", "stop_strings",
     "template_kwargs", "environment", "tools", "max_turns", "reward_timeout", "dtype")}
@@ -66,7 +66,7 @@ def read_records(file):
 
 
 def response_of(sample):
-    """The response of a sample as one text; of several turns, with what was said in between."""
+    """The response of a sample as one text; of several turns, with the messages in between."""
     if "messages" not in sample:
         return sample["text"]
     return " ".join(m["content"].strip() if m["role"] == "assistant" else

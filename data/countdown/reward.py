@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import torch
 
-from rewards import whole_responses
+from answers import behind_thoughts, whole_responses
 
 LONGEST = 200  # characters of an equation, which also bounds the digits
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -32,9 +32,9 @@ def countdown(batch):
     """
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
-        text = response.rpartition("</think>")[2]
+        text = behind_thoughts(response) or ""  # of thoughts that never end: no answer
         found = re.findall("<answer>((?:(?!</?answer>).)*)</answer>", text, re.DOTALL)
-        if "<think>" in text or not found or not found[-1].strip():
+        if not found or not found[-1].strip():
             scores.append(0.0)
             continue
         equation = found[-1]
@@ -64,7 +64,7 @@ def evaluate_arithmetic(text):
 
 
 def value_of(node):
-    """The value of a parsed expression as a Fraction. Raises ValueError for what is not allowed."""
+    """The value of a parsed expression as a Fraction. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

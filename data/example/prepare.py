@@ -1,5 +1,5 @@
 """
-An example of what you bring: twenty chats with answers, and a chat model of random weights that is
+An example of your files: twenty chats with answers, and a chat model of random weights that is
 as small as they come. Nothing is downloaded; runs in a few seconds.
 
     python data/example/prepare.py

@@ -1,10 +1,11 @@
 """
-The table of runs/smollm2.sh, in Markdown: what the runs have learned, and how fast.
+The table of runs/smollm2.sh, in Markdown: how much the runs have learned, and how fast.
 
     python data/gsm_symbolic/table.py [out/smollm2]
 
-Reads what is there of: the runs PREFIX_grpo, _ppo and _ppo_rm; PREFIX_seen.json and PREFIX_new.json
-of tools/eval.py; PREFIX_grpo.memory, _ppo.memory of tools/memory.py. Writes PREFIX.md.
+Reads, as far as they are there: the runs PREFIX_grpo, _ppo and _ppo_rm; PREFIX_seen.json and
+PREFIX_new.json of tools/eval.py; PREFIX_grpo.memory, _ppo.memory of tools/memory.py. Writes
+PREFIX.md.
 
 The update has 6 FLOP for each weight and token, of each trained model, and attention's products.
 Decoding reads the weights at each step, and a response's keys and values so far at each token, all

@@ -27,7 +27,7 @@ def row(numbers):
 
 
 def rows(seed=0):
-    """{file: rows}; those to sample for have no completion."""
+    """{file: rows}; the rows of prompts to sample for have no completion."""
     rng, seen, made = random.Random(seed), set(), {}
     for name, count in ROWS.items():
         made[name] = []

@@ -40,6 +40,8 @@ TABLE = {
     "chats without a template": ("sft.py", dict(train_path="$chat"), [
         "chat.jsonl", "row 2", "template"]),
     "a chat as a held-out prompt": ("grpo.py", dict(eval_path="$chat"), ["chat.jsonl", "row 2"]),
+    "no file of prompts": ("ppo.py", dict(prompts_path=""), ["prompts_path"]),
+    "a field without its new name": ("sft.py", dict(fields="question"), ["fields", "THEIRS>OURS"]),
     "fields that are not there": ("sft.py", dict(fields="question>prompt", train_path="$foreign"), [
         "question"]),
     "a completion that is too long": ("sft.py", dict(train_path="$long", max_tokens=10), [
@@ -57,6 +59,8 @@ TABLE = {
         reward_functions="reward_model", reward_path="$policy"), ["policy", "head", "rm.py"]),
     "another tokenizer's value": ("ppo.py", dict(reward_path="$other"), ["--value_init=policy"]),
     "another tokenizer's reference": ("grpo.py", dict(ref_path="$swapped"), ["ref_path"]),
+    "a tokenizer that is not made": ("sft.py", dict(
+        init_from="scratch", tokenizer_path="data/toy/tokenizer"), ["no such folder", "prepare"]),
     "no such encoding": ("sft.py", dict(init_from="scratch", tokenizer_path="tiktoken:gpt9"), [
         "gpt9"]),
     # rewards
@@ -76,7 +80,6 @@ TABLE = {
     # keys that do not go together, or that nothing reads
     "no reference": ("grpo.py", dict(ref_path="$policy", kl_coef=0.0), ["ref_path", "kl_coef"]),
     "empty minibatches": ("ppo.py", dict(num_minibatches=6), ["num_minibatches = 6"]),
-    "patience": ("grpo.py", dict(reward_timeout=60), ["reward_timeout = 60", "timeout = 60"]),
     "no held-out prompts": ("ppo.py", dict(keep_best=True, eval_path=""), ["keep_best"]),
     "weights in 16 bits": ("ppo.py", dict(master_weights=False), ["master_weights"]),
     "refilled by another": ("grpo.py", dict(max_refills=1, refill_by="accuracy"), ["refill_by"]),
@@ -92,6 +95,7 @@ TABLE = {
     "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
     # the folder
     "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),
+    "no folder": ("rm.py", dict(out_dir=""), ["choose another --out_dir"]),
     "a model's folder": ("sft.py", dict(out_dir="$policy"), ["config.json", "--out_dir"])}
 LATE = "no judge", "no such tracker"  # when the run has opened its folder
 ON_TWO = "roles of three", "adafactor in shards", "no answer"  # rank 0 says it for all

@@ -3,8 +3,10 @@ Chats and texts in the tokenizers of models_of_the_world.py: messages become the
 transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
 row is refused; text that spells a special token stays text; ends of responses, and stop strings.
 """
+import contextlib
 import json
 import random
+import re
 import shutil
 from functools import partial
 
@@ -19,7 +21,7 @@ from errors import BadInput
 from load import load
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
-from tiny import keys_of_system
+from tiny import assert_one_line, keys_of_system, run
 from tokenizer import load_tokenizer
 
 system = partial(turn, "system")
@@ -178,6 +180,92 @@ def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path, number):
                 t.encode_learned([user("a")], chat)
 
 
+PHI = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>' + m['content'] + "
+       "'<|end|>' }}{% elif m['role'] == 'assistant' %}{{ m['content'] + '<|end|>' }}{% endif %}"
+       "{% endfor %}")  # as Phi-3-mini's first one: no system
+SYSTEM_LAST = (  # as Mistral's: with the last message, if it is the user's
+    "{% if messages[0].role == 'system' %}{% set first, messages = messages[0].content, "
+    "messages[1:] %}{% endif %}{% for m in messages %}{{ m.role[0] }}"
+    "{{ first if loop.last and m.role == 'user' }}{{ m.content }}</s>{% endfor %}")
+SHORT = [system("s"), user("u"), assistant("a")]
+THOUGHTS = assistant("<think>\n1\n</think>\n\n3")
+LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
+    (PHI, SHORT[:2], "system"), (PHI, SHORT, "system"), (PHI, SHORT[1:], None),
+    (PHI, [user("u"), system("u"), user("u")], "system"),
+    (SYSTEM_LAST, SHORT[:2], None), (SYSTEM_LAST, SHORT, "system"),
+    (SYSTEM_LAST, [*SHORT, user("u")], None), (SYSTEM_LAST, [*SHORT, system("u")], "system"),
+    ("{{ 'suu' + messages[-1].content }}", [user("u"), SHORT[2], user("v")], "user"),
+    ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", SHORT,
+     "assistant"),
+    ("{% for m in messages %}{{ m.content[:30] }}{% endfor %}", [user("long " * 9)], "user"),
+    ("{% for m in messages %}{{ m.content[-30:] }}{% endfor %}", [user("long " * 9)], "user"),
+    ("{% for m in messages %}{{ m.content | trim | replace('\n\n', '\n') }}{% endfor %}",
+     [user(" a\n\nb \n"), assistant("\n"), user("")], None),
+    ("{% for m in messages %}{{ m.content.split('</think>')[-1].strip() }}{% endfor %}",
+     [user("1+2?"), THOUGHTS, user("u")], None),
+    ("{{ messages | tojson }}", [system('"'), user("caf\u00e9\n")], None)]
+
+
+@pytest.mark.parametrize("template, messages, role", LEAVES_OUT)
+def test_a_template_that_leaves_a_message_out(ours, tmp_path, template, messages, role):
+    """However short the message is; blanks around it and the assistant's thoughts may go."""
+    path = tiny.write(tmp_path / "my.jinja", template)
+    t = ours("qwen2.5", chat_template=path)
+    if role is None:
+        assert t.chat_ids(messages)
+    else:
+        with pytest.raises(BadInput, match=f"{role}'s .*--chat_template"):
+            t.chat_ids(messages)
+    if messages[0]["role"] == "system":
+        t = ours("qwen2.5", chat_template=path, system_prompt="s")
+        with pytest.raises(BadInput) if role else contextlib.nullcontext():
+            t.chat_ids(messages[1:])
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "sft.py", "rm.py"])
+def test_the_row_whose_message_a_template_leaves_out_is_named(world, tmp_path, script):
+    chats = [[user("a")], [system("s"), user("a")]]
+    rows = [dict(prompt=chat, answer="b", completion=[assistant("b")], chosen=[assistant("b")],
+                 rejected=[assistant("c")]) for chat in chats]
+    data = tiny.jsonl(tmp_path / "rows.jsonl", rows)
+    keys = tiny.keys_of(world, script, chat_template=tiny.write(
+        tmp_path / "my.jinja", PHI.replace("<|end|>", "<eos>")))
+    keys["prompts_path" if script == "grpo.py" else "train_path"] = data
+    assert_one_line(run(script, tmp_path, keys), script, "row 2", "system", "--chat_template")
+
+
+PAIRS = [  # a family, chosen, rejected, whether they become the same ids
+    ("qwen2.5", dict(content="b", reasoning_content="x"), dict(content="b"), True),
+    ("qwen2.5", dict(content="b", name="x"), dict(content="b", name="y"), True),
+    ("qwen2.5", dict(content="b"), dict(content="b "), False),
+    ("gemma", dict(content="b"), dict(content="\n b "), True),
+    ("qwen2.5", dict(content="caf\u00e9"), dict(content="cafe\u0301"), True),  # NFC
+    ("llama3.2", dict(content="caf\u00e9"), dict(content="cafe\u0301"), False)]
+
+
+@pytest.mark.parametrize("script", ["rm.py", "recipes/dpo.py"])
+@pytest.mark.parametrize("family", ["qwen2.5", "gemma", "llama3.2"])
+def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family):
+    """Counted, with the numbers of their rows in the file; refused if all are."""
+    pairs = [(dict(content="c"), dict(content="d" * 600), False)]  # too long, so it is dropped
+    pairs += [pair for name, *pair in PAIRS if name == family]
+    ties = [number for number, pair in enumerate(pairs, 1) if pair[2]]
+    rows = [dict(prompt=[user("a")], chosen=[dict(chosen, role="assistant")],
+                 rejected=[dict(rejected, role="assistant")]) for chosen, rejected, _ in pairs]
+    keys = {"init_from" if script == "rm.py" else "policy_path": folders[family],
+            "train_path": tiny.jsonl(tmp_path / "rows.jsonl", rows), "too_long": "drop",
+            "device_type": "cpu", "batch_size": 2, "max_iters": 1}
+    result = run(script, tmp_path, keys)
+    said = [line for line in result.out[0].splitlines() if "warning" in line]
+    assert result.codes == [0] and len(said) == bool(ties) and "drop" in result.out[0], result
+    if ties:
+        assert f"{len(ties)} of {len(rows)} pairs" in said[0]
+        assert [int(x) for x in re.findall(r"\d+", said[0].split(" row ")[1])] == ties
+        keys["train_path"] = tiny.jsonl(tmp_path / "same.jsonl", [rows[i - 1] for i in ties])
+        assert_one_line(run(script, tmp_path / "same", keys), script.split("/")[-1],
+                        f"{len(ties)} of {len(ties)}", "--chat_template")
+
+
 def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
     """For a base model; the saved folder carries the template, and its end of turn ends."""
     template = tiny.write(tmp_path / "my.jinja", HEAD + "{{ m['role'] + ':\n' + m['content'] + "
@@ -293,6 +381,26 @@ def test_stop_strings(ours, tmp_path, name):
     assert hits >= 4
     # the first one of two
     assert t.decode_response(t.encode_texts(["x</a>y fox z"])[0]).lstrip() == "x</a>"
+
+
+PAD = others.END  # of qwen3, whose end is <|im_end|>
+STOPS = [  # stop strings, tokens of a response, how many of them are sampled, their text
+    (PAD, ["a", PAD, "b"], 2, "a" + PAD), (PAD, [PAD, "b"], 1, PAD), (PAD, [*PAD, "b"], 13, PAD),
+    (f"b{PAD}", ["a", PAD, "b", PAD, "c"], 4, f"a{PAD}b{PAD}"), ("xy", ["a", PAD, "b"], 3, "ab"),
+    (["#", PAD], ["a", "#", PAD], 2, "a#"), (["#", PAD], ["a", PAD, "#"], 2, "a" + PAD),
+    ("<|im_start|>", ["a", "<|im_start|>", "b"], 2, "a<|im_start|>"),
+    ("abc", ["a", PAD, PAD, PAD, PAD, PAD, "b", "c", "d"], 8, "abc")]  # padding is no text
+
+
+@pytest.mark.parametrize("stops, tokens, sampled, text", STOPS)
+def test_stop_strings_and_the_padding(ours, stops, tokens, sampled, text):
+    t = ours("qwen3", stop_strings=repr(stops) if isinstance(stops, list) else stops)
+    ids = t.hf.convert_tokens_to_ids(tokens)
+    t.eos_ids = {t.eos_id}  # generation_config.json may name others
+    assert t.pad_id == t.vocabulary[PAD] != t.eos_id
+    ended = [n for n in range(1, len(ids) + 1) if t.has_stop(ids[:n])]
+    assert min(ended, default=len(ids)) == sampled
+    assert t.decode_response(ids[:sampled]) == text
 
 
 def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):

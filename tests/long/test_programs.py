@@ -177,9 +177,65 @@ def test_the_reward_ends_in_time(capsys):
     assert [programs.code(batch | dict(limits=dict(timeout=n))) for n in (1, 30)] == [[0.0], [1.0]]
 
 
+# the form of LeetCode: its judge imports much of the standard library
+
+BODIES = {  # the method's arguments, its body; given [3, 1, 2] each gives 6
+    "typing": ("a: List[int], b: Optional[Dict[str, Tuple[int, ...]]] = None",
+               "return sum(a)"),
+    "defaultdict": ("a", "d = defaultdict(int)\nfor x in a: d[0] += x\nreturn d[0]"),
+    "Counter": ("a", "return sum(Counter(a).elements()) + Counter([1])[2]"),
+    "Counter as type": ("a: Counter[int]", "return Counter({6: len(a)}).most_common(1)[0][0]"),
+    "deque": ("a: 'Deque[int]'", "q = deque(a)\nq.append(q.popleft())\nreturn sum(q)"),
+    "collections": ("a", "return sum(collections.OrderedDict.fromkeys(a))"),
+    "heapq": ("a", "heapq.heapify(a)\nreturn heapq.heappop(a) + 5"),
+    "heappush": ("a", "h = []\nfor x in a: heappush(h, -x)\nreturn -2 * heappop(h)"),
+    "math": ("a", "return math.gcd(*(6 * x for x in a))"),
+    "gcd, inf": ("a", "return ceil(sqrt(35)) if max(a) < inf else gcd(1, 2)"),
+    "bisect": ("a", "return bisect.bisect_left(sorted(a), 3) + 4"),
+    "bisect_right": ("a", "return bisect_right(sorted(a), 3) + 3"),
+    "lru_cache": ("a", "@lru_cache(None)\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a))"),
+    "cache": ("a", "@cache\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a))"),
+    "functools": ("a", "return functools.reduce(operator.add, a)"),
+    "cmp_to_key": ("a", "a.sort(key=cmp_to_key(lambda x, y: y - x))\nreturn 2 * a[0]"),
+    "itertools": ("a", "return len(list(itertools.permutations(a)))"),
+    "accumulate": ("a", "return list(accumulate(a))[-1] + sum(0 for _ in pairwise(a))"),
+    "string": ("a", "return string.ascii_lowercase.index('g') + ascii_letters.index('a')"),
+    "re": ("a", "return len(re.findall('[0-9]', str(a))) * 2"),
+    "random": ("a", "random.shuffle(a)\nreturn sum(a) * randint(1, 1)"),
+    "datetime": ("a", "return (datetime.date(2024, 3, 2) - date(2024, 2, 25)).days"),
+    "copy": ("a", "return sum(copy.deepcopy(a)) + len(deepcopy([]))"),
+    "statistics": ("a", "return int(statistics.mean(a) * 3)"),
+    "json, sys": ("a", "return min(sys.maxsize, sum(json.loads(json.dumps(a))))"),
+    "the built-in pow": ("a", "return pow(3, 2, 10) - pow(1, 5) - len(a) + 1 if open else 0"),
+    "deep": ("a", "def f(n): return n and 1 + f(n - 1)\nreturn f(9000) // 1500"),
+    "its own": ("a", "from heapq import heappop\nimport math as m\nreturn m.comb(4, 2)")}
+SOLUTION = "class Solution:\n    def f(self, {}):\n        {}\n"
+MAX = "def max(*_): return 6\nclass Solution:\n    def f(self, a): return max(a)"  # its own names
+
+
+def solution(arguments, body):
+    return SOLUTION.format(arguments, body.replace("\n", "\n        "))
+
+
+@needs_bwrap
+def test_what_the_judge_of_leetcode_imports():
+    sources = {name: solution(*body) for name, body in BODIES.items()} | {"max": MAX}
+    tests = [{"fn": "Solution.f", "inputs": [[[3, 1, 2]]], "outputs": [6]},
+             "assert Solution().f([3, 2, 1]) == 6"]
+    plain = {"fn": "f", "inputs": [[[3, 1, 2]]], "outputs": [6]}  # as in APPS, without the class
+    programs_ = [(source, tests) for source in sources.values()]
+    programs_ += [(source, plain) for source in list(sources.values())[:3]]
+    # a plain function gets no imports, and no method is called where there is a function
+    programs_ += [("def f(a): return sum(Counter(a))", plain),
+                  (f"{sources['typing']}\ndef f(a): return 5", plain)]
+    verdicts = [verdict.reason for verdict in programs.run_all(programs_, 2)]
+    assert dict(zip(sources, verdicts, strict=False)) == dict.fromkeys(sources, "pass")
+    assert verdicts[len(sources):] == ["pass"] * 3 + ["error", "fail"]
+
+
 MINE = """
 def seconds(batch):
-    assert batch['seconds'] == 40 and batch['limits'] == dict(timeout=2)
+    assert batch['seconds'] == 20 and batch['limits'] == dict(timeout=2)
     return [0.0] * len(batch['rows'])
 """
 
@@ -190,7 +246,7 @@ def test_grpo_runs_on_verdicts(world, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     tests = dict(stdin="", stdout="")
     path = jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, tests=tests) for p in ("a", "#", "1")])
-    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40,
+    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=20,
                    max_iters=2, code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
     log = read_log(well("grpo.py", tmp_path, keys))
     assert [r["iteration"] for r in log] == [0, 1, 2]

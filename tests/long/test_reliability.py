@@ -164,8 +164,7 @@ def late(batch):
 def test_a_rule_that_hangs_or_fails_on_one_rank_saves_the_run_and_is_named(world, tmp_path):
     """With its file and line; when it is mended, the same command goes on."""
     rule = write(tmp_path / "mine.py", RULE)
-    keys = keys_of(world, "ppo.py", reward_functions=f"{rule}:late,reward_model", timeout=60,
-                   reward_timeout=3)
+    keys = keys_of(world, "ppo.py", reward_functions=f"{rule}:late,reward_model", timeout=8)
     whole = well("ppo.py", tmp_path / "whole", keys)
     for deed, now in (("hangs", 1), ("failed", 2)):
         write(tmp_path / "wrong", f"{deed} {now}")

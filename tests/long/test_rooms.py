@@ -252,6 +252,19 @@ def test_gradients_are_clipped_to_a_joint_norm():
     assert buffers[1].item() == pytest.approx(0.8)
 
 
+def test_gradients_in_16_bits_have_a_norm_in_32():
+    """0.010009765625 is a number of bfloat16, sqrt(100,000) of it is none; nor has float16 3e6."""
+    for dtype, each, n in ((torch.bfloat16, 0.010009765625, 100_000), (torch.float16, 1e4, 90_000),
+                           (torch.float32, 0.25, 4_000_000), (torch.float64, 0.1, 9)):
+        norm = parallel.clip_gradients([torch.full((n,), each, dtype=dtype)], 0.5)
+        assert norm.item() == pytest.approx(each * math.sqrt(n), rel=3e-5)
+    numbers = torch.arange(128, 256).double()  # each is a number of bfloat16
+    buffers = [numbers.bfloat16(), torch.tensor([3.0])]
+    norm = math.sqrt(sum(n * n for n in range(128, 256)) + 9)
+    assert parallel.clip_gradients(buffers, 7.0).item() == pytest.approx(norm, rel=1e-6)
+    assert torch.equal(buffers[0], (numbers * (7 / (norm + 1e-6))).bfloat16())
+
+
 def test_a_checksum_sees_an_exchange_between_two_chunks():
     """A large tensor is summed in chunks: 1 is as far into its chunk as 2**20 + 1 is."""
     t = torch.zeros(2**20 + 8)

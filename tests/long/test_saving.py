@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 import checkpoint
 from checkpoint import damage, find_checkpoint, list_checkpoints, save_checkpoint
-from tiny import assert_same_run, at, keys_of, read_log, read_weights, run, well, write
+from tiny import (assert_one_line, assert_same_run, at, keys_of, read_log, read_weights, run, well,
+                  write)
 
 
 def small_files(rank):
@@ -49,6 +50,7 @@ def test_a_run_goes_on_in_another_dtype(world, tmp_path):
         assert all(2 in t.shape for t in tensors.values())  # the rank
     out = well("sft.py", tmp_path, keys)
     assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3, 4]
+    assert_one_line(run("sft.py", tmp_path, keys | dict(lora="3")), "sft.py", "lora = '2'")
     a, b = read_weights(f"{whole}/policy"), read_weights(f"{out}/policy")
     assert 0 < max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
 
