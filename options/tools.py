@@ -45,6 +45,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from answers import THOUGHTS
 from errors import BadInput, first_line, shorten
 from options.user_code import load_function
 
@@ -53,8 +54,10 @@ AT_ONCE = 16  # calls of a rank that are under way at a time
 LONGEST = 10_000  # characters of a result, and of a call with the mark of its end in a value
 # how others write the three values that JSON spells in its own way
 WORDS = {"True": "true", "False": "false", "None": "null"}
-FIRST, LAST = r"<(?:seed:)?think>|\[THINK\]", r"</(?:seed:)?think>|\[/THINK\]"  # of thoughts
-MARKS = re.compile(rf"(?:{FIRST}).*?(?:{LAST}|\Z)|{LAST}|<tool_call>\s*", re.DOTALL)
+FIRST, LAST = "|".join(THOUGHTS[::2]), "|".join(THOUGHTS[1::2])  # the marks around thoughts
+PAIRS = zip(THOUGHTS[::2], THOUGHTS[1::2], strict=True)
+MARKS = re.compile("(?=[<[◁H])(?:" + "".join(
+    rf"(?:{first}).*?(?:{last}|\Z)|" for first, last in PAIRS) + rf"{LAST}|<tool_call>\s*)", re.S)
 BEGUN = re.compile(rf"(?:{FIRST})\s*\Z")  # thoughts that the prompt has begun
 NEXT = re.compile(r"<tool_call>\s*(?:<function=|\{)")
 # {a type of JSON, as schemas name it: Python's}; True is of int, too

@@ -501,7 +501,7 @@ def draft(family, a):
     ("I use <tool_call> here.\n</think>\n\n7", [7]), ("[THINK]3[/THINK]7", [7]),
     ("3[/THINK]7", [7]), ("[THINK]3", []), ("<seed:think>3</seed:think>7", [7]),
     ("<seed:think>3", []), ("<think></think>3</think></think>", []),
-    ("3\n4", [3, 4]), ("3 4 </think>", [])])
+    ("<|START_THINKING|>3<|END_THINKING|>7", [7]), ("3\n4", [3, 4]), ("3 4 </think>", [])])
 def test_drafts_in_thoughts_are_no_calls(tools_of, family, text, made):
     text = re.sub(r"\d", lambda digit: draft(family, int(digit[0])), text)
     assert tools_of(family).calls_in(text) == [("multiply", dict(a=a), None) for a in made]
