@@ -261,9 +261,10 @@ class Tokenizer:
         except Exception as e:  # a template is a program, which may raise anything
             raise BadInput(f"the chat template of {self.path} refuses the messages: "
                            f"{first_line(e)[:300]}") from e
-        for number, message in enumerate(messages):
-            mark = f"#{number}#"
-            if text.count(mark) < str(marked[number].get("content")).count(mark):
+        for number, (message, its) in enumerate(zip(messages, marked, strict=True)):
+            mark = f"[[{number}]]"
+            before, after = (str(m.get("content")).count(mark) for m in (message, its))
+            if text.count(mark) < after - before:
                 raise BadInput(f"the chat template of {self.path} leaves out the "
                                f"{message['role']}'s {shorten(message['content'])}; type "
                                "--chat_template=FILE" + ", or write it into the user's message"
@@ -331,7 +332,7 @@ def marked_message(number, message):
     all of it: templates strip contents, and a short one may stand in the text by chance. None is
     before an assistant's, because templates drop earlier thoughts; and none is in one with calls.
     """
-    content, mark = message.get("content"), f"#{number}#"
+    content, mark = message.get("content"), f"[[{number}]]"
     if not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
         return message
     return message | dict(content=mark * (message["role"] != "assistant") + content + mark)

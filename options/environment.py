@@ -77,7 +77,7 @@ class Environment:
         else:
             self.env = load_function(system.environment, ".", self.name)
             self.seeded = "seed" in inspect.signature(self.env).parameters
-        check_template(tokenizer, "tool" if system.tools else "user")
+        check_template(tokenizer, "tool" if system.tools else "user", self.tools)
         self.frames = frames(tokenizer)
         tokenizer.messages_of = self.messages_of
 
@@ -105,7 +105,7 @@ class Environment:
             dtype = batch["sampler_logprobs"].dtype
             fresh, masks, old = (batch[name].tolist() for name in (
                 "tokens", "response_mask", "sampler_logprobs"))
-            asked = []
+            asked, begun = [], []
             for n, i in enumerate(live):
                 count = sum(masks[n])
                 new = fresh[n][-len(masks[n]):][:count]
@@ -117,8 +117,9 @@ class Environment:
                     text = self.said(new, rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
+                    begun.append(tokenizer.text_of(contexts[n][-40:]))
             replies = self.ask([dialogues[i] for i in asked], [rows[i] for i in asked], [
-                (*noise, names[0][i], names[1][i], turn) for i in asked], failed, asked)
+                (*noise, names[0][i], names[1][i], turn) for i in asked], failed, asked, begun)
             live = []
             for i, (message, reward) in zip(asked, replies, strict=True):
                 paid[i][-1] = reward
@@ -154,15 +155,15 @@ class Environment:
             sampled["failed_calls"] = torch.tensor(failed, dtype=dtype)
         return {name: t.to(batch["tokens"].device) for name, t in sampled.items()}
 
-    def ask(self, dialogues, rows, names, failed, numbers):
+    def ask(self, dialogues, rows, names, failed, numbers, begun):
         """
         The reply to each of these dialogues, [(message or None, reward), ...]. names: the parts of
         each one's seed. failed: how many calls of a response have failed, by its number,
-        counted up here. Raises Stop.
+        counted up here. begun: what stands before each one's last turn. Raises Stop.
         """
         if self.tools:
             return self.tools.answer([dialogue[-1]["content"] for dialogue in dialogues], failed,
-                                     numbers)
+                                     numbers, begun)
         asking = self.thread.submit(self.ask_all, dialogues, rows, names)
         try:
             return asking.result(self.timeout)
@@ -295,11 +296,12 @@ def advice(tokenizer):
             "turns as they were written")
 
 
-def check_template(tokenizer, role):
+def check_template(tokenizer, role, tools=None):
     """
     Raise BadInput unless the ids of a dialogue, put together turn by turn, are the whole's: also of
-    turns with thoughts, which some templates drop when another turn follows, and of calls.
-    role: who answers the policy, user or tool.
+    turns with thoughts, which some templates drop when another turn follows, and of calls; and
+    unless tools, the run's, read a call as the template has written it. role: who answers the
+    policy, user or tool.
     """
     if not tokenizer.template:
         return
@@ -308,7 +310,7 @@ def check_template(tokenizer, role):
         reply["name"] = "f"
     prompt = tokenizer.chat_ids([asked], add_generation_prompt=True)
     extra = between(tokenizer, reply)
-    for answer in answers(tokenizer.text_of(prompt).rstrip(), role):
+    for answer in answers(tokenizer.text_of(prompt).rstrip(), role, tools):
         one = tokenizer.chat_ids([asked, answer])
         if "reasoning_content" in answer and "why" not in tokenizer.text_of(one):
             continue  # it does not know this field
@@ -327,10 +329,19 @@ def check_template(tokenizer, role):
                     "writes earlier turns otherwise than they were sampled")
             raise BadInput(f"{tokenizer.path} {does}, so the policy would learn from dialogues "
                            f"that it never sees later; {advice(tokenizer)}")
+        if tools and "tool_calls" in answer:
+            call, text = answer["tool_calls"][0]["function"], tokenizer.decode_response(own)
+            if tools.calls_in(text) != [(call["name"], call["arguments"], None)]:
+                raise BadInput(
+                    f"{tokenizer.path} writes a call of {call['name']} as {shorten(text)}, which "
+                    "is not read as one: type --chat_template=options/templates/chatml.jinja, if "
+                    "the policy shall learn its calls, or read them in an environment")
 
 
-def answers(prompt, role):
+def answers(prompt, role, tools):
     """Messages of the assistant to try a template with. prompt: the text of one, without blanks."""
+    from options.tools import example
+
     texts = ["first", "<think>\nwhy\n</think>\n\nfirst"]
     if prompt.endswith(("<think>", "</think>")):  # it begins to think, or has ended it
         texts = texts[1:] if prompt.endswith("<think>") else texts[:1]
@@ -338,8 +349,11 @@ def answers(prompt, role):
     if not prompt.endswith("</think>"):
         found.append(dict(role="assistant", content="first", reasoning_content="why"))
     if role == "tool":
-        call = dict(type="function", function=dict(name="f", arguments=dict(a=1)))
-        found.append(dict(found[0], tool_calls=[call]))
+        for name, schemas in tools.types.items() if tools else [("f", dict(a={}))]:
+            values = {key: example(schema) for key, schema in schemas.items()}
+            values = {key: value for key, value in values.items() if value is not None}
+            call = dict(type="function", function=dict(name=name, arguments=values))
+            found.append(dict(found[0], tool_calls=[call]))
     return found
 
 

@@ -19,17 +19,21 @@ Qwen3.5 and Qwen3-Coder tags, and gpt-oss a message to the function:
 
     <|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 37}<|call|>
 
-For another way of writing, read the calls in an environment of your own.
+A run begins with a call of each tool as the template writes it: where this is not read as the same
+call, the template is refused. For another way of writing, read the calls in an environment.
 
-A function's result is said as a message of the role tool, its text or as JSON; an error too,
-such as that a call cannot be read. A turn without a call ends the dialogue. Several calls in a turn
-have their results in one message.
+A call in the policy's thoughts is a draft and is not made. A function's result is said as a
+message of the role tool, its text or as JSON; an error too, such as that a call cannot be read, or
+that an argument is not of its type. A turn without a call ends the dialogue. Several calls in a
+turn have their results in one message.
 
 The functions run in a process beside each rank, so one that hangs can be killed; and the
 policy's calls are read as data, never as Python. Each call is made once: a search may cost, a clock
 may move. Its result stands in the dialogue, which is saved with the batch. So a tool need not
 be pure, but where it answers by chance a resumed run is not the same to the bit.
 """
+import contextlib
+import inspect
 import json
 import os
 import re
@@ -41,14 +45,24 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from answers import THOUGHTS
 from errors import BadInput, first_line, shorten
 from options.user_code import load_function
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 AT_ONCE = 16  # calls of a rank that are under way at a time
-LONGEST = 10_000  # characters of a result
+LONGEST = 10_000  # characters of a result, and of a call with the mark of its end in a value
 # how others write the three values that JSON spells in its own way
 WORDS = {"True": "true", "False": "false", "None": "null"}
+FIRST, LAST = "|".join(THOUGHTS[::2]), "|".join(THOUGHTS[1::2])  # the marks around thoughts
+PAIRS = zip(THOUGHTS[::2], THOUGHTS[1::2], strict=True)
+MARKS = re.compile("(?=[<[◁H])(?:" + "".join(
+    rf"(?:{first}).*?(?:{last}|\Z)|" for first, last in PAIRS) + rf"{LAST}|<tool_call>\s*)", re.S)
+BEGUN = re.compile(rf"(?:{FIRST})\s*\Z")  # thoughts that the prompt has begun
+NEXT = re.compile(r"<tool_call>\s*(?:<function=|\{)")
+# {a type of JSON, as schemas name it: Python's}; True is of int, too
+KINDS = dict(boolean=bool, integer=int, number=float, string=str, array=list, object=dict,
+             null=type(None))
 
 
 class Tools:
@@ -59,30 +73,37 @@ class Tools:
 
         where = f"tools = {system.tools!r}"
         self.named = [name.strip() for name in system.tools.split(",")]
-        self.schemas = []
+        self.schemas, self.types = [], {}  # and {tool: {parameter: its schema}}
         for named in self.named:
             function = load_function(named, ".", where)
             try:
                 self.schemas.append(get_json_schema(function))
+                its = inspect.signature(function).parameters
             except Exception as e:  # transformers' own: no docstring, no types
                 raise BadInput(f"{where}: {named} cannot be described to the policy: "
                                f"{first_line(e)}") from e
+            schema = self.schemas[-1]["function"]
+            self.types[schema["name"]] = {  # the default None may be given, too
+                key: {k: v for k, v in one.items() if k != "description"}
+                | (dict(nullable=True) if its[key].default is None else {})
+                for key, one in schema["parameters"]["properties"].items()}
         if not re.search(r"\btools\b", tokenizer.template or ""):
             raise BadInput(f"{where}: {tokenizer.path} has no variable tools, so the policy would "
                            "not read what tools there are; give a template that has it, such as "
                            "--chat_template=options/templates/chatml.jinja")
         tokenizer.kwargs["tools"] = self.schemas
-        self.types = {schema["function"]["name"]: schema["function"]["parameters"]["properties"]
-                      for schema in self.schemas}  # {tool: {parameter: its schema}}
         self.harmony = "<|channel|>" in tokenizer.template
         self.process = None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
 
-    def answer(self, texts, failed, numbers):
+    def answer(self, texts, failed, numbers, begun=None):
         """
         The reply to each of these turns, [(message or None, 0.0), ...]. failed: how many calls
         of a response have failed, by its number, counted up here; numbers: of these responses.
+        begun: the text before each turn, whose end may begin the turn's thoughts.
         """
+        for n, mark in enumerate(map(BEGUN.search, begun or [])):
+            texts[n] = (mark[0] if mark else "") + texts[n]
         calls = [(n, *call) for n, text in enumerate(texts) for call in self.calls_in(text)]
         wanted = [call[1:3] for call in calls if call[3] is None]
         found = iter(self.run(wanted))
@@ -100,11 +121,11 @@ class Tools:
     def calls_in(self, text):
         """The calls that a turn makes: (name, arguments, None), or (name, None, what is wrong)."""
         if self.harmony:  # a call is the last message of a turn
-            header, _, arguments = text.rpartition("<|start|>")[2].partition("<|message|>")
-            to = re.search(r"\bto=([^\s<]+)", header)
-            written = [(to[1].removeprefix("functions."), arguments)] if to else []
+            header, _, arguments = text.rpartition("<|end|><|start|>")[2].partition("<|message|>")
+            to = re.findall(r"\bto=([^\s<]+)", header)
+            written = [(to[-1].removeprefix("functions."), arguments)] if to else []
         else:
-            written = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
+            written = written_in(text)
         calls = []
         for call in written:
             name = None
@@ -116,6 +137,9 @@ class Tools:
                                      f"{', '.join(self.types)}")
                 if not isinstance(arguments, dict):
                     raise ValueError("the arguments are no JSON object")
+                for key, schema in self.types[name].items():  # for others Python has an error
+                    if key in arguments and not fits(arguments[key], schema):
+                        raise ValueError(f"{key} = {shorten(arguments[key])} does not fit {schema}")
                 calls.append((name, arguments, None))
             except (ValueError, KeyError, TypeError, RecursionError) as e:
                 calls.append((name, None, f"this call cannot be read: {first_line(e)[:200]}"))
@@ -128,15 +152,19 @@ class Tools:
             found = json.loads(call)
             return found["name"], found.get("arguments", {})
         name, _, rest = rest.partition(">")
-        arguments = {}
-        while "<parameter=" in rest:
-            key, _, rest = rest.partition("<parameter=")[2].partition(">")
-            value, ended, rest = rest.partition("</parameter>")
-            if not ended:
+        types, arguments = self.types.get(name, {}), {}
+        _, begun, rest = rest.partition("<parameter=")
+        while begun:
+            key, _, rest = rest.partition(">")
+            # a value may have such marks, too: it ends where another parameter or the call does
+            others = "|".join(map(re.escape, types.keys() - arguments.keys() - {key})) or "(?!)"
+            begun = re.search(rf"</parameter>\s*<parameter=(?=(?:{others})>)", rest)
+            end = begun.start() if begun else rest.rfind("</parameter>")
+            if end < 0:
                 raise ValueError(f"the parameter {shorten(key)} has no </parameter>")
-            value = value.removeprefix("\n").removesuffix("\n")
-            schema = self.types.get(name, {}).get(key, {})
-            arguments[key] = typed(value, schema.get("type", ["string"]))
+            value = rest[:end].removeprefix("\n").removesuffix("\n")
+            arguments[key] = typed(value, types.get(key, {}))
+            rest = rest[begun.end():] if begun else ""
         return name, arguments
 
     def run(self, calls):
@@ -181,16 +209,61 @@ class Tools:
         self.counted = 0
 
 
-def typed(text, types):
-    """A parameter in tags, by the types of its schema, one or a list. Raises ValueError."""
-    if types == "string":
-        return text
-    try:
-        return json.loads(WORDS.get(text, text))
-    except ValueError:
-        if "string" in types:
-            return text
-        raise ValueError(f"{shorten(text)} is no {types}") from None
+def written_in(text):
+    """The texts of the calls in a turn, but for those in its thoughts."""
+    found, at = [], 0
+    while mark := MARKS.search(text, at):
+        at = mark.end()
+        if not mark[0].startswith("<tool_call>"):
+            if not re.match(FIRST, mark[0]):  # what stands before were thoughts
+                found.clear()
+            continue
+        # values may have the mark of the call's end in them; JSON has an end of its own
+        if text.startswith("<function=", at):
+            end = text.find("</tool_call>", at)
+            other = NEXT.search(text, end) if end >= 0 else None
+            end = text.rfind("</tool_call>", at, other.start() if other else None)
+        else:
+            try:  # an error costs time by the text's length
+                length = json.JSONDecoder().raw_decode(text[at:at + LONGEST])[1]
+                end = text.find("</tool_call>", at + length)
+            except (ValueError, RecursionError):
+                end = re.compile(rf"</tool_call>|{LAST}|\Z").search(text, at).start()
+        end = end if end >= 0 else len(text)
+        found.append(text[at:end])
+        at = end
+    return found
+
+
+def typed(text, schema):
+    """The value of a parameter in tags: JSON where its schema has that, else the text."""
+    if schema.get("type") != "string":
+        with contextlib.suppress(ValueError):
+            value = json.loads(WORDS.get(text, text))
+            if fits(value, schema):
+                return value
+    return text
+
+
+def fits(value, schema):
+    """Whether a value, as JSON has it, fits a schema, as transformers writes it for a type."""
+    kind = next(kind for kind, its in KINDS.items() if isinstance(value, its))
+    kinds = schema.get("type", kind)  # one or a list
+    parts = list(value.values()) if kind == "object" else value if kind == "array" else []
+    each = [schema.get("items", schema.get("additionalProperties", {}))] * len(parts)
+    each = schema.get("prefixItems", each)
+    return value is None and "nullable" in schema or (
+        (kind in kinds or kind == "integer" and "number" in kinds)
+        and value in schema.get("enum", [value])
+        and ("anyOf" not in schema or any(fits(value, one) for one in schema["anyOf"]))
+        and len(parts) == len(each) and all(map(fits, parts, each)))
+
+
+def example(schema):
+    """A value that fits a schema, or None."""
+    values = [each for one in ('a "b"', 21, 0.5, True) for each in (one, [one], dict(c=one))]
+    return next((value for value in [*schema.get("enum", []), *values, [], {}]
+                 if fits(value, schema)), None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,12 +283,13 @@ def serve(named):
     def call(n, name, arguments):
         try:
             result = functions[name](**arguments)
-            text = result if isinstance(result, str) else json.dumps(result, default=str)
-            answer = n, True, text[:LONGEST]
+            good, text = True, result if isinstance(result, str) else json.dumps(
+                result, default=str, ensure_ascii=False)
         except BaseException as e:  # of the user's code: anything; the policy reads what it says
-            answer = n, False, first_line(e)[:LONGEST]
+            good, text = False, first_line(e)
+        text = text[:LONGEST].encode(errors="replace").decode()  # a lone surrogate is no text
         with lock:  # two long lines would mix in the pipe
-            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.write(json.dumps([n, good, text]).encode() + b"\n")
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in sys.stdin.buffer:

@@ -10,7 +10,7 @@ from errors import BadInput
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
     "max_new_tokens", "temperature", "fields", "max_prompt_tokens", "system_prompt", "stop_strings",
-    "template_kwargs", "environment", "tools", "max_turns", "dtype")}
+    "template_kwargs", "environment", "tools", "max_turns", "reward_timeout", "dtype")}
 JUDGED = {key: key for key in (
     "reward_functions", "reward_path", "judge_path", "judge_template")} | {
     "prompts_path": "eval_path", "seed": "seed"}

@@ -202,7 +202,7 @@ LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
     ("{% for m in messages %}{{ m.content | trim | replace('\n\n', '\n') }}{% endfor %}",
      [user(" a\n\nb \n"), assistant("\n"), user("")], None),
     ("{% for m in messages %}{{ m.content.split('</think>')[-1].strip() }}{% endfor %}",
-     [user("1+2?"), THOUGHTS, user("u")], None),
+     [user("1+2?"), THOUGHTS, user("u"), assistant("<think>[[3]]</think>")], None),
     ("{{ messages | tojson }}", [system('"'), user("caf\u00e9\n")], None)]
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
+from tools.runs import ASKED, as_in_run
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -172,7 +173,7 @@ def trained(world, tmp_path_factory):
     return well("grpo.py", tmp_path_factory.mktemp("trained"), keys_of(
         world, "grpo.py", max_iters=1, eval_size=0, environment=f"{world.rules}:talks",
         reward_functions=f"environment,0.5*{world.rules}:letters", stop_strings="['y', 'bb']",
-        temperature=0.9, max_new_tokens=14, max_turns=3, seed=4))
+        temperature=0.9, max_new_tokens=14, max_turns=3, seed=4, reward_timeout=77))
 
 
 def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
@@ -187,6 +188,10 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
             assert ours[key] == theirs[key], key
         for key in ("reward/environment", "reward/letters", "scores"):
             assert ours["scores"][key] == pytest.approx(theirs["scores"][key], abs=1e-9)
+    for folder in "policy", "checkpoint-000001/policy":
+        asked = as_in_run(["--temperature=0.5"], "policies", f"{trained}/{folder}", ASKED)
+        assert {"--max_turns=3", "--reward_timeout=77", "--max_new_tokens=14"} < set(asked)
+        assert asked[-1] == "--temperature=0.5" and sum("temperature" in arg for arg in asked) == 1
     typed_one = tool("eval", tmp_path, dict(
         policies=f"{trained}/policy", samples=0, out="eval", max_new_tokens=3, limit=2,
         environment="", reward_functions="length"))

@@ -7,6 +7,7 @@ import parallel
 import pytest
 import torch
 import transformers
+from answers import number_of
 from audit import checksum
 from errors import BadInput
 from gae import compute_gae
@@ -15,7 +16,7 @@ from load import OnTrunk, load, load_value_model
 from loss import explained_variance, kl_estimate, learning_rate_at, masked_mean, masked_whiten
 from model import Model, entropy_of, scaled_logits
 from prompts import batch_rows, dialogue, iterations, read_rows, right_pad, spread
-from rewards import length, number_of
+from rewards import length
 from rollout import choose, decoding_copy, generate
 from test_gae import by_loop, case
 from test_loss import doubles

@@ -35,6 +35,7 @@ EOS, PAD = 258, 259  # of tokenizers with two special tokens
 
 MINE = '''
 import os, time
+from typing import Any, Literal, Optional
 
 # environments
 echo = lambda messages, row: messages[-1]["content"][:3]
@@ -81,6 +82,37 @@ def leaves():
 def table():
     """A table."""
     return {"a": [1, None]}
+
+def odd(n: int):
+    """
+    What a tool may return.
+
+    Args:
+        n: which one
+    """
+    return ({"Z\u00fcrich": ["\u65e5\u672c"]}, ["\U0001f600"], "\u00e9!", None, 1.5,
+            chr(0xd800), {"a": chr(0xd800)}, "<&>")[n]
+
+def typed(i: int = 0, f: float = 0.0, s: str = "", b: bool = False, o: dict[str, int] = None,
+          l: list[int] = None, p: tuple[int, str] = (), m: Optional[int] = 0, u: int | str = 0,
+          e: Literal["x", "y"] = "x", n: list[int] | dict = None, a: Any = 0):
+    """
+    All types.
+
+    Args:
+        i: _
+        f: _
+        s: _
+        b: _
+        o: _
+        l: _
+        p: _
+        m: _
+        u: _
+        e: _
+        n: _
+        a: _
+    """
 
 def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
     """
@@ -348,7 +380,7 @@ def test_a_dialogue_cannot_be_spoiled_and_chance_has_a_seed(dialogue_with):
 # --------------------------------------------------------------------------------------------------
 # tools
 
-NAMES = ("multiply", "slow", "leaves", "table", "show")
+NAMES = ("multiply", "slow", "leaves", "table", "show", "odd", "typed")
 
 
 @pytest.fixture
@@ -402,19 +434,23 @@ BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
         "<tool_call>" + "[" * 10**5 + "</tool_call>": "",
         "<tool_call>__import__('os').system('touch HERE')</tool_call>": ""},
     "qwen3.5": {
-        tags("divide", a=1): "there is no tool 'divide'", tags("multiply", a="x"): "is no integer",
+        tags("divide", a=1): "there is no tool 'divide'", tags("multiply", a="x"): "integer",
         "<tool_call>\n<function=multiply>\n<parameter=a>\n3": "has no </parameter>",
         "<tool_call>\n<function=": "there is no tool ''", "<tool_call>multiply(2)": "",
         tags("multiply", a="[" * 10**5): "",
-        tags("multiply", a="__import__('os').system('touch HERE')"): "is no integer"},
+        tags("multiply", a="__import__('os').system('touch HERE')"): "integer"},
     "harmony": {
         message_to("divide", "{}"): "no tool 'divide'", message_to("multiply", '{"a": 3'): "",
         message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "",
         message_to("<|start|>x to=a", "{}"): "no tool 'a'"}}
 LONG = {
+    "chatml": ["<tool_call>" * 10**5, "<tool_call>[</tool_call>" * 10**5, "<think>" * 10**5,
+               '<tool_call>{"a": "</tool_call>' * 10**4, "</think><think>" * 10**5,
+               '<tool_call>"x' + "</tool_call>" * 10**5],
     "qwen3.5": ["<tool_call>" + "\n" * 10**6 + "x", "<tool_call>" * 10**5,
                 "<tool_call><function=f>" + "<parameter=" * 10**5,
-                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4],
+                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4,
+                "<tool_call><function=show>" + "</parameter>\n<parameter=text>" * 10**5],
     "harmony": ["<|start|>" * 10**5 + " to=" * 10**5]}
 
 
@@ -445,9 +481,133 @@ def test_a_tool_that_fails_hangs_or_dies_costs_its_own_answer(tools_of):
     tools.seconds = 60
     assert said(tools, call("leaves")) == (["error: its process has ended"], [1])
     contents, failed = said(tools, call("multiply", a=5), call("multiply", b=1),
-                            call("multiply", a="x", c=2))
+                            call("multiply", a=2, c=2))
     assert contents[0] == "10" and failed == [0, 1, 1]
     assert all(text.startswith("error: TypeError: ") for text in contents[1:])
+
+
+def draft(family, a):
+    """A call of multiply(a)."""
+    return {"chatml": call, "qwen3.5": tags}[family]("multiply", a=a)
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3.5"])
+@pytest.mark.parametrize("text, made", [
+    ("<think>\nI could call 3\n</think>\n\n7", [7]), ("<think>3</think>It is six.", []),
+    ("I could call 3\n</think>\n\n7", [7]), ("3\n</think>\n\nIt is six.", []),
+    ("<think>3", []), ("<think>3 <think> 4 </think>7", [7]), ("<think>3</think>4</think>7", [7]),
+    ("<think>3</think>7<think>4</think>\n8", [7, 8]), ("<think>3</think>7<think>4", [7]),
+    ("<think><tool_call></think>7", [7]), ("<think></tool_call></think>7\n8", [7, 8]),
+    ("I use <tool_call> here.\n</think>\n\n7", [7]), ("[THINK]3[/THINK]7", [7]),
+    ("3[/THINK]7", [7]), ("[THINK]3", []), ("<seed:think>3</seed:think>7", [7]),
+    ("<seed:think>3", []), ("<think></think>3</think></think>", []),
+    ("<|START_THINKING|>3<|END_THINKING|>7", [7]), ("3\n4", [3, 4]), ("3 4 </think>", [])])
+def test_drafts_in_thoughts_are_no_calls(tools_of, family, text, made):
+    text = re.sub(r"\d", lambda digit: draft(family, int(digit[0])), text)
+    assert tools_of(family).calls_in(text) == [("multiply", dict(a=a), None) for a in made]
+
+
+def test_a_turn_of_thoughts_alone_makes_no_call(tokenizer_of, mine):
+    """The prompt has begun the thoughts, so only it says that this is a draft."""
+    tokenizer = tokenizer_of("qwen3.5")
+    env = environment_of("", tokenizer, tools=f"{mine}:multiply")
+    text = f"I could call {tags('multiply', a=3)}<|im_end|>"
+    batch = conversed(env, [user("a")], [tokenizer.hf.encode(text)], 400)
+    assert batch["finished"].tolist() == [True] and env.tools.process is None
+
+
+MARKED = [  # values of one parameter, as a policy may write them
+    "a </parameter> b", "</parameter>", "x\n</parameter>\n", "</tool_call>", "<tool_call>",
+    "a</tool_call>b<tool_call>", "</function>\n</tool_call>", "<parameter=flag>", "<think>",
+    "<parameter=x>\n1\n</parameter>", "</parameter>\n<parameter=x>\n1", "</think>", "}", "\\", '"',
+    "<think>a</think>", "<function=show>", '{"name": 1}', "<|message|>", "<|start|>",
+    "<|end|> to=functions.x", tags("show", text="a"), call("show", text="a"), "", "\n", " a ",
+    "None", "12", "\u00fc"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_may_have_marks_in_it(tools_of, family):
+    tools = tools_of(family)
+    for value in MARKED:
+        if family == "harmony":
+            text = message_to("show", json.dumps(dict(text=value), ensure_ascii=False))
+            assert tools.calls_in(text) == [("show", dict(text=value), None)], value
+            continue
+        write = dict(chatml=call).get(family, tags)
+        one, other = write("show", text=value, flag=True), write("show", flag=False, text=value)
+        wanted = [("show", dict(text=value, flag=flag), None) for flag in (True, False)]
+        for text in (f"{one}\n{other}", f"<think>a</think>\n{one} so {other} </think"):
+            assert tools.calls_in(text) == wanted, value
+
+
+FITS = dict(  # {parameter: values that fit it, values that do not}
+    i=([0, -21, 10**30], ["21", 1.5, True, None, [1], {}]),
+    f=([0.5, 21, -1e300], ["0.5", False, None]), s=(["", "21"], [21, None, ["a"], True]),
+    b=([True, False], ["true", 0, 1, None]),
+    o=([{}, dict(a=1), None], [dict(a="1"), [], "{}", dict(a=1, b=None)]),
+    l=([[], [1, 2], None], [["1"], [1, None], 1, "[1]", [True]]),
+    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2], None, "ab"]), m=([None, 3], ["3", 3.5]),
+    u=([1, "1"], [1.5, None, True]), e=(["x", "y"], ["z", "", None, 1]),
+    n=([[1], {}, dict(a="b"), None], [["1"], 1, "a"]), a=([None, 1, "x", [{}]], []))
+
+
+def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
+    tools = dict(chatml=tools_of("chatml"), harmony=tools_of("harmony"))
+    for key, (good, bad) in FITS.items():
+        for n, value in enumerate([*good, *bad]):
+            for family, text in dict(chatml=call("typed", **{key: value}), harmony=message_to(
+                    "typed", json.dumps({key: value}))).items():
+                ((name, arguments, error),) = tools[family].calls_in(text)
+                assert name == "typed" and (error is None) == (n < len(good)), (key, value)
+                assert arguments == {key: value} if error is None else f"{key} = " in error
+    answer, failed = said(tools["chatml"], call("multiply", a="21"), call("multiply", a=21))
+    assert failed == [1, 0] and answer[0].startswith("error: ") and answer[1] == "42"
+    qwen = tools_of("qwen3.5")
+    for key, value, wanted in (
+            ("u", "7", 7), ("u", "[1]", "[1]"), ("u", "true", "true"), ("l", "[1, 2]", [1, 2]),
+            ("m", "None", None), ("s", "None", "None"), ("e", "y", "y"), ("f", "21", 21),
+            ("n", '{"a": "b"}', dict(a="b")), ("a", "[1]", [1]), ("a", "x y", "x y"),
+            ("i", "1.5", 0), ("b", "1", 0), ("l", '["1"]', 0),
+            ("e", "z", 0), ("o", "{", 0), ("p", "[1]", 0)):
+        ((_, arguments, error),) = qwen.calls_in(tags("typed", **{key: value}))
+        assert arguments == {key: wanted} if wanted != 0 else f"{key} = " in error, (key, value)
+
+
+def test_results_are_said_as_they_are(tools_of):
+    results = ['{"Z\u00fcrich": ["\u65e5\u672c"]}', '["\U0001f600"]', "\u00e9!", "null", "1.5",
+               "?", '{"a": "?"}', "<&>"]
+    tools = tools_of("chatml")
+    contents, failed = said(tools, *(call("odd", n=n) for n in range(len(results))))
+    assert contents == results and not any(failed)
+
+
+TAGGED = "<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}" \
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n" \
+    "{% endfor %}</function>"
+READ = ["<tool_call>{{ c | tojson }}</tool_call>", f"<tool_call>\n{TAGGED}</tool_call>",
+        "why <tool_call> {{ c | tojson }}\n</tool_call>\n", "<tool_call>\n{{ c | tojson }}",
+        '<tool_call>{"arguments": {{ c.arguments | tojson }}, "name": "{{ c.name }}"}</tool_call>']
+NOT_READ = [
+    "<tool_call>{{ c.name }}\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", "",
+    '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', f"{TAGGED}</tool_call>",
+    '<tool_call>{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</tool_call>',
+    '<tool_call>{"name": "{{ c.name }}"}</tool_call>', "<tool_call>[{{ c | tojson }}]</tool_call>",
+    "<|tool_call|>[{{ c | tojson }}]<|/tool_call|>", "<tool_call>{{ c }}</tool_call>",
+    "<|tool_call_start|>[{{ c.name }}(text='a')]<|tool_call_end|>", READ[0] * 2,
+    "[TOOL_CALLS][{{ c | tojson }}]", "<|python_tag|>{{ c.name }}.call()",
+    "<tool_call>{{ c | tojson | upper }}</tool_call>", f"<think>{READ[0]}</think>",
+    "<function={{ c.name }}>{{ c.arguments | tojson }}</function>"]
+
+
+@pytest.mark.parametrize("way", READ + NOT_READ)
+def test_the_templates_own_call_must_be_read(tokenizer_of, mine, way):
+    calls = "{% for c in m.tool_calls or [] %}{% set c = c.function %}" + way + "{% endfor %}"
+    template = CHATML.replace("{{ TEXT }}", "{{ m.content }}" + calls) + "{# tools #}"
+    tokenizer = tokenizer_of("chatml", template)
+    refused = pytest.raises(BadInput, match="call of .*is not read|sampled|drops")
+    with contextlib.nullcontext() if way in READ else refused as e:
+        environment_of("", tokenizer, tools=f"{mine}:show,{mine}:typed")
+    assert way in READ or "\n" not in str(e.value)
 
 
 def test_tools_that_cannot_be_described(tokenizer_of, mine):
@@ -491,6 +651,8 @@ def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
     rows = [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")]
     template = "{% for m in messages %}{{ m.role + m.content }}<eos>{% endfor %}" \
         "{% if add_generation_prompt %}assistant{% endif %}{# tools #}"
+    template = template.replace("<eos>", "{% for c in m.tool_calls %}<tool_call>"
+                                "{{ c.function | tojson }}</tool_call>{% endfor %}<eos>")
     keys = tiny.keys_of(
         world, "grpo.py", policy_path=tmp_path / "policy", tools=f"{mine}:multiply", eval_path="",
         prompts_path=tiny.jsonl(tmp_path / "chats.jsonl", rows), max_iters=1, reward_timeout=40,
