@@ -48,7 +48,10 @@ def read_rows(path, shape, fields=""):
 
         return several_rows(path, shape, fields)
     if not os.path.isfile(path):
-        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}")
+        maker = os.path.join(os.path.dirname(path), "prepare.py")
+        hint = f"; {maker} makes it: the first lines of the config file have the command"
+        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}"
+                       + hint * os.path.isfile(maker))
     rows = Rows()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
         for number, line in enumerate(f, 1):
@@ -169,8 +172,10 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
+            hint = "shorten it, or type --too_long=drop" if min(lengths) <= limit else (
+                "no row is short enough: change that key, or take a model with a longer context")
             raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see "
-                           "max_tokens or max_new_tokens); shorten it, or type --too_long=drop")
+                           f"max_tokens or max_new_tokens); {hint}")
     if max(lengths) > limit:
         say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
             f"tokens: {too_long}")

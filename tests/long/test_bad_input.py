@@ -23,6 +23,7 @@ FILES = {  # rows, or the text of a file, which the table names
     "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
     "mute": [ROW, dict(prompt="a")], "number": [ROW, ROW | dict(prompt=5)],
     "long": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
+    "huge": [ROW | dict(prompt="a" * 9)],
     "cut": json.dumps(ROW) + '\n{"prompt": "a", "ans', "list": "[1, 2]\n", "empty": ""}
 RULES = {"broken": "def f(batch)\n    return 1\n", "fails": "import nowhere_at_all\n",
          "other": "def g(batch):\n    return [0.0] * len(batch['rows'])\n"}
@@ -52,6 +53,10 @@ TABLE = {
         "long.jsonl", "row 2", "max_tokens"]),
     "a prompt that is too long": ("ppo.py", dict(prompts_path="$long", max_prompt_tokens=5), [
         "long.jsonl", "row 2", "--too_long"]),
+    "all prompts are too long": ("ppo.py", dict(prompts_path="$huge", max_prompt_tokens=5), [
+        "row 1", "longer context"]),
+    "data that is not made yet": ("ppo.py", dict(prompts_path="$made/x.jsonl"), [
+        "no such file", "made/prepare.py"]),
     "a pair that is too long": ("rm.py", dict(train_path="$long"), ["long.jsonl", "row 2"]),
     "pairs are not cut": ("rm.py", dict(train_path="$long", too_long="cut"), ["too_long"]),
     # models
@@ -119,6 +124,9 @@ def files(world, tmp_path_factory):
     tensors["transformer.wte.weight"][3, 1] = torch.nan
     save_file(tensors, folder / "nan" / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(world.policy, paths["run"] / "policy")
+    paths["made"] = folder / "made"
+    paths["made"].mkdir()
+    write(paths["made"] / "prepare.py", "")
     return {name: str(path) for name, path in paths.items()}
 
 
