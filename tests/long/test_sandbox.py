@@ -549,6 +549,8 @@ for text in look, b"while True: pass":
         os.mkdir(f"{folder}/grading")
         for file in "errors.py", "grading/sandbox.py":
             shutil.copy(f"{ROOT}/{file}", f"{folder}/{file}")
+        with open(f"{folder}/torch.py", "w"):
+            pass  # errors.py asks whether there is one; the sandbox needs none
         os.chmod(folder, 0o755)
         done = subprocess.run([python, "-B", "-c", CHILD.replace(ROOT, folder) + code],
                               user=12345, group=12345, extra_groups=[], capture_output=True,
