@@ -77,7 +77,7 @@ def test_it_takes_no_time():
     for piece in LONG:
         start = time.thread_time()
         extract_code("```python\n" + piece * (100_000 // len(piece)))
-        assert time.thread_time() - start < 2, piece
+        assert time.thread_time() - start < 10, piece
 
 
 # tests are data

@@ -126,12 +126,12 @@ def test_pairs_of_marks():
 
 
 def test_it_takes_no_time():
-    """Of 100 KB."""
+    """Of 100 KB: if a step were quadratic, minutes."""
     for piece in ("<", "<think>", "<|channel|>final", "[THINK][/THINK]", "<|end|>", " " * 999,
                   "Here is ", "".join(a + b for a, b, _ in FAMILIES.values())):
         start = time.thread_time()
         behind_thoughts(piece * (100_000 // len(piece)))
-        assert time.thread_time() - start < 1, piece
+        assert time.thread_time() - start < 10, piece
 
 
 class Tokens:
