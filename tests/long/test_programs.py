@@ -167,7 +167,7 @@ def test_the_reward_ends_in_time(capsys):
     start = time.monotonic()
     # the right one has 8 s, the others share them
     assert programs.code(dict(completions=completions, rows=rows, seconds=10)) == [1, 0, 0, 0, 0]
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 40
     assert "4 of 5" in capsys.readouterr().out
     texts = ["print(1)", "print(2)", "<think>print(1)", "print(1"]
     assert programs.code(dict(completions=texts, rows=rows[:4])) == [1, 0, 0, 0]
