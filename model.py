@@ -178,10 +178,6 @@ class Model(nn.Module):
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
 
 
-# transformers 4's names of the angles' base, where layers have two the sliding ones' base, and the
-# part of a head that turns
-
-
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
     """
     Log-prob and entropy of each response token, (b, R) both, in the distribution that is sampled. 0
@@ -267,6 +263,9 @@ def trunk_of(model):
 
 # -------------------------------------------------------------------------------------------------
 # what transformers 4, and what is built on it, reads of a saved model
+
+# transformers 4's names of the angles' base, where layers have two the sliding ones' base, and the
+# part of a head that turns
 OLDER_NAMES = ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]
 OLDER_NAMES_OF_NEOX = ["rotary_emb_base", "", "rotary_pct"]
 

@@ -13,6 +13,7 @@ import ast
 import glob
 import os
 import re
+from itertools import islice
 
 from checkpoint import read_json, write_json
 from errors import BadInput, first_line, shorten
@@ -278,19 +279,20 @@ class Tokenizer:
         # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it
         return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
-    def seen(self, ids):
-        """Ids without padding, unless a stop string has its text, and without special ends."""
-        unseen = {self.eos_id, *self.eos_ids.intersection(self.specials.values())}
-        if not any(self.text_of([self.pad_id]) in s for s in self.stop_strings):
-            unseen.add(self.pad_id)
-        return [i for i in ids if i not in unseen]
+    def unseen(self):
+        """The ids that no text shows: special ends, and padding that is in no stop string."""
+        pad = self.text_of([self.pad_id]) if self.stop_strings else ""
+        shown = any(pad in s for s in self.stop_strings)
+        ends = {self.eos_id, *self.eos_ids.intersection(self.specials.values())}
+        return ends if shown else ends | {self.pad_id}
 
     def decode(self, ids, behind=False):
         """
         The text of ids without padding and special ends. behind: it continues another text; then
         its first blank stays.
         """
-        kept = self.seen(ids)
+        unseen = self.unseen()
+        kept = [i for i in ids if i not in unseen]
         if behind and self.adds_blank:
             return self.text_of(self.mark + kept)[1:]
         return self.text_of(kept)
@@ -309,7 +311,9 @@ class Tokenizer:
         """Whether the text of the last tokens of a response so far has a stop string."""
         # each token has at least one byte; one more: decoding may drop a text's first blank
         longest = max(len(s.encode()) for s in self.stop_strings) + 1
-        text = self.text_of(self.seen(ids)[-longest:])
+        unseen = self.unseen()
+        last = [*islice((i for i in reversed(ids) if i not in unseen), longest)][::-1]
+        text = self.text_of(last)
         return any(s in text for s in self.stop_strings)
 
     def set_padding_apart(self):
