@@ -90,8 +90,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, se
     uniforms: (B, R); None: they are made from `seed`. batch_size: how many responses decode at
     once, 0 = all; memory only. prompt_width: P; None: the longest prompt. rooms: how many tokens
     each response may have; None: R. stop: called before each token; if it returns True, the
-    responses stay incomplete, because the caller is about to leave. graphs: on an NVIDIA GPU the
-    steps are CUDA graphs.
+    responses stay incomplete, because the caller is about to leave. graphs: True: on an NVIDIA GPU
+    the steps are CUDA graphs; "compiled": of kernels that torch.compile makes.
 
     Returns a dict, with T = P + R:
         tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
@@ -154,11 +154,12 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, stop=None, gr
     tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
-    cache, step = decoding_cache(policy.hf.config), policy.next_logits
+    cache, steps = decoding_cache(policy.hf.config), None
     if graphs:
         from options.decoding_graph import steps_of
 
-        cache, step = steps_of(policy, cache, tokens.shape[1] + R)
+        cache, steps = steps_of(
+            policy, cache, tokens.shape[1] + R, temperature, graphs == "compiled")
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
     # from here on each response has a row; which (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
@@ -168,10 +169,11 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, stop=None, gr
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
     # cache until a quarter of the rows have ended; its further tokens are dropped. With CUDA graphs
-    # until half have ended, because a new graph is recorded then, and two steps run without one
+    # until half have ended, because a new graph is recorded then, and two steps run without one;
+    # and two rows stay, because torch.compile would compile one row separately
     live = going = torch.arange(n, device=device)  # going: the rows that go on
+    token, logprob = draw(logits, uniforms[:, 0], temperature, tokenizer)  # (rows,) each
     for t in range(R):
-        token, logprob = draw(logits, uniforms[live, t], temperature, tokenizer)  # (rows,) each
         i = live[going]  # the numbers of their responses
         responses[i, t], logprobs[i, t], lengths[i] = token[going], logprob[going], t + 1
         ends = torch.isin(token, eos)  # (rows,)
@@ -183,12 +185,18 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, stop=None, gr
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R or stop is not None and stop():
             break
-        if len(going) <= (0.5 if graphs else 0.75) * len(live):
+        few = (0.5 if len(going) > 1 else 0) if graphs else 0.75
+        if len(going) <= few * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # (rows, P + t + 1)
-        logits = step(token[:, None], cache, *((mask, next_position) if padded or graphs else ()))
+        if steps:
+            token, logprob = steps(token[:, None], uniforms[live, t + 1], mask, next_position)
+        else:
+            logits = policy.next_logits(
+                token[:, None], cache, *((mask, next_position) if padded else ()))
+            token, logprob = draw(logits, uniforms[live, t + 1], temperature, tokenizer)
         next_position = next_position + 1
 
 
@@ -252,7 +260,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
             rooms=rooms, batch_size=system.rollout_batch_size,
             stop=None if tp > 1 else lambda: ranks.stop,  # tp ranks must take the same steps
             graphs=system.cuda_graphs and device.type == "cuda" and tp == 1
-            and not trunk_of(policy).elsewhere)
+            and not trunk_of(policy).elsewhere and ("compiled" if system.compile else True))
 
     if system.sampler == "vllm":  # another engine samples, with the policy's weights
         from options.vllm import responder

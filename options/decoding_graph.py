@@ -8,6 +8,7 @@ hides the columns that are not used yet, and a step's inputs are written to the 
 rows leave, or all columns are used, another graph is recorded.
 """
 import contextlib
+import time
 
 import torch
 import torch.nn.functional as F
@@ -15,108 +16,177 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoding_cache import RoomyLayer
 from errors import first_line
+from rollout import draw
 
 COLUMNS = 256  # a graph has room for so many tokens
 MULTIPLE = 64  # kernels are faster with whole multiples
 
-off = ""  # the reason why this process decodes without graphs, after one has failed
+# why this process decodes without torch.compile, without graphs: after one of them has failed
+uncompiled = off = ""
+said = False  # whether the seconds of compiling have been printed
 
 
-def steps_of(policy, cache, longest):
+def steps_of(policy, cache, longest, temperature, compiled=False):
     """
-    (cache, next_logits) for a decoding by graphs; as they are, where a layer of the model does not
-    see all tokens. cache: empty. longest: the most columns that it may need.
+    (cache, Steps) for a decoding by graphs; (cache, None) where a layer of the model does not see
+    all tokens. cache: empty. longest: the most columns that it may need. compiled: see generate.
     """
     full = all(type(layer) is RoomyLayer for layer in cache.layers)
     if off or not full or policy.config._attn_implementation != "sdpa":
-        return cache, policy.next_logits
+        return cache, None
     cache.layers = [HeldLayer() for _ in cache.layers]
-    return cache, Steps(policy, cache, longest).next_logits
+    return cache, Steps(policy, cache, longest, temperature, compiled)
 
 
 class Steps:
     """
-    The steps of one decoding: next_logits is Model.next_logits for one token of each row. Its first
-    step is computed in both ways; if they differ, or no graph can be recorded, this process goes on
-    without graphs.
+    The steps of one decoding, each of one token a row. Its first step is computed in both ways. If
+    they differ, or torch.compile fails, this process goes on without it; if a graph of eager
+    kernels fails as well, without graphs. A CPU has no graphs, and computes each step anew.
     """
 
-    def __init__(self, policy, cache, longest):
+    def __init__(self, policy, cache, longest, temperature, compiled):
         self.policy, self.cache, self.longest = policy, cache, longest
-        self.graph, self.rows, self.columns = None, 0, 0
+        self.temperature, self.wanted = temperature, compiled
+        self.rows, self.columns = 0, 0
         self.proved = False
 
-    def next_logits(self, token, cache, mask, position):
+    def __call__(self, token, uniform, mask, position):
         """
-        token (rows, 1), cache: self.cache, mask (rows, columns so far, the token's included),
-        position (rows, 1) -> logits (rows, V), which the next step overwrites.
+        token (rows, 1), uniform (rows,), mask (rows, columns so far, the token's included),
+        position (rows, 1) -> the next token of each row and its log-prob, (rows,) both, which the
+        next step overwrites.
         """
-        global off
         rows, used = mask.shape
-        if off:
-            return self.policy.next_logits(token, self.cache, mask, position)
-        if rows == self.rows and used <= self.columns:
+        if not off and rows == self.rows and used <= self.columns:
             self.token.copy_(token)
-            self.graph.replay()
-            return self.logits
+            self.uniform.copy_(uniform)
+            return self.replay()[1:]
         want = None
-        if not self.proved:
-            want = self.policy.next_logits(token, self.cache, mask, position)
-        try:
-            self.record(token, mask, position)
-            self.graph.replay()
-            if want is not None:
-                check_alike(self.logits, want)
-            self.proved = True
-            return self.logits
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as e:  # of torch, if a forward waits for the GPU; and of check_alike
-            off = first_line(e)
-            print(f"decoding without CUDA graphs: {off}", flush=True)
-            self.graph = None
+        while not off:
+            if want is None and not self.proved:
+                want = self.policy.next_logits(token, self.cache, mask, position)
+            compiled = self.wanted and not uncompiled
+            try:
+                self.record(token, uniform, mask, position, compiled)
+                logits, *drawn = self.replay()
+                if want is not None:
+                    check_alike(logits, want)
+                    check_drawn(drawn, self.draw(logits, uniform))
+                self.proved = True
+                return drawn
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as e:  # torch.compile's own, of any class; of check_alike
+                give_up(compiled, e)
+                self.proved = False
             for layer in self.cache.layers:
                 layer.hold(used - 1, used, None)
-            return self.policy.next_logits(token, self.cache, mask, position)
+        return self.draw(self.policy.next_logits(token, self.cache, mask, position), uniform)
 
-    def record(self, token, mask, position):
-        """A graph for the steps from here on; see next_logits."""
+    def draw(self, logits, uniform):
+        return draw(logits, uniform, self.temperature, self.policy.tokenizer)
+
+    def record(self, token, uniform, mask, position, compiled):
+        """A graph for the steps from here on; see __call__."""
         rows, used = mask.shape
         columns = -(-min(used + COLUMNS, self.longest) // MULTIPLE) * MULTIPLE
-        self.graph = None  # its memory is free for the next one
-        self.token, self.position = token.clone(), position.clone()
+        self.compiled, self.rows, self.columns = compiled, rows, columns
+        self.graph = self.out = None  # their memory is free for the next ones
+        self.token, self.uniform, self.position = token.clone(), uniform.clone(), position.clone()
         self.column = torch.tensor([used - 1], device=token.device)
         self.seen = mask.new_zeros(rows, 1, 1, columns)  # which columns a row sees
         self.seen[..., :used - 1] = mask[:, None, None, :-1]
         for layer in self.cache.layers:
             layer.hold(used - 1, columns, self.column)
-        with heads_in_groups():
-            self.step()  # not recorded: the first launch of a kernel does work that cannot be
-            self.position.copy_(position)
-            self.column.fill_(used - 1)
-            self.graph, self.logits = self.capture()
-        self.rows, self.columns = rows, columns
+        self.step()  # not recorded: the first launch of a kernel does work that cannot be
+        self.position.copy_(position)
+        self.column.fill_(used - 1)
+        if token.is_cuda:
+            self.capture()
 
     def capture(self):
-        """Record a step, without computing it: (the graph, the logits of its replays)."""
+        """Record a step, without computing it."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                logits = self.step()
+                self.out = self.step()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        return graph, logits
+        self.graph = graph
+
+    def replay(self):
+        """The logits (rows, V), tokens and log-probs (rows,) of the next step."""
+        if self.graph is None:
+            self.out = self.step()
+        else:
+            self.graph.replay()
+        return self.out
 
     def step(self):
-        """Read self.token, and prepare mask, position and column for the next step."""
-        self.seen.index_fill_(3, self.column, True)
-        logits = self.policy.next_logits(self.token, self.cache, self.seen, self.position)
-        self.position += 1
-        self.column += 1
-        return logits
+        """See `compute`, with the tensors that `record` has prepared."""
+        with heads_in_groups():
+            return (compute_compiled if self.compiled else compute)(
+                self.policy, self.cache, self.token, self.uniform, self.seen, self.position,
+                self.column, self.temperature)
+
+
+def compute(policy, cache, token, uniform, seen, position, column, temperature):
+    """
+    Read token (rows, 1), and draw the next one: its logits (rows, V), it and its log-prob (rows,).
+    seen (rows, 1, 1, columns), position and column are prepared for the next step.
+    """
+    seen.index_fill_(3, column, True)
+    logits = policy.next_logits(token, cache, seen, position)
+    drawn = draw(logits, uniform, temperature, policy.tokenizer)
+    position += 1
+    column += 1
+    return logits, *drawn
+
+
+def compute_compiled(policy, cache, *tensors_and_temperature):
+    """
+    `compute`, compiled once for any number of rows and columns. torch keeps what it has compiled by
+    the code of `compute`, so a new cache, or copy of the policy, of the same sizes is no reason to
+    compile again.
+    """
+    global said
+    token, uniform, seen, position, _, _ = tensors_and_temperature
+    for t in (token, uniform, position, seen):
+        torch._dynamo.maybe_mark_dynamic(t, 0)
+    torch._dynamo.maybe_mark_dynamic(seen, 3)
+    for layer in cache.layers:
+        for room in layer.rooms:
+            torch._dynamo.maybe_mark_dynamic(room, 0)
+            torch._dynamo.maybe_mark_dynamic(room, 2)
+    began = time.perf_counter()
+    # two sizes that are equal the first time may differ later
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        out = torch.compile(compute, fullgraph=True)(policy, cache, *tensors_and_temperature)
+    if not said:
+        said = True
+        print(f"compiled the decoding step in {time.perf_counter() - began:.0f} s", flush=True)
+    return out
+
+
+def give_up(compiled, error):
+    """Go on in this process without torch.compile, or, if it was not used, without graphs."""
+    global off, uncompiled
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    if compiled:
+        uncompiled = reason
+    else:
+        off = reason
+    print(f"decoding without {'torch.compile' if compiled else 'CUDA graphs'}: {reason}", flush=True)
+
+
+def check_drawn(ours, theirs):
+    """Raise RuntimeError unless two draws from the same logits are the same."""
+    if not (torch.equal(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1], 0, 1e-3)):
+        raise RuntimeError("it draws other tokens")
 
 
 @contextlib.contextmanager
@@ -168,6 +238,10 @@ class HeldLayer(RoomyLayer):
         for room, new in zip(self.rooms, (key_states, value_states), strict=True):
             room.index_copy_(2, self.column, new.to(room.dtype))
         return tuple(self.rooms)
+
+    def get_seq_length(self):
+        """Of a held layer 1: a model that computes with it must be found at the first step."""
+        return super().get_seq_length() if self.column is None else 1
 
     def hold(self, used, columns, column):
         """

@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in about eight minutes on one: the tests that are skipped elsewhere, and how
-# fast models of three sizes sample and train. No network, and nothing is installed.
-#   bash runs/gpu.sh
-# The output also goes to out/gpu.txt. Exit code 1: a step has failed; the others still ran. Exit
-# code 2: torch sees no GPU. PYTHON=/my/python bash runs/gpu.sh: another Python than .venv's.
+# All that needs a GPU, in two parts of about seven minutes each: the tests that are skipped
+# elsewhere, and how fast models of three sizes sample and train. No network, nothing is installed.
+#   bash runs/gpu.sh        both parts
+#   bash runs/gpu.sh 1      the tests; a 1B model: decoding by graphs and by compiled graphs, update
+#   bash runs/gpu.sh 2      GRPO and PPO, 1.5B; vLLM beside our sampler, TRL's GRPO beside ours
+# The output also goes to out/gpu.txt (out/gpu1.txt). Exit code 1: a step has failed; the others
+# still ran. Exit code 2: torch sees no GPU. PYTHON=/my/python bash runs/gpu.sh: another Python than
+# .venv's. QUARTET_GPU=cpu: on a CPU, with tiny models, to try the script.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -n "${PYTHON:-}" ] || { PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; }
-if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+part="${1:-12}" cpu=
+[ "${QUARTET_GPU:-}" != cpu ] || cpu=yes
+if [ -z "$cpu" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+then
     echo "gpu.sh: torch sees no GPU here, so there is nothing to show" >&2
     exit 2
 fi
@@ -16,19 +22,35 @@ step() {
     timeout 240 "$PYTHON" "$@" || { echo "FAILED: $*"; failed=1; }
 }
 bench() {
-    step tools/bench.py --device_type=cuda --dtype=bfloat16 --prompt_length=128 \
-        --max_new_tokens=256 --repeats=2 "$@"
+    local sizes=(--device_type=cuda --dtype=bfloat16 --prompt_length=128 --max_new_tokens=256
+                 --repeats=2 "$@")
+    [ -z "$cpu" ] || sizes+=(
+        --device_type=cpu --dtype=float32 --d_model=32 --n_layer=1 --n_head=2 --n_kv_head=1
+        --d_ff=48 --vocab_size=64 --batch_size=4 --micro_batch_size=2 --prompt_length=6
+        --max_new_tokens=8 --repeats=1)
+    step tools/bench.py "${sizes[@]}"
 }
+has() { "$PYTHON" -c "import $1" 2>/dev/null || { echo "skipped: $1 is not installed"; false; }; }
+m125="--d_model=768 --n_layer=12 --n_head=12 --n_kv_head=12 --d_ff=2048 --vocab_size=32000"
+b1="--d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 --vocab_size=128256"
+b15="--d_model=1536 --n_layer=28 --n_head=12 --n_kv_head=2 --d_ff=8960 --vocab_size=151936"
 mkdir -p out
 {
-    "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0), torch.__version__)'
-    QUARTET_GPU="${CUDA_VISIBLE_DEVICES:-0}" step -m pytest -q -s --durations=5 tests/long/test_gpu.py
-    bench --d_model=768 --n_layer=12 --n_head=12 --n_kv_head=12 --d_ff=2048 --vocab_size=32000 \
-        --batch_size=256 --micro_batch_size=64 --lengths=real
-    bench --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 --vocab_size=128256 \
-        --batch_size=64 --micro_batch_size=16 --work=sampling,grpo
-    bench --d_model=1536 --n_layer=28 --n_head=12 --n_kv_head=2 --d_ff=8960 --vocab_size=151936 \
-        --batch_size=64 --work=sampling
+    [ -n "$cpu" ] || "$PYTHON" -c 'import torch
+print(torch.cuda.get_device_properties(0), torch.__version__)'
+    if [[ $part = *1* ]]; then
+        bench $b1 --batch_size=64 --micro_batch_size=16 --work=sampling,update --compile=True
+        bench $b1 --batch_size=64 --micro_batch_size=16 --work=update --head_chunk=2048
+        QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" \
+            step -m pytest -q -s --durations=5 tests/long/test_gpu.py ${TESTS:-}
+    fi
+    if [[ $part = *2* ]]; then
+        bench $m125 --batch_size=256 --micro_batch_size=64 --lengths=real
+        bench $b1 --batch_size=64 --micro_batch_size=16 --work=grpo
+        bench $b15 --batch_size=64 --work=sampling
+        has vllm && bench $b1 --batch_size=64 --micro_batch_size=16 --work=grpo --run_keys=sampler=vllm
+        has trl && step runs/peers/table.py --grpo_python="$PYTHON" --rows=grpo_gpu
+    fi
     exit "$failed"
-} 2>&1 | tee out/gpu.txt
+} 2>&1 | tee "out/gpu${1:-}.txt"
 exit "${PIPESTATUS[0]}"

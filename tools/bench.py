@@ -10,8 +10,9 @@ A model of about 1B parameters on a GPU:
 python tools/bench.py --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 \
     --dtype=bfloat16
 
-First sampling, in turns with transformers' own generate on the same weights and prompts; then runs
-of ppo.py and grpo.py, with the seconds of each phase. Figures are medians.
+First sampling, in turns with transformers' own generate on the same weights and prompts, and with
+--compile=True also by compiled steps; then a training step, and what takes its time; then runs of
+ppo.py and grpo.py, with the seconds of each phase. Figures are medians.
 """
 import itertools
 import json
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -32,12 +34,13 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 import torch  # noqa: E402
 
 from errors import Stop  # noqa: E402
-from load import auto_class, autocast, load  # noqa: E402
+from load import auto_class, autocast, dtypes, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rollout import decoding_copy, generate  # noqa: E402
+from run import make_optimizer  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
-work = "sampling,ppo,grpo"  # to be measured: these, or some of them
+work = "sampling,ppo,grpo"  # to be measured: these, or some of them; also update
 d_model = 256  # width of the Llama [2..100000]
 n_layer = 4  # its layers [1..10000]
 n_head = 4  # its attention heads [1..10000]
@@ -120,18 +123,22 @@ def end_sometimes(llama, end_share):
 
 def sampling(folder, system, B, P, longest, repeats):
     """
-    {"quartet" or "transformers": [(seconds, tokens), ...]}: how long each takes to answer B random
-    prompts of P tokens, `repeats` times, in turns, so that a slow moment hits both.
+    {"quartet", "compiled" (with the key compile) or "transformers": [(seconds, tokens), ...]}: how
+    long each takes to answer B random prompts of P tokens, `repeats` times, in turns, so that a
+    slow moment hits all. And the bytes that a step must read: weights, and keys and values.
     """
     device = choose_device(system.device_type)
-    policy = load(os.path.join(folder, "policy"), "policy", system, device, trained=True)
+    plain = SimpleNamespace(**vars(system) | dict(compile=False))  # the layers train nothing here
+    policy = load(os.path.join(folder, "policy"), "policy", plain, device, trained=True)
     eos, pad = policy.tokenizer.eos_id, policy.tokenizer.pad_id
     prompts = torch.randint(0, eos, (B, P), generator=torch.Generator().manual_seed(0)).to(device)
 
-    def quartet(decoder):
-        sampled = generate(decoder, prompts.tolist(), longest,
-                           graphs=system.cuda_graphs and device.type == "cuda")
+    def quartet(decoder, graphs=system.cuda_graphs and device.type == "cuda"):
+        sampled = generate(decoder, prompts.tolist(), longest, graphs=graphs)
         return sampled["response_mask"].sum().item()
+
+    def compiled(decoder):
+        return quartet(decoder, "compiled")
 
     def transformers(decoder):
         from transformers import GenerationConfig
@@ -143,15 +150,76 @@ def sampling(folder, system, B, P, longest, repeats):
                                   generation_config=settings)[:, P:]
         return (out != pad).sum().item()  # padding follows the EOS, and is never sampled
 
-    took = dict(quartet=[], transformers=[])
-    for i, run in itertools.product(range(repeats + 1), (quartet, transformers)):
+    runners = (quartet, *((compiled,) if system.compile else ()), transformers)
+    took = {run.__name__: [] for run in runners}
+    for i, run in itertools.product(range(repeats + 1), runners):
         began = time.perf_counter()
         with torch.no_grad(), autocast(system, device), decoding_copy(
                 policy, system, device) as decoder:
             tokens = run(decoder)  # an int: the device has finished
+            table = decoder.hf.get_input_embeddings().weight  # a step reads few of its rows
+            size = sum(p.nbytes for p in decoder.parameters() if p is not table)
         if i > 0:  # the first run is the warm-up
             took[run.__name__].append((time.perf_counter() - began, tokens))
-    return took
+    c, width = policy.config, dtypes(system)[1] or policy.hf.dtype
+    heads = 2 * c.num_hidden_layers * c.num_key_value_heads * c.hidden_size // c.num_attention_heads
+    return took, size + B * (P + longest // 2) * heads * width.itemsize
+
+
+def update(folder, system, b, T, repeats):
+    """
+    Seconds of a training step of b rows with T tokens, the floating-point operations of its
+    products with weights, and the ten operations that take most of its time: [(name, seconds)].
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    device = choose_device(system.device_type)
+    policy = load(os.path.join(folder, "policy"), "policy", system, device, trained=True)
+    optimizer = make_optimizer(policy, "policy", system, 1e-12, (0.9, 0.95), 1e-8)
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, policy.tokenizer.eos_id, (b, T), generator=drawn).to(device)
+    mask = torch.arange(T, device=device).expand(b, T) > 0
+
+    def step():
+        with autocast(system, device):
+            logprobs, entropy = policy.logprobs(tokens, mask, 1.0, system.head_chunk, entropy=True)
+        (logprobs.mean() + 1e-3 * entropy.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return logprobs[0].item()  # waits for the device
+
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=kinds) as seen:
+        step()
+    took = [(event.key, 1e-6 * (event.self_device_time_total if device.type == "cuda" else
+                                event.self_cpu_time_total)) for event in seen.key_averages()]
+    matrices = sum(p.numel() for p in policy.parameters() if p.dim() == 2)
+    matrices -= policy.hf.get_input_embeddings().weight.numel()
+    longest = sorted(took, key=lambda pair: -pair[1])[:10]
+    return statistics.median(seconds[1:]), 6 * matrices * b * T, longest
+
+
+def limits(system):
+    """What this device reaches: bytes a second in a copy, operations a second in a product."""
+    device, gpu = choose_device(system.device_type), system.device_type != "cpu"
+    n = 8192 if gpu and device.type == "cuda" else 1024
+    a = torch.ones(n, n, device=device, dtype=dtypes(system)[1] or dtypes(system)[0])
+    found = []
+    for work, size in ((lambda: a.clone(), 2 * a.nbytes), (lambda: a @ a, 2 * n**3)):
+        seconds = []
+        for _ in range(6):
+            began = time.perf_counter()
+            for _ in range(10):
+                x = work()
+            x[0, 0].item()  # waits for the device
+            seconds.append((time.perf_counter() - began) / 10)
+        found.append(size / min(seconds))
+    return found
 
 
 def iterations(script, folder, keys):
@@ -190,6 +258,7 @@ if __name__ == "__main__":
     print(f"{choose_device(system.device_type).type}, {torch.get_num_threads()} CPU threads, torch "
           f"{torch.__version__}; {batch_size} responses of up to {max_new_tokens} tokens to "
           f"prompts of {prompt_length}")
+    limit = limits(system)
     with tempfile.TemporaryDirectory() as folder:
         sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
                      num_hidden_layers=n_layer, num_attention_heads=n_head,
@@ -197,10 +266,24 @@ if __name__ == "__main__":
         make_models(folder, sizes, prompt_length, max_new_tokens,
                     2 / max_new_tokens if lengths == "real" else 0.0)
         if "sampling" in work:
-            took = sampling(folder, system, batch_size, prompt_length, max_new_tokens, repeats)
+            took, size = sampling(
+                folder, system, batch_size, prompt_length, max_new_tokens, repeats)
             for name, runs in took.items():
-                print(f"  {name}: {statistics.median(s for s, _ in runs):.3f} s, "
+                seconds = statistics.median(s for s, _ in runs)
+                print(f"  {name}: {seconds:.3f} s, "
                       f"{statistics.median(n / s for s, n in runs):.0f} tokens/s", flush=True)
+                if lengths == "full":
+                    print(f"    {1000 * seconds / max_new_tokens:.3f} ms a step, "
+                          f"{100 * size * max_new_tokens / seconds / limit[0]:.0f} % of "
+                          f"{limit[0] / 1e9:.0f} GB/s in a copy", flush=True)
+        if "update" in work:
+            seconds, flops, longest = update(
+                folder, system, micro_batch_size, prompt_length + max_new_tokens, repeats)
+            print(f"  update: {seconds:.3f} s, {flops / seconds / 1e12:.2f} TFLOP/s in products "
+                  f"with weights, {100 * flops / seconds / limit[1]:.0f} % of "
+                  f"{limit[1] / 1e12:.2f} in a large product")
+            for name, took in longest:
+                print(f"    {1000 * took:.2f} ms {name[:80]}", flush=True)
         for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
                         max_new_tokens=max_new_tokens, max_iters=repeats + 1, dtype=system.dtype,

@@ -63,7 +63,7 @@ def row_of(name, folder):
     """A line of the table."""
     what, lengths, micro_batch_size = ROWS[name]
     if what == "sampling":  # both in one process, and so without the memory of each
-        took = sampling(folder, system, PROMPTS, LENGTH, NEW, rounds * steps)
+        took, _ = sampling(folder, system, PROMPTS, LENGTH, NEW, rounds * steps)
         ours, theirs = ([s for s, _ in took[key]] for key in ("quartet", "transformers"))
         import transformers
 

@@ -1,0 +1,206 @@
+"""
+options/decoding_graph.py with the key compile: the compiled step of a decoding samples what the
+plain one does. A CPU has no CUDA graphs: here each step is computed anew, by the same code.
+
+    python tests/long/test_decoding_compiled.py     # all families of test_families.py
+"""
+import copy
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+
+if __name__ == "__main__":
+    sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    import conftest  # noqa: F401  the path, and one thread
+
+import pytest
+import torch
+
+from load import autocast, load
+from model import Model
+from options import decoding_graph
+from rollout import decoding_copy, generate
+from test_families import READ, save
+from test_model import CPU
+from tiny import keys_of_system
+
+# prompts of several lengths, one of them twice; rows leave at different steps
+PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
+# each computes something in its own way: positions, heads, scales, experts, compressed keys
+NAMES = ["GPT-2", "Pythia (GPT-NeoX)", "Llama", "OPT", "Falcon", "Cohere", "Granite", "Mixtral",
+         "DeepSeek-V3"]
+
+
+def compare(name, folder, backend, temperature=1.0):
+    """
+    A decoding of a family, plain and compiled: (whether the tokens are the same, how far the
+    log-probs are apart, the graphs that were compiled, why it went on without).
+    """
+    from torch._dynamo.utils import counters
+
+    begin(backend)
+    save(folder, name)
+    policy = load(folder, "policy", keys_of_system(), CPU)
+    policy.tokenizer.eos_ids = set(range(0, 260, 9))
+    plain, compiled = (sampled(policy, on, temperature=temperature) for on in (False, True))
+    gap = (plain["sampler_logprobs"] - compiled["sampler_logprobs"]).abs().max().item()
+    said = decoding_graph.uncompiled + decoding_graph.off
+    return torch.equal(plain["tokens"], compiled["tokens"]), gap, counters["stats"], said
+
+
+def begin(backend):
+    """As in a new process; torch.compile with this backend, and a graph for every 8 columns."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile = lambda *args, **keys: whole(*args, backend=backend, **keys)
+    decoding_graph.off = decoding_graph.uncompiled = ""
+    decoding_graph.said, decoding_graph.COLUMNS, decoding_graph.MULTIPLE = False, 8, 4
+
+
+whole = torch.compile
+
+
+def sampled(policy, compiled, prompts=PROMPTS, R=20, **keys):
+    """generate, by compiled steps or by plain ones."""
+    return generate(policy, prompts, R, graphs="compiled" if compiled else False, **keys)
+
+
+@pytest.fixture
+def in_a_fork():
+    """A function that runs another one in a fork: torch.compile leaves much behind in a process."""
+    def run(check, *args):
+        pid, code = os.fork(), 1
+        if pid == 0:
+            try:
+                check(*args)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_samples_the_same(in_a_fork, tmp_path, name):
+    """One graph for all columns, and all rows that go on; nothing is left uncompiled."""
+    def check():
+        same, gap, stats, said = compare(name, str(tmp_path), "eager", 0.8)
+        assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (gap, stats, said)
+
+    in_a_fork(check)
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_with_kernels_of_a_compiler(in_a_fork, tmp_path, name):
+    def check():
+        same, gap, stats, said = compare(name, str(tmp_path), "inductor")
+        assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (gap, stats, said)
+
+    in_a_fork(check)
+
+
+def test_it_is_compiled_once(in_a_fork, tmp_path, capfd):
+    """
+    For other batches, lengths and weights, and for each iteration's copy in 16 bits; not for a
+    single row, and greedy decoding. And it says so once.
+    """
+    def check():
+        from torch._dynamo.utils import counters
+
+        begin("eager")
+        save(tmp_path, "Llama")
+        system = keys_of_system(dtype="bfloat16")
+        policy = load(str(tmp_path), "policy", system, CPU, trained=True)
+        graphs = []
+        for prompts, R, temperature in [(PROMPTS, 9, 0.8), (PROMPTS * 3, 20, 0.8),
+                                        (PROMPTS[1:4], 40, 0.8), (PROMPTS, 9, 0)]:
+            with autocast(system, CPU), decoding_copy(policy, system, CPU) as decoder:
+                assert decoder is not policy
+                a, b = (sampled(decoder, on, prompts, R, temperature=temperature)
+                        for on in (False, True))
+            assert torch.equal(a["tokens"], b["tokens"]) and not decoding_graph.uncompiled
+            graphs.append(counters["stats"]["unique_graphs"])
+            with torch.no_grad():
+                for p in policy.parameters():
+                    p.mul_(1.01)
+        assert graphs == [1, 1, 1, 2], graphs
+
+    in_a_fork(check)
+    assert capfd.readouterr().out.count("compiled the decoding step in") == 1
+
+
+def wrong(what):
+    """A backend whose graphs change their float outputs, or their whole numbers."""
+    def backend(graph, inputs):
+        def run(*args):
+            return [what(x) if torch.is_tensor(x) else x for x in graph(*args)]
+
+        return run
+
+    return backend
+
+
+def fails(graph, inputs):
+    raise OSError("no compiler")
+
+
+@pytest.mark.parametrize("backend, reason", [
+    (fails, "no compiler"),
+    (wrong(lambda x: x if x.shape[-1] != 264 else 1.1 * x), "logits differ"),
+    (wrong(lambda x: x if x.dtype != torch.int64 or x.dim() != 1 else x ^ 1), "other tokens"),
+    (wrong(lambda x: x if x.shape[-1] != 264 else x * torch.nan), "logits differ")],
+    ids=["fails", "logits", "tokens", "nan"])
+def test_a_wrong_step_is_never_used(in_a_fork, tmp_path, capfd, backend, reason):
+    """One line; the tokens are the plain ones; the next decoding does not try it again."""
+    def check():
+        same, gap, stats, said = compare("GPT-2", str(tmp_path), backend)
+        assert same and gap < 1e-5 and reason in said and not decoding_graph.off, said
+        policy = load(str(tmp_path), "policy", keys_of_system(), CPU)
+        sampled(policy, True)
+        assert stats["unique_graphs"] <= 1
+
+    in_a_fork(check)
+    out = capfd.readouterr().out
+    assert out.count("decoding without torch.compile") == 1 and reason in out
+
+
+class Counts(Model):
+    """A model that reads how many columns the cache has: no graph can know that."""
+
+    def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
+        logits = super().next_logits(tokens, cache, attention_mask, position_ids)
+        return logits.roll(cache.get_seq_length(), -1)
+
+
+def test_without_both(in_a_fork, tmp_path, capfd):
+    """Neither compiled nor held is right: plain steps, from the first one on."""
+    def check():
+        begin("eager")
+        save(tmp_path, "Llama")
+        policy = load(str(tmp_path), "policy", keys_of_system(), CPU)
+        policy.__class__ = Counts
+        a, b = (sampled(policy, on) for on in (False, True))
+        assert torch.equal(a["tokens"], b["tokens"]) and decoding_graph.off
+        assert (a["sampler_logprobs"] - b["sampler_logprobs"]).abs().max() < 1e-5
+        torch.equal(copy.copy(b)["tokens"], sampled(policy, True)["tokens"])
+
+    in_a_fork(check)
+    out = capfd.readouterr().out
+    assert out.count("without torch.compile: ") == out.count("without CUDA graphs: ") == 1
+
+
+if __name__ == "__main__":
+    for name in READ:
+        with tempfile.TemporaryDirectory() as folder:
+            same, gap, stats, said = compare(name, folder, "eager")
+            print(f"{name}: {'the same tokens' if same else 'OTHER TOKENS'}, log-probs within "
+                  f"{gap:.1g}, {stats['unique_graphs']} graphs {said}", flush=True)
