@@ -37,6 +37,7 @@ attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attent
 # compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
 # nothing, and on AMD's they take nearly twice the time. Reading and training are compiled
 # separately and may round differently: then the ratio of an iteration's first step is only about 1
+# with cuda_graphs a decoding step is compiled, too
 compile = False  # the layers, with torch.compile; it needs a C++ compiler, on GPUs Triton
 # seconds after which waiting for a lost rank is an error
 timeout = 600  # [1..1000000]

@@ -34,13 +34,17 @@ has() { "$PYTHON" -c "import $1" 2>/dev/null || { echo "skipped: $1 is not insta
 m125="--d_model=768 --n_layer=12 --n_head=12 --n_kv_head=12 --d_ff=2048 --vocab_size=32000"
 b1="--d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 --vocab_size=128256"
 b15="--d_model=1536 --n_layer=28 --n_head=12 --n_kv_head=2 --d_ff=8960 --vocab_size=151936"
+peers=(--device_type=cuda --dtype=bfloat16)
+[ -z "$cpu" ] || peers=(--device_type=cpu)
 mkdir -p out
 {
     [ -n "$cpu" ] || "$PYTHON" -c 'import torch
 print(torch.cuda.get_device_properties(0), torch.__version__)'
     if [[ $part = *1* ]]; then
         bench $b1 --batch_size=64 --micro_batch_size=16 --work=sampling,update --compile=True
-        bench $b1 --batch_size=64 --micro_batch_size=16 --work=update --head_chunk=2048
+        for keys in --head_chunk=0 --head_chunk=2048; do
+            bench $b1 --micro_batch_size=16 --work=update $keys
+        done
         QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" \
             step -m pytest -q -s --durations=5 tests/long/test_gpu.py ${TESTS:-}
     fi
@@ -49,7 +53,8 @@ print(torch.cuda.get_device_properties(0), torch.__version__)'
         bench $b1 --batch_size=64 --micro_batch_size=16 --work=grpo
         bench $b15 --batch_size=64 --work=sampling
         has vllm && bench $b1 --batch_size=64 --micro_batch_size=16 --work=grpo --run_keys=sampler=vllm
-        has trl && step runs/peers/table.py --grpo_python="$PYTHON" --rows=grpo_gpu
+        has trl && step runs/peers/table.py --grpo_python="$PYTHON" --rows=grpo_full --rounds=1 \
+            --steps=2 "${peers[@]}"
     fi
     exit "$failed"
 } 2>&1 | tee "out/gpu${1:-}.txt"

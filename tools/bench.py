@@ -168,58 +168,53 @@ def sampling(folder, system, B, P, longest, repeats):
 
 def update(folder, system, b, T, repeats):
     """
-    Seconds of a training step of b rows with T tokens, the floating-point operations of its
-    products with weights, and the ten operations that take most of its time: [(name, seconds)].
+    A training step of b rows with T tokens: its median seconds, the floating-point operations of
+    its products with weights, and the ten kernels that take longest, [(seconds, name)].
     """
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import profile
 
-    device = choose_device(system.device_type)
+    device, drawn = choose_device(system.device_type), torch.Generator().manual_seed(0)
     policy = load(os.path.join(folder, "policy"), "policy", system, device, trained=True)
     optimizer = make_optimizer(policy, "policy", system, 1e-12, (0.9, 0.95), 1e-8)
-    drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, policy.tokenizer.eos_id, (b, T), generator=drawn).to(device)
-    mask = torch.arange(T, device=device).expand(b, T) > 0
+    target_mask = torch.arange(T, device=device).expand(b, T) > 0
 
     def step():
+        began = time.perf_counter()
         with autocast(system, device):
-            logprobs, entropy = policy.logprobs(tokens, mask, 1.0, system.head_chunk, entropy=True)
-        (logprobs.mean() + 1e-3 * entropy.mean()).backward()
+            found = policy.logprobs(tokens, target_mask, 1.0, system.head_chunk, entropy=True)
+        sum(x.mean() for x in found).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return logprobs[0].item()  # waits for the device
+        found[0][0].item()  # waits for the device
+        return time.perf_counter() - began
 
-    seconds = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
+    seconds = [step() for _ in range(repeats + 1)][1:]  # the first one warms up
+    with profile() as seen:
         step()
-        seconds.append(time.perf_counter() - began)
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=kinds) as seen:
-        step()
-    took = [(event.key, 1e-6 * (event.self_device_time_total if device.type == "cuda" else
-                                event.self_cpu_time_total)) for event in seen.key_averages()]
-    matrices = sum(p.numel() for p in policy.parameters() if p.dim() == 2)
-    matrices -= policy.hf.get_input_embeddings().weight.numel()
-    longest = sorted(took, key=lambda pair: -pair[1])[:10]
-    return statistics.median(seconds[1:]), 6 * matrices * b * T, longest
+    kind = "device" if device.type == "cuda" else "cpu"
+    took = [(getattr(event, f"self_{kind}_time_total") / 1e6, event.key)
+            for event in seen.key_averages()]
+    weights = sum(p.numel() for p in policy.parameters())
+    weights -= policy.hf.get_input_embeddings().weight.numel()
+    return statistics.median(seconds), 6 * weights * b * T, sorted(took, reverse=True)[:10]
 
 
 def limits(system):
-    """What this device reaches: bytes a second in a copy, operations a second in a product."""
-    device, gpu = choose_device(system.device_type), system.device_type != "cpu"
-    n = 8192 if gpu and device.type == "cuda" else 1024
+    """What the device reaches: bytes a second in a copy, operations a second in a product."""
+    device = choose_device(system.device_type)
+    n = 8192 if device.type == "cuda" else 1024
     a = torch.ones(n, n, device=device, dtype=dtypes(system)[1] or dtypes(system)[0])
-    found = []
-    for work, size in ((lambda: a.clone(), 2 * a.nbytes), (lambda: a @ a, 2 * n**3)):
-        seconds = []
-        for _ in range(6):
-            began = time.perf_counter()
-            for _ in range(10):
-                x = work()
-            x[0, 0].item()  # waits for the device
-            seconds.append((time.perf_counter() - began) / 10)
-        found.append(size / min(seconds))
-    return found
+
+    def seconds(work):
+        began = time.perf_counter()
+        for _ in range(10):
+            x = work()
+        x[0, 0].item()  # waits for the device
+        return (time.perf_counter() - began) / 10
+
+    return (2 * a.nbytes / min(seconds(a.clone) for _ in range(5)),
+            2 * n**3 / min(seconds(lambda: a @ a) for _ in range(5)))
 
 
 def iterations(script, folder, keys):
@@ -273,16 +268,16 @@ if __name__ == "__main__":
                 print(f"  {name}: {seconds:.3f} s, "
                       f"{statistics.median(n / s for s, n in runs):.0f} tokens/s", flush=True)
                 if lengths == "full":
-                    print(f"    {1000 * seconds / max_new_tokens:.3f} ms a step, "
-                          f"{100 * size * max_new_tokens / seconds / limit[0]:.0f} % of "
+                    share = size * max_new_tokens / seconds / limit[0]
+                    print(f"    {1000 * seconds / max_new_tokens:.3f} ms a step, {share:.0%} of "
                           f"{limit[0] / 1e9:.0f} GB/s in a copy", flush=True)
         if "update" in work:
             seconds, flops, longest = update(
                 folder, system, micro_batch_size, prompt_length + max_new_tokens, repeats)
             print(f"  update: {seconds:.3f} s, {flops / seconds / 1e12:.2f} TFLOP/s in products "
-                  f"with weights, {100 * flops / seconds / limit[1]:.0f} % of "
+                  f"with weights, {flops / seconds / limit[1]:.0%} of "
                   f"{limit[1] / 1e12:.2f} in a large product")
-            for name, took in longest:
+            for took, name in longest:
                 print(f"    {1000 * took:.2f} ms {name[:80]}", flush=True)
         for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,

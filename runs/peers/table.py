@@ -26,11 +26,16 @@ rounds = 2  # turns of each: quartet, peer, quartet, peer [>= 1]
 steps = 4  # timed steps of a turn, after one to warm up (TRL: two) [>= 1]
 ppo_python = ""  # interpreter of an environment with TRL 1.12
 grpo_python = ""  # with TRL 1.16
+# --device_type=cuda --dtype=bfloat16: on a GPU, with a Llama of 1B parameters
 config, system = configure(globals(), "config/keys.py", device_type="cpu")
 # --------------------------------------------------------------------------------------------------
 PROMPTS, LENGTH, NEW = 32, 32, 128
 LLAMA = dict(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=4)
+if system.device_type == "cuda":
+    PROMPTS, LENGTH, NEW = 64, 128, 256
+    LLAMA = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+                 num_attention_heads=32, num_key_value_heads=8)
 # name: (work, lengths, rows of a micro-batch)
 ROWS = {
     "sampling_full": ("sampling", "full", 0), "ppo_full": ("ppo", "full", 32),
@@ -43,7 +48,8 @@ def of_quartet(script, folder, micro_batch_size):
     own = dict(ppo=dict(ppo_epochs=4, kl_coef=0.05), grpo=dict(group_size=4, kl_coef=0.04))
     records = iterations(script, folder, dict(
         batch_size=PROMPTS, max_new_tokens=NEW, micro_batch_size=micro_batch_size,
-        max_iters=steps + 1, device_type="cpu") | own[script])
+        max_iters=steps + 1, device_type=system.device_type, dtype=system.dtype,
+        compile=system.compile) | own[script])
     return ([r["time/iteration"] for r in records], max(r["mem/peak_mib"] for r in records))
 
 
@@ -51,7 +57,8 @@ def of_trl(script, folder, micro_batch_size):
     """The same of TRL's trainer, and its version; trl_steps.py prints them as JSON."""
     python = config[f"{script}_python"]
     done = subprocess.run([python, os.path.join(ROOT, "runs", "peers", "trl_steps.py"), script,
-                           folder, str(steps), str(micro_batch_size)],
+                           folder, str(steps), str(micro_batch_size), str(PROMPTS), str(NEW),
+                           system.device_type, system.dtype],
                           capture_output=True, text=True,
                           preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
     if done.returncode:

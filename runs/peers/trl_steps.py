@@ -1,10 +1,10 @@
 """
-TRL's PPO (experimental.ppo) or GRPO trainer on the models that tools/bench.py makes: 32 responses
-of up to 128 tokens a step. PPO: 4 epochs of one step; GRPO: 8 prompts with 4 responses each. It
+TRL's PPO (experimental.ppo) or GRPO trainer on the models that tools/bench.py makes: so many
+responses of up to NEW tokens a step. PPO: 4 epochs of one step; GRPO: 4 responses to a prompt. It
 runs in an environment that has TRL, and prints [seconds of each step, peak MiB, version]. As in
 tools/bench.py, the learning rate is so small that the lengths of the responses stay.
 
-python runs/peers/trl_steps.py ppo|grpo FOLDER STEPS MICRO_BATCH_SIZE
+python runs/peers/trl_steps.py ppo|grpo FOLDER STEPS MICRO_BATCH_SIZE RESPONSES NEW DEVICE DTYPE
 """
 import json
 import os
@@ -24,9 +24,9 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PrinterCallback,
     TrainerCallback)
 
-WARM_UP, PROMPTS, NEW = 2, 32, 128
-kind, folder, steps, micro_batch_size = sys.argv[1:]
-steps, micro_batch_size = int(steps), int(micro_batch_size)
+WARM_UP = 2
+kind, folder, *sizes, device, dtype = sys.argv[1:]
+steps, micro_batch_size, PROMPTS, NEW = map(int, sizes)
 torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, "policy"))
 with open(os.path.join(folder, "prompts.jsonl"), encoding="utf-8") as f:
@@ -36,8 +36,8 @@ policy, reference = (AutoModelForCausalLM.from_pretrained(
 common = dict(
     output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro_batch_size,
     gradient_accumulation_steps=PROMPTS // micro_batch_size, temperature=1.0, learning_rate=1e-12,
-    bf16=False, gradient_checkpointing=False, use_cpu=True, report_to="none", logging_steps=1,
-    save_strategy="no", disable_tqdm=True, seed=0)
+    bf16=dtype == "bfloat16", gradient_checkpointing=False, use_cpu=device == "cpu",
+    report_to="none", logging_steps=1, save_strategy="no", disable_tqdm=True, seed=0)
 clicks = []  # where a step ends and the next one begins, in seconds of the clock
 
 
@@ -87,4 +87,6 @@ trainer.train()
 seconds = [b - a for a, b in zip(clicks, clicks[1:], strict=False)][WARM_UP:]
 with open("/proc/self/status", encoding="utf-8") as f:  # getrusage would count the parent's
     peak = next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
+if device == "cuda":
+    peak = torch.cuda.max_memory_allocated() / 2**20
 print(json.dumps([seconds, peak, f"TRL {trl.__version__}"]))

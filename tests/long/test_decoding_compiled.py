@@ -28,9 +28,8 @@ from tiny import keys_of_system
 
 # prompts of several lengths, one of them twice; rows leave at different steps
 PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
-# each computes something in its own way: positions, heads, scales, experts, compressed keys
-NAMES = ["GPT-2", "Pythia (GPT-NeoX)", "Llama", "OPT", "Falcon", "Cohere", "Granite", "Mixtral",
-         "DeepSeek-V3"]
+# each computes something in its own way: positions, heads, experts, compressed keys
+NAMES = ["GPT-2", "OPT", "Falcon", "Mixtral", "DeepSeek-V3"]
 
 
 def compare(name, folder, backend, temperature=1.0):
