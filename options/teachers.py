@@ -51,8 +51,8 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
             ids = rows.ids
             encode(rows, source, fields, model)
             if len(rows) < len(ids):  # with too_long=drop; the others' numbers have changed
-                raise BadInput(f"{source}: {len(ids) - len(rows)} rows are too long for the teacher "
-                               f"{path}; delete them, or type --max_tokens="
+                raise BadInput(f"{source}: {len(ids) - len(rows)} rows are too long for the "
+                               f"teacher {path}; delete them, or type --max_tokens="
                                f"{model.max_positions}, if its tokens are yours")
             scores = all_scores([rows.ids[number] for number in numbers], model)  # COLLECTIVE
             rows.ids = ids
