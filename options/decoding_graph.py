@@ -178,12 +178,12 @@ def compute_compiled(policy, cache, *tensors_and_temperature):
 def give_up(compiled, error):
     """Go on in this process without torch.compile, or, if it was not used, without graphs."""
     global off, uncompiled
-    reason = f"{type(error).__name__}: {first_line(error)}"
+    reason = first_line(getattr(error, "inner_exception", error))  # torch.compile wraps some
     if compiled:
-        uncompiled = reason
+        what, uncompiled = "torch.compile", reason
     else:
-        off = reason
-    print(f"decoding without {'torch.compile' if compiled else 'CUDA graphs'}: {reason}", flush=True)
+        what, off = "CUDA graphs", reason
+    print(f"decoding without {what}: {reason}", flush=True)
 
 
 def check_drawn(ours, theirs):
