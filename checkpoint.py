@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
+from configurator import read_json, write_json
 from errors import BadInput, Stop, say
 from parallel import alone
 
@@ -373,18 +374,6 @@ def sync(path):
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def read_json(path):
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
-
-
-def write_json(path, value):
-    """Replace a JSON file as a whole: another rank never reads a half-written file."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=2)
-    os.replace(path + ".tmp", path)
 
 
 def hashes(folder):

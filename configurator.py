@@ -13,12 +13,14 @@ default and its comment; a * in a comment: most runs set this key. The brackets 
 comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
 begins as "with tools: " is of a key that has no effect unless the key tools is set, too.
 
-config/keys.py has the keys that all scripts share. They become attributes of `system`.
+config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
+configuration is kept as JSON (read_json, write_json).
 
 This file is imported before torch, whose libraries read the two settings below when they start.
 """
 import ast
 import difflib
+import json
 import os
 import re
 import shlex
@@ -284,3 +286,19 @@ def print_help(script, doc, keys):
         comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line
         line = f"    {f'{name} = {key.default!r}':<30}  {comment}"
         print(textwrap.fill(line, 100, subsequent_indent=" " * 36))
+
+
+# -------------------------------------------------------------------------------------------------
+# settings in JSON files: of runs, and of transformers' models and tokenizers
+
+
+def read_json(path):
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def write_json(path, value):
+    """Replace a JSON file as a whole: another rank never reads a half-written file."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2)
+    os.replace(path + ".tmp", path)

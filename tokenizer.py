@@ -15,7 +15,7 @@ import os
 import re
 from itertools import islice
 
-from checkpoint import read_json, write_json
+from configurator import read_json, write_json
 from errors import BadInput, first_line, shorten
 
 MARK = "\x01"  # a character that SentencePiece never joins with the next ones

@@ -22,8 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from checkpoint import read_json
-from configurator import of_model
+from configurator import of_model, read_json
 from errors import BadInput, say, shorten
 from load import OnTrunk, read_model
 from model import at_least_float32

@@ -24,7 +24,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
+from configurator import configure, read_json  # noqa: E402  first: it must be imported before torch
 
 import contextlib  # noqa: E402
 import io  # noqa: E402
@@ -37,7 +37,7 @@ import prompts  # noqa: E402
 import ranks  # noqa: E402
 import rewards  # noqa: E402
 import rollout  # noqa: E402
-from checkpoint import find_checkpoint, read_json  # noqa: E402
+from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput  # noqa: E402
 from gae import compute_gae  # noqa: E402
 from run import Run  # noqa: E402

@@ -23,9 +23,7 @@ import sys
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
-
-from checkpoint import read_json  # noqa: E402
+from configurator import configure, read_json  # noqa: E402
 from errors import BadInput  # noqa: E402
 from tools.runs import read_records, response_of, split_paths  # noqa: E402
 

@@ -4,7 +4,7 @@ Reads the folder of a run: its keys in config.json, its records in log.jsonl, it
 import json
 import os
 
-from checkpoint import read_json
+from configurator import read_json
 from errors import BadInput
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
