@@ -29,11 +29,10 @@ def load_tokenizer(path, system):
         from options.tiktoken_files import read
 
         return Tokenizer(read(path), path, system)
-    while os.path.isfile(os.path.join(path, "adapter_config.json")) and not glob.glob(
-            os.path.join(glob.escape(path), "tokenizer*")):
-        from options.lora import base_of
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import lowest_base
 
-        path = base_of(path)
+        path = lowest_base(path, unless="tokenizer*")
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()

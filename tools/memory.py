@@ -167,7 +167,7 @@ def read_fake(path, head, system, device="cpu", seed=0):
     """load.read_model, of which only the config.json is read."""
     from transformers import AutoConfig
 
-    path = lora.base_of(path) if os.path.isfile(f"{path}/adapter_config.json") else path
+    path = lora.lowest_base(path)
     config, (dtype, _) = AutoConfig.from_pretrained(path), load.dtypes(system)
     config.num_labels = 1 if head == "scalar" else config.num_labels
     return Model(load.auto_class(head).from_config(
