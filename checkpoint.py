@@ -77,6 +77,8 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
     folder, state = find_checkpoint(out_dir)
     log = os.path.join(out_dir, "log.jsonl")
     if folder or os.path.exists(log) and os.path.getsize(log):  # else there is nothing to lose
+        if before.get("script", config["script"]) != config["script"]:
+            raise BadInput(f"{out_dir} holds a run of {before['script']}; choose another --out_dir")
         for key in must_match:
             if (before.get(key) or "") != (config.get(key) or ""):
                 raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "

@@ -57,8 +57,8 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     keys, beside this one. until: a shared key; it and the keys below it are other scripts' and keep
     their defaults. defaults: the script's own defaults of shared keys.
 
-    Returns the final configuration as a dict, and the shared keys as attributes of a namespace.
-    Raises BadInput.
+    Returns the final configuration as a dict, with the script's name as "script", and the shared
+    keys as attributes of a namespace. Raises BadInput.
     """
     sys.excepthook = report_error
     script = script_globals["__file__"]
@@ -79,7 +79,8 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
         sys.exit(0)
 
     overrides = read_arguments(keys, argv)
-    config = {name: key.default for name, key in keys.items()}
+    config = {name: key.default for name, key in keys.items()} | dict(
+        script=os.path.basename(script))
     config |= {name: value for name, (value, _) in overrides.items()}
     for name, (value, where) in overrides.items():
         beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)

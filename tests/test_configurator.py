@@ -26,7 +26,7 @@ late = 1  # no key
 '''
 OWN = dict(out_dir="out", count=3, rate=0.5, share=0.25, shape="flat", flag=False, speed=1)
 SHARED = "# time\nlimit = 60  # longest wait [1..1000]\n"
-DEFAULTS = OWN | dict(limit=50)
+DEFAULTS = OWN | dict(limit=50, script="toy.py")
 
 
 @pytest.fixture

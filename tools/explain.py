@@ -60,7 +60,7 @@ if "cliprange" not in keys:
                    "that has saved one")
 if keys["roles"] or keys["staleness"]:
     raise BadInput(f"{run} has roles or staleness: its batches are sampled ahead of the update")
-token_ids, iteration = keys.pop("token_ids"), state["iteration"]
+token_ids, _, iteration = keys.pop("token_ids"), keys.pop("script", ""), state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks
 keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "report_to": "",
