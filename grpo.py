@@ -38,7 +38,8 @@ import torch
 
 import parallel
 import ranks
-from groups import flat_groups, group_advantages, gspo_log_ratio, token_weights
+from groups import (flat_groups, group_advantages, gspo_log_ratio, summarize_groups,
+                    token_weights)
 from load import autocast, load_policy, load_ref_policy, load_reward_model
 from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   mean_of, summarize)
@@ -147,17 +148,11 @@ config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train
 
 optimizers = dict(policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2),
                                         adam_eps))
-ema = None
-if ema_decay > 0:
-    from options.ema import MovingAverage
-    ema = MovingAverage(policy, ema_decay)
-if max_refills > 0:
-    from options.refill import refill
 run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, models, optimizers,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size", "policy_path", "reward_path",
                 "prompts_path"],
-    token_ids=hash_of_ids(train_rows), temperature=temperature, ema=ema)
+    token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
 # which model adds which column to a batch before the update. With one minibatch the forward of the
 # first step also gives the policy's column; then the policy only reads before if the scores need it
@@ -251,13 +246,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
     # give each answer a score
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
-    sampled = summarize(batch, "objective", reward_names)
-    known = shape_scores(batch)
-    known = known[~known.isnan()]
-    sampled["objective/score_std"] = known.std().item() if len(known) > 1 else 0.0
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
-    sampled["objective/flat_groups"] = flat.double().mean().item()
+    sampled = summarize(batch, "objective", reward_names)
+    sampled |= summarize_groups(shape_scores(batch), flat)
     if max_refills > 0:
+        from options.refill import refill
         batch, flat = refill(  # COLLECTIVE
             batch, flat, compared, group_size, train_rows, rows_of(iteration), rollout, seed,
             iteration, max_refills, policy.tokenizer.pad_id)

@@ -64,15 +64,19 @@ class Run:
 
     models: {name: Model}. optimizers: {name: optimizer} of the trained ones. config: all keys.
     must_match: the script's keys that must be the same when a run resumes. token_ids: a hash of all
-    that the run trains on. ema: the policy's moving average or None.
+    that the run trains on. ema_decay: of the policy's moving average, 0 = none.
     self.state: the plain numbers that go from one iteration to the next, saved as well.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,
-                 token_ids="", temperature=1.0, ema=None):
+                 token_ids="", temperature=1.0, ema_decay=0.0):
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
-        self.models, self.optimizers, self.ema = models, optimizers, ema
-        self.kept = dict(ema=ema) if ema else {}  # {file: an object whose tensors() are saved, too}
+        self.models, self.optimizers, self.ema = models, optimizers, None
+        self.kept = {}  # {file: an object whose tensors() are saved, too}
+        if ema_decay > 0:
+            from options.ema import MovingAverage
+
+            self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
         size = parallel.rank_and_size()[1]
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = gap_limit(system.dtype, temperature)
@@ -93,7 +97,7 @@ class Run:
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
-                load_checkpoint(folder, self.trained, optimizers, ema)
+                load_checkpoint(folder, self.trained, optimizers, self.ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
         if system.report_to and parallel.role == "train":
