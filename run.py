@@ -33,7 +33,7 @@ from loss import gap, gap_limit, summarize
 from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
-GROWTH = 200  # steps in float16 after which the loss scale doubles
+GROWTH, MOST = 200, 20  # float16: steps until the loss scale doubles; overflows in a row, an error
 
 
 def make_optimizer(model, name, system, lr, betas, eps):
@@ -265,12 +265,14 @@ class Run:
         good = all(map(math.isfinite, norms.values()))
         if self.system.dtype == "float16":
             # float16 rounds gradients below 6e-8 to 0, so the loss is multiplied by a scale: it is
-            # halved after an overflow, doubled after GROWTH steps without one (arXiv 1710.03740)
-            clean = self.state["clean_steps"] + 1 if good else 0
-            factor = 0.5 if not good else 2.0 if clean and clean % GROWTH == 0 else 1.0
+            # halved after an overflow, doubled after GROWTH steps without one (arXiv 1710.03740).
+            # clean: steps in a row without an overflow; below 0, with one
+            clean = self.state["clean_steps"]
+            clean = max(clean, 0) + 1 if good else min(clean, 0) - 1
+            factor = 0.5 if not good else 2.0 if clean % GROWTH == 0 else 1.0
             scale = min(self.state["loss_scale"] * factor, 2.0**24)
             self.state |= dict(clean_steps=clean, loss_scale=scale)
-            if not good and scale >= 1:
+            if not good and clean > -MOST:
                 say(f"iteration {self.iteration}: a float16 gradient overflowed; step skipped")
                 return {}
         if not good:

@@ -172,8 +172,8 @@ def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path, steps, 
     keys = keys_of(world, "grpo.py", dtype="float16", max_iters=iterations, eval_path="",
                    num_minibatches=1, num_iterations=3, reward_functions=f"{world.rules}:letters")
     result = run("grpo.py", tmp_path, keys, before=before)
-    if len(steps) > 2:  # 2**16 has been halved 16 times
-        assert result.codes == [1] and result.out[0].count("step skipped") == 16, result
+    if len(steps) > 2:  # 20 overflows in a row are an error
+        assert result.codes == [1] and result.out[0].count("step skipped") == 19, result
         assert "the gradient of policy" in result.err[0], result
         return
     state = json.load(open(f"{tmp_path}/out/checkpoint-000005/state.json"))
