@@ -2,7 +2,7 @@
 How much memory a run will take on each GPU, before anything is loaded: each model's weights,
 gradients and optimizer states, counted; and the peak of each phase, by a dry run.
 
-python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80    # a table, and what fits
+python tools/memory.py config/llama.py --world-size=8 --gpu-gb=80       # a table, and what fits
 python tools/memory.py config/llama.py --policy_path=FOLDER --lora=16   # and with any other keys
 python tools/memory.py grpo.py config/mine.py                           # of the script grpo.py
 
