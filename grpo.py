@@ -30,7 +30,7 @@ are in groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLO
 config/dapo.py and its neighbours.
 """
 from configurator import configure  # first: it must be imported before torch
-from errors import BadInput, say
+from errors import say
 
 from functools import partial
 
@@ -116,14 +116,6 @@ config, system = configure(globals(), "config/keys.py")
 device = ranks.init(system)  # COLLECTIVE
 terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-if batch_size % group_size:
-    raise BadInput(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it "
-                   "counts responses, not prompts")
-if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1":
-    raise BadInput("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 "
-                   "on average; type --kl_estimator=k2")
-if refill_by and refill_by not in reward_names:
-    raise BadInput(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(reward_names)}")
 
 # the policy: the SFT model, which is trained
 policy = load_policy(policy_path, system, device, seed)
