@@ -157,5 +157,47 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
         time.sleep(0.05)
     time.sleep(0.2)
     os.killpg(run.pid, signal.SIGINT)  # a terminal sends it to all processes of the group
-    assert "the last command above resumes" in run.communicate()[1] and run.returncode == 130
+    assert "stopped" in run.communicate()[1] and run.returncode == 130
     assert (tmp_path / "said").read_text().strip() == "data/arithmetic/prepare.py"
+
+
+# a python that leaves what each step leaves, and a Ctrl-C in its call number $STOP
+STEPS = """
+case "$1" in
+    sft.py | ppo.py) made=policy ;;
+    rm.py) made=reward_model ;;
+esac
+case "$1" in
+    sft.py | rm.py | ppo.py) mkdir -p "out/arithmetic_${1%.py}" ;;
+    tools/plot.py) touch "${3#--out=}" ;;
+esac
+if [ "$(wc -l < said)" = "$STOP" ]; then kill -INT 0; sleep 9; fi
+if [ -n "${made-}" ]; then mkdir "out/arithmetic_${1%.py}/$made"; fi
+"""
+
+
+@pytest.mark.parametrize("stopped", range(1, 10))
+def test_quickstart_goes_on_after_ctrl_c(tmp_path, stopped):
+    """What has ended is not repeated, the rest is; then, or with another seed, it begins anew."""
+    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
+    env = noting(tmp_path, STEPS)
+
+    def quickstart(seed, stop=0):
+        """The steps of one call, in short: "sft.py sample.py"."""
+        result = subprocess.run(
+            ["bash", "runs/quickstart.sh", str(seed)], cwd=tmp_path, env=env | {"STOP": str(stop)},
+            capture_output=True, text=True, start_new_session=True)
+        assert result.returncode == (130 if stop else 0), result
+        said = (tmp_path / "said").read_text()
+        (tmp_path / "said").unlink()
+        assert said.count(f"--seed={seed} ") == said.count("--seed=")
+        return re.findall(r"^\S*?(\w+\.py) ", said, re.MULTILINE)
+
+    whole = ["prepare.py", "sft.py", "pairs.py", "rm.py", "sample.py", "ppo.py", "sample.py",
+             "plot.py", "plot.py"]
+    left = [step for i, step in enumerate(whole, 1) if i >= stopped or i in (1, 5, 7, 8)]
+    assert quickstart(3, stop=stopped) == whole[:stopped]
+    assert quickstart(3) == left
+    assert quickstart(3) == whole
+    quickstart(3, stop=stopped)
+    assert quickstart(4) == whole
