@@ -23,10 +23,12 @@ if [ -n "${takes_seed:-}" ]; then
         exit 2
     fi
 fi
-# Small operations are slow when two threads share a core: two threads, each on a core of its own.
-pin_threads() {
+# Small operations gain little from more threads. They are not pinned to cores: that is somewhat
+# faster where nothing else runs, and several times slower where another program has these cores.
+# PASSIVE: a thread that has nothing to do sleeps, where it would else take a core from the others.
+few_threads() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
-    export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+    export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 }
 # packages of the system, where this user may install some: as root, on Debian and Ubuntu
 install_packages() {

@@ -8,7 +8,7 @@
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 resumes="the same command goes on from there"
-pin_threads
+few_threads
 
 unfinished=out/quickstart_seed  # it is there from the first step to the last one, and has the seed
 if [ "$(cat $unfinished 2>/dev/null)" = "$seed" ]; then

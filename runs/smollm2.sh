@@ -14,7 +14,7 @@ out=out/smollm2 data=data/gsm_symbolic tokens=192 dtype=bfloat16
 [ -n "${MODEL:-}" ] || { MODEL=HuggingFaceTB/SmolLM2-135M-Instruct; [ ! -d $out ] || MODEL=$out; }
 runs=(grpo ppo ppo_rm)
 if [ -n "${CPU:-}" ]; then
-    pin_threads
+    few_threads
     out=out/sums data=data/sums tokens=40 dtype=float32 runs=(grpo ppo)
     SFT="--train_path=$data/sft_train.jsonl --max_iters=40 --batch_size=16 --dtype=$dtype ${SFT:-}"
     RL="--prompts_path=$data/rl_train.jsonl --eval_path=$data/rl_val.jsonl --max_new_tokens=$tokens

@@ -201,3 +201,15 @@ def test_quickstart_goes_on_after_ctrl_c(tmp_path, stopped):
     assert quickstart(3) == whole
     quickstart(3, stop=stopped)
     assert quickstart(4) == whole
+
+
+def test_threads_of_the_scripts_take_no_core_from_others(tmp_path):
+    """They are not pinned, and sleep while they wait; a user's own setting counts more."""
+    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
+    names = "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY"
+    env = noting(tmp_path, f'echo {" ".join(f"${{{name}-no}}" for name in names)} >> threads\n')
+    for given, seen in (({}, "no no PASSIVE"), (dict(OMP_WAIT_POLICY="ACTIVE"), "no no ACTIVE")):
+        own = {name: x for name, x in env.items() if name not in names} | given
+        assert bash(tmp_path, "runs/quickstart.sh", env=own).returncode == 0
+        assert set((tmp_path / "threads").read_text().strip().split("\n")) == {seen}
+        (tmp_path / "threads").unlink()
