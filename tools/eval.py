@@ -81,6 +81,8 @@ for policy_name, path in paths.items():
     rows = read_prompts(prompts_path, terms, models, max_new_tokens, system)
     if not rows:
         raise BadInput("prompts_path is empty; type --prompts_path=FILE")
+    if by and not any(by in row for row in rows):
+        raise BadInput(f"by = {by!r}: no row of {prompts_path} has this field")
     if all_rows not in (None, rows):
         raise BadInput(f"{path}: its tokenizer drops other rows; raise max_prompt_tokens")
     all_rows = rows

@@ -155,6 +155,8 @@ logs = {name: read_records(os.path.join(path, "log.jsonl")) for name, path in pa
 logged = sorted({key for records in logs.values() for record in records
                  for key, value in record.items()
                  if isinstance(value, (int, float)) and key != "iteration"})
+if not logged:
+    raise BadInput(f"runs = {runs!r}: nothing is logged there yet")
 place = choose(against)[0] if against else "iteration"
 
 # the table: the first evaluation, and the last one if there is more than one

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from configurator import read_arguments, read_keys
-from tiny import ROOT, Started, jsonl, keys_of, read_jsonl, typed, well
+from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well
 
 ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
@@ -213,3 +213,25 @@ def test_threads_of_the_scripts_take_no_core_from_others(tmp_path):
         assert bash(tmp_path, "runs/quickstart.sh", env=own).returncode == 0
         assert set((tmp_path / "threads").read_text().strip().split("\n")) == {seen}
         (tmp_path / "threads").unlink()
+
+
+def test_a_typo_for_a_tool_is_one_line(world, tmp_path):
+    """Where it would else do nothing, do something else, or end with a traceback."""
+    os.makedirs(tmp_path / "began")
+    (tmp_path / "began" / "log.jsonl").write_text("")
+    os.makedirs(tmp_path / "odd" / "policy")
+    (tmp_path / "odd" / "config.json").write_text("{")
+    (tmp_path / "none.jsonl").write_text("")
+    policy = dict(policy_path=world.policy, device_type="cpu")
+    for tool, keys, word in (
+            ("plot", dict(runs="began"), "began"),
+            ("sample", dict(policy_path="odd/policy"), "odd/config.json"),
+            ("sample", policy | dict(prompts="none.jsonl"), "none.jsonl"),
+            ("sample", policy | dict(prompts="none.jsonl", prompt="a"), "--prompt"),
+            ("sample", policy | dict(prompt="a", limit=3), "limit"),
+            ("eval", dict(policies=world.policy, prompts_path=world.rl_val, by="tsk",
+                          max_new_tokens=4, device_type="cpu"), "tsk"),
+            ("bench", dict(work="samplng"), "samplng"),
+            ("bench", dict(n_head=3), "n_head"), ("bench", dict(run_keys="lora"), "lora")):
+        result = Started(f"tools/{tool}.py", typed(keys), str(tmp_path)).wait()
+        assert_one_line(result, f"{tool}.py", word)
