@@ -375,18 +375,17 @@ class Run:
 
 # the columns of an iteration's line: name -> metric, format (z: no -0.00). log.jsonl has all
 COLUMNS = {
-    "score": ("objective/scores", "z6.2f"),
-    "kl": ("objective/kl", "z5.2f"),
+    "score": ("objective/scores", "z5.2f"),
+    "kl": ("objective/kl", "z4.2f"),
     "acc": ("objective/accuracy", "4.2f"),
-    "len": ("objective/length", "6.1f"),
-    "flat": ("objective/flat_groups", "4.2f"),
+    "len": ("objective/length", "4.0f"),
+    "flat": ("objective/flat_groups", "3.1f"),
     "loss": ("loss/sft", "6.4f"),
     "preference": ("loss/preference", "6.4f"),
     "right": ("train/accuracy", "4.2f"),
     "clip": ("policy/clipfrac", "5.3f"),
     "ev": ("val/explained_variance", "z5.2f"),
-    "tok/s": ("time/tokens_per_second", "5.0f"),
-    "MiB": ("mem/peak_mib", "5.0f"),
+    "tok/s": ("time/tokens_per_second", "4.0f"),
 }
 
 

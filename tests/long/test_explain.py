@@ -84,7 +84,7 @@ def test_the_numbers_of_ppo(world, runs):
     n = len(columns["#"])
     assert 2 <= n <= 6
     numbers = {name: [float(x) for x in cells] for name, cells in columns.items()
-               if name not in ("#", "token", "clipped")}
+               if name not in ("#", "token", "clip")}
 
     def near(name, expected, within=6e-4):
         assert numbers[name] == pytest.approx(expected, abs=within), name
@@ -107,7 +107,7 @@ def test_the_numbers_of_ppo(world, runs):
     policy, new = (of_response(step.format(i, "policy")) for i in (DONE, DONE + 1))
     reference = of_response(world.policy)
     near("policy", policy)
-    near("reference", reference)
+    near("ref", reference)
     near("new", new)
     KL = [a - b for a, b in zip(policy, reference, strict=True)]
     near("KL", KL, 6e-5)
@@ -128,16 +128,16 @@ def test_the_numbers_of_ppo(world, runs):
     near("raw", raw)
     near("ret", [a + v for a, v in zip(raw, values, strict=True)])
     # whitened: one shift and one scale for all tokens of the batch
-    white = numbers["whitened"]
+    white = numbers["white"]
     scale = (white[0] - white[-1]) / (raw[0] - raw[-1])
-    near("whitened", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
+    near("white", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
     ratios = [math.exp(a - b) for a, b in zip(new, policy, strict=True)]
     near("ratio", ratios)
     clipped = [min(max(x, 0.8), 1.2) for x in ratios]
     losses = [max(-a * x, -a * c) for a, x, c in zip(white, ratios, clipped, strict=True)]
     near("loss", losses, 2e-3)
     taken = [-a * c > -a * x for a, x, c in zip(white, ratios, clipped, strict=True)]
-    assert [x == "yes" for x in columns["clipped"]] == taken
+    assert [x == "yes" for x in columns["clip"]] == taken
 
 
 def test_a_group_of_grpo(runs):
@@ -161,3 +161,30 @@ def test_bad_input_is_one_line(world, runs):
                         (dict(run=f"{runs}/ppo/out", prompt="1+" * 40), ["row 1"])):
         assert_one_line(explain(runs / "explain", **keys), "explain.py", *words)
     assert not os.path.exists(runs / "explain" / "out")
+
+
+@pytest.mark.parametrize("script, panels", [("ppo", 5), ("grpo", 4)])
+def test_each_panel_says_what_it_shows(runs, script, panels):
+    """A title that names its curves, a unit; and the lines of the table have room in a terminal."""
+    def before(rank):
+        from matplotlib.figure import Figure
+
+        def savefig(figure, *args, **kwargs):
+            figure.canvas.draw()
+            for axis in figure.axes:
+                title = axis.get_title(loc="left")
+                names = [text.get_text() for text in axis.get_legend().get_texts()]
+                fits = axis._left_title.get_window_extent().x1 < figure.bbox.x1
+                print("PANEL", bool(axis.get_ylabel()) and fits, all(
+                    f"{name}: " in title for name in names if name != "clipped"))
+            print("LAST", axis.get_xlabel())
+
+        Figure.savefig = savefig
+
+    result = Started("tools/explain.py", typed(dict(
+        run=f"{runs}/{script}/out", prompt="12=", answer="ab", seed=3, out="b.png")),
+        str(runs / "explain"), before=before).wait()
+    assert result.codes == [0] and "token" in result.out[0].partition("LAST")[2], result
+    assert result.out[0].count("PANEL True True") == panels == result.out[0].count("PANEL")
+    printed = result.out[0].partition("one response of")[2].split("\n")
+    assert max(map(len, printed[4:])) <= 100
