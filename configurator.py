@@ -16,7 +16,7 @@ begins as "with tools: " is of a key that has no effect unless the key tools is 
 config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
 configuration is kept as JSON (read_json, write_json).
 
-This file is imported before torch, whose libraries read the three settings below when they start.
+This file is imported before torch, whose libraries read the two settings below when they start.
 """
 import ast
 import difflib
@@ -35,8 +35,6 @@ from errors import BadInput, report_error, shorten
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # oneDNN's
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
-# a thread that waits for others sleeps: it would else take a core from other programs, for nothing
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
