@@ -394,13 +394,9 @@ BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
         message_to("divide", "{}"): "no tool 'divide'", message_to("multiply", '{"a": 3'): "",
         message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "",
         message_to("<|start|>x to=a", "{}"): "no tool 'a'"}}
-LONG = {
-    "chatml": ["<tool_call>" * 10**5, "<tool_call>[</tool_call>" * 10**5,
-               "</think><think>" * 10**5, '<tool_call>"x' + "</tool_call>" * 10**5],
-    "qwen3.5": ["<tool_call>" + "\n" * 10**6 + "x",
-                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4,
-                "<tool_call><function=show>" + "</parameter>\n<parameter=text>" * 10**5],
-    "harmony": ["<|start|>" * 10**5 + " to=" * 10**5]}
+LONG = ["<tool_call>" * 10**5, "<tool_call>[</tool_call>" * 10**5, "</think><think>" * 10**5,
+        "<tool_call><function=show>" + "</parameter>\n<parameter=text>" * 10**5,
+        "<|start|>" * 10**5 + " to=" * 10**5]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -412,7 +408,7 @@ def test_calls_are_answered_or_their_faults_said(tools_of, family):
     assert failed == [1] * len(bad) and not os.path.exists("HERE")
     for content, (text, part) in zip(contents, bad.items(), strict=True):
         assert content.startswith("error: ") and part in content, text[:99]
-    for text in LONG[family]:
+    for text in LONG:
         began = time.thread_time()
         tools.calls_in(text)
         assert time.thread_time() - began < 20, text[:99]
@@ -482,14 +478,11 @@ def test_a_value_may_have_marks_in_it(tools_of, family):
 
 
 FITS = dict(  # {parameter: values that fit it, values that do not}
-    i=([0, -21, 10**30], ["21", 1.5, True, None, [1], {}]),
-    f=([0.5, 21, -1e300], ["0.5", False, None]), s=(["", "21"], [21, None, ["a"], True]),
-    b=([True, False], ["true", 0, 1, None]),
-    o=([{}, dict(a=1), None], [dict(a="1"), [], "{}", dict(a=1, b=None)]),
-    l=([[], [1, 2], None], [["1"], [1, None], 1, "[1]", [True]]),
-    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2], None, "ab"]), m=([None, 3], ["3", 3.5]),
-    u=([1, "1"], [1.5, None, True]), e=(["x", "y"], ["z", "", None, 1]),
-    n=([[1], {}, dict(a="b"), None], [["1"], 1, "a"]), a=([None, 1, "x", [{}]], []))
+    i=([0, 10**30], ["21", 1.5, True, None]), f=([0.5, 21], ["0.5", False]), s=(["21"], [21, None]),
+    b=([True, False], ["true", 0, None]), o=([dict(a=1), None], [dict(a="1"), [], "{}"]),
+    l=([[], [1, 2], None], [["1"], [1, None], "[1]", [True]]), m=([None, 3], ["3", 3.5]),
+    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2], "ab"]), u=([1, "1"], [1.5, None, True]),
+    e=(["x", "y"], ["z", None]), n=([[1], dict(a="b")], [["1"], "a"]), a=([None, [{}]], []))
 
 
 def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
@@ -505,11 +498,10 @@ def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
     assert failed == [1, 0] and answer[0].startswith("error: ") and answer[1] == "42"
     qwen = tools_of("qwen3.5")
     for key, value, wanted in (
-            ("u", "7", 7), ("u", "[1]", "[1]"), ("u", "true", "true"), ("l", "[1, 2]", [1, 2]),
-            ("m", "None", None), ("s", "None", "None"), ("e", "y", "y"), ("f", "21", 21),
-            ("n", '{"a": "b"}', dict(a="b")), ("a", "[1]", [1]), ("a", "x y", "x y"),
-            ("i", "1.5", 0), ("b", "1", 0), ("l", '["1"]', 0),
-            ("e", "z", 0), ("o", "{", 0), ("p", "[1]", 0)):
+            ("u", "7", 7), ("u", "[1]", "[1]"), ("l", "[1, 2]", [1, 2]), ("s", "None", "None"),
+            ("m", "None", None), ("f", "21", 21), ("n", '{"a": "b"}', dict(a="b")),
+            ("a", "[1]", [1]), ("i", "1.5", 0), ("b", "1", 0), ("l", '["1"]', 0), ("e", "z", 0),
+            ("p", "[1]", 0)):
         ((_, arguments, error),) = qwen.calls_in(tags("typed", **{key: value}))
         assert arguments == {key: wanted} if wanted != 0 else f"{key} = " in error, (key, value)
 
@@ -517,9 +509,8 @@ def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
 def test_results_are_said_as_they_are(tools_of):
     results = ['{"Z\u00fcrich": ["\u65e5\u672c"]}', '["\U0001f600"]', "\u00e9!", "null", "1.5",
                "?", '{"a": "?"}', "<&>"]
-    tools = tools_of("chatml")
-    contents, failed = said(tools, *(call("odd", n=n) for n in range(len(results))))
-    assert contents == results and not any(failed)
+    calls = [call("odd", n=n) for n in range(len(results))]
+    assert said(tools_of("chatml"), *calls) == (results, [0] * len(results))
 
 
 TAGGED = "<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}" \
