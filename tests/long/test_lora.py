@@ -137,7 +137,7 @@ MAPS = {  # family: settings, targets, how many maps of a layer get an adapter, 
     "biogpt": (SIZES, "", 6, "output"),  # its class does not name its blocks
     "hunyuan_v1_moe": (HUNYUAN, "", 7, "wg"), "afmoe": (AFMOE, "", 8, "router"),
     # the short name of an MLP's gate is no router's, whose whole name it takes
-    "afmoe, short": (AFMOE, "gate+up", 4, "router"),
+    "afmoe, short": (AFMOE, "gate+up", 3, "router"),
     "afmoe, gate": (AFMOE, "router.gate", 1, "proj"),
     "hunyuan_v1_moe, gate": (HUNYUAN, "gate.wg", 1, "proj")}
 
