@@ -136,6 +136,9 @@ MAPS = {  # family: settings, targets, how many maps of a layer get an adapter, 
     "phimoe": (EXPERTS, "", 4, "router"),  # its router is made from nn.Linear, but is more
     "biogpt": (SIZES, "", 6, "output"),  # its class does not name its blocks
     "hunyuan_v1_moe": (HUNYUAN, "", 7, "wg"), "afmoe": (AFMOE, "", 8, "router"),
+    "gemma4_text": (EXPERTS | dict(
+        enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, sliding_window=8,
+        head_dim=8, global_head_dim=8), "", 7, "router"),
     # the short name of an MLP's gate is no router's, whose whole name it takes
     "afmoe, short": (AFMOE, "gate+up", 3, "router"),
     "afmoe, gate": (AFMOE, "router.gate", 1, "proj"),
