@@ -127,21 +127,33 @@ def inject(rank, script, fault, listed):
             os.truncate(path, start + (os.path.getsize(path) - start) // 2)
             reach("write", number, "half")
 
+    class Written:
+        """A file that is open for writing: its fate is decided when it is closed."""
+
+        def __init__(self, file, path, number):
+            self.file, self.path, self.number = file, path, number
+            self.start = os.path.getsize(path)  # 0, unless the file is appended to
+            reach("write", number, "empty")
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.close()
+
+        def close(self):
+            self.file.close()
+            half(self.path, self.start, self.number)
+            reach("write", self.number, "after")
+
     def opened(path, mode="r", *args, **how):
         if not set("wax+") & set(mode) or isinstance(path, int) or not inside(path):
             return real_open(path, mode, *args, **how)
         number = begin("write", f"{os.path.basename(path)} ({mode})")
-        file = real_open(path, mode, *args, **how)
-        start, close = os.path.getsize(path), file.close  # 0, unless the file is appended to
-        reach("write", number, "empty")
-
-        def closed():
-            close()
-            half(path, start, number)
-            reach("write", number, "after")
-
-        file.close = closed
-        return file
+        return Written(real_open(path, mode, *args, **how), path, number)
 
     real_save = safetensors.torch.save_file
 
