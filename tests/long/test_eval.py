@@ -109,11 +109,11 @@ def test_equal_responses_have_equal_scores(keys, tmp_path):
     result = tool("eval", tmp_path, keys | dict(
         reward_functions=f"{rule}:counts", reward_path="", batch_size=8))
     assert result.codes == [0], result
-    scores = collections.defaultdict(list)
+    equal = collections.defaultdict(list)
     for r in read(tmp_path).records:
-        scores[r["row"], r["text"], r["finished"], r["length"]].append(r["scores"])
-    assert all(one == each[0] for each in scores.values() for one in each)
-    assert max(map(len, scores.values())) > 1
+        equal[r["row"], r["text"], r["finished"], r["length"]].append(r)
+    assert all(r["scores"] == each[0]["scores"] for each in equal.values() for r in each)
+    assert any(len({r["policy"] for r in each}) == 2 for each in equal.values())
 
 
 def test_two_ranks_find_the_same(done, keys, tmp_path):
