@@ -241,7 +241,8 @@ def test_marks_are_special_in_the_run_alone(tmp_path):
         again = AutoTokenizer.from_pretrained(saved)
         text = "x<|tool_call|>\n{}<|end|> y<eos>"
         found = theirs(text)["input_ids"]
-        assert again(text)["input_ids"] == found and again.chat_control_tokens is None
+        assert again(text)["input_ids"] == found
+        assert getattr(again, "chat_control_tokens", None) is None  # before 5.23 it has none
         assert again.decode(found, skip_special_tokens=True) == "x<|tool_call|>\n{}<|end|>y"
         assert json.loads((saved / "tokenizer.json").read_text())["added_tokens"] == settings[
             "added_tokens"]
