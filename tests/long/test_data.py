@@ -110,12 +110,11 @@ def test_example(tmp_path):
     import transformers
 
     _, rows = made("example", tmp_path)
+    known = {str(row["prompt"]): row["answer"] for row in rows["prompts"]}
     for row in rows["prompts"] + rows["prompts_val"]:
         number = int(re.search(r"\d+", row["prompt"][0]["content"])[0])
         assert row["answer"] == ("no" if number % 2 else "yes")
-    asked = [{str(r["prompt"]) for r in rows[name]} for name in ("prompts", "prompts_val")]
-    assert list(map(len, asked)) == [20, 20] and not asked[0] & asked[1]
-    known = {str(row["prompt"]): row["answer"] for row in rows["prompts"]}
+    assert len(known) == 20 and not known.keys() & {str(r["prompt"]) for r in rows["prompts_val"]}
     right = [row["completion"][0]["content"] == known[str(row["prompt"])]
              for row in rows["demonstrations"]]
     assert sum(right) == 40 and len(right) == 60
@@ -124,9 +123,9 @@ def test_example(tmp_path):
     config = transformers.AutoModelForCausalLM.from_pretrained(folder).config
     assert config.vocab_size == len(tokenizer) == 261
     assert tokenizer.eos_token_id == config.eos_token_id
-    chat = tokenizer.apply_chat_template([dict(role="user", content="a")], tokenize=False,
+    said = tokenizer.apply_chat_template([dict(role="user", content="a")], tokenize=False,
                                          add_generation_prompt=True)
-    assert chat == "<|user|>a<eos><|assistant|>"
+    assert said == "<|user|>a<eos><|assistant|>"
 
 
 def reachable(numbers, target):

@@ -61,30 +61,6 @@ def drawn(rows, places):
     return [i for iteration in range(places // 7) for i in batch_rows(5, iteration, 7, rows)]
 
 
-@pytest.mark.parametrize("weights", [(1.0, 2.0), (0.7, 0.2, 0.1), (1.0, 1.0, 1.0, 1e-3)])
-def test_every_source_has_its_share_in_any_part(tmp_path, weights):
-    """
-    Up to an error of fewer rows than there are sources. And each source has epochs of its own: all
-    of its rows come once before one comes twice, in another order each time.
-    """
-    sizes = [3, 11, 5, 2][:len(weights)]
-    for n, size in enumerate(sizes):
-        jsonl(tmp_path / f"{n}.jsonl", [dict(prompt=f"{n} {i}") for i in range(size)])
-    rows = read_rows(",".join(f"{w}*{tmp_path}/{n}.jsonl" for n, w in enumerate(weights)),
-                     prompt_row)
-    assert len(rows) == sum(sizes)
-    seen = [rows[i]["prompt"].split() for i in drawn(rows, 700)]
-    for n, size in enumerate(sizes):
-        own = [i for source, i in seen if source == str(n)]
-        for end in range(0, 701, 35):
-            count = sum(source == str(n) for source, _ in seen[:end])
-            assert abs(count - end * weights[n] / sum(weights)) < len(weights)
-        for start in range(0, len(own) - size + 1, size):
-            assert len(set(own[start:start + size])) == size
-        orders = {tuple(own[i:i + size]) for i in range(0, len(own) - size + 1, size)}
-        assert len(orders) > 1 or len(own) < 8 * size
-
-
 def test_rows_that_are_dropped_leave_the_mix(tmp_path):
     """The other rows of their source take their places."""
     jsonl(tmp_path / "0.jsonl", [dict(prompt="long"), dict(prompt="a"), dict(prompt="b")])
