@@ -228,8 +228,7 @@ def test_tldr(world, tmp_path):
 def test_judges_of_the_toy(tmp_path):
     """Right and wrong answers, half and half; the digits say which is which."""
     task = tmp_path / "data" / "arithmetic"
-    shutil.copytree(f"{ROOT}/data/arithmetic", task, ignore=shutil.ignore_patterns("*.jsonl"))
-    shutil.copy(f"{ROOT}/data/byte_tokenizer.py", tmp_path / "data")
+    shutil.copytree(f"{ROOT}/data", task.parent, ignore=shutil.ignore_patterns("*.jsonl"))
     jsonl(task / "sft_train.jsonl", [dict(prompt=f"{a}+{2 * a}=") for a in range(100, 400)])
     result = Started(f"{task}/judge.py", ["--rows=400", "--so_far=0"], str(tmp_path),
                      before=lambda rank: sys.path.insert(0, str(task))).wait()

@@ -148,23 +148,17 @@ def test_the_reward_ends_in_time(capsys):
 # the form of LeetCode: its judge imports much of the standard library
 BODIES = [  # the method's arguments, its body; given [3, 1, 2] each gives 6
     ("a: List[int], b: Optional[Dict[str, Tuple[int, ...]]] = None", "return sum(a)"),
-    ("a", "d = defaultdict(int)\nfor x in a: d[0] += x\nreturn d[0]"),
-    ("a: Counter[int]", "return sum(Counter(a).elements()) + Counter([1])[2]"),
+    ("a: Counter[int]", "d = defaultdict(int)\nfor x in a: d[0] += x\nreturn d[0]"),
     ("a: 'Deque[int]'", "q = deque(a)\nq.append(q.popleft())\nreturn sum(q)"),
-    ("a", "return sum(collections.OrderedDict.fromkeys(a))"),
     ("a", "heapq.heapify(a)\nheappush(a, 9)\nreturn heapq.heappop(a) + 5"),
     ("a", "return math.gcd(*(6 * x for x in a)) if max(a) < inf else ceil(sqrt(35))"),
     ("a", "return bisect.bisect_left(sorted(a), 3) + bisect_right(sorted(a), 3) + 1"),
-    ("a", "@lru_cache(None)\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a))"),
-    ("a", "@cache\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a))"),
-    ("a", "return functools.reduce(operator.add, a)"),
-    ("a", "a.sort(key=cmp_to_key(lambda x, y: y - x))\nreturn 2 * a[0]"),
+    ("a", "@cache\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a)) * lru_cache(int)(1)"),
+    ("a", "a.sort(key=cmp_to_key(lambda x, y: y - x))\nreturn functools.reduce(operator.add, a)"),
     ("a", "return list(accumulate(a))[-1] + sum(0 for _ in itertools.pairwise(a))"),
     ("a", "return string.ascii_lowercase.index('g') + len(re.findall('[a-z]', str(a)))"),
-    ("a", "random.shuffle(a)\nreturn sum(a) * randint(1, 1)"),
-    ("a", "return (datetime.date(2024, 3, 2) - date(2024, 2, 25)).days"),
-    ("a", "return int(statistics.mean(deepcopy(a)) * 3)"),
-    ("a", "return min(sys.maxsize, sum(json.loads(json.dumps(a))))"),
+    ("a", "random.shuffle(a)\nreturn (datetime.date(2024, 3, 2) - date(2024, 2, 25)).days"),
+    ("a", "return int(statistics.mean(json.loads(json.dumps(deepcopy(a)))) * 3)"),
     ("a", "return pow(3, 2, 10) - pow(1, 5) - len(a) + 1 if open else 0"),  # the built-in pow
     ("a", "def f(n): return n and 1 + f(n - 1)\nreturn f(9000) // 1500"),
     ("a", "from heapq import heappop\nimport math as m\nreturn m.comb(4, 2)")]
