@@ -52,9 +52,9 @@ def test_a_run_goes_on_in_another_dtype(world, tmp_path):
     whole = well("sft.py", tmp_path / "whole", keys)
     assert run("sft.py", tmp_path, keys | dict(dtype="float32"),
                before=at(1, signal.SIGTERM)).codes == [0]
-    folder = tmp_path / "out" / "checkpoint-000001" / "policy"
-    assert os.listdir(folder) == ["model.safetensors"]
-    tensors = load_file(folder / "model.safetensors").values()
+    (folder,) = list_checkpoints(f"{tmp_path}/out")
+    assert os.listdir(f"{folder}/policy") == ["model.safetensors"]
+    tensors = load_file(f"{folder}/policy/model.safetensors").values()
     assert all(t.dtype == torch.float32 and 2 in t.shape for t in tensors)  # 2: the rank
     out = well("sft.py", tmp_path, keys)
     assert_one_line(run("sft.py", tmp_path, keys | dict(lora="3")), "sft.py", "lora = '2'")
