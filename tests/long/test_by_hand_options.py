@@ -4,7 +4,9 @@ ranks, with roles, or stopped and begun again. And runs whose keys are drawn: co
 nobody has thought.
 """
 import inspect
+import json
 import random
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -12,8 +14,10 @@ import by_hand
 import by_hand_options
 import pytest
 import test_by_hand
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_by_hand import GRPO, PAIRS, PPO, assert_agrees, files_of, folders_of
-from tiny import assert_stopped, at, run, well, write
+from tiny import assert_one_line, assert_stopped, at, jsonl, run, well, write
 
 DRAWN = 2  # runs with drawn keys of each script
 LAYOUTS = test_by_hand.LAYOUTS | {
@@ -173,3 +177,20 @@ def test_a_run_agrees_with_one_by_hand(world, tmp_path, name):
     by_hand.seen.clear()
     assert_agrees(out, *work_out(world, keys, script))
     assert not [branch for branch in branches if not by_hand.seen[branch]], by_hand.seen
+
+
+def test_a_row_too_long_for_a_teacher(world, tmp_path):
+    """Left out for the teacher alone, each row behind it would get the score of the next one."""
+    short = shutil.copytree(world.reward, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    with safe_open(short / "model.safetensors", "pt") as f:
+        weights = {name: f.get_tensor(name) for name in f.keys()}
+    table = "transformer.wpe.weight"
+    weights[table] = weights[table][:24].clone()
+    save_file(weights, short / "model.safetensors", metadata=dict(format="pt"))
+    (short / "config.json").write_text(json.dumps(config | dict(n_positions=24, n_ctx=24)))
+    rows = [dict(prompt="a" * n, chosen="b", rejected="c") for n in (40, 1, 2, 3, 4)]
+    keys = dict(init_from=world.policy, train_path=jsonl(tmp_path / "pairs.jsonl", rows),
+                teacher=short, max_iters=1, batch_size=2, device_type="cpu", too_long="drop")
+    assert_one_line(run("rm.py", tmp_path, keys), "rm.py", "short", "max_tokens=24")
+    well("rm.py", tmp_path, keys | dict(max_tokens=24))

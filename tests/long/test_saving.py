@@ -217,6 +217,7 @@ def test_marks_are_special_in_the_run_alone(tmp_path):
         again = AutoTokenizer.from_pretrained(saved)
         found = theirs("x<|tool_call|>\n{}<|end|> y<eos>")["input_ids"]
         assert again("x<|tool_call|>\n{}<|end|> y<eos>")["input_ids"] == found
+        assert getattr(again, "chat_control_tokens", None) is None  # before 5.23 it has none
         assert again.decode(found, skip_special_tokens=True) == "x<|tool_call|>\n{}<|end|>y"
         assert json.loads((saved / "tokenizer.json").read_text())["added_tokens"] == settings[
             "added_tokens"]
