@@ -18,7 +18,8 @@ from byte_tokenizer import write_byte_tokenizer
 from tiny import MARKERS, ROOT, Started, jsonl, read_jsonl, typed, write
 
 with open(f"{ROOT}/docs/diagnosis.md", encoding="utf-8") as page:
-    ROWS = dict(re.findall(r"^\| (.+?) \| (`.+) \|$", page.read().partition("## The runs")[2], re.M))
+    TABLE = page.read().partition("## The runs")[2]
+ROWS = dict(re.findall(r"^\| (.+?) \| (`.+) \|$", TABLE, re.MULTILINE))
 CLAIM = re.compile(r"`([\w/]+)(?:\[(-?\d+)\])?` ([<>=]) (-?[\d.]+(?:e-?\d+)?)")
 REWARDS = """
 import random
@@ -38,7 +39,7 @@ def two(batch):  # one answer for all prompts
 # in float64 other machines, which round otherwise, sample the same texts
 KEYS = dict(device_type="cpu", dtype="float64", policy_path="sft/policy", eval_interval=100,
             prompts_path="rl.jsonl", eval_path="rl.jsonl", eval_size=0, batch_size=64,
-            micro_batch_size=64, max_new_tokens=12, temperature=1.0, kl_coef=0.05, max_iters=5,
+            micro_batch_size=64, max_new_tokens=12, temperature=1.0, kl_coef=0.05, max_iters=4,
             learning_rate=3e-3, lr_decay="constant", missing_eos_penalty=0.0, num_minibatches=2,
             reward_functions="accuracy", checkpoint_interval=0)
 PPO = KEYS | dict(script="ppo.py", value_init="policy", ppo_epochs=2)
@@ -74,7 +75,7 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
 def toy(tmp_path_factory):
     """The folder of the small toy's data, rewards and SFT model."""
     folder, drawn = str(tmp_path_factory.mktemp("toy")), random.Random(0)
-    transformers.GPT2LMHeadModel, transformers.GPT2ForSequenceClassification  # imported once
+    assert transformers.GPT2LMHeadModel  # imported once, before the forks
     write_byte_tokenizer(f"{folder}/tokenizer", MARKERS)
     write(f"{folder}/mine.py", REWARDS)
     rows = jsonl(f"{folder}/rl.jsonl", [dict(prompt=f"{a}+{b}=", answer=str(a + b))
