@@ -57,8 +57,8 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "a reward for one answer to all prompts": (
         GRPO | dict(reward_functions="mine.py:two", learning_rate=1e-2, kl_coef=1e-9), None),
     "`kl_coef` = 100": (PPO | dict(kl_coef=100.0), None),
-    "a penalty of the wrong sign": (
-        PPO, ("ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl")),
+    "a penalty of the wrong sign, `kl_coef` = 0.3": (PPO | dict(kl_coef=0.3), (
+        "ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl")),
     "`value_learning_rate` = 1e-9": (PPO | dict(value_learning_rate=1e-9), None),
     "`cliprange` = 0.002": (PPO | dict(cliprange=0.002), None),
     "old log-probs of now": (GRPO, (
