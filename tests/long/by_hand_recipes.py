@@ -70,7 +70,7 @@ def from_the_teacher(c, groups):
 def losses_of_tokens(c, models, r, weight):
     """by_hand.grpo_losses, where each token has its own advantage."""
     logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature)
-    total, figures = 0.0, []
+    total, figures = 0.0 * sum(logprobs), []  # a tensor, even where all tokens are clipped
     for logprob, old, reference, advantage in zip(
             logprobs, r.old, r.reference, r.advantages, strict=True):
         loss, bound = clipped_surrogate(
