@@ -6,11 +6,12 @@ import torch
 
 import by_hand
 from by_hand import decode, encode, flat, mean, seen
-from test_by_hand import GRPO
+from test_by_hand import GRPO, PPO
 from tiny import PROMPTS
 
 clipped_surrogate, grpo_update = by_hand.clipped_surrogate, by_hand.grpo_update
 models_of, summary = by_hand.models_of, by_hand.summary
+judge = by_hand.judge
 prompts_of, minibatches_of = by_hand.prompts_of, by_hand.minibatches_of
 find_group_advantages, grpo_losses = by_hand.find_group_advantages, by_hand.grpo_losses
 
@@ -120,6 +121,19 @@ def losses_by_prompt(c, models, r, weight):
     return grpo_losses(c, models, r, 1 / tokens / len({x.group for x in c.rows}))
 
 
+def two_teachers(c):
+    models = models_of(c)
+    models.reference, c.second = map(by_hand.language_model, c.ref_path.split(","))
+    return models
+
+
+def judged_by_two(c, models, row, r):
+    r = judge(c, models, row, r)
+    second, _ = by_hand.logprobs_of(c.second, r.prompt, r.response, c.temperature)
+    r.reference = [(p + q.item()) / 2 for p, q in zip(r.reference, second, strict=True)]
+    return r
+
+
 # diffs, texts that are changed in them, script, keys, functions by hand, branches -----------------
 
 CASES = {
@@ -135,6 +149,10 @@ CASES = {
         dict(prompts_of=unsolved_prompts, find_group_advantages=without_flat_groups,
              minibatches_of=noted_minibatches, grpo_losses=losses_by_prompt),
         ["weight", "flat group", "replaced"]),
+    "several teachers": (
+        ["Several teachers"], [], "ppo", PPO | dict(
+            ref_path="teachers", value_init="policy", kl_coef=1.0, gamma=0.0, lam=0.0, max_iters=3,
+            mix=[(1.0, "letters")]), dict(models_of=two_teachers, judge=judged_by_two), ["below"]),
     # prompts of odd length have a demonstration, their answer
     "self_distillation": (
         ["self_distillation"],

@@ -303,10 +303,11 @@ CASES |= by_hand_recipes.CASES
 
 @pytest.fixture(scope="module")
 def world(world, tmp_path_factory):
-    """tiny's world, and an environment."""
+    """tiny's world, an environment, and two teachers."""
     file = write(tmp_path_factory.mktemp("environment") / "environment.py",
                  inspect.getsource(by_hand_options.answered))
-    return SimpleNamespace(**vars(world) | dict(environment=file))
+    return SimpleNamespace(**vars(world) | dict(
+        environment=file, teachers=f"{world.older},{world.policy}"))
 
 
 @pytest.mark.parametrize("name", CASES)
