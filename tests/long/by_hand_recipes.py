@@ -151,8 +151,9 @@ CASES = {
         ["weight", "flat group", "replaced"]),
     "several teachers": (
         ["Several teachers"], [], "ppo", PPO | dict(
-            ref_path="teachers", value_init="policy", kl_coef=1.0, gamma=0.0, lam=0.0, max_iters=3,
-            mix=[(1.0, "letters")]), dict(models_of=two_teachers, judge=judged_by_two), ["below"]),
+            ref_path="older policy", value_init="policy", kl_coef=1.0, gamma=0.0, lam=0.0,
+            max_iters=3, mix=[(1.0, "letters")]),
+        dict(models_of=two_teachers, judge=judged_by_two), ["below"]),
     # prompts of odd length have a demonstration, their answer
     "self_distillation": (
         ["self_distillation"],
