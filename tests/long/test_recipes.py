@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import by_hand
+import by_hand_recipes
 import test_by_hand
 import test_by_hand_options as with_options
 from by_hand import flat, is_flat, mean, seen
@@ -294,6 +295,7 @@ CASES = {
             batch_size=8, group_size=4, max_new_tokens=14, seed=1),
         dict(find_group_advantages=by_turns, grpo_losses=losses_of_turns),
         ["alone", "turn 1", "no end"])}
+CASES |= by_hand_recipes.CASES
 
 
 world = with_options.world  # a fixture: tiny's world, and an environment
@@ -303,6 +305,8 @@ world = with_options.world  # a fixture: tiny's world, and an environment
 def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
     """A run on two ranks, of which one is killed in iteration 2, and the same command again."""
     diffs, numbers, script, keys, functions, branches = CASES[name]
+    if "ref_path" in keys:
+        keys = keys | dict(ref_path=",".join(getattr(world, x) for x in keys["ref_path"].split()))
     how = with_options if "turns" in keys else test_by_hand
     mine, folder = fork(f"{tmp_path}/fork", diffs, numbers), f"{tmp_path}/run"
     also = [wrong_sampler] if {"masked_importance", "deepseek_v32"} & {*diffs} else []
