@@ -16,7 +16,7 @@ import os
 import re
 from itertools import islice
 
-from checkpoint import read_json, write_json
+from configurator import read_json, write_json
 from errors import BadInput, first_line, shorten
 
 MARK = "\x01"  # a character that SentencePiece never joins with the next ones
@@ -30,11 +30,10 @@ def load_tokenizer(path, system):
         from options.tiktoken_files import read
 
         return Tokenizer(read(path), path, system)
-    while os.path.isfile(os.path.join(path, "adapter_config.json")) and not glob.glob(
-            os.path.join(glob.escape(path), "tokenizer*")):
-        from options.lora import base_of
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import lowest_base
 
-        path = base_of(path)
+        path = lowest_base(path, unless="tokenizer*")
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()

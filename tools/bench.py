@@ -33,14 +33,14 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 
 import torch  # noqa: E402
 
-from errors import Stop  # noqa: E402
+from errors import BadInput, Stop  # noqa: E402
 from load import auto_class, autocast, dtypes, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rollout import decoding_copy, generate  # noqa: E402
 from run import make_optimizer  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
-work = "sampling,ppo,grpo"  # to be measured: these, or some of them; also update
+work = "sampling,ppo,grpo"  # to be measured: these, or some of them, or update
 d_model = 256  # width of the Llama [2..100000]
 n_layer = 4  # its layers [1..10000]
 n_head = 4  # its attention heads [1..10000]
@@ -200,21 +200,16 @@ def update(folder, system, b, T, repeats):
     return statistics.median(seconds), 6 * weights * b * T, sorted(took, reverse=True)[:10]
 
 
-def limits(system):
-    """What the device reaches: bytes a second in a copy, operations a second in a product."""
-    device = choose_device(system.device_type)
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.ones(n, n, device=device, dtype=dtypes(system)[1] or dtypes(system)[0])
-
-    def seconds(work):
+def bandwidth(device):
+    """Bytes a second that the device reads and writes in a copy."""
+    a, seconds = torch.ones(2**28 if device.type == "cuda" else 2**22, device=device), []
+    for _ in range(5):
         began = time.perf_counter()
         for _ in range(10):
-            x = work()
-        x[0, 0].item()  # waits for the device
-        return (time.perf_counter() - began) / 10
-
-    return (2 * a.nbytes / min(seconds(a.clone) for _ in range(5)),
-            2 * n**3 / min(seconds(lambda: a @ a) for _ in range(5)))
+            b = a.clone()
+        b[0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return 20 * a.nbytes / min(seconds)
 
 
 def iterations(script, folder, keys):
@@ -250,10 +245,16 @@ def iterations(script, folder, keys):
 
 
 if __name__ == "__main__":
+    if not set(work.split(",")) <= {"sampling", "update", "ppo", "grpo"}:
+        raise BadInput(f"work = {work!r}: wanted sampling,update,ppo,grpo or some of them")
+    if d_model % (2 * n_head) or n_head % n_kv_head:
+        raise BadInput(f"d_model = {d_model}, n_head = {n_head}, n_kv_head = {n_kv_head}: each "
+                       "must be a multiple of the next, d_model an even one")
+    if not all("=" in pair for pair in run_keys.split(",") if pair):
+        raise BadInput(f"run_keys = {run_keys!r}: wanted key=value, with commas between several")
     print(f"{choose_device(system.device_type).type}, {torch.get_num_threads()} CPU threads, torch "
           f"{torch.__version__}; {batch_size} responses of up to {max_new_tokens} tokens to "
           f"prompts of {prompt_length}")
-    limit = limits(system)
     with tempfile.TemporaryDirectory() as folder:
         sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
                      num_hidden_layers=n_layer, num_attention_heads=n_head,
@@ -268,15 +269,14 @@ if __name__ == "__main__":
                 print(f"  {name}: {seconds:.3f} s, "
                       f"{statistics.median(n / s for s, n in runs):.0f} tokens/s", flush=True)
                 if lengths == "full":
-                    share = size * max_new_tokens / seconds / limit[0]
-                    print(f"    {1000 * seconds / max_new_tokens:.3f} ms a step, {share:.0%} of "
-                          f"{limit[0] / 1e9:.0f} GB/s in a copy", flush=True)
+                    step = seconds / max_new_tokens
+                    print(f"    {1000 * step:.3f} ms a step, {size / step / 1e9:.0f} GB/s; a copy "
+                          f"has {bandwidth(choose_device(system.device_type)) / 1e9:.0f}")
         if "update" in work:
             seconds, flops, longest = update(
                 folder, system, micro_batch_size, prompt_length + max_new_tokens, repeats)
             print(f"  update: {seconds:.3f} s, {flops / seconds / 1e12:.2f} TFLOP/s in products "
-                  f"with weights, {flops / seconds / limit[1]:.0%} of "
-                  f"{limit[1] / 1e12:.2f} in a large product")
+                  "with weights")
             for took, name in longest:
                 print(f"    {1000 * took:.2f} ms {name[:80]}", flush=True)
         for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:

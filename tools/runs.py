@@ -3,9 +3,10 @@ Reads the folder of a run: its keys in config.json, its records in log.jsonl, it
 """
 import json
 import os
+import sys
 
-from checkpoint import read_json
-from errors import BadInput
+from configurator import read_json
+from errors import BadInput, report_error
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
@@ -23,11 +24,15 @@ def as_in_run(argv, key, default, keys):
     with commas between several; default: its default. keys: {key of the tool: of the run}. Of
     several runs the first one that sets a key counts.
     """
+    sys.excepthook = report_error  # configure, which does that, comes later
     typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
     taken = {}
     for path in typed.get(key, default).split(","):
         file = os.path.join(os.path.dirname(os.path.realpath(path.strip())), "config.json")
-        run = read_json(file) if os.path.isfile(file) else {}
+        try:
+            run = read_json(file) if os.path.isfile(file) else {}
+        except ValueError as e:
+            raise BadInput(f"{file} is damaged ({e}); type another --{key}") from e
         if "out_dir" in run:  # else it is not of a run
             taken = {name: run[theirs] for name, theirs in keys.items() if run.get(theirs)} | taken
     asked = taken | typed
@@ -53,7 +58,7 @@ def read_records(file):
     """
     if not os.path.isfile(file):
         raise BadInput(f"{file}: no such file; give the folder of a run that has logged something")
-    with open(file, encoding="utf-8") as f:
+    with open(file, encoding="utf-8", errors="replace") as f:
         lines = [line for line in f if line.endswith("\n")]
     records = []
     for number, line in enumerate(lines, 1):
