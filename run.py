@@ -50,7 +50,7 @@ def make_optimizer(model, name, system, lr, betas, eps):
     if of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
 
-        kind, settings = other_optimizer(system, name, lr, betas, eps)
+        kind, settings = other_optimizer(model, system, name, lr, betas, eps)
     if system.zero_stage or system.offload:
         from options.shards import optimizer_of
 

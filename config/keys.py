@@ -52,8 +52,9 @@ head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch
 zero_stage = ""  # * ZeRO's stages, how much the ranks split: 0, 1, 2 or 3
 offload = ""  # to the CPU's memory: none, optimizer or params (of frozen or sharded models)
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
-# adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'
-optim = "adamw"  # adamw, adamw8bit or adafactor
+# adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'; muon is for
+# the layers' matrices, with adamw for the rest
+optim = "adamw"  # adamw, adamw8bit, adafactor or muon
 quantize = "none"  # 4bit: the frozen model under lora, by bitsandbytes [none | 4bit]
 weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 

@@ -1,12 +1,15 @@
 """
-The key optim: Adafactor, which keeps a sum a row and a column for each matrix, and AdamW with
-states in 8 bits, by the package bitsandbytes.
+The key optim: Adafactor, which keeps a sum a row and a column for each matrix; AdamW with states in
+8 bits, by the package bitsandbytes; and Muon for matrices.
 
 torchao (0.18) has 8 bits, too: as many bytes, steps as close to those of fp32. But it compiles for
 each shape of matrix (5 to 14 seconds of a core, and a C++ compiler must be there), safetensors does
 not take its states, and a shard has 8 bits only if its numbers are a multiple of 256: so another
 rank may have the rest of the matrix in 32 bits, and a checkpoint cannot put the two together.
 """
+import functools
+from collections import defaultdict
+
 import torch
 
 from configurator import of_model
@@ -18,19 +21,19 @@ from errors import BadInput
 FLOOR = 2.0**20
 
 
-def other_optimizer(system, name, lr, betas, eps):
+def other_optimizer(model, system, name, lr, betas, eps):
     """
-    (class, its settings) of adafactor or adamw8bit, by the key optim for the model `name`.
+    (class, its settings) of adafactor, adamw8bit or muon, by the key optim for the model `name`.
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
     AdamW's alone.
     """
     kind = of_model(system.optim, name)
-    if kind not in ("adafactor", "adamw8bit"):
-        raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor or adamw8bit, for all "
-                       "models or as policy=adafactor,value=adamw")
-    most = dict(adamw8bit=0, adafactor=1)[kind]
+    if kind not in ("adafactor", "adamw8bit", "muon"):
+        raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit or muon, for "
+                       "all models or as policy=adafactor,value=adamw")
+    most = dict(adamw8bit=0, adafactor=1, muon=0)[kind]
     if int(of_model(system.zero_stage, name) or 0) > most or of_model(
             system.offload, name) not in ("", "none"):
         raise BadInput(f"optim: {kind} needs whole matrices on the GPU, so {name} can be at stage "
@@ -40,6 +43,11 @@ def other_optimizer(system, name, lr, betas, eps):
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
         return Adafactor, dict(lr=lr, weight_decay=system.weight_decay * FLOOR,
                                eps=(1e-15, FLOOR), foreach=False)
+    if kind == "muon":
+        head = model.hf.get_output_embeddings()
+        apart = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        return functools.partial(Muon, {*apart, getattr(head, "weight", None)}), dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as e:
@@ -57,3 +65,28 @@ class Adafactor(torch.optim.Adafactor):
         super().step()
         for group in self.param_groups:
             group["lr"] *= FLOOR
+
+
+class Muon:
+    """
+    torch's Muon (Jordan, kellerjordan.github.io/posts/muon, 2024) for the matrices, AdamW for all
+    else: embeddings and heads (apart), vectors, a mixture's experts. A step of Muon is the momentum
+    with all its singular values near 1, times 0.2 * sqrt(longer side): about the size of AdamW's,
+    so a learning rate means the same for both (arXiv 2502.16982, section 2.2). betas: AdamW's.
+    """
+
+    def __init__(self, apart, groups, lr, betas, eps, weight_decay):
+        whole, rest = ([group | dict(params=[p for p in group["params"] if (
+            p.dim() == 2 and min(p.shape) > 1 and p not in apart) == is_matrix])
+            for group in groups] for is_matrix in (True, False))
+        common = dict(lr=lr, weight_decay=weight_decay)
+        self.parts = [torch.optim.Muon(whole, adjust_lr_fn="match_rms_adamw", **common),
+                      torch.optim.AdamW(rest, betas=betas, eps=eps, **common)]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.state = defaultdict(dict)  # of each parameter, as in torch's optimizers
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self):
+        for part in self.parts:
+            part.step()

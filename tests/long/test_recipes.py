@@ -22,6 +22,7 @@ import torch
 
 import by_hand
 import by_hand_options
+import by_hand_recipes
 import test_by_hand
 import test_by_hand_options as with_options
 from by_hand import flat, is_flat, mean, seen
@@ -297,6 +298,7 @@ CASES = {
             batch_size=8, group_size=4, max_new_tokens=14, seed=1),
         dict(find_group_advantages=by_turns, grpo_losses=losses_of_turns),
         ["alone", "turn 1", "no end"])}
+CASES |= by_hand_recipes.CASES
 
 
 @pytest.fixture(scope="module")

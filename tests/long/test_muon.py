@@ -1,0 +1,83 @@
+"""The key optim=muon: its steps by hand; runs that resume, and on two ranks; what is refused."""
+import math
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+import transformers
+from model import Model
+from run import make_optimizer
+from tiny import keys_of
+
+
+def nearly_orthogonal(G):
+    """Newton and Schulz (kellerjordan.github.io/posts/muon): singular values go to about 1."""
+    X = G / math.sqrt(sum(x**2 for x in G.flatten().tolist()))
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X - 4.7750 * A @ X + 2.0315 * A @ A @ X
+    return X
+
+
+def muon_by_hand(W, gradients, lr, decay):
+    M = torch.zeros_like(W)
+    for G in gradients:
+        M = 0.95 * M + 0.05 * G
+        step = nearly_orthogonal(0.05 * G + 0.95 * M)  # Nesterov: M as it will be after one more G
+        W = (1 - lr * decay) * W - lr * 0.2 * math.sqrt(max(W.shape)) * step
+    return W
+
+
+def adamw_by_hand(W, gradients, lr, decay):
+    m, v = torch.zeros_like(W), torch.zeros_like(W)
+    for t, G in enumerate(gradients, 1):
+        m, v = 0.8 * m + 0.2 * G, 0.9 * v + 0.1 * G**2
+        W = (1 - lr * decay) * W - lr * m / (1 - 0.8**t) / ((v / (1 - 0.9**t)).sqrt() + 1e-5)
+    return W
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_steps_by_hand(monkeypatch, scalar):
+    """torch iterates in 16 bits; here in 64, to see all digits."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=6, n_positions=4,
+                                     num_labels=1, tie_word_embeddings=False)
+    auto = (transformers.AutoModelForSequenceClassification if scalar else
+            transformers.AutoModelForCausalLM)
+    model = Model(auto.from_config(config).double(), "scalar" if scalar else "lm")
+    system = SimpleNamespace(optim="muon", zero_stage="", offload="", weight_decay=0.3)
+    optimizer = make_optimizer(model, "policy", system, 1.0, (0.8, 0.9), 1e-5)
+    drawn = torch.Generator().manual_seed(0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = [{name: torch.randn(p.shape, generator=drawn, dtype=torch.float64)
+                  for name, p in before.items()} for _ in range(3)]
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2  # as a run sets it
+    for each in gradients:
+        for name, p in model.named_parameters():
+            p.grad = each[name]
+        optimizer.step()
+    kinds = set()
+    for name, p in model.named_parameters():
+        is_matrix = ".h." in name and p.dim() == 2  # of a layer: no embedding, no head
+        by_hand = muon_by_hand if is_matrix else adamw_by_hand
+        wanted = by_hand(before[name], [g[name] for g in gradients], 1e-2, 0.3 * (p.dim() > 1))
+        assert (p - wanted).abs().max() < 1e-9, name
+        kinds.add((is_matrix, p.dim()))
+    assert kinds == {(True, 2), (False, 2), (False, 1)}
+
+
+def test_a_run_resumes_to_the_same_bits_and_two_ranks_are_as_one(world, tmp_path):
+    keys = keys_of(world, "grpo.py", optim="muon", checkpoint_interval=1, weight_decay=0.1)
+    whole = tiny.well("grpo.py", tmp_path / "whole", keys)
+    tiny.run("grpo.py", tmp_path / "killed", keys, before=tiny.at(2, 9))
+    tiny.assert_same_run(whole, tiny.well("grpo.py", tmp_path / "killed", keys))
+    tiny.assert_same_run(whole, tiny.well("grpo.py", tmp_path / "two", keys, ranks=2),
+                         tolerance=1e-9)
+
+
+@pytest.mark.parametrize("keys", [dict(zero_stage="1"), dict(offload="optimizer")])
+def test_what_it_does_not_go_with(world, tmp_path, keys):
+    keys = keys_of(world, "sft.py", optim="muon") | keys
+    tiny.assert_one_line(tiny.run("sft.py", tmp_path, keys), "sft.py", "muon", "policy", "stage 0")
