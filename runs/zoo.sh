@@ -6,4 +6,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS=1
 [ -e data/arithmetic/rl_val.jsonl ] || step data/arithmetic/prepare.py
+[ -e data/arithmetic/sft_hints.jsonl ] || step data/arithmetic/hints.py
 step runs/zoo/zoo.py "$@"

@@ -1,6 +1,7 @@
 """
 The zoo of runs/zoo.sh: it runs each row with each seed, judges the policies, and writes the page
 and the picture. What has ended is not run again; to make a row anew, delete out/zoo/SEED/ROW.
+After Ctrl-C it waits for the two runs of now.
 """
 import glob
 import math
@@ -48,6 +49,8 @@ FIRST = """
 sft              | sft.py config/arithmetic_sft.py
 rm               | PAIRS && RM
 rm_lora          | RM --lora=16 --learning_rate=2e-3 --max_iters=150
+hints            | sft.py config/arithmetic_sft.py --context=128 --batch_size=64 \
+--train_path=data/arithmetic/sft_train.jsonl,0.5*data/arithmetic/sft_hints.jsonl
 """  # once for each seed
 # row            | command < a diff of recipes/, or the block of docs/algorithms.md behind this name
 ROWS = """
@@ -68,11 +71,14 @@ cispo            | GRPO config/cispo.py --num_minibatches=4
 rloo             | GRPO config/rloo.py
 reinforce++      | GRPO --kl_estimator=k2 < REINFORCE++
 maxrl            | GRPO --reward_functions=accuracy < MaxRL
+sapo             | GRPO --num_minibatches=4 < SAPO
 distill          | PPO config/arithmetic_distill.py --ref_path=@/ppo/policy
+self_distill     | GRPO --policy_path=@/hints/policy --ref_path=@/hints/policy --kl_in=reward \
+--kl_estimator=k1 --kl_coef=1 < recipes/self_distillation.diff
 """
 CURVES = "ppo", "ppo_one_trunk", "reinforce", "grpo", "dapo", "cispo", "rloo", "maxrl", "distill"
 COLUMNS = {  # title: (figure, format)
-    "greedy (%)": ("greedy", ".1f"), "sampled (%)": ("sampled", ".1f"), "KL": ("kl", ".2f"),
+    "greedy": ("greedy", ".1%"), "sampled": ("sampled", ".1%"), "KL": ("kl", ".2f"),
     "entropy": ("entropy", ".2f"), "length": ("length", ".1f"), "CPU s": ("seconds", ".0f"),
     "MiB": ("mib", ".0f")}
 

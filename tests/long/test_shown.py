@@ -19,11 +19,11 @@ def copy(world, tmp_path):
         shutil.copytree(f"{ROOT}/{folder}", tmp_path / folder,
                         ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
     sums = [dict(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(20)]
-    for part in ("train", "val"):
-        jsonl(tmp_path / f"data/arithmetic/rl_{part}.jsonl", sums)
+    for name in ("rl_train", "rl_val", "sft_hints"):
+        jsonl(tmp_path / f"data/arithmetic/{name}.jsonl", sums)
     for place in ("zoo", "speedrun"):
         shutil.copytree(world.policy, tmp_path / f"out/{place}/1/sft/policy")
-    for row in ("sft", "rm", "rm_lora"):  # as if they had been made
+    for row in ("sft", "rm", "rm_lora", "hints"):  # as if they had been made
         os.makedirs(tmp_path / f"out/zoo/1/{row}", exist_ok=True)
         write(tmp_path / f"out/zoo/1/{row}/cost.json", '{"seconds": 1, "mib": 2}')
     return tmp_path
@@ -38,15 +38,18 @@ def bash(folder, *command, **environment):
 def test_two_rows_of_the_zoo(copy):
     """One of them by a diff; the table has their figures, and those of the start."""
     keys = "--max_iters=1 --batch_size=8 --max_new_tokens=4 --reward_functions=length"
-    code, said = bash(copy, "runs/zoo.sh", "--seeds=1", "--rows=grpo,reinforce++", f"--more={keys}")
+    code, said = bash(copy, "runs/zoo.sh", "--seeds=1", "--rows=grpo,reinforce++",
+                      f"--more={keys} --learning_rate=1e-2")
     assert code == 0, said
     page = open(copy / "out/zoo/zoo.md", encoding="utf-8").read()
-    rows = {cells[0]: [float(x) for x in cells[2:]] for cells in (
+    rows = {cells[0]: [float(x.strip("%")) for x in cells[2:]] for cells in (
         line.strip("| ").split(" | ") for line in page.splitlines()
         if re.match(r"\| (sft|grpo|reinforce)", line))}
     assert list(rows) == ["sft", "grpo", "reinforce++"], page
-    assert rows["sft"][5:] == [1, 2] and abs(rows["sft"][2]) < 0.005  # its KL to itself
-    assert rows["grpo"][2] > 0 and rows["grpo"][:5] != rows["reinforce++"][:5]
+    assert rows["sft"][2] == 0 and rows["sft"][5:] == [1, 2]  # the KL to itself; cost.json
+    assert rows["grpo"][2] > 0 and rows["reinforce++"][2] > 0
+    pages = [open(f"{copy}/{code}grpo.py").read() for code in ("", "out/zoo/code/REINFORCE++/")]
+    assert ["of the whole batch" in page for page in pages] == [False, True]
     assert len(read_jsonl(copy / "out/zoo/1/grpo/log.jsonl")) == 2
     assert os.path.exists(copy / "out/zoo/zoo.png")
 
