@@ -16,12 +16,8 @@ read -ra run <<< "${RUN:-grpo.py config/speedrun.py}"
 TIMEFORMAT="%R s, %U + %S s of CPU"
 { time step "${run[@]}" --policy_path="$at/sft/policy" --out_dir="$at/run" --seed="$seed" 2>&3; } \
     3>&2 2> "$at/clock"
-"$PYTHON" - "$at/run/log.jsonl" "$(tail -n 1 "$at/clock")" "${TARGET:-95}" <<'END'
-import json
-import sys
-
-with open(sys.argv[1], encoding="utf-8") as f:
-    found = 100 * [record for line in f if "eval/accuracy" in (record := json.loads(line))][-1]["eval/accuracy"]
-print(f"\n{found:.1f} % in {sys.argv[2]}: {'reached' if found >= float(sys.argv[3]) else 'MISSED'}")
-sys.exit(found < float(sys.argv[3]))
-END
+found=$(grep -o '"eval/accuracy": [0-9.]*' "$at/run/log.jsonl" | tail -n 1 | cut -d " " -f 2)
+awk -v found="$found" -v wanted="${TARGET:-0.95}" -v clock="$(tail -n 1 "$at/clock")" 'BEGIN {
+    printf "\n%.1f %% in %s: %s\n", 100 * found, clock, found < wanted ? "MISSED" : "reached"
+    exit found < wanted
+}'
