@@ -36,11 +36,12 @@ more = ""  # to try the rows: keys behind those of each script, as "--max_iters=
 out = "out/zoo"  # all runs; the page is docs/zoo.md, of some rows or with more keys OUT/zoo.md
 config, system = configure(globals(), "config/keys.py")
 # --------------------------------------------------------------------------------------------------
-# Commands; @ is the folder of the seed. 20 iterations of 256 are 5,120 responses
+# Commands; @ is the folder of the seed. 20 iterations of 256 are 5,120 responses; for GRPO half as
+# many as its config has, so the learning rate is larger
 WORDS = {
     "PPO": "ppo.py config/arithmetic_ppo.py --policy_path=@/sft/policy --eval_path=",
     "GRPO": "grpo.py config/arithmetic_grpo.py --policy_path=@/sft/policy --eval_path= "
-            "--max_iters=20",
+            "--max_iters=20 --learning_rate=5e-4",
     "MODEL": "--reward_path=@/rm/reward_model",
     "PAIRS": "data/arithmetic/pairs.py --policy_path=@/sft/policy --prompts_path=@/rl_train.jsonl",
     "RM": "rm.py config/arithmetic_rm.py --init_from=@/sft/policy "
