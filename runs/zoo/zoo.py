@@ -79,7 +79,7 @@ self_distill     | GRPO --policy_path=@/hints/policy --ref_path=@/hints/policy -
 """
 CURVES = "ppo", "ppo_one_trunk", "reinforce", "grpo", "dapo", "cispo", "rloo", "maxrl", "distill"
 COLUMNS = {  # title: (figure, format)
-    "greedy": ("greedy", ".1%"), "sampled": ("sampled", ".1%"), "KL": ("kl", ".2f"),
+    "greedy": ("greedy", ".1%"), "sampled": ("sampled", ".1%"), "KL": ("kl", "z.2f"),
     "entropy": ("entropy", ".2f"), "length": ("length", ".1f"), "CPU s": ("seconds", ".0f"),
     "MiB": ("mib", ".0f")}
 
