@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
+from configurator import read_json, write_json
 from errors import BadInput, Stop, say
 from parallel import alone
 
@@ -76,6 +77,8 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
     folder, state = find_checkpoint(out_dir)
     log = os.path.join(out_dir, "log.jsonl")
     if folder or os.path.exists(log) and os.path.getsize(log):  # else there is nothing to lose
+        if before.get("script", config["script"]) != config["script"]:
+            raise BadInput(f"{out_dir} holds a run of {before['script']}; choose another --out_dir")
         for key in must_match:
             if (before.get(key) or "") != (config.get(key) or ""):
                 raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
@@ -373,18 +376,6 @@ def sync(path):
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def read_json(path):
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
-
-
-def write_json(path, value):
-    """Replace a JSON file as a whole: another rank never reads a half-written file."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=2)
-    os.replace(path + ".tmp", path)
 
 
 def hashes(folder):

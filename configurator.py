@@ -13,12 +13,14 @@ default and its comment; a * in a comment: most runs set this key. The brackets 
 comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
 begins as "with tools: " is of a key that has no effect unless the key tools is set, too.
 
-config/keys.py has the keys that all scripts share. They become attributes of `system`.
+config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
+configuration is kept as JSON (read_json, write_json).
 
 This file is imported before torch, whose libraries read the two settings below when they start.
 """
 import ast
 import difflib
+import json
 import os
 import re
 import shlex
@@ -55,8 +57,8 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     keys, beside this one. until: a shared key; it and the keys below it are other scripts' and keep
     their defaults. defaults: the script's own defaults of shared keys.
 
-    Returns the final configuration as a dict, and the shared keys as attributes of a namespace.
-    Raises BadInput.
+    Returns the final configuration as a dict, with the script's name as "script", and the shared
+    keys as attributes of a namespace. Raises BadInput.
     """
     sys.excepthook = report_error
     script = script_globals["__file__"]
@@ -77,7 +79,8 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
         sys.exit(0)
 
     overrides = read_arguments(keys, argv)
-    config = {name: key.default for name, key in keys.items()}
+    config = {name: key.default for name, key in keys.items()} | dict(
+        script=os.path.basename(script))
     config |= {name: value for name, (value, _) in overrides.items()}
     for name, (value, where) in overrides.items():
         beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
@@ -284,3 +287,19 @@ def print_help(script, doc, keys):
         comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line
         line = f"    {f'{name} = {key.default!r}':<30}  {comment}"
         print(textwrap.fill(line, 100, subsequent_indent=" " * 36))
+
+
+# -------------------------------------------------------------------------------------------------
+# settings in JSON files: of runs, and of transformers' models and tokenizers
+
+
+def read_json(path):
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def write_json(path, value):
+    """Replace a JSON file as a whole: another rank never reads a half-written file."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2)
+    os.replace(path + ".tmp", path)

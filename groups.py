@@ -66,6 +66,13 @@ def flat_groups(scores, group_size):
     return lowest >= groups.masked_fill(none, -torch.inf).amax(1)
 
 
+def summarize_groups(scores, flat):
+    """Figures for the log: the deviation of all scores (B,) that are not NaN; how many are flat."""
+    known = scores[~scores.isnan()]
+    return {"objective/score_std": known.std().item() if len(known) > 1 else 0.0,
+            "objective/flat_groups": flat.double().mean().item()}
+
+
 def gspo_log_ratio(log_ratio, response_mask):
     """
     GSPO (arXiv 2507.18071, equation 7): the log of one ratio for the whole response, the geometric

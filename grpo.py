@@ -30,7 +30,7 @@ are in groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLO
 config/dapo.py and its neighbours.
 """
 from configurator import configure  # first: it must be imported before torch
-from errors import BadInput, say
+from errors import say
 
 from functools import partial
 
@@ -38,7 +38,8 @@ import torch
 
 import parallel
 import ranks
-from groups import flat_groups, group_advantages, gspo_log_ratio, token_weights
+from groups import (flat_groups, group_advantages, gspo_log_ratio, summarize_groups,
+                    token_weights)
 from load import autocast, load_policy, load_ref_policy, load_reward_model
 from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   mean_of, summarize)
@@ -115,14 +116,6 @@ config, system = configure(globals(), "config/keys.py")
 device = ranks.init(system)  # COLLECTIVE
 terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
-if batch_size % group_size:
-    raise BadInput(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}; it "
-                   "counts responses, not prompts")
-if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1":
-    raise BadInput("kl_in = 'loss' with kl_estimator = 'k1' is no penalty: the gradient of k1 is 0 "
-                   "on average; type --kl_estimator=k2")
-if refill_by and refill_by not in reward_names:
-    raise BadInput(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(reward_names)}")
 
 # the policy: the SFT model, which is trained
 policy = load_policy(policy_path, system, device, seed)
@@ -147,17 +140,11 @@ config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train
 
 optimizers = dict(policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2),
                                         adam_eps))
-ema = None
-if ema_decay > 0:
-    from options.ema import MovingAverage
-    ema = MovingAverage(policy, ema_decay)
-if max_refills > 0:
-    from options.refill import refill
 run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, models, optimizers,
     must_match=["seed", "batch_size", "max_new_tokens", "group_size", "policy_path", "reward_path",
                 "prompts_path"],
-    token_ids=hash_of_ids(train_rows), temperature=temperature, ema=ema)
+    token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
 # which model adds which column to a batch before the update. With one minibatch the forward of the
 # first step also gives the policy's column; then the policy only reads before if the scores need it
@@ -251,13 +238,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
     # give each answer a score
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
-    sampled = summarize(batch, "objective", reward_names)
-    known = shape_scores(batch)
-    known = known[~known.isnan()]
-    sampled["objective/score_std"] = known.std().item() if len(known) > 1 else 0.0
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
-    sampled["objective/flat_groups"] = flat.double().mean().item()
+    sampled = summarize(batch, "objective", reward_names)
+    sampled |= summarize_groups(shape_scores(batch), flat)
     if max_refills > 0:
+        from options.refill import refill
         batch, flat = refill(  # COLLECTIVE
             batch, flat, compared, group_size, train_rows, rows_of(iteration), rollout, seed,
             iteration, max_refills, policy.tokenizer.pad_id)

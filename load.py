@@ -148,10 +148,10 @@ def outline(path, head, system):
     """The Model of a folder without its weights: only shapes and settings, without memory."""
     from transformers import GenerationConfig
 
-    while os.path.isfile(os.path.join(path, "adapter_config.json")):
-        from options.lora import base_of
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import lowest_base
 
-        path = base_of(path)
+        path = lowest_base(path)
     config, how = settings_of(path, head, system)
     file_dtype = config.dtype
     with torch.device("meta"):

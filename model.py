@@ -28,7 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from checkpoint import read_json, write_json
+from configurator import read_json, write_json
 
 
 class Model(nn.Module):

@@ -143,19 +143,14 @@ value_lr = value_learning_rate or learning_rate
 optimizers = dict(
     policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps),
     value_model=make_optimizer(value_model, "value", system, value_lr, (beta1, beta2), adam_eps))
-ptx = ema = None
 if ptx_path:
     from options.ptx import Ptx
-    ptx = Ptx(ptx_path, policy, seed, batch_size // num_minibatches, micro_batch_size, system,
-              device)
-if ema_decay > 0:
-    from options.ema import MovingAverage
-    ema = MovingAverage(policy, ema_decay)
+    ptx = Ptx(policy, config, system, device)
 run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, models, optimizers,
     must_match=["seed", "batch_size", "max_new_tokens", "value_init", "policy_path",
                 "reward_path", "prompts_path"],
-    token_ids=hash_of_ids(train_rows), temperature=temperature, ema=ema)
+    token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 
@@ -275,14 +270,13 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sums = {}  # {metric: (sum, count)}, measured during the update
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(ppo_epochs):
-        for number, rows in enumerate(minibatches(iteration, epoch)):
+        for rows in minibatches(iteration, epoch):
             # one normaliser for the whole step, over all micro-batches and ranks
             token_count = mask[rows].sum()
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
-            if ptx:  # an SFT loss beside PPO's
-                step = (iteration * ppo_epochs + epoch) * num_minibatches + number
-                ptx.add_gradients(step, run.loss_scale * ptx_coef, sums)
+            if ptx_path:  # an SFT loss beside PPO's
+                ptx.add_gradients(run.loss_scale, iteration, steps, sums)
 
             for mb in my_micro_batches(batch, rows):
                 m = mb["response_mask"]  # (b, R)

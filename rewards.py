@@ -151,6 +151,14 @@ def check_keys(config, rewards):
            "some of them would be empty; lower it")
     refuse(not config["master_weights"] and config["dtype"] != "bfloat16", "master_weights",
            "the weights themselves are trained in 16 bits; type --dtype=bfloat16")
+    if "group_size" in config:  # in grpo.py
+        refuse(config["batch_size"] % config["group_size"], "batch_size",
+               f"no multiple of group_size = {config['group_size']}; it counts responses")
+        refuse(config["kl_coef"] and config["kl_in"] == "loss" and config["kl_estimator"] == "k1",
+               "kl_estimator", "with kl_in = 'loss' it is no penalty: the gradient of k1 is 0 on "
+               "average; type --kl_estimator=k2")
+        refuse(config["refill_by"] and config["refill_by"] not in rewards, "refill_by",
+               f"none of the rewards, {', '.join(rewards)}")
     tp = config["generate_tp"]
     refuse(parallel.rank_and_size()[1] % tp or tp > 1 and turns, "generate_tp",
            "it must divide the number of ranks, and goes with no environment or tools")

@@ -33,7 +33,7 @@ from loss import gap, gap_limit, summarize
 from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
-GROWTH = 200  # steps in float16 after which the loss scale doubles
+GROWTH, MOST = 200, 20  # float16: steps until the loss scale doubles; overflows in a row, an error
 
 
 def make_optimizer(model, name, system, lr, betas, eps):
@@ -64,15 +64,19 @@ class Run:
 
     models: {name: Model}. optimizers: {name: optimizer} of the trained ones. config: all keys.
     must_match: the script's keys that must be the same when a run resumes. token_ids: a hash of all
-    that the run trains on. ema: the policy's moving average or None.
+    that the run trains on. ema_decay: of the policy's moving average, 0 = none.
     self.state: the plain numbers that go from one iteration to the next, saved as well.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,
-                 token_ids="", temperature=1.0, ema=None):
+                 token_ids="", temperature=1.0, ema_decay=0.0):
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
-        self.models, self.optimizers, self.ema = models, optimizers, ema
-        self.kept = dict(ema=ema) if ema else {}  # {file: an object whose tensors() are saved, too}
+        self.models, self.optimizers, self.ema = models, optimizers, None
+        self.kept = {}  # {file: an object whose tensors() are saved, too}
+        if ema_decay > 0:
+            from options.ema import MovingAverage
+
+            self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
         size = parallel.rank_and_size()[1]
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = gap_limit(system.dtype, temperature)
@@ -93,7 +97,7 @@ class Run:
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
-                load_checkpoint(folder, self.trained, optimizers, ema)
+                load_checkpoint(folder, self.trained, optimizers, self.ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
         if system.report_to and parallel.role == "train":
@@ -261,12 +265,14 @@ class Run:
         good = all(map(math.isfinite, norms.values()))
         if self.system.dtype == "float16":
             # float16 rounds gradients below 6e-8 to 0, so the loss is multiplied by a scale: it is
-            # halved after an overflow, doubled after GROWTH steps without one (arXiv 1710.03740)
-            clean = self.state["clean_steps"] + 1 if good else 0
-            factor = 0.5 if not good else 2.0 if clean and clean % GROWTH == 0 else 1.0
+            # halved after an overflow, doubled after GROWTH steps without one (arXiv 1710.03740).
+            # clean: steps in a row without an overflow; below 0, with one
+            clean = self.state["clean_steps"]
+            clean = max(clean, 0) + 1 if good else min(clean, 0) - 1
+            factor = 0.5 if not good else 2.0 if clean % GROWTH == 0 else 1.0
             scale = min(self.state["loss_scale"] * factor, 2.0**24)
             self.state |= dict(clean_steps=clean, loss_scale=scale)
-            if not good and scale >= 1:
+            if not good and clean > -MOST:
                 say(f"iteration {self.iteration}: a float16 gradient overflowed; step skipped")
                 return {}
         if not good:
@@ -369,18 +375,17 @@ class Run:
 
 # the columns of an iteration's line: name -> metric, format (z: no -0.00). log.jsonl has all
 COLUMNS = {
-    "score": ("objective/scores", "z6.2f"),
-    "kl": ("objective/kl", "z5.2f"),
+    "score": ("objective/scores", "z5.2f"),
+    "kl": ("objective/kl", "z4.2f"),
     "acc": ("objective/accuracy", "4.2f"),
-    "len": ("objective/length", "6.1f"),
-    "flat": ("objective/flat_groups", "4.2f"),
+    "len": ("objective/length", "4.0f"),
+    "flat": ("objective/flat_groups", "3.1f"),
     "loss": ("loss/sft", "6.4f"),
     "preference": ("loss/preference", "6.4f"),
     "right": ("train/accuracy", "4.2f"),
     "clip": ("policy/clipfrac", "5.3f"),
     "ev": ("val/explained_variance", "z5.2f"),
-    "tok/s": ("time/tokens_per_second", "5.0f"),
-    "MiB": ("mem/peak_mib", "5.0f"),
+    "tok/s": ("time/tokens_per_second", "4.0f"),
 }
 
 

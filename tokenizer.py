@@ -11,11 +11,12 @@ is plain text in all of them: a prompt cannot end a turn or a response.
 """
 import ast
 import glob
+import inspect
 import os
 import re
 from itertools import islice
 
-from checkpoint import read_json, write_json
+from configurator import read_json, write_json
 from errors import BadInput, first_line, shorten
 
 MARK = "\x01"  # a character that SentencePiece never joins with the next ones
@@ -29,11 +30,10 @@ def load_tokenizer(path, system):
         from options.tiktoken_files import read
 
         return Tokenizer(read(path), path, system)
-    while os.path.isfile(os.path.join(path, "adapter_config.json")) and not glob.glob(
-            os.path.join(glob.escape(path), "tokenizer*")):
-        from options.lora import base_of
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import lowest_base
 
-        path = base_of(path)
+        path = lowest_base(path, unless="tokenizer*")
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()
@@ -92,7 +92,10 @@ class Tokenizer:
         self.plain = [t for t in hf.added_tokens_decoder.values() if not t.special
                       and t.content in (self.template or "") and re.fullmatch(MARKUP, t.content)]
         self.set_special(True)
-        self.controls, hf.chat_control_tokens = hf.chat_control_tokens, []  # beside the special
+        takes = inspect.signature(hf.apply_chat_template).parameters
+        self.sanitizes = "sanitize_control_tokens" in takes  # else special tokens become tokens
+        # beside the special ones; transformers before 5.23 has no such list
+        self.controls, hf.chat_control_tokens = getattr(hf, "chat_control_tokens", None), []
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.turn_ends = self.find_turn_ends()
         self.eos_ids = {self.eos_id} | self.turn_ends
@@ -255,8 +258,12 @@ class Tokenizer:
             messages = [dict(role="system", content=self.system_prompt), *messages]
         how = self.kwargs | how
         try:
-            ids = self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
-                                              return_dict=False, **how)
+            if self.sanitizes:
+                ids = self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
+                                                  return_dict=False, **how)
+            else:
+                from options.older_transformers import encode_chat
+                ids = encode_chat(self.hf, messages, self.specials, **how)
             marked = [marked_message(*numbered) for numbered in enumerate(messages)]
             text = self.hf.apply_chat_template(marked, tokenize=False, **how)
         except Exception as e:  # a template is a program, which may raise anything

@@ -27,8 +27,8 @@ def quantize(model, device, dtype):
     model may be in the CPU's memory. dtype: in which it computes. Raises BadInput.
     """
     if model.elsewhere or dtype == torch.float64:
-        raise BadInput("quantize = '4bit' goes with no zero_stage 2 or 3, no offload and no "
-                       "float64; leave one of the two out")
+        raise BadInput("quantize = '4bit' goes with no zero_stage 3 and no float64; leave one of "
+                       "the two out")
     bits, found = package(), False
     for layer in model.layers():
         for parent in list(layer.modules()):

@@ -15,6 +15,7 @@ How an adapter gets into transformers' model: each of its linear maps has a hook
 scale B A x to the map's output while the Adapted is the one `in_use`.
 """
 import contextlib
+import glob
 import json
 import os
 
@@ -22,8 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from checkpoint import read_json
-from configurator import of_model
+from configurator import of_model, read_json
 from errors import BadInput, say, shorten
 from load import OnTrunk, read_model
 from model import at_least_float32
@@ -347,6 +347,17 @@ def base_of(folder):
         raise BadInput(f"{folder}: its adapter_config.json does not name the model that it was "
                        "trained on; write its path as base_model_name_or_path")
     return base
+
+
+def lowest_base(folder, unless=""):
+    """
+    base_of, of an adapter upon an adapter the last base. unless: a pattern; the way down ends at a
+    folder that has such a file. A folder without an adapter is its own base.
+    """
+    while os.path.isfile(os.path.join(folder, "adapter_config.json")) and not (
+            unless and glob.glob(os.path.join(glob.escape(folder), unless))):
+        folder = base_of(folder)
+    return folder
 
 
 @torch.no_grad()

@@ -24,10 +24,10 @@ def ptx_row(row):
 
 
 class Ptx:
-    """The demonstrations of ptx_path, or its texts. count: how many a step learns, on all ranks."""
+    """The demonstrations of ptx_path, or its texts. config: all keys of ppo.py."""
 
-    def __init__(self, path, policy, seed, count, micro_batch_size, system, device):
-        limit = policy.max_positions
+    def __init__(self, policy, config, system, device):
+        path, limit = config["ptx_path"], policy.max_positions
         self.rows = encode_rows(
             read_rows(path, ptx_row, system.fields), path,
             lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
@@ -36,19 +36,22 @@ class Ptx:
             lambda example: len(example[0]))
         for _, trained in self.rows.ids:
             trained[0] = False  # nothing predicts a text's first token
-        self.policy, self.system, self.device = policy, system, device
-        self.seed, self.count, self.micro_batch_size = seed, count, micro_batch_size
+        self.policy, self.config, self.system, self.device = policy, config, system, device
 
-    def add_gradients(self, step, weight, sums):
+    def add_gradients(self, scale, iteration, steps, sums):
         """
-        A collective where the policy is sharded. The mean loss over the tokens of the examples of a
-        step, counted from the run's first one, times `weight`, goes into the gradients; this rank's
-        losses are added to sums["loss/ptx"].
+        A collective where the policy is sharded. scale * ptx_coef * the mean loss over the tokens
+        of a step's examples goes into the gradients; this rank's losses are added to
+        sums["loss/ptx"]. steps: made in this iteration. All ranks together learn as many examples
+        as the step has responses.
         """
-        rows = batch_rows(self.seed, step, self.count, self.rows)
+        config = self.config
+        step = iteration * config["ppo_epochs"] * config["num_minibatches"] + steps
+        count = config["batch_size"] // config["num_minibatches"]
+        rows = batch_rows(config["seed"], step, count, self.rows)
         examples = [self.rows.ids[i] for i in rows]
         tokens = sum(sum(trained) for _, trained in examples)
-        for part in deal_rows([len(ids) for ids, _ in examples], self.micro_batch_size,
+        for part in deal_rows([len(ids) for ids, _ in examples], config["micro_batch_size"],
                               self.system.micro_batch_tokens):
             ids, _ = right_pad([examples[i][0] for i in part], self.policy.tokenizer.pad_id)
             trained, _ = right_pad([examples[i][1] for i in part], 0)
@@ -56,5 +59,5 @@ class Ptx:
                 losses = -self.policy.logprobs(
                     ids.to(self.device), trained.bool().to(self.device),
                     chunk=self.system.head_chunk)[0]  # (n,)
-            (weight * losses.sum() / tokens).backward()
+            (scale * config["ptx_coef"] * losses.sum() / tokens).backward()
             add_up(sums, torch.ones_like(losses, dtype=torch.bool), {"loss/ptx": losses})

@@ -41,7 +41,8 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
 
     teacher: the key. data: [(rows, their path, the fields of their completions, the numbers of n
     rows), ...]; a teacher reads the texts in its own tokens. encode, all_scores: rm.py's. Raises
-    BadInput where all scores of the first data, the ones to learn, are the same.
+    BadInput where all scores of the first data, the ones to learn, are the same, or a row is too
+    long for a teacher.
     """
     paths, found = teacher.split(","), [0.0] * len(data)
     for path in paths:
@@ -49,6 +50,10 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
         for place, (rows, source, fields, numbers) in enumerate(data):
             ids = rows.ids
             encode(rows, source, fields, model)
+            if len(rows) < len(ids):  # with too_long=drop; the others' numbers have changed
+                raise BadInput(f"{source}: {len(ids) - len(rows)} rows are too long for the "
+                               f"teacher {path}; delete them, or type --max_tokens="
+                               f"{model.max_positions}, if its tokens are yours")
             scores = all_scores([rows.ids[number] for number in numbers], model)  # COLLECTIVE
             rows.ids = ids
             found[place] = found[place] + (scores - scores.mean()) / len(paths)

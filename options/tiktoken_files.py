@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 
-from checkpoint import read_json
+from configurator import read_json
 from errors import BadInput, first_line
 
 

@@ -4,7 +4,7 @@
 #   bash runs/calculator.sh [seed]
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-pin_threads
+few_threads
 
 # delete the folders of an earlier run, as quickstart.sh does
 for old in out/calculator_{sft,grpo,ppo}; do

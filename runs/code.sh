@@ -9,7 +9,7 @@ if ! command -v bwrap >/dev/null; then
 fi
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-pin_threads
+few_threads
 
 # delete the folders of an earlier run, as quickstart.sh does
 for old in out/code_sft out/code_grpo; do

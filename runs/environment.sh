@@ -6,9 +6,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # a step: a command that you could type yourself; it is printed before it runs
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
+# make PATH COMMAND: a step, unless what it makes is there
+make() { if [ -e "$1" ]; then echo "$1 is there"; else step "${@:2}"; fi; }
 # Ctrl-C reaches the step, too, which saves and exits 0: without this the next step would begin
-trap 'echo "$(basename "$0"): stopped; the last command above resumes when you type it" >&2
-      exit 130' INT
+resumes="the last command above resumes when you type it"
+trap 'echo "$(basename "$0"): stopped; $resumes" >&2; exit 130' INT
 # --help prints the comment at the head of the script
 case "${1-}" in --help | -h) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 # A script that sets takes_seed may be given a seed and nothing else. It is looked at here, before
@@ -21,10 +23,12 @@ if [ -n "${takes_seed:-}" ]; then
         exit 2
     fi
 fi
-# Small operations are slow when two threads share a core: two threads, each on a core of its own.
-pin_threads() {
+# Small operations gain little from more threads. They are not pinned to cores: that is somewhat
+# faster where nothing else runs, and several times slower where another program has these cores.
+# PASSIVE: a thread that has nothing to do sleeps, where it would else take a core from the others.
+few_threads() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
-    export OMP_PROC_BIND="${OMP_PROC_BIND:-true}" OMP_PLACES="${OMP_PLACES:-cores}"
+    export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 }
 # packages of the system, where this user may install some: as root, on Debian and Ubuntu
 install_packages() {

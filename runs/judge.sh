@@ -18,7 +18,7 @@ if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
          "bash runs/quickstart.sh $seed" >&2
     exit 2
 fi
-pin_threads
+few_threads
 # delete the folders of an earlier run, as quickstart.sh does
 for old in out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}; do
     if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi

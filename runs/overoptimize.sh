@@ -11,7 +11,7 @@ if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
          "bash runs/quickstart.sh $seed" >&2
     exit 2
 fi
-pin_threads
+few_threads
 rm -rf out/pairs_{40,250,2000}{,_rm}  # of an earlier run
 step data/arithmetic/pairs.py --mistakes=0.3 --name=noisy --seed="$seed"
 for pairs in 40 250 2000; do

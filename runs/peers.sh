@@ -26,5 +26,6 @@ environment() {
 same=("torch==$torch" transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0)
 ppo="${PPO_PYTHON:-$(environment trl-1.12 "${same[@]}" trl==1.12.0)}"  # the last TRL with this PPO
 grpo="${GRPO_PYTHON:-$(environment trl-1.16 "${same[@]}" trl==1.16.0)}"
-pin_threads
+# each thread on a core of its own, as tools/bench.py says: nothing else should run here
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_PROC_BIND=true OMP_PLACES=cores
 exec "$PYTHON" runs/peers/table.py --ppo_python="$ppo" --grpo_python="$grpo" "$@"

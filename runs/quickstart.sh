@@ -2,32 +2,42 @@
 # The whole pipeline on a laptop; no data and no model is downloaded.
 # Data -> SFT -> pairs -> reward model -> PPO -> a table and a picture.
 #   bash runs/quickstart.sh [seed]
-# Every step is a command that you could type yourself; it is printed before it runs.
+# Every step is a command that you could type yourself; it is printed before it runs. After Ctrl-C
+# the same command goes on. After its end, or with another seed, it begins anew, and first deletes
+# the folders of the earlier run; to begin anew after Ctrl-C: rm out/quickstart_seed.
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-pin_threads
+resumes="the same command goes on from there"
+few_threads
 
-# Delete the folders of an earlier run: with the same seed there would be nothing left to do, and
-# with another seed the run would be refused.
-for old in out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.{png,html}; do
-    if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
-done
+unfinished=out/quickstart_seed  # it is there from the first step to the last one, and has the seed
+if [ "$(cat $unfinished 2>/dev/null)" = "$seed" ]; then
+    echo "going on where it was stopped; to begin anew: rm $unfinished"
+else
+    for old in $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.{png,html}; do
+        if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
+    done
+    mkdir -p out
+    echo "$seed" > $unfinished
+fi
 began=$SECONDS
 step data/arithmetic/prepare.py
-step sft.py config/arithmetic_sft.py --seed="$seed"
-step data/arithmetic/pairs.py --seed="$seed"
-step rm.py config/arithmetic_rm.py --seed="$seed"
+make out/arithmetic_sft/policy sft.py config/arithmetic_sft.py --seed="$seed"
+# where rm.py has begun, its pairs are complete
+make out/arithmetic_rm data/arithmetic/pairs.py --seed="$seed"
+make out/arithmetic_rm/reward_model rm.py config/arithmetic_rm.py --seed="$seed"
 echo; echo "Before PPO:"
 step tools/sample.py --policy_path=out/arithmetic_sft/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
-step ppo.py config/arithmetic_ppo.py --seed="$seed"
+make out/arithmetic_ppo/policy ppo.py config/arithmetic_ppo.py --seed="$seed"
 echo; echo "After PPO, the same prompts and the same noise:"
 step tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
 step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
 step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.html
+rm $unfinished
 cat <<END
 
 Done in $((SECONDS - began)) s. The table is of held-out problems: its first line is the SFT model,

@@ -9,11 +9,12 @@
 # is there.
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+resumes="the same command goes on from there"
 out=out/smollm2 data=data/gsm_symbolic tokens=192 dtype=bfloat16
 [ -n "${MODEL:-}" ] || { MODEL=HuggingFaceTB/SmolLM2-135M-Instruct; [ ! -d $out ] || MODEL=$out; }
 runs=(grpo ppo ppo_rm)
 if [ -n "${CPU:-}" ]; then
-    pin_threads
+    few_threads
     out=out/sums data=data/sums tokens=40 dtype=float32 runs=(grpo ppo)
     SFT="--train_path=$data/sft_train.jsonl --max_iters=40 --batch_size=16 --dtype=$dtype ${SFT:-}"
     RL="--prompts_path=$data/rl_train.jsonl --eval_path=$data/rl_val.jsonl --max_new_tokens=$tokens
@@ -23,8 +24,6 @@ if [ -n "${CPU:-}" ]; then
 elif ! [ -e $data/rl_new.jsonl ]; then
     "$PYTHON" -m pip install --no-deps reasoning-gym==0.1.25
 fi
-# make PATH COMMAND: a step, unless what it makes is there
-make() { if [ -e "$1" ]; then echo "$1 is there"; else step "${@:2}"; fi; }
 train() { make "${out}_$1" "${@:2}" --seed="$seed" --out_dir="${out}_${1%%/*}"; }
 
 make $data/rl_new.jsonl $data/prepare.py

@@ -22,7 +22,7 @@ if [ -z "${QUARTET_PYTHON:-}${VLLM_PYTHON:-}" ] &&
         "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     touch "$stamp"
 fi
-pin_threads
+few_threads
 [ -e data/arithmetic/rl_train.jsonl ] || step data/arithmetic/prepare.py
 policies=()
 for seed in "${seeds[@]}"; do

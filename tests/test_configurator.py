@@ -3,6 +3,8 @@ import contextlib
 import glob
 import itertools
 import os
+import re
+import shlex
 import sys
 
 import pytest
@@ -26,7 +28,7 @@ late = 1  # no key
 '''
 OWN = dict(out_dir="out", count=3, rate=0.5, share=0.25, shape="flat", flag=False, speed=1)
 SHARED = "# time\nlimit = 60  # longest wait [1..1000]\n"
-DEFAULTS = OWN | dict(limit=50)
+DEFAULTS = OWN | dict(limit=50, script="toy.py")
 
 
 @pytest.fixture
@@ -103,3 +105,14 @@ def test_each_config_file_fits_its_script_and_each_default_its_range():
             with contextlib.suppress(BadInput):
                 said.append(read_arguments(keys, [file]))
         assert bool(said) == (os.path.basename(file) not in others), file
+
+
+def test_each_command_of_the_docs_fits_its_script(monkeypatch):
+    """Config files and keys of the scripts' commands are there, with values that are allowed."""
+    monkeypatch.chdir(ROOT)
+    shared = read_keys("config/keys.py")
+    for page in ["README.md", *glob.glob("docs/*.md")]:
+        text = open(page, encoding="utf-8").read() if os.path.exists(page) else ""  # not in a fork
+        for command in re.findall(r"(?m)^    (?:.* )?((?:ppo|grpo|sft|rm)\.py [^\n]+)", text):
+            script, *argv = shlex.split(command, comments=True)
+            read_arguments(read_keys(script) | shared, argv)

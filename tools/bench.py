@@ -31,7 +31,7 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 
 import torch  # noqa: E402
 
-from errors import Stop  # noqa: E402
+from errors import BadInput, Stop  # noqa: E402
 from load import auto_class, autocast, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rollout import decoding_copy, generate  # noqa: E402
@@ -187,6 +187,13 @@ def iterations(script, folder, keys):
 
 
 if __name__ == "__main__":
+    if not set(work.split(",")) <= {"sampling", "ppo", "grpo"}:
+        raise BadInput(f"work = {work!r}: wanted sampling,ppo,grpo or some of them")
+    if d_model % (2 * n_head) or n_head % n_kv_head:
+        raise BadInput(f"d_model = {d_model}, n_head = {n_head}, n_kv_head = {n_kv_head}: each "
+                       "must be a multiple of the next, d_model an even one")
+    if not all("=" in pair for pair in run_keys.split(",") if pair):
+        raise BadInput(f"run_keys = {run_keys!r}: wanted key=value, with commas between several")
     print(f"{choose_device(system.device_type).type}, {torch.get_num_threads()} CPU threads, torch "
           f"{torch.__version__}; {batch_size} responses of up to {max_new_tokens} tokens to "
           f"prompts of {prompt_length}")

@@ -81,6 +81,8 @@ for policy_name, path in paths.items():
     rows = read_prompts(prompts_path, terms, models, max_new_tokens, system)
     if not rows:
         raise BadInput("prompts_path is empty; type --prompts_path=FILE")
+    if by and not any(by in row for row in rows):
+        raise BadInput(f"by = {by!r}: no row of {prompts_path} has this field")
     if all_rows not in (None, rows):
         raise BadInput(f"{path}: its tokenizer drops other rows; raise max_prompt_tokens")
     all_rows = rows
@@ -199,6 +201,7 @@ def figures_of(prompts, mode):
     """{name: its estimate} of the responses to these prompts."""
     metrics = ["accuracy", *(f"reward/{name}" for name in reward_names if name != "accuracy")]
     metrics += ["scores"] * (len(terms) > 1)
+    # of k = 1 all would repeat a mean, but pass@1 of a right_by that may be one half
     ks = sorted({2**i for i in range(samples.bit_length())} | {samples}) if samples else []
     numbers = {}
     for prompt in prompts:
@@ -207,14 +210,15 @@ def figures_of(prompts, mode):
             if scores:  # a reward may apply to some responses only
                 numbers.setdefault(metric, []).append(fmean(scores))
         for k in ks if mode == "sampled" else ():
-            if judged := scores_of(prompt, right):
+            judged = scores_of(prompt, right)
+            if judged and (k > 1 or right_by != "accuracy"):
                 truths = [x == 1 for x in judged[0]]
                 numbers.setdefault(f"pass@{k}", []).append(pass_at_k(truths, k))
                 if right_by == "accuracy":
                     answers = [record["answer"] for record in prompt]
                     numbers.setdefault(f"majority@{k}", []).append(
                         majority_at_k(answers, truths, k))
-            for metric in metrics if reward_names != ["accuracy"] else ():
+            for metric in metrics if k > 1 and reward_names != ["accuracy"] else ():
                 if judged := scores_of(prompt, "scores", metric):
                     numbers.setdefault(f"best@{k} {metric}", []).append(best_of_k(*judged, k))
         for name in ("length", "finished"):

@@ -11,11 +11,11 @@ the script then has. The prompt takes the first place of the iteration's batch; 
 run's own. At the end the script goes over the batch once more without taking a step: its numbers
 are then the loss as one more step would see it. All this happens in a temporary folder.
 
-    policy, reference, new   log-probs; new: after the update
-    delta, raw, whitened     the advantage: of one token, of all later ones, and whitened
-    ret                      the return, raw + value
-    ratio, clipped, loss     exp(new - policy); whether the clip has taken the gradient away; and
-                             the loss of one more step
+    policy, ref, new      log-probs, of the reference policy, too; new: after the update
+    delta, raw, white     the advantage: of one token, of all later ones, and whitened
+    ret                   the return, raw + value
+    ratio, clip, loss     exp(new - policy); whether the clip has taken the gradient away; and the
+                          loss of one more step
 """
 import os
 import sys
@@ -24,7 +24,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
+from configurator import configure, read_json  # noqa: E402  first: it must be imported before torch
 
 import contextlib  # noqa: E402
 import io  # noqa: E402
@@ -37,7 +37,7 @@ import prompts  # noqa: E402
 import ranks  # noqa: E402
 import rewards  # noqa: E402
 import rollout  # noqa: E402
-from checkpoint import find_checkpoint, read_json  # noqa: E402
+from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput  # noqa: E402
 from gae import compute_gae  # noqa: E402
 from run import Run  # noqa: E402
@@ -60,7 +60,7 @@ if "cliprange" not in keys:
                    "that has saved one")
 if keys["roles"] or keys["staleness"]:
     raise BadInput(f"{run} has roles or staleness: its batches are sampled ahead of the update")
-token_ids, iteration = keys.pop("token_ids"), state["iteration"]
+token_ids, _, iteration = keys.pop("token_ids"), keys.pop("script", ""), state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks
 keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "report_to": "",
@@ -107,7 +107,7 @@ def add_up_and_look(sums, mask, columns):
     if "loss/policy" in columns and 0 in names["mb"]["index"]:
         row = names["mb"]["index"].tolist().index(0)
         kept = dict(new=names["logprobs"], ratio=names["ratio"],
-                    clipped=columns["policy/clipfrac"], loss=columns["loss/policy"])
+                    clip=columns["policy/clipfrac"], loss=columns["loss/policy"])
         seen.update({name: x.detach()[row][mask[row]] for name, x in kept.items()})
     add_up(sums, mask, columns)
 
@@ -150,14 +150,14 @@ said = [response_of(dict(text=text) | ({"messages": texts["dialogues"][i]} if "d
                                        else {})) for i, text in enumerate(texts["completions"])]
 tensors = dict(policy=batch["old_logprobs"])  # column -> (B, R)
 if "ref_logprobs" in batch:
-    tensors["reference"] = batch["ref_logprobs"]
+    tensors["ref"] = batch["ref_logprobs"]
     tensors["KL"] = loss.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
                                      names["kl_estimator"])
 if script == "ppo":
     given = names["rewards"], batch["values"], mask, names["gamma"]
     tensors |= dict(reward=names["rewards"], value=batch["values"],
                     delta=compute_gae(*given, 0.0)[0], raw=compute_gae(*given, names["lam"])[0],
-                    whitened=batch["advantages"], ret=batch["returns"])
+                    white=batch["advantages"], ret=batch["returns"])
 else:
     tensors["advantage"] = batch["advantages"]
 ids = batch["tokens"][0, -mask.shape[1]:][mask[0]].tolist()
@@ -177,10 +177,13 @@ def cell(x, digits=3):
 
 
 def print_table(columns):
-    """{name: values}: names above, text on the left, numbers on the right."""
-    shown = [[name, *(cell(x, 4 if name in ("KL", "reward") else 3) for x in values)]
-             for name, values in columns.items()]
-    wide = [max(map(len, cells)) for cells in shown]
+    """{name: values}: names above, text on the left, numbers on the right; up to 100 letters."""
+    for digits in (3, 2, 1):
+        shown = [[name, *(cell(x, digits + (name in ("KL", "reward"))) for x in values)]
+                 for name, values in columns.items()]
+        wide = [max(map(len, cells)) for cells in shown]
+        if sum(wide) + len(wide) - 1 <= 100:
+            break
     for line in zip(*shown, strict=True):
         print(" ".join(text.ljust(n) if name in ("token", "response") else text.rjust(n)
                        for name, text, n in zip(columns, line, wide, strict=True)).rstrip())
@@ -199,7 +202,7 @@ if script == "grpo":
         "#": list(range(1, group + 1)), "score": names["scores"][:group].tolist(),
         "advantage": batch["advantages"][:group, 0].tolist(),
         "tokens": mask[:group].sum(1).tolist(),
-        "response": [text if len(text) <= 80 else f"{text[:78]}.." for text in map(repr, said)]})
+        "response": [text if len(text) <= 70 else f"{text[:68]}.." for text in map(repr, said)]})
     print()
 print_table(columns)
 
@@ -213,20 +216,34 @@ if out:
     import matplotlib.pyplot as plt
 
     columns = {name: cells[-64:] for name, cells in columns.items()}
-    groups = (("policy", "reference", "new"), ("KL", "reward"), ("value", "ret"),
-              ("delta", "raw", "whitened", "advantage"), ("ratio", "loss"))
-    panels = [[name for name in names if name in columns] for names in groups]
-    panels = [panel for panel in panels if panel]
+    panels = {  # title: the unit of its numbers, and what its curves are
+        "Log-prob of the token": ("nats", dict(
+            policy="when it was sampled", ref="by the reference", new="after the update")),
+        "Penalty and reward": ("nats, score", dict(
+            KL="distance from the reference", reward="-kl_coef * KL, at the end + the score")),
+        "Sum of the rewards to come": ("score", dict(
+            value="as the value model foresees it", ret="as it should foresee it, raw + value")),
+        "Advantage": ("score", dict(
+            delta="by this token", raw="with all later ones", white="raw, whitened over the batch",
+            advantage="of the response against its group")),
+        "Update": ("ratio, loss", dict(
+            ratio="new probability / old", loss="of one more step"))}
+    panels = {title: (unit, {name: is_ for name, is_ in curves.items() if name in columns})
+              for title, (unit, curves) in panels.items()}
+    panels = {title: panel for title, panel in panels.items() if panel[1]}
     x = range(len(columns["token"]))
-    figure, axes = plt.subplots(len(panels), figsize=(12.8, 1.5 * len(panels)), sharex=True)
-    for axis, panel in zip(axes, panels, strict=True):
+    figure, axes = plt.subplots(len(panels), figsize=(12.8, 1.9 * len(panels)), sharex=True)
+    for axis, (title, (unit, panel)) in zip(axes, panels.items(), strict=True):
+        axis.set_title(f"{title} ({'; '.join(f'{name}: {panel[name]}' for name in panel)})",
+                       fontsize=10, loc="left")
+        axis.set_ylabel(unit, fontsize=9)
         for name, style in zip(panel, ("o-", "s--", "^:"), strict=False):
             if name in ("KL", "reward", "delta"):
                 axis.bar(x, columns[name], width=0.4, alpha=0.6, label=name)
             else:
                 axis.plot(x, columns[name], style, markersize=4, label=name)
         if "ratio" in panel:
-            clipped = [i for i in x if columns["clipped"][i]]
+            clipped = [i for i in x if columns["clip"][i]]
             axis.plot(clipped, [columns["ratio"][i] for i in clipped], "o", color="C3",
                       markersize=8, label="clipped")
         axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05))
@@ -235,6 +252,7 @@ if out:
     # parse_math=False: a $ in a text is a dollar
     axes[-1].set_xticks(x, columns["token"], rotation=90, parse_math=False, fontsize=8,
                         family="monospace")
+    axes[-1].set_xlabel("the tokens of the response", fontsize=9)
     figure.suptitle(f"{prompt!r} -> {said[0]!r}, score {score:.2f}"[:110], fontsize=12,
                     parse_math=False)
     figure.tight_layout()

@@ -2,7 +2,7 @@
 How much memory a run will take on each GPU, before anything is loaded: each model's weights,
 gradients and optimizer states, counted; and the peak of each phase, by a dry run.
 
-python tools/memory.py config/llama_8b.py --world-size=8 --gpu-gb=80    # a table, and what fits
+python tools/memory.py config/llama.py --world-size=8 --gpu-gb=80       # a table, and what fits
 python tools/memory.py config/llama.py --policy_path=FOLDER --lora=16   # and with any other keys
 python tools/memory.py grpo.py config/mine.py                           # of the script grpo.py
 
@@ -167,7 +167,7 @@ def read_fake(path, head, system, device="cpu", seed=0):
     """load.read_model, of which only the config.json is read."""
     from transformers import AutoConfig
 
-    path = lora.base_of(path) if os.path.isfile(f"{path}/adapter_config.json") else path
+    path = lora.lowest_base(path)
     config, (dtype, _) = AutoConfig.from_pretrained(path), load.dtypes(system)
     config.num_labels = 1 if head == "scalar" else config.num_labels
     return Model(load.auto_class(head).from_config(

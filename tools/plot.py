@@ -19,13 +19,12 @@ import html
 import json
 import os
 import sys
+import textwrap
 
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
-
-from checkpoint import read_json  # noqa: E402
+from configurator import configure, read_json  # noqa: E402
 from errors import BadInput  # noqa: E402
 from tools.runs import read_records, response_of, split_paths  # noqa: E402
 
@@ -52,8 +51,8 @@ PANELS = {
     "tokens a second": ("time/tokens_per_second",),
 }
 # the table's columns: how each eval/ metric is written
-COLUMNS = {"accuracy": "{:.1%}", "thinks": "{:.1%}", "length": "{:.1f}", "scores": "{:.2f}",
-           "kl": "{:.2f}", "loss": "{:.4f}"}
+COLUMNS = {"accuracy": "{:.1%}", "thinks": "{:.1%}", "length": "{:.1f}", "scores": "{:z.2f}",
+           "kl": "{:z.2f}", "loss": "{:.4f}"}
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")  # without data
 
 
@@ -91,11 +90,16 @@ def draw(shown):
 
     matplotlib.use("Agg")  # a file, not a window
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     columns = max(1, min(3, len(shown)))
     lines = max(1, -(-len(shown) // columns))
-    figure, axes = plt.subplots(lines, columns, squeeze=False,
-                                figsize=(4.2 * columns, 2.9 * lines))
+    room = 48 * columns  # letters beside each other
+    names = [textwrap.fill(name, room) for name in logs]
+    beside = max(1, room // (8 + max(map(len, names))))  # names in a line of the legend
+    figure, axes = plt.subplots(
+        lines, columns, squeeze=False, layout="constrained",
+        figsize=(4.2 * columns, 2.9 * lines + 0.2 * len("\n".join(names[::beside]).split("\n"))))
     for axis, (title, keys) in zip(axes.flat, shown, strict=False):
         for number, records in enumerate(logs.values()):
             for key in keys:
@@ -103,18 +107,22 @@ def draw(shown):
                 if curve := points(records, key):
                     axis.plot(*zip(*curve, strict=True), color=f"C{number}",
                               linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
-                              marker="o" if held_out else None, markersize=3)
-        axis.set_title(title, fontsize=10)
+                              marker="o" if held_out or len(curve) == 1 else None, markersize=3)
+        axis.set_title(textwrap.fill(title, 48), fontsize=10)
         axis.set_xlabel(place, fontsize=8)
+        if place == "iteration":
+            axis.xaxis.set_major_locator(MaxNLocator(
+                "auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+        axis.ticklabel_format(axis="y", useOffset=False, useMathText=True)
+        axis.yaxis.offsetText.set_fontsize(8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)
-    for number, name in enumerate(logs):  # a line without points, for the legend
+    for number, name in enumerate(names):  # a line without points, for the legend
         axes.flat[0].plot([], [], color=f"C{number}", label=name)
-    axes.flat[0].legend(fontsize=8, frameon=False)
-    figure.tight_layout()
+    figure.legend(loc="outside upper left", ncols=beside, fontsize=8, frameon=False)
     figure.savefig(out, dpi=110)
 
 
@@ -145,6 +153,8 @@ logs = {name: read_records(os.path.join(path, "log.jsonl")) for name, path in pa
 logged = sorted({key for records in logs.values() for record in records
                  for key, value in record.items()
                  if isinstance(value, (int, float)) and key != "iteration"})
+if not logged:
+    raise BadInput(f"runs = {runs!r}: nothing is logged there yet")
 place = choose(against)[0] if against else "iteration"
 
 # the table: the first evaluation, and the last one if there is more than one

@@ -4,7 +4,7 @@ Reads the folder of a run: its keys in config.json, its records in log.jsonl, it
 import json
 import os
 
-from checkpoint import read_json
+from configurator import read_json
 from errors import BadInput
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
@@ -27,7 +27,10 @@ def as_in_run(argv, key, default, keys):
     taken = {}
     for path in typed.get(key, default).split(","):
         file = os.path.join(os.path.dirname(os.path.realpath(path.strip())), "config.json")
-        run = read_json(file) if os.path.isfile(file) else {}
+        try:
+            run = read_json(file) if os.path.isfile(file) else {}
+        except ValueError as e:
+            raise BadInput(f"{file} is damaged ({e}); type another --{key}") from e
         if "out_dir" in run:  # else it is not of a run
             taken = {name: run[theirs] for name, theirs in keys.items() if run.get(theirs)} | taken
     asked = taken | typed
@@ -53,7 +56,7 @@ def read_records(file):
     """
     if not os.path.isfile(file):
         raise BadInput(f"{file}: no such file; give the folder of a run that has logged something")
-    with open(file, encoding="utf-8") as f:
+    with open(file, encoding="utf-8", errors="replace") as f:
         lines = [line for line in f if line.endswith("\n")]
     records = []
     for number, line in enumerate(lines, 1):

@@ -20,6 +20,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
+from errors import BadInput  # noqa: E402
 from load import load, load_reward_model  # noqa: E402
 from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
@@ -31,7 +32,7 @@ from tools.runs import ASKED, as_in_run, response_of  # noqa: E402
 policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
 prompt = ""  # one prompt; empty = see prompts
 prompts = ""  # JSONL file with "prompt"; both empty = each line of standard input is a prompt
-limit = 0  # how many prompts of the file, 0 = all [>= 0]
+limit = 0  # with prompts: how many of them, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = none
 max_new_tokens = 48  # longest response [1..1000000]
@@ -40,6 +41,8 @@ seed = 1  # decides the responses [>= 0]
 config, system = configure(globals(), "config/keys.py", rollout_batch_size=64,
                            argv=as_in_run(sys.argv[1:], "policy_path", policy_path, ASKED))
 # -------------------------------------------------------------------------------------------------
+if prompt and prompts:
+    raise BadInput("type --prompt or --prompts, not both")
 device = choose_device(system.device_type)
 policy = load(policy_path, "policy", system, device)
 models, terms = dict(policy=policy), []
@@ -84,6 +87,8 @@ def as_row(text):
 
 if prompts:
     rows = read_rows(prompts, prompt_row, system.fields)
+    if not rows:
+        raise BadInput(f"{prompts} is empty")
     answer(rows[:limit or len(rows)], prompts)
 elif prompt:
     answer([as_row(prompt)], "--prompt")

@@ -1,12 +1,11 @@
 """
 What the options of ppo.py, grpo.py and rm.py compute, worked out once more: by_hand.py's runs, with
 several turns, policies that are older than the batch, refills, adapters, a score that is centred,
-PPO-ptx, averages, the best policy, and teachers. test_by_hand_options.py compares. Nothing of the
-repository is imported here either.
+PPO-ptx, averages, the best policy, and teachers. Nothing of the repository is imported here.
 
 c has these keys beside those of by_hand.py: ref_path, staleness, importance_cap, turns, lora,
-share_base, ema_decay, keep_best; of ppo ptx_coef; of grpo max_refills, refill_by; of rm teacher,
-score_coef, preference_coef.
+ema_decay, keep_best; of ppo ptx_coef; of grpo max_refills, refill_by; of rm teacher, score_coef,
+preference_coef.
 """
 import copy
 import json
@@ -19,7 +18,6 @@ import torch
 from by_hand import (ENDS, EOS, Adapters, AdamW, decode, encode, flat, hashed, is_flat, judge,
                      language_model, mean, noise_of, parameters_of, prompts_of, sample,
                      scalar_model, scalars, seen, summary, there, with_new_head)
-from safetensors import safe_open
 
 by_hand.RULES["environment"] = lambda c, row, r, _: sum(r.given)
 
@@ -118,21 +116,6 @@ def figures_of(c, batch, prefix):
 
 # models -------------------------------------------------------------------------------------------
 
-def adapted(trunk, folder):
-    """A reward model that is an adapter on a trunk, from peft's files."""
-    with open(f"{folder}/adapter_config.json", encoding="utf-8") as f:
-        settings = json.load(f)
-    adapters = Adapters(trunk, settings["r"], settings["lora_alpha"], 0)
-    model = with_new_head(trunk, 0)
-    with safe_open(f"{folder}/adapter_model.safetensors", "pt") as f, torch.no_grad():
-        for name, (_, A, B) in adapters.maps.items():
-            for p, kind in ((A, "A"), (B, "B")):
-                p.copy_(f.get_tensor(f"base_model.model.transformer.{name}.lora_{kind}.weight"))
-        model.head.copy_(f.get_tensor("base_model.model.score.weight"))
-        model.shift = float(f.metadata()["score_shift"])
-    return model, adapters
-
-
 def models_of(c):
     """The models of a run of ppo.py or grpo.py, but the value model; `trained`: parameters."""
     models = SimpleNamespace(policy=language_model(c.policy_path), value=None, reward=None,
@@ -140,12 +123,9 @@ def models_of(c):
     if c.kl_coef:
         models.reference = language_model(c.ref_path or c.policy_path)
     if "reward_model" in [name for _, name in c.mix]:
-        if c.share_base:  # the trunk is frozen, so a copy for each model is the same
-            models.reward, _ = adapted(language_model(c.policy_path).base_model, c.reward_path)
-        else:
-            models.reward = scalar_model(c.reward_path)
-            with open(f"{c.reward_path}/config.json", encoding="utf-8") as f:
-                models.said = "score_shift" in json.load(f)
+        models.reward = scalar_model(c.reward_path)
+        with open(f"{c.reward_path}/config.json", encoding="utf-8") as f:
+            models.said = "score_shift" in json.load(f)
     models.trained = list(models.policy.parameters())
     if c.lora:
         models.adapters.append(Adapters(models.policy.base_model, *c.lora, c.seed))
@@ -158,16 +138,12 @@ def add_value_model(c, models):
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
         models.value = with_new_head(models.policy.base_model, c.seed)
         return [models.value.head]
-    if c.share_base and c.value_init == "reward":
-        models.value, adapters = adapted(language_model(c.policy_path).base_model, c.reward_path)
-    else:
-        models.value = (scalar_model(c.reward_path) if c.value_init == "reward" else
-                        scalar_model(c.policy_path, c.seed))
-        adapters = Adapters(models.value.trunk, *c.lora, c.seed) if c.lora else None
+    models.value = (scalar_model(c.reward_path) if c.value_init == "reward" else
+                    scalar_model(c.policy_path, c.seed))
     if not c.lora:
         return list(parameters_of(models.value).values())
-    models.adapters.append(adapters)
-    return [*adapters.parameters(), models.value.head]
+    models.adapters.append(Adapters(models.value.trunk, *c.lora, c.seed))
+    return [*models.adapters[-1].parameters(), models.value.head]
 
 
 def center(c, models, rows, noise):

@@ -9,7 +9,7 @@ make(folder, name) writes one, as a Hugging Face folder that transformers loads.
     qwen3      ChatML, thoughts: an empty block before the last answer, earlier thoughts dropped
     gemma      <start_of_turn>, the assistant is called model, contents stripped; no system turn
     mistral    [INST] ... [/INST], a blank before the answer, </s>; roles alternate; no system turn
-    pythia     GPT-NeoX, no template; gpt2: GPT-2's vocab.json and merges.txt, no template
+    pythia     GPT-NeoX, no template
 """
 import json
 import os
@@ -27,108 +27,70 @@ TEXTS = 3 * [
     "def add(a, b):\n    return a + b\n\n\n", "caf\u00e9 na\u00efve \u4f60\u597d \U0001f600",
     "Sure! Here is what I know:\n\n- one\n- two\n"]
 
-LLAMA = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = strftime_now("%d %b %Y") %}
+LLAMA = """{{- bos_token }}{%- set system = "" %}
+{%- if messages[0].role == "system" %}
+    {%- set system, messages = messages[0].content | trim, messages[1:] %}
 {%- endif %}
-{%- set system = "" %}
-{%- if messages[0]["role"] == "system" %}
-    {%- set system = messages[0]["content"] | trim %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- "Cutting Knowledge Date: December 2023\\nToday Date: " + date_string + "\\n\\n" }}
-{{- system + "<|eot_id|>" }}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n" }}
+{{- "Today Date: " + (date_string or strftime_now("%d %b %Y")) + "\\n\\n" + system + "<|eot_id|>" }}
 {%- for message in messages %}
-    {%- set role = "ipython" if message["role"] == "tool" else message["role"] %}
-    {{- "<|start_header_id|>" + role + "<|end_header_id|>\\n\\n" }}
-    {{- message["content"] | trim + "<|eot_id|>" }}
+    {{- "<|start_header_id|>" + message.role + "<|end_header_id|>\\n\\n" }}
+    {{- message.content | trim + "<|eot_id|>" }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
 {%- endif %}
 """
-QWEN25 = """{%- if messages[0]["role"] != "system" %}
+QWEN25 = """{%- if messages[0].role != "system" %}
     {{- "<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n" }}
 {%- endif %}
 {%- for message in messages %}
-    {%- if message["role"] == "tool" %}
-        {{- "<|im_start|>user\\n<tool_response>\\n" + message["content"] }}
-        {{- "\\n</tool_response><|im_end|>\\n" }}
-    {%- else %}
-        {{- "<|im_start|>" + message["role"] + "\\n" }}
-        {{- message["content"] + "<|im_end|>" }}
-        {{- "\\n" }}
-    {%- endif %}
+    {{- "<|im_start|>" + message.role + "\\n" }}
+    {{- message.content + "<|im_end|>" }}
+    {{- "\\n" }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|im_start|>assistant\\n" }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}
 """
 QWEN3 = """{%- set asked = namespace(last=-1) %}
-{%- for message in messages if message["role"] == "user" %}
+{%- for message in messages if message.role == "user" %}
     {%- set asked.last = messages.index(message) %}
 {%- endfor %}
 {%- for message in messages %}
-    {%- if message["role"] == "assistant" %}
-        {%- set content, thoughts = message["content"], "" %}
-        {%- if "</think>" in content %}
-            {%- set thoughts = content.split("</think>")[0].split("<think>")[-1].strip("\\n") %}
-            {%- set content = content.split("</think>")[-1].lstrip("\\n") %}
-        {%- endif %}
-        {{- "<|im_start|>assistant\\n" }}
-        {%- if loop.index0 > asked.last and (loop.last or thoughts) %}
-            {{- "<think>\\n" + thoughts.strip("\\n") + "\\n</think>\\n\\n" }}
-            {{- content.lstrip("\\n") }}
-        {%- else %}
-            {{- content }}
-        {%- endif %}
-        {{- "<|im_end|>" }}
-        {{- "\\n" }}
-    {%- elif message["role"] == "tool" %}
-        {{- "<|im_start|>user\\n<tool_response>\\n" + message["content"] }}
-        {{- "\\n</tool_response><|im_end|>\\n" }}
-    {%- else %}
-        {{- "<|im_start|>" + message["role"] + "\\n" }}
-        {{- message["content"] + "<|im_end|>" }}
-        {{- "\\n" }}
+    {{- "<|im_start|>" + message.role + "\\n" }}
+    {%- set mine, content, thoughts = message.role == "assistant", message.content, "" %}
+    {%- if mine and "</think>" in content %}
+        {%- set thoughts = content.split("</think>")[0].split("<think>")[-1].strip("\\n") %}
+        {%- set content = content.split("</think>")[-1].lstrip("\\n") %}
     {%- endif %}
+    {%- if mine and loop.index0 > asked.last and (loop.last or thoughts) %}
+        {{- "<think>\\n" + thoughts.strip("\\n") + "\\n</think>\\n\\n" + content.lstrip("\\n") }}
+    {%- else %}{{- content }}{%- endif %}
+    {{- "<|im_end|>" }}
+    {{- "\\n" }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|im_start|>assistant\\n" }}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}
     {%- if enable_thinking is defined and not enable_thinking %}
         {{- "<think>\\n\\n</think>\\n\\n" }}
     {%- endif %}
 {%- endif %}
 """
-MISTRAL = """{{- bos_token }}
+ALTERNATE = """{{- bos_token }}
 {%- for message in messages %}
-    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
+    {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}
         {{- raise_exception("roles must alternate: user, assistant, user, assistant ...") }}
     {%- endif %}
-    {%- if message["role"] == "user" %}
-        {{- "[INST] " + message["content"] + " [/INST]" }}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"] | trim + eos_token }}
-    {%- else %}
-        {{- raise_exception("only the roles user and assistant are supported") }}
-    {%- endif %}
+"""
+MISTRAL = ALTERNATE + """
+    {%- if message.role == "user" %}{{- "[INST] " + message.content + " [/INST]" }}
+    {%- else %}{{- " " + message.content | trim + eos_token }}{%- endif %}
 {%- endfor %}
 """
-
-GEMMA = """{{- bos_token }}
-{%- for message in messages %}
-    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
-        {{- raise_exception("Conversation roles must alternate") }}
-    {%- endif %}
-    {%- set role = "model" if message["role"] == "assistant" else message["role"] %}
-    {{- "<start_of_turn>" + role + "\\n" }}
-    {{- message["content"] | trim + "<end_of_turn>" }}
+GEMMA = ALTERNATE + """
+    {{- "<start_of_turn>" + ("model" if message.role == "assistant" else message.role) + "\\n" }}
+    {{- message.content | trim + "<end_of_turn>" }}
     {{- "\\n" }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<start_of_turn>model\\n" }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- "<start_of_turn>model\\n" }}{%- endif %}
 """
 
 # how the words are cut before they merge, in the manner of GPT-4 and its followers
@@ -167,31 +129,27 @@ FAMILIES = {
         generation=dict(eos_token_id=["<eos>", "<end_of_turn>"], pad_token_id="<pad>")),
     "pythia": dict(
         weights="gpt_neox", template=None, special=[END, "<|padding|>"], added=["  ", "    "],
-        roles=dict.fromkeys(["bos_token", "eos_token", "unk_token"], END), generation={}),
-    "gpt2": dict(
-        weights="gpt2", template=None, special=[END], added=[],
-        roles=dict.fromkeys(["bos_token", "eos_token"], END), generation={}),
-}
+        roles=dict.fromkeys(["bos_token", "eos_token", "unk_token"], END), generation={})}
 CHATS = [name for name, what in FAMILIES.items() if what["template"]]
 CLASSES = dict(qwen2="Qwen2Tokenizer", qwen3="Qwen2Tokenizer", gpt_neox="GPTNeoXTokenizer",
-               gpt2="GPT2Tokenizer", mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast",
+               mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast",
                gemma="PreTrainedTokenizerFast")
 
 
-def make(folder, name, head="lm", seed=0, context=512):
+def make(folder, name, head="lm"):
     """
     Write one of FAMILIES: config.json, model.safetensors, generation_config.json and the
     tokenizer's files. head: "lm", or "scalar" for a reward model as others leave it, with one
     label. Returns the folder, a string.
     """
-    folder = str(folder)
+    folder, generation = str(folder), FAMILIES[name]["generation"]
     os.makedirs(folder, exist_ok=True)
     ids = make_tokenizer(folder, name)
-    make_model(folder, name, ids, head, seed, context)
-    generation = {k: [ids[t] for t in v] if isinstance(v, list) else ids.get(v, v)
-                  for k, v in FAMILIES[name]["generation"].items()}
+    make_model(folder, name, ids, head)
     if head == "lm" and generation:
-        write_json(folder, "generation_config.json", generation)
+        write_json(folder, "generation_config.json", {
+            k: [ids[t] for t in v] if isinstance(v, list) else ids.get(v, v)
+            for k, v in generation.items()})
     return folder
 
 
@@ -216,12 +174,8 @@ def make_tokenizer(folder, name):
             normalized=name == "pythia" and s in added) for s in [*special, *added]})
     if what["template"]:
         config["chat_template"] = what["template"]
-    if name in ("qwen2.5", "qwen3", "gpt2"):
+    if name in ("qwen2.5", "qwen3"):
         backend.model.save(folder)  # vocab.json and merges.txt
-    if name == "gpt2":  # its vocab.json has the end of text, and nothing else is there
-        vocab = json.load(open(f"{folder}/vocab.json", encoding="utf-8"))
-        write_json(folder, "vocab.json", vocab | {END: ids[END]})
-        return ids
     if name == "mistral":
         config |= dict(add_bos_token=True, add_eos_token=False, legacy=True)
     backend.save(f"{folder}/tokenizer.json")
@@ -232,12 +186,12 @@ def make_tokenizer(folder, name):
 def train_bytes(name):
     """A byte-level BPE, cut into words as the family does."""
     backend, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name not in ("pythia", "gpt2"):
+    if name != "pythia":
         level = pre_tokenizers.Sequence([
             pre_tokenizers.Split(Regex(WORDS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.pre_tokenizer, backend.decoder = level, decoders.ByteLevel()
-    if name not in ("llama3.2", "gpt2", "gemma"):
+    if name not in ("llama3.2", "gemma"):
         backend.normalizer = normalizers.NFC()
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
@@ -267,23 +221,20 @@ def train_mistral(special):
     return Tokenizer.from_str(json.dumps(state))
 
 
-def make_model(folder, name, ids, head, seed, context):
+def make_model(folder, name, ids, head):
     """Random weights of the family as transformers writes them, in float32, and config.json."""
     family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=(
-        -(-len(ids) // 64) * 64), max_position_embeddings=context)  # padded, as most models' are
-    sizes["n_inner" if family == "gpt2" else "intermediate_size"] = 48
-    if family not in ("gpt2", "gpt_neox"):
-        sizes |= dict(num_key_value_heads=2)
-    if family in ("qwen3", "gemma"):
-        sizes |= dict(head_dim=8)
+        -(-len(ids) // 64) * 64), max_position_embeddings=512, intermediate_size=48)  # padded
+    if family != "gpt_neox":
+        sizes |= dict(num_key_value_heads=2, head_dim=8)
     named = {f"{role}_id": ids[roles[role]] for role in ("bos_token", "eos_token") if role in roles}
     config = transformers.AutoConfig.for_model(family, pad_token_id=None, **sizes, **named)
     auto = transformers.AutoModelForCausalLM
     if head == "scalar":
         config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
         config.pad_token_id = ids[roles.get("pad_token", roles["eos_token"])]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = auto.from_config(config)
     with torch.no_grad():
         for p in model.parameters():  # large weights, so that nothing is invisible

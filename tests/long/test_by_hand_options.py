@@ -4,7 +4,9 @@ ranks, with roles, or stopped and begun again. And runs whose keys are drawn: co
 nobody has thought.
 """
 import inspect
+import json
 import random
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -12,15 +14,17 @@ import by_hand
 import by_hand_options
 import pytest
 import test_by_hand
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_by_hand import GRPO, PAIRS, PPO, assert_agrees, files_of, folders_of
-from tiny import assert_stopped, at, run, well, write
+from tiny import assert_one_line, assert_stopped, at, jsonl, run, well, write
 
 DRAWN = 2  # runs with drawn keys of each script
 LAYOUTS = test_by_hand.LAYOUTS | {
     "generate": (2, dict(roles="train=1,generate=1")),
     "three roles": (3, dict(roles="train=1,generate=1,score=1"))}
-NONE = dict(ref_path="", staleness=0, importance_cap=0.0, turns=0, lora=(), share_base=False,
-            ema_decay=0.0, keep_best=False)
+NONE = dict(ref_path="", staleness=0, importance_cap=0.0, turns=0, lora=(), ema_decay=0.0,
+            keep_best=False)
 PPO = PPO | NONE | dict(texts=False, ptx_coef=1.0)
 GRPO = GRPO | NONE | dict(max_refills=0, refill_by="")
 RM = {key: x for key, x in PAIRS.items() if key not in (
@@ -38,9 +42,6 @@ CASES = {  # name: (layout, branches that must be taken, keys)
     # a reward model that does not say its zero; the value model has the same
     "ppo, centred": ("stage 1", ["centred, some", "best later", "not the best"], PPO | EVAL | dict(
         reward_path="uncentered", missing_eos_penalty=1.0, keep_best=True, max_iters=4, seed=5)),
-    "grpo, centred": ("one rank", ["centred, some"], GRPO | dict(
-        reward_path="uncentered", mix=[(1.0, "reward_model")], ref_path="older", max_iters=1,
-        seed=1)),
     # the batch of an iteration was sampled up to two updates ago
     "ppo, stale": ("three roles, stopped", ["older"], PPO | dict(
         staleness=2, max_iters=4, ema_decay=0.7, texts=True, ptx_coef=2.5)),
@@ -56,9 +57,6 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         batch_size=8, group_size=2, kl_coef=0.0, ema_decay=0.6, keep_best=True, max_iters=3)),
     "ppo, lora": ("two ranks", [], PPO | dict(
         lora=(2, 5), value_init="policy", weight_decay=0.1, grad_clip=0.5)),
-    # four models on one trunk
-    "ppo, one trunk": ("parts", [], PPO | dict(
-        lora=(3, 6), share_base=True, reward_path="adapter", value_init="reward")),
     "rm, adapter": ("two ranks", [], RM | dict(
         init_from="policy", lora=(2, 5), weight_decay=0.1, eval_size=2)),
     # two teachers, of which one reads the text in its own tokens; pairs, and single responses
@@ -110,13 +108,10 @@ CASES |= {f"{script}, drawn {i}": drawn(script, i) for script in ("ppo", "grpo")
 
 @pytest.fixture(scope="module")
 def world(world, tmp_path_factory):
-    """tiny's world; beside it an adapter that is a reward model, and an environment."""
-    folder = tmp_path_factory.mktemp("adapter")
-    keys = RM | dict(init_from="policy", lora=(3, 6), max_iters=2)
-    out = well("rm.py", folder, typed_keys(world, keys, "rm", {}))
-    file = write(folder / "environment.py", inspect.getsource(by_hand_options.answered))
-    return SimpleNamespace(**vars(world) | dict(
-        adapter=f"{out}/reward_model_adapter", environment=file))
+    """tiny's world, and an environment."""
+    file = write(tmp_path_factory.mktemp("environment") / "environment.py",
+                 inspect.getsource(by_hand_options.answered))
+    return SimpleNamespace(**vars(world) | dict(environment=file))
 
 
 def data_of(keys, script):
@@ -173,3 +168,20 @@ def test_a_run_agrees_with_one_by_hand(world, tmp_path, name):
     by_hand.seen.clear()
     assert_agrees(out, *work_out(world, keys, script))
     assert not [branch for branch in branches if not by_hand.seen[branch]], by_hand.seen
+
+
+def test_a_row_too_long_for_a_teacher(world, tmp_path):
+    """Left out for the teacher alone, each row behind it would get the score of the next one."""
+    short = shutil.copytree(world.reward, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    with safe_open(short / "model.safetensors", "pt") as f:
+        weights = {name: f.get_tensor(name) for name in f.keys()}
+    table = "transformer.wpe.weight"
+    weights[table] = weights[table][:24].clone()
+    save_file(weights, short / "model.safetensors", metadata=dict(format="pt"))
+    (short / "config.json").write_text(json.dumps(config | dict(n_positions=24, n_ctx=24)))
+    rows = [dict(prompt="a" * n, chosen="b", rejected="c") for n in (40, 1, 2, 3, 4)]
+    keys = dict(init_from=world.policy, train_path=jsonl(tmp_path / "pairs.jsonl", rows),
+                teacher=short, max_iters=1, batch_size=2, device_type="cpu", too_long="drop")
+    assert_one_line(run("rm.py", tmp_path, keys), "rm.py", "short", "max_tokens=24")
+    well("rm.py", tmp_path, keys | dict(max_tokens=24))

@@ -3,7 +3,6 @@ Chats and texts in the tokenizers of models_of_the_world.py: messages become the
 transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
 row is refused; text that spells a special token stays text; ends of responses, and stop strings.
 """
-import contextlib
 import json
 import random
 import re
@@ -15,7 +14,6 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import models_of_the_world as others
 import tiny
-from byte_tokenizer import write_byte_tokenizer
 from checkpoint import save_final
 from errors import BadInput
 from load import load
@@ -49,7 +47,6 @@ def spans(tokenizer, ids, trained):
     return [tokenizer.hf.decode(span) for span in found]
 
 
-# --------------------------------------------------------------------------------------------------
 # chats
 
 THOUGHT = "<think>\n1+2\nis 3\n</think>\n\n3"
@@ -69,12 +66,12 @@ ROWS = {  # (prompt, completion, which families learn it)
     "more thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"),
                                        assistant(THOUGHT.replace("3", "6"))], MOST)}
 SPOKEN = {  # the piece of a template that writes what the assistant says, and its end
-    "llama3.2": '{{- message["content"] | trim + "<|eot_id|>" }}',
-    "qwen2.5": '{{- message["content"] + "<|im_end|>" }}',
-    "qwen3": "        {%- if loop" + others.QWEN3.split("{%- if loop")[1].split(
-        '\n        {{- "\\n"')[0],
-    "mistral": '{{- " " + message["content"] | trim + eos_token }}',
-    "gemma": '{{- message["content"] | trim + "<end_of_turn>" }}'}
+    "llama3.2": '{{- message.content | trim + "<|eot_id|>" }}',
+    "qwen2.5": '{{- message.content + "<|im_end|>" }}',
+    "qwen3": "    {%- if mine and loop" + others.QWEN3.split("{%- if mine and loop")[1].split(
+        '\n    {{- "\\n"')[0],
+    "mistral": '{{- " " + message.content | trim + eos_token }}',
+    "gemma": '{{- message.content | trim + "<end_of_turn>" }}'}
 
 
 def marked(name):
@@ -100,56 +97,51 @@ def assert_as_transformers(t, name, prompt, completion):
         assert mine == (one == 1 and turns > skip), (prompt, completion)
 
 
-@pytest.mark.parametrize("name", others.CHATS)
-def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
-    t = ours(name)
-    for prompt, completion, families in ROWS.values():
-        if name in families:
-            assert_as_transformers(t, name, prompt, completion)
-        else:
-            with pytest.raises(BadInput, match=name):
-                t.encode_learned(prompt, completion)
-    if name == "qwen3":  # its empty thoughts are then the prompt's
-        t = ours(name, template_kwargs="enable_thinking=False")
-        assert spans(t, *t.encode_learned([user("a")], [assistant("b")])) == ["b<|im_end|>"]
-        assert t.encode_prompts([[user("a")]]) == [t.hf.apply_chat_template(
-            [user("a")], add_generation_prompt=True, enable_thinking=False, return_dict=False)]
-
-
 PIECES = ["a", "Sure!", " ", "\n", "\n\n", "<think>", "</think>", "<", "assistant", "user",
           " Paris", "caf\u00e9", "\U0001f600", "1+2=3", "  ", "<tool_response>", "<|im_start",
           "[INST", "e\u0301", "\t", "It is", "."]
 
 
-@pytest.mark.parametrize("name", MOST)
-def test_nonsense_equals_apply_chat_template(ours, name):
-    t, rng = ours(name), random.Random(5)
+def nonsense(name):
+    """40 chats of a family, each with the number of an assistant's message."""
+    rng = random.Random(5)
     for _ in range(40):
         chat = [system("".join(rng.choices(PIECES, k=3)))] * (
             name not in ("mistral", "gemma") and rng.random() < 0.3)
         for _ in range(rng.randint(1, 3)):
             chat += [turn(role, "".join(rng.choices(PIECES, k=rng.randint(1, 7))))
                      for role in ("user", "assistant")]
-        first = rng.choice([i for i, m in enumerate(chat) if m["role"] == "assistant"])
-        if name == "qwen2.5" and any(m["content"][0] == "\n" for m in chat[first::2]):
-            with pytest.raises(BadInput):  # it would be one token with that of the header
-                t.encode_learned(chat[:first], chat[first:])
-        else:
-            assert_as_transformers(t, name, chat[:first], chat[first:])
+        yield chat, rng.choice([i for i, m in enumerate(chat) if m["role"] == "assistant"])
 
 
 @pytest.mark.parametrize("name", others.CHATS)
-def test_a_prompt_that_the_response_continues(ours, name):
-    """They are one message, and only what is new is learned."""
+def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
     t = ours(name)
+    rows = [(prompt, completion, name in families)
+            for prompt, completion, families in ROWS.values()]
+    if name != "qwen3":
+        # a first line break would be one token with that of Qwen2.5's header
+        rows += [(chat[:n], chat[n:], name != "qwen2.5" or not any(
+            m["content"][0] == "\n" for m in chat[n::2])) for chat, n in nonsense(name)]
+    for prompt, completion, learned in rows:
+        if learned:
+            assert_as_transformers(t, name, prompt, completion)
+        else:
+            with pytest.raises(BadInput, match=name):
+                t.encode_learned(prompt, completion)
+    # a prompt that the response continues: one message, of which only what is new is learned
     prompt, whole = ([user("1+2?"), assistant(text)] for text in ("Sure! It", "Sure! It is 3."))
-    (opened,) = t.encode_prompts([prompt])
-    assert opened == t.hf.apply_chat_template(prompt, continue_final_message=True,
-                                              return_dict=False)
+    ids_of = partial(t.hf.apply_chat_template, return_dict=False)
+    assert t.encode_prompts([prompt]) == [ids_of(prompt, continue_final_message=True)]
     ids, trained = t.encode_learned(prompt, [assistant(" is 3.")])
-    assert ids == t.hf.apply_chat_template(whole, return_dict=False)[:len(ids)]
+    assert ids == ids_of(whole)[:len(ids)]
     # a blank at the beginning of a text is lost in SentencePiece's manner
     assert [x.strip() for x in spans(t, ids, trained)] == ["is 3." + t.hf.decode(ids[-1:])]
+    if name == "qwen3":  # its empty thoughts are then the prompt's
+        t = ours(name, template_kwargs="enable_thinking=False")
+        assert spans(t, *t.encode_learned([user("a")], [assistant("b")])) == ["b<|im_end|>"]
+        assert t.encode_prompts([[user("a")]]) == [
+            ids_of([user("a")], add_generation_prompt=True, enable_thinking=False)]
 
 
 HEAD = "{% for m in messages %}"
@@ -166,18 +158,17 @@ ODD = {  # a template: whether one answer, and two answers, are learned
     HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK: (True, True)}
 
 
-@pytest.mark.parametrize("number", range(len(ODD)))
-def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path, number):
-    template, wanted = list(ODD.items())[number]
-    t = ours("qwen2.5", chat_template=tiny.write(tmp_path / "my.jinja", template))
-    for answers, learned in zip((["b"], ["b", "d"]), wanted, strict=True):
-        chat = [assistant(answers[0]), user("c"), assistant(answers[-1])][:2 * len(answers) - 1]
-        if learned:
-            assert spans(t, *t.encode_learned([user("a")], chat)) == [
-                f"{text}<|im_end|>" for text in answers]
-        else:
-            with pytest.raises(BadInput):
-                t.encode_learned([user("a")], chat)
+def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path):
+    for template, wanted in ODD.items():
+        t = ours("qwen2.5", chat_template=tiny.write(tmp_path / "my.jinja", template))
+        for answers, learned in zip((["b"], ["b", "d"]), wanted, strict=True):
+            chat = [assistant(answers[0]), user("c"), assistant(answers[-1])][:2 * len(answers) - 1]
+            if learned:
+                assert spans(t, *t.encode_learned([user("a")], chat)) == [
+                    f"{text}<|im_end|>" for text in answers], template
+            else:
+                with pytest.raises(BadInput):
+                    t.encode_learned([user("a")], chat)
 
 
 PHI = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>' + m['content'] + "
@@ -190,10 +181,10 @@ SYSTEM_LAST = (  # as Mistral's: with the last message, if it is the user's
 SHORT = [system("s"), user("u"), assistant("a")]
 THOUGHTS = assistant("<think>\n1\n</think>\n\n3")
 LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
-    (PHI, SHORT[:2], "system"), (PHI, SHORT, "system"), (PHI, SHORT[1:], None),
-    (PHI, [user("u"), system("u"), user("u")], "system"),
+    (PHI, SHORT, "system"), (PHI, SHORT[1:], None), (PHI, [user("u"), system("u"), user("u")],
+                                                     "system"),
     (SYSTEM_LAST, SHORT[:2], None), (SYSTEM_LAST, SHORT, "system"),
-    (SYSTEM_LAST, [*SHORT, user("u")], None), (SYSTEM_LAST, [*SHORT, system("u")], "system"),
+    (SYSTEM_LAST, [*SHORT, user("u")], None),
     ("{{ 'suu' + messages[-1].content }}", [user("u"), SHORT[2], user("v")], "user"),
     ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", SHORT,
      "assistant"),
@@ -206,52 +197,44 @@ LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
     ("{{ messages | tojson }}", [system('"'), user("caf\u00e9\n")], None)]
 
 
-@pytest.mark.parametrize("template, messages, role", LEAVES_OUT)
-def test_a_template_that_leaves_a_message_out(ours, tmp_path, template, messages, role):
+def test_a_template_that_leaves_a_message_out(ours, tmp_path):
     """However short the message is; blanks around it and the assistant's thoughts may go."""
-    path = tiny.write(tmp_path / "my.jinja", template)
-    t = ours("qwen2.5", chat_template=path)
-    if role is None:
-        assert t.chat_ids(messages)
-    else:
-        with pytest.raises(BadInput, match=f"{role}'s .*--chat_template"):
-            t.chat_ids(messages)
-    if messages[0]["role"] == "system":
-        t = ours("qwen2.5", chat_template=path, system_prompt="s")
-        with pytest.raises(BadInput) if role else contextlib.nullcontext():
-            t.chat_ids(messages[1:])
+    for template, messages, role in LEAVES_OUT:
+        path = tiny.write(tmp_path / "my.jinja", template)
+        chats = [(ours("qwen2.5", chat_template=path), messages)]
+        if messages[0]["role"] == "system":
+            chats += [(ours("qwen2.5", chat_template=path, system_prompt="s"), messages[1:])]
+        for t, chat in chats:
+            if role is None:
+                assert t.chat_ids(chat)
+            else:
+                with pytest.raises(BadInput, match=f"{role}'s .*--chat_template"):
+                    t.chat_ids(chat)
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "sft.py", "rm.py"])
-def test_the_row_whose_message_a_template_leaves_out_is_named(world, tmp_path, script):
-    chats = [[user("a")], [system("s"), user("a")]]
-    rows = [dict(prompt=chat, answer="b", completion=[assistant("b")], chosen=[assistant("b")],
-                 rejected=[assistant("c")]) for chat in chats]
-    data = tiny.jsonl(tmp_path / "rows.jsonl", rows)
-    keys = tiny.keys_of(world, script, chat_template=tiny.write(
-        tmp_path / "my.jinja", PHI.replace("<|end|>", "<eos>")))
-    keys["prompts_path" if script == "grpo.py" else "train_path"] = data
-    assert_one_line(run(script, tmp_path, keys), script, "row 2", "system", "--chat_template")
+def test_the_row_whose_message_a_template_leaves_out_is_named(world, tmp_path):
+    rows = [dict(prompt=chat, completion=[assistant("b")])
+            for chat in ([user("a")], [system("s"), user("a")])]
+    template = tiny.write(tmp_path / "my.jinja", PHI.replace("<|end|>", "<eos>"))
+    result = run("sft.py", tmp_path, tiny.keys_of(
+        world, "sft.py", chat_template=template,
+        train_path=tiny.jsonl(tmp_path / "rows.jsonl", rows)))
+    assert_one_line(result, "sft.py", "row 2", "system", "--chat_template")
 
 
-PAIRS = [  # a family, chosen, rejected, whether they become the same ids
-    ("qwen2.5", dict(content="b", reasoning_content="x"), dict(content="b"), True),
-    ("qwen2.5", dict(content="b", name="x"), dict(content="b", name="y"), True),
-    ("qwen2.5", dict(content="b"), dict(content="b "), False),
-    ("gemma", dict(content="b"), dict(content="\n b "), True),
-    ("qwen2.5", dict(content="caf\u00e9"), dict(content="cafe\u0301"), True),  # NFC
-    ("llama3.2", dict(content="caf\u00e9"), dict(content="cafe\u0301"), False)]
+CAFE = "caf\u00e9", "cafe\u0301"
 
 
-@pytest.mark.parametrize("script", ["rm.py", "recipes/dpo.py"])
-@pytest.mark.parametrize("family", ["qwen2.5", "gemma", "llama3.2"])
-def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family):
+@pytest.mark.parametrize("script, family, pairs, ties", [
+    ("rm.py", "qwen2.5", [(dict(content="b", reasoning_content="x"), dict(content="b")),
+                          (dict(content="b"), dict(content="b ")), CAFE], [2, 4]),  # NFC
+    ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "\n b ")], [2])])
+def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family, pairs, ties):
     """Counted, with the numbers of their rows in the file; refused if all are."""
-    pairs = [(dict(content="c"), dict(content="d" * 600), False)]  # too long, so it is dropped
-    pairs += [pair for name, *pair in PAIRS if name == family]
-    ties = [number for number, pair in enumerate(pairs, 1) if pair[2]]
-    rows = [dict(prompt=[user("a")], chosen=[dict(chosen, role="assistant")],
-                 rejected=[dict(rejected, role="assistant")]) for chosen, rejected, _ in pairs]
+    rows = [dict(prompt=[user("a")], **{
+        field: [dict(role="assistant") | (said if isinstance(said, dict) else dict(content=said))]
+        for field, said in zip(("chosen", "rejected"), pair, strict=True)})
+        for pair in [("c", "d" * 600), *pairs]]  # the first one is too long, and dropped
     keys = {"init_from" if script == "rm.py" else "policy_path": folders[family],
             "train_path": tiny.jsonl(tmp_path / "rows.jsonl", rows), "too_long": "drop",
             "device_type": "cpu", "batch_size": 2, "max_iters": 1}
@@ -281,7 +264,6 @@ def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
     assert "Today Date: 1 May, 1999\n" in dated.decode(dated.encode_prompts([[user("a")]])[0])
 
 
-# --------------------------------------------------------------------------------------------------
 # strings and special tokens
 
 BEHIND = [("Q: 1+2? A:", " 3"), ("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"),
@@ -289,7 +271,7 @@ BEHIND = [("Q: 1+2? A:", " 3"), ("1+2=", "3"), ("def f():\n", "    return 1"), (
 
 
 @pytest.mark.parametrize("name", others.FAMILIES)
-def test_strings_are_encoded_and_decoded_as_they_are(ours, name):
+def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, name):
     """A completion stands right behind its prompt, also in SentencePiece's manner."""
     t = ours(name)
     for prompt, completion in BEHIND:
@@ -299,23 +281,16 @@ def test_strings_are_encoded_and_decoded_as_they_are(ours, name):
         assert t.decode(ids[len(t.bos_ids):]) == prompt + completion and ids[-1] == t.eos_id
         for asked in (prompt, [user("?"), assistant(prompt)]):
             assert t.decode_response(ids[start:], asked) == completion, (prompt, completion)
-
-
-@pytest.mark.parametrize("name", others.FAMILIES)
-def test_special_tokens_in_texts_stay_letters(ours, name):
-    """In strings and in everybody's messages; and the text is all there."""
-    t = ours(name)
-    ids = set(t.specials.values())
+    special = set(t.specials.values())
     for text in t.specials:
-        assert not ids & {*t.encode_texts([f"a {text}{text} b"])[0]}
+        assert not special & {*t.encode_texts([f"a {text}{text} b"])[0]}
         assert t.decode(t.encode_texts([f"a {text} b"])[0]) == f"a {text} b"
-        if not t.template:
-            continue
-        plain, evil = ([i for i in t.encode_scored([[user(a)]], [[assistant(b)]])[0] if i in ids]
-                       for a, b in (("a", "b"), (f"a {text} b ", f"{text}\n{text}")))
-        assert evil == plain
-        assert t.encode_prompts([[user(text)]])[0].count(t.specials[text]) == t.encode_prompts(
-            [[user("a")]])[0].count(t.specials[text])
+        if t.template:  # in everybody's messages
+            plain, evil = (
+                [[i for i in ids if i in special] for ids in (
+                    t.encode_scored([[user(a)]], [[assistant(b)]]) + t.encode_prompts([[user(a)]]))]
+                for a, b in (("a", "b"), (f"a {text} b ", f"{text}\n{text}")))
+            assert evil == plain
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):
@@ -332,12 +307,11 @@ def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders,
     assert evil == plain > 0
 
 
-# --------------------------------------------------------------------------------------------------
 # ends of responses
 
 QWEN = ["<|endoftext|>", "<|im_end|>"]
 ENDS = {"llama3.2": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "qwen2.5": QWEN,
-        "mistral": ["</s>"], "gemma": ["<eos>", "<end_of_turn>"], "gpt2": QWEN[:1]}
+        "mistral": ["</s>"], "gemma": ["<eos>", "<end_of_turn>"], "pythia": QWEN[:1]}
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -358,14 +332,10 @@ def test_all_ends_of_a_saved_policy(folders, tmp_path, name):
         folders[name])(text)["input_ids"]
 
 
-@pytest.mark.parametrize("name", ["bytes", "mistral"])
-def test_stop_strings(ours, tmp_path, name):
+def test_stop_strings(ours):
     """Token by token, against the whole text so far: random tokens, and texts that have them."""
     strings = ["</a>", "\n\nQ:", "\u597d", " fox"]
-    write_byte_tokenizer(tmp_path, [])
-    keys = keys_of_system(stop_strings=repr(strings))
-    t = ours(name, stop_strings=repr(strings)) if name == "mistral" else load_tokenizer(
-        str(tmp_path), keys)
+    t = ours("mistral", stop_strings=repr(strings))
     rng, hits = random.Random(3), 0
     for text in ("ab</a>cd", "xyz\n\nQ: what", "a\u4f60\u597d!b", "The quick brown fox jumps",
                  "</</a", *[""] * 60):
@@ -379,28 +349,26 @@ def test_stop_strings(ours, tmp_path, name):
                 hits += 1
                 break
     assert hits >= 4
-    # the first one of two
-    assert t.decode_response(t.encode_texts(["x</a>y fox z"])[0]).lstrip() == "x</a>"
+    assert t.decode_response(t.encode_texts(["x</a>y fox z"])[0]).lstrip() == "x</a>"  # the first
 
 
 PAD = others.END  # of qwen3, whose end is <|im_end|>
 STOPS = [  # stop strings, tokens of a response, how many of them are sampled, their text
-    (PAD, ["a", PAD, "b"], 2, "a" + PAD), (PAD, [PAD, "b"], 1, PAD), (PAD, [*PAD, "b"], 13, PAD),
+    (PAD, ["a", PAD, "b"], 2, "a" + PAD), (PAD, [*PAD, "b"], 13, PAD),
     (f"b{PAD}", ["a", PAD, "b", PAD, "c"], 4, f"a{PAD}b{PAD}"), ("xy", ["a", PAD, "b"], 3, "ab"),
     (["#", PAD], ["a", "#", PAD], 2, "a#"), (["#", PAD], ["a", PAD, "#"], 2, "a" + PAD),
-    ("<|im_start|>", ["a", "<|im_start|>", "b"], 2, "a<|im_start|>"),
     ("abc", ["a", PAD, PAD, PAD, PAD, PAD, "b", "c", "d"], 8, "abc")]  # padding is no text
 
 
-@pytest.mark.parametrize("stops, tokens, sampled, text", STOPS)
-def test_stop_strings_and_the_padding(ours, stops, tokens, sampled, text):
-    t = ours("qwen3", stop_strings=repr(stops) if isinstance(stops, list) else stops)
-    ids = t.hf.convert_tokens_to_ids(tokens)
-    t.eos_ids = {t.eos_id}  # generation_config.json may name others
-    assert t.pad_id == t.vocabulary[PAD] != t.eos_id
-    ended = [n for n in range(1, len(ids) + 1) if t.has_stop(ids[:n])]
-    assert min(ended, default=len(ids)) == sampled
-    assert t.decode_response(ids[:sampled]) == text
+def test_stop_strings_and_the_padding(ours):
+    for stops, tokens, sampled, text in STOPS:
+        t = ours("qwen3", stop_strings=repr(stops) if isinstance(stops, list) else stops)
+        ids = t.hf.convert_tokens_to_ids(tokens)
+        t.eos_ids = {t.eos_id}  # generation_config.json may name others
+        assert t.pad_id == t.vocabulary[PAD] != t.eos_id
+        ended = [n for n in range(1, len(ids) + 1) if t.has_stop(ids[:n])]
+        assert min(ended, default=len(ids)) == sampled
+        assert t.decode_response(ids[:sampled]) == text
 
 
 def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):

@@ -3,7 +3,6 @@ The scripts of data/ that make a task. Sums and numbers are checked by parsers o
 downloaded is a tiny made-up copy.
 """
 import itertools
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from fractions import Fraction
 import pytest
 from tiny import ROOT, Started, jsonl, read_jsonl
 
-from prompts import dialogue, prompt_row, read_rows
+from rewards import reward_terms
 
 
 def made(name, folder, *args):
@@ -29,24 +28,24 @@ def made(name, folder, *args):
                            for file in os.listdir(out) if file.endswith(".jsonl")}
 
 
+def numbers_of(text, sign):
+    return map(int, text.strip("=").split(sign))
+
+
 def test_arithmetic(tmp_path):
     """
     Demonstrations that think are right, column by column. Of the others one in ten is right; the
     rest is wrong in exactly one digit.
     """
-    said, rows = made("arithmetic", tmp_path)
+    _, rows = made("arithmetic", tmp_path)
     sizes = dict(sft_train=50_000, sft_val=500, rl_train=20_000, rl_val=500)
     assert {name: len(found) for name, found in rows.items()} == sizes
     assert len({row["prompt"] for row in itertools.chain(*rows.values())}) == 71_000
-    for name, shape in (("sft_val", lambda row: dialogue(row, "completion")),
-                        ("rl_val", prompt_row)):
-        assert read_rows(f"{tmp_path}/data/arithmetic/{name}.jsonl", shape) == rows[name]
     for row in rows["rl_train"][::10]:
-        a, b = re.fullmatch(r"([1-9]\d\d)\+([1-9]\d\d)=", row["prompt"]).groups()
-        assert row["answer"] == str(int(a) + int(b))
+        assert row["answer"] == str(sum(numbers_of(row["prompt"], "+")))
     right = direct = 0
     for row in rows["sft_train"][::5]:
-        a, b = map(int, row["prompt"].strip("=").split("+"))
+        a, b = numbers_of(row["prompt"], "+")
         thought, answer = re.fullmatch("(?:<think>(.*)</think>)?(.*)", row["completion"]).groups()
         if thought is None:
             direct += 1
@@ -54,14 +53,12 @@ def test_arithmetic(tmp_path):
             assert wrong <= 1 and answer[0] != "0"
             right += wrong == 0
             continue
-        columns = [list(map(int, re.fullmatch(r"(\d)\+(\d)\+([01])=(\d\d)", c).groups()))
-                   for c in thought.split(";")]
-        assert [c[0] for c in columns] == [a % 10, a // 10 % 10, a // 100]
-        assert [c[1] for c in columns] == [b % 10, b // 10 % 10, b // 100]
-        assert [c[2] for c in columns] == [
-            0, (a % 10 + b % 10) // 10, (a % 100 + b % 100) // 100]
-        assert all(x + y + carry == total for x, y, carry, total in columns)
-        assert answer == str(a + b)
+        columns, carry = [], 0
+        for x, y in zip(str(a)[::-1], str(b)[::-1], strict=True):
+            total = int(x) + int(y) + carry
+            columns.append(f"{x}+{y}+{carry}={total:02d}")
+            carry = total // 10
+        assert thought == ";".join(columns) and answer == str(a + b)
     assert abs(direct / 10_000 - 0.7) < 0.02 and abs(right / direct - 0.1) < 0.015
 
 
@@ -70,7 +67,7 @@ def test_calculator(tmp_path):
     _, rows = made("calculator", tmp_path)
     calls = right = 0
     for row in rows["sft_train"][::10]:
-        a, b = map(int, row["prompt"][0]["content"].strip("=").split("*"))
+        a, b = numbers_of(row["prompt"][0]["content"], "*")
         said = [(m["role"], m["content"].strip()) for m in row["completion"]]
         if len(said) == 3:
             calls += 1
@@ -80,7 +77,7 @@ def test_calculator(tmp_path):
             right += said == [("assistant", str(a * b))]
     assert abs(calls / 3000 - 0.3) < 0.04 and abs(right / (3000 - calls) - 0.1) < 0.03
     for row in rows["rl_val"]:
-        a, b = map(int, row["prompt"][0]["content"].strip("=").split("*"))
+        a, b = numbers_of(row["prompt"][0]["content"], "*")
         assert row["answer"] == str(a * b)
 
 
@@ -91,16 +88,18 @@ def test_code(tmp_path):
     assert len(held_out) == 60
     assert not held_out & {row["prompt"] for row in rows["rl_train"] + rows["sft_train"]}
     tests = {row["prompt"]: row["tests"][0] for row in rows["rl_val"] + rows["rl_train"]}
+
+    def answer(function, inputs):
+        try:
+            return function(*inputs)
+        except (ZeroDivisionError, IndexError):
+            return None
+
     passed = 0
     for row in rows["sft_train"]:
         test, names = tests[row["prompt"]], {}
         exec(row["completion"], names)  # our own programs: made of pieces of code in prepare.py
-        found = []
-        for inputs in test["inputs"]:
-            try:
-                found.append(names["f"](*inputs))
-            except (ZeroDivisionError, IndexError):
-                found.append(None)
+        found = [answer(names["f"], inputs) for inputs in test["inputs"]]
         assert len(found) >= 5
         passed += found == test["outputs"]
     assert abs(passed / 400 - 0.25) < 0.09  # 4 standard errors
@@ -111,36 +110,32 @@ def test_example(tmp_path):
     import transformers
 
     _, rows = made("example", tmp_path)
+    known = {str(row["prompt"]): row["answer"] for row in rows["prompts"]}
     for row in rows["prompts"] + rows["prompts_val"]:
         number = int(re.search(r"\d+", row["prompt"][0]["content"])[0])
         assert row["answer"] == ("no" if number % 2 else "yes")
-    asked = [{str(r["prompt"]) for r in rows[name]} for name in ("prompts", "prompts_val")]
-    assert list(map(len, asked)) == [20, 20] and not asked[0] & asked[1]
-    known = {str(row["prompt"]): row["answer"] for row in rows["prompts"]}
+    assert len(known) == 20 and not known.keys() & {str(r["prompt"]) for r in rows["prompts_val"]}
     right = [row["completion"][0]["content"] == known[str(row["prompt"])]
              for row in rows["demonstrations"]]
     assert sum(right) == 40 and len(right) == 60
     folder = f"{tmp_path}/data/example/model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.vocab_size == len(tokenizer) == 261
-    assert tokenizer.eos_token_id == model.config.eos_token_id
-    chat = tokenizer.apply_chat_template([dict(role="user", content="a")], tokenize=False,
+    config = transformers.AutoModelForCausalLM.from_pretrained(folder).config
+    assert config.vocab_size == len(tokenizer) == 261
+    assert tokenizer.eos_token_id == config.eos_token_id
+    said = tokenizer.apply_chat_template([dict(role="user", content="a")], tokenize=False,
                                          add_generation_prompt=True)
-    assert chat == "<|user|>a<eos><|assistant|>"
+    assert said == "<|user|>a<eos><|assistant|>"
 
 
 def reachable(numbers, target):
     """Whether the target can be made of all numbers: join two of them, until one is left."""
     if len(numbers) == 1:
         return numbers[0] == target
-    for i, j in itertools.permutations(range(len(numbers)), 2):
-        a, b = numbers[i], numbers[j]
-        rest = [x for k, x in enumerate(numbers) if k not in (i, j)]
-        if any(reachable([*rest, x], target) for x in [
-                a + b, a - b, a * b, *([a / b] if b else [])]):
-            return True
-    return False
+    return any(
+        reachable([*(n for k, n in enumerate(numbers) if k not in (i, j)), x], target)
+        for (i, a), (j, b) in itertools.permutations(enumerate(numbers), 2)
+        for x in [a + b, a - b, a * b, *([a / b] if b else [])])
 
 
 def test_countdown(tmp_path):
@@ -162,8 +157,6 @@ SCORES = [
 
 
 def test_the_reward_of_countdown():
-    from rewards import reward_terms
-
     (_, _, countdown), = reward_terms("data/countdown/reward.py:countdown", folder=ROOT)
     row = dict(prompt="?", numbers=[2, 3, 5], target=16)
     texts = [text for text, _ in SCORES]
@@ -193,16 +186,6 @@ def test_gsm8k(tmp_path):
     assert [[m["role"] for m in row["prompt"]] for row in rows["rl_train"]] == [["user"]] * 2
 
 
-def post(text, summary, title="Help"):
-    return dict(id="x", subreddit="cats", title=title, post=text, summary=summary)
-
-
-def comparison(first, second, choice, split):
-    summaries = [dict(text=text, policy="sup2") for text in (first, second)]
-    return dict(info=dict(post="My cat.", title="Help", subreddit="cats"), summaries=summaries,
-                choice=choice, split=split)
-
-
 def asked(text):
     return f"SUBREDDIT: r/cats\n\nTITLE: Help\n\nPOST: {text}\n\nTL;DR:"
 
@@ -216,16 +199,20 @@ def test_tldr(world, tmp_path):
         (f"one\n{w(300)}\n{w(300)}", "cut"): (asked("one\n" + w(300)), " cut"),
         ("long", w(51)): (asked("long"), " " + w(51)), ("too long", w(52)): None,
         ("nothing", " "): None}
-    files = {f"dataset/comparisons/batch{i}.json": [] for i in [*range(3, 21), 22]}
-    files |= {"dataset/comparisons/edit_b2_eval_test.json": [comparison("a", "b", 1, "valid2")],
-              "datasets/tldr_3_filtered/train.jsonl": [post(*made) for made in posts],
-              "datasets/tldr_3_filtered/valid.jsonl": [post("é", " spaced")]}
-    files["dataset/comparisons/batch3.json"] = [
-        comparison(" good", " bad", 0, "train"), comparison(" bad", "good", 1, "valid1"),
-        comparison(w(168), " fine", 1, "train")]
+    compared = [(" good", " bad", 0, "train"), (" bad", "good", 1, "valid1"),
+                (w(168), " fine", 1, "train"), ("a", "b", 1, "valid2")]
+    about = dict(title="Help", subreddit="cats")
+    pairs = [dict(info=dict(about, post="My cat."), choice=choice, split=split, summaries=[
+        dict(text=text, policy="sup2") for text in both]) for *both, choice, split in compared]
+    files = {f"dataset/comparisons/batch{i}.json": [] for i in [*range(3, 21), 22]} | {
+        "dataset/comparisons/batch3.json": pairs[:3],
+        "dataset/comparisons/edit_b2_eval_test.json": pairs[3:],
+        "datasets/tldr_3_filtered/train.jsonl": posts,
+        "datasets/tldr_3_filtered/valid.jsonl": [("é", " spaced")]}
     for name, rows in files.items():
         os.makedirs((tmp_path / "source" / name).parent, exist_ok=True)
-        jsonl(tmp_path / "source" / name, rows)
+        jsonl(tmp_path / "source" / name, rows if "comparisons" in name else [
+            dict(about, id="x", post=post, summary=summary) for post, summary in rows])
     said, rows = made("tldr", tmp_path, f"--source={tmp_path}/source",
                       f"--tokenizer={world.policy}")
     kept = [row for row in posts.values() if row]
@@ -241,8 +228,7 @@ def test_tldr(world, tmp_path):
 def test_judges_of_the_toy(tmp_path):
     """Right and wrong answers, half and half; the digits say which is which."""
     task = tmp_path / "data" / "arithmetic"
-    shutil.copytree(f"{ROOT}/data/arithmetic", task, ignore=shutil.ignore_patterns("*.jsonl"))
-    shutil.copy(f"{ROOT}/data/byte_tokenizer.py", tmp_path / "data")
+    shutil.copytree(f"{ROOT}/data", task.parent, ignore=shutil.ignore_patterns("*.jsonl"))
     jsonl(task / "sft_train.jsonl", [dict(prompt=f"{a}+{2 * a}=") for a in range(100, 400)])
     result = Started(f"{task}/judge.py", ["--rows=400", "--so_far=0"], str(tmp_path),
                      before=lambda rank: sys.path.insert(0, str(task))).wait()
@@ -251,7 +237,6 @@ def test_judges_of_the_toy(tmp_path):
     thinks = [row for row in rows if "</think>" in row["prompt"]]
     for row in thinks:
         a, answer = re.match(r"(\d+)\+\d+=.*?(\d*)\?", row["prompt"], re.DOTALL).groups()
-        if row["completion"] == "A":
-            assert int(answer) == 3 * int(a)
+        assert row["completion"] != "A" or int(answer) == 3 * int(a)
     right = sum(row["completion"] == "A" for row in thinks)
-    assert len(rows) == 400 and 0.3 < right / len(thinks) < 0.7 and json.dumps(rows[0])
+    assert len(rows) == 400 and 0.3 < right / len(thinks) < 0.7

@@ -4,13 +4,12 @@ import itertools
 import json
 import os
 import re
-import shutil
 import statistics
 import sys
 from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
+from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
 from tools.runs import ASKED, as_in_run
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
@@ -83,29 +82,23 @@ def test_the_figures_are_those_of_the_responses(done, world):
             same(its[f"{mode} {name}"], list(map(statistics.mean, values)))
 
 
-def test_the_best_of_k_by_enumeration(done):
-    """Of each set of k samples the best by the scores; of equal ones the mean."""
-    ties = 0
+def test_the_best_of_k_and_wins_by_enumeration(done):
+    """Of each set of k samples the best by the scores; of equal ones the mean. A tie is half."""
+    sums = {name: of_prompts(done, name, "sampled", "scores") for name in done.policies}
+    assert any(len(set(scores)) < 4 for each in sums.values() for scores in each)
     for policy, its in done.policies.items():
-        sums = of_prompts(done, policy, "sampled", "scores")
-        ties += sum(len(set(scores)) < 4 for scores in sums)
-        for k, name in itertools.product((1, 2, 4), SCORES):
+        for k, name in itertools.product((2, 4), SCORES):
             values = []
-            for scores, own in zip(sums, of_prompts(done, policy, "sampled", name), strict=True):
+            for scores, own in zip(sums[policy], of_prompts(done, policy, "sampled", name),
+                                   strict=True):
                 best = [statistics.mean(own[i] for i in some if scores[i] == max(
                     scores[j] for j in some)) for some in itertools.combinations(range(4), k)]
                 values.append(statistics.mean(best))
             same(its[f"sampled best@{k} {name}"], values)
-    assert ties
-
-
-def test_wins_by_enumeration(done):
     duel, = done.win_rates
-    ours, theirs = (of_prompts(done, name, "sampled", "scores") for name in done.policies)
-    won = [statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0
-                           for a, b in itertools.product(*pair))
-           for pair in zip(ours, theirs, strict=True)]
-    same(duel["wins"], won)
+    same(duel["wins"], [statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0
+                                        for a, b in itertools.product(*pair))
+                        for pair in zip(*sums.values(), strict=True)])
     assert (duel["policy"], duel["against"]) == ("policy", "older") and 0 < duel["wins"]["mean"] < 1
 
 
@@ -116,12 +109,11 @@ def test_equal_responses_have_equal_scores(keys, tmp_path):
     result = tool("eval", tmp_path, keys | dict(
         reward_functions=f"{rule}:counts", reward_path="", batch_size=8))
     assert result.codes == [0], result
-    known, writers = {}, collections.defaultdict(set)
+    equal = collections.defaultdict(list)
     for r in read(tmp_path).records:
-        said = r["row"], r["text"], r["finished"], r["length"]
-        assert known.setdefault(said, r["scores"]) == r["scores"]
-        writers[said].add(r["policy"])
-    assert any(len(names) == 2 for names in writers.values())
+        equal[r["row"], r["text"], r["finished"], r["length"]].append(r)
+    assert all(r["scores"] == each[0]["scores"] for each in equal.values() for r in each)
+    assert any(len({r["policy"] for r in each}) == 2 for each in equal.values())
 
 
 def test_two_ranks_find_the_same(done, keys, tmp_path):
@@ -134,37 +126,33 @@ def test_two_ranks_find_the_same(done, keys, tmp_path):
 
 
 def test_right_answers_are_counted(done, keys, world, tmp_path):
-    """Rows whose answer is what some samples say, in several spellings."""
+    """Rows whose answer is what some samples say."""
     said = of_prompts(done, "policy", "sampled", "answer")
     rows = [row | dict(answer=answers[i % 4] or "nothing", kind="ab"[i % 2])
             for i, (row, answers) in enumerate(zip(world.rows["rl_train"], said, strict=True))]
-    path = jsonl(tmp_path / "rows.jsonl", rows)
     result = tool("eval", tmp_path, keys | dict(
-        prompts_path=path, policies=world.policy, reward_functions="accuracy", reward_path="",
-        by="kind"))
+        prompts_path=jsonl(tmp_path / "rows.jsonl", rows), policies=world.policy,
+        reward_functions="accuracy", reward_path="", by="kind"))
     assert result.codes == [0], result
     found = read(tmp_path)
     truths = of_prompts(found, "policy", "sampled", "accuracy")
-    answers = of_prompts(found, "policy", "sampled", "answer")
-    assert answers == said and 0 < sum(map(sum, truths)) < 36
+    assert of_prompts(found, "policy", "sampled", "answer") == said
+    assert 0 < sum(map(sum, truths)) < 36
     its = found.policies["policy"]
-    for k in (1, 2, 4):
+    for k in (2, 4):
         same(its[f"sampled pass@{k}"], [statistics.mean(
             any(some) for some in itertools.combinations(right, k)) for right in truths])
         voted = []
-        for texts, right in zip(answers, truths, strict=True):
-            won = []
-            for first in range(0, 4, k):
-                texts_of_group = [text for text in texts[first:first + k] if text]
-                winner = collections.Counter(texts_of_group).most_common(1)
-                won.append(right[texts.index(winner[0][0])] if winner else 0)
-            voted.append(statistics.mean(won))
+        for texts, right in zip(said, truths, strict=True):
+            groups = [[text for text in texts[i:i + k] if text] for i in range(0, 4, k)]
+            winners = [collections.Counter(group).most_common(1) for group in groups]
+            voted.append(statistics.mean(right[texts.index(won[0][0])] if won else 0
+                                         for won in winners))
         same(its[f"sampled majority@{k}"], voted)
     for kind, group in found.groups.items():
-        picked = [i for i, row in enumerate(rows) if row["kind"] == kind]
-        mean = statistics.mean(statistics.mean(truths[i]) for i in picked)
+        picked = [truths[i] for i, row in enumerate(rows) if row["kind"] == kind]
         assert group["prompts"] == len(picked)
-        assert group["policies"]["policy"]["sampled accuracy"]["mean"] == pytest.approx(mean)
+        same(group["policies"]["policy"]["sampled accuracy"], list(map(statistics.mean, picked)))
 
 
 @pytest.fixture(scope="module")
@@ -203,15 +191,14 @@ def test_samples_with_scores(world, trained, tmp_path):
     """Of a file, with the score of a reward model; of standard input; with an environment."""
     keys = dict(policy_path=world.policy, max_new_tokens=6, device_type="cpu")
     path = jsonl(tmp_path / "some.jsonl", world.rows["rl_train"][:3])
-    result = tool("sample", tmp_path, keys | dict(
-        prompts=path, limit=2, samples=3, reward_path=world.reward, rollout_batch_size=4))
-    assert result.codes == [0], result
-    lines = result.out[0].split("\n> ")[1:]
+    said = tool("sample", tmp_path, keys | dict(
+        prompts=path, limit=2, samples=3, reward_path=world.reward, rollout_batch_size=4)).out[0]
+    lines = said.split("\n> ")[1:]
     assert [line.split("\n")[0] for line in lines] == ["a", "abc"]
     assert [len(re.findall(r"\(score -?\d+\.\d\d\)", line)) for line in lines] == [3, 3]
-    again = tool("sample", tmp_path, keys | dict(prompts=path, limit=2, samples=3))
-    plain = re.sub(r"   \(score .*?\)", "", result.out[0])
-    assert again.out[0].split("\n> ")[1:] == plain.split("\n> ")[1:]  # the noise is the prompt's
+    again = tool("sample", tmp_path, keys | dict(prompts=path, limit=2, samples=3)).out[0]
+    plain = re.sub(r"   \(score .*?\)", "", said)
+    assert again.split("\n> ")[1:] == plain.split("\n> ")[1:]  # the noise is the prompt's
     result = tool("sample", tmp_path, keys | dict(temperature=0.0), stdin="a\n\nabc\n")
     keys_said = r"command line: .*\n(    .*\n)*"  # in as many lines as they need
     assert result.codes == [0] and re.sub(keys_said, "", result.out[0]).count("\n") == 2, result
@@ -227,6 +214,19 @@ def test_bad_input_is_one_line(world, keys, tmp_path):
         result = tool("eval", tmp_path, keys | {key: value})
         assert_one_line(result, "eval.py", word)
         assert "prompts\n" not in result.out[0] and not os.path.exists(tmp_path / "eval.json")
-    shutil.copytree(f"{ROOT}/tools", tmp_path / "tools", dirs_exist_ok=True)
-    assert_one_line(tool("sample", tmp_path, dict(policy_path=f"{tmp_path}/tools")), "sample.py",
+    os.mkdir(tmp_path / "nothing")
+    assert_one_line(tool("sample", tmp_path, dict(policy_path=f"{tmp_path}/nothing")), "sample.py",
                     "config.json")
+
+
+def test_no_figure_stands_in_the_table_twice(keys, world, tmp_path):
+    """Of k = 1 only what is no mean of another row: the share of responses with all of it."""
+    one = keys | dict(policies=world.policy, samples=1, reward_path="", limit=2)
+    own = "accuracy", "length", "finished"
+    for more, extra in ((dict(reward_functions="accuracy"), []), (
+            dict(reward_functions=f"{world.rules}:letters", right_by="letters"),
+            ["greedy reward/letters", "sampled reward/letters", "sampled pass@1"])):
+        result = tool("eval", tmp_path, one | more)
+        assert result.codes == [0], result
+        assert sorted(read(tmp_path).policies["policy"]) == sorted(
+            [f"{mode} {name}" for mode in ("greedy", "sampled") for name in own] + extra)

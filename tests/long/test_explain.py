@@ -1,15 +1,15 @@
 """
 tools/explain.py: its numbers worked out with transformers' models, one text alone, and plain loops.
-
 The run of PPO saves a checkpoint at every iteration. The tool is given a copy that ends with the
-second one, so it must compute what the run itself has computed next, and the third one has the
-weights after that update.
+second one, so it must compute what the run has computed next, and the third one has the weights
+after that update.
 """
 import math
 import os
 import pathlib
 import re
 import shutil
+import statistics
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_the_numbers_of_ppo(world, runs):
     n = len(columns["#"])
     assert 2 <= n <= 6
     numbers = {name: [float(x) for x in cells] for name, cells in columns.items()
-               if name not in ("#", "token", "clipped")}
+               if name not in ("#", "token", "clip")}
 
     def near(name, expected, within=6e-4):
         assert numbers[name] == pytest.approx(expected, abs=within), name
@@ -93,11 +93,10 @@ def test_the_numbers_of_ppo(world, runs):
     asked, fits = ids_of(prompt), []
     for end in ENDS:
         ids = (ids_of(response) + [end])[:n]
-        tokens = asked + ids
-        logprobs = states(f"{runs}/ppo/cut/checkpoint-{DONE:06d}/policy", tokens)
+        logprobs = states(f"{runs}/ppo/cut/checkpoint-{DONE:06d}/policy", asked + ids)
         own = [logprobs[len(asked) - 1 + t, i].item() for t, i in enumerate(ids)]
-        fits += [(tokens, ids)] if own == pytest.approx(numbers["policy"], abs=6e-4) else []
-    (tokens, ids), = fits[:1]
+        fits += [ids] if own == pytest.approx(numbers["policy"], abs=6e-4) else []
+    ids, tokens = fits[0], asked + fits[0]
 
     def of_response(folder):
         found = states(folder, tokens)
@@ -107,12 +106,13 @@ def test_the_numbers_of_ppo(world, runs):
     policy, new = (of_response(step.format(i, "policy")) for i in (DONE, DONE + 1))
     reference = of_response(world.policy)
     near("policy", policy)
-    near("reference", reference)
+    near("ref", reference)
     near("new", new)
     KL = [a - b for a, b in zip(policy, reference, strict=True)]
     near("KL", KL, 6e-5)
-    finished = tokens[-1] in ENDS
-    score = states(world.reward, tokens, "SequenceClassification")[-1].item() if finished else -1.0
+    score = -1.0
+    if tokens[-1] in ENDS:
+        score = states(world.reward, tokens, "SequenceClassification")[-1].item()
     shaped = float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1])
     assert shaped == pytest.approx(score, abs=6e-4)
     rewards = [-0.3 * x for x in KL]
@@ -128,16 +128,16 @@ def test_the_numbers_of_ppo(world, runs):
     near("raw", raw)
     near("ret", [a + v for a, v in zip(raw, values, strict=True)])
     # whitened: one shift and one scale for all tokens of the batch
-    white = numbers["whitened"]
+    white = numbers["white"]
     scale = (white[0] - white[-1]) / (raw[0] - raw[-1])
-    near("whitened", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
+    near("white", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
     ratios = [math.exp(a - b) for a, b in zip(new, policy, strict=True)]
     near("ratio", ratios)
     clipped = [min(max(x, 0.8), 1.2) for x in ratios]
     losses = [max(-a * x, -a * c) for a, x, c in zip(white, ratios, clipped, strict=True)]
     near("loss", losses, 2e-3)
     taken = [-a * c > -a * x for a, x, c in zip(white, ratios, clipped, strict=True)]
-    assert [x == "yes" for x in columns["clipped"]] == taken
+    assert [x == "yes" for x in columns["clip"]] == taken
 
 
 def test_a_group_of_grpo(runs):
@@ -146,11 +146,9 @@ def test_a_group_of_grpo(runs):
     assert result.codes == [0] and "the run is over" in result.out[0], result
     first = result.out[0][result.out[0].index("# "):].split("\n\n")[0].split("\n")[1:]
     scores, advantages = ([float(line.split()[i]) for line in first] for i in (1, 2))
-    mean = sum(scores) / 3
-    assert len(set(scores)) > 1
-    deviation = (sum((x - mean) ** 2 for x in scores) / 2) ** 0.5  # over n - 1
-    assert advantages == pytest.approx(
-        [(x - mean) / (deviation + 1e-6) if deviation else 0.0 for x in scores], abs=2e-3)
+    deviation = statistics.stdev(scores)
+    assert deviation > 0 and advantages == pytest.approx(
+        [(x - statistics.mean(scores)) / deviation for x in scores], abs=2e-3)
     assert float(table(result.out[0])["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)
 
 
@@ -161,3 +159,30 @@ def test_bad_input_is_one_line(world, runs):
                         (dict(run=f"{runs}/ppo/out", prompt="1+" * 40), ["row 1"])):
         assert_one_line(explain(runs / "explain", **keys), "explain.py", *words)
     assert not os.path.exists(runs / "explain" / "out")
+
+
+@pytest.mark.parametrize("script, panels", [("ppo", 5), ("grpo", 4)])
+def test_each_panel_says_what_it_shows(runs, script, panels):
+    """A title that names its curves, a unit; and the lines of the table have room in a terminal."""
+    def before(rank):
+        from matplotlib.figure import Figure
+
+        def savefig(figure, *args, **kwargs):
+            figure.canvas.draw()
+            for axis in figure.axes:
+                title = axis.get_title(loc="left")
+                names = [text.get_text() for text in axis.get_legend().get_texts()]
+                fits = axis._left_title.get_window_extent().x1 < figure.bbox.x1
+                print("PANEL", bool(axis.get_ylabel()) and fits, all(
+                    f"{name}: " in title for name in names if name != "clipped"))
+            print("LAST", axis.get_xlabel())
+
+        Figure.savefig = savefig
+
+    result = Started("tools/explain.py", typed(dict(
+        run=f"{runs}/{script}/out", prompt="12=", answer="ab", seed=3, out="b.png")),
+        str(runs / "explain"), before=before).wait()
+    assert result.codes == [0] and "token" in result.out[0].partition("LAST")[2], result
+    assert result.out[0].count("PANEL True True") == panels == result.out[0].count("PANEL")
+    printed = result.out[0].partition("one response of")[2].split("\n")
+    assert max(map(len, printed[4:])) <= 100

@@ -42,7 +42,6 @@ def kernels():
     ranks.choose_kernels(False)
 
 
-# --------------------------------------------------------------------------------------------------
 # models: CPU and GPU compute the same
 
 
@@ -123,7 +122,6 @@ def test_what_is_offloaded_is_pinned(world):
     assert all(p.is_pinned() for p in model.parameters())
 
 
-# --------------------------------------------------------------------------------------------------
 # runs of scripts, in processes of their own: CUDA does not survive a fork
 
 DRIVER = """
@@ -208,15 +206,14 @@ def test_deterministic_runs_resume_bit_for_bit(world, tmp_path):
 
 def test_stopped_and_killed_while_kernels_run(world, tmp_path):
     """SIGTERM: it saves and ends with 0. SIGKILL: the same command goes on from what was saved."""
-    out = tmp_path / "out"
+    out, log = tmp_path / "out", tmp_path / "out" / "log.jsonl"
     keys = keys_of(world, "ppo.py", device_type=DEVICE, dtype="float32", eval_path="",
                    lr_decay="constant", value_lr_decay="constant", checkpoint_interval=3)
     for what, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -9)):
-        done = len(read_log(out)) if code else 0
+        done, end = len(read_log(out)) if code else 0, time.monotonic() + 90
         run = subprocess.Popen(
             command([(tmp_path, "ppo.py", "", keys | dict(max_iters=10**6))]),
             env=os.environ | VISIBLE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        log, end = out / "log.jsonl", time.monotonic() + 90
         while not log.exists() or log.read_text().count("\n") < done + 4:  # its kernels are running
             assert time.monotonic() < end and run.poll() is None, "the run has written no log"
             time.sleep(0.02)

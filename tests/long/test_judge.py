@@ -1,16 +1,14 @@
 """
 options/judging.py: the judge's scores against transformers on the same text; its templates; runs.
 """
-import json
 import math
-import random
 import re
 
 import pytest
 import torch
 from errors import BadInput
 from load import load
-from options.judging import TEMPLATES, Judge, as_text, log_odds
+from options.judging import TEMPLATES, Judge, log_odds
 from rewards import score_sequences
 from tokenizer import load_tokenizer
 from transformers import AutoModelForCausalLM
@@ -28,19 +26,16 @@ COUNTS = "{{ messages | length }}" + CHATML
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random model with room for questions, whose tokens are bytes."""
-    folder, context = str(tmp_path_factory.mktemp("judge") / "judge"), 700
+    folder = str(tmp_path_factory.mktemp("judge") / "judge")
     tiny.save_random(folder, seed=3)
-    config = json.load(open(f"{folder}/config.json"))
-    config["n_positions"] = context
-    json.dump(config, open(f"{folder}/config.json", "w"))
-    weights = AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+    hf = AutoModelForCausalLM.from_pretrained(folder, n_positions=700, ignore_mismatched_sizes=True)
     with torch.no_grad():
-        weights.transformer.wpe.weight.normal_(0, 0.2)
-    weights.save_pretrained(folder)
+        hf.transformer.wpe.weight.normal_(0, 0.2)
+    hf.save_pretrained(folder)
     return folder
 
 
-def judge_of(folder, template="yes_no", chat="", responses=("response",), tmp=None):
+def judge_of(folder, template="yes_no", chat="", responses=("response",)):
     file = tiny.write(f"{folder}/chat.jinja", chat) if chat else ""
     system = tiny.keys_of_system(chat_template=file, dtype="float64")
     model = load(folder, "judge", system, torch.device("cpu"))
@@ -59,14 +54,12 @@ WORDS = ["Paris", "1+2=3", "the fox", "caf\u00e9", "\n", "{prompt}", "<eos>"]
 
 @pytest.mark.parametrize("template, count", [("yes_no", 2), ("rubric", 10)])
 def test_scores_as_transformers(folder, template, count):
-    """As plain text an answer begins with a blank only where it is one token with it."""
-    rng = random.Random(1)
-    pairs = [("a?", " ".join(rng.choices(WORDS, k=n))) for n in (0, 1, 5, 9)]
     judge, model = judge_of(folder, template), AutoModelForCausalLM.from_pretrained(folder).double()
-    questions = [judge.encode(dict(prompt=p), [r]) for p, r in pairs]
-    scores = score_sequences(judge, questions, 3, "cpu").tolist()
-    for (prompt, response), score in zip(pairs, scores, strict=True):
-        ids = list(filled(template, prompt, response).encode())
+    texts = [" ".join(WORDS[:n]) for n in (0, 1, 5, 7)]
+    questions = [judge.encode(dict(prompt="a?"), [text]) for text in texts]
+    for text, score in zip(texts, score_sequences(judge, questions, 3, "cpu").tolist(),
+                           strict=True):
+        ids = list(filled(template, "a?", text).encode())
         with torch.no_grad():
             p = model(torch.tensor([ids])).logits[0, -1].softmax(-1)[ord("A"):ord("A") + count]
         grade = (p / p.sum() * torch.arange(count, 0, -1)).sum().item()  # expected, from 1 to 10
@@ -95,11 +88,10 @@ def test_dialogues_become_text(folder):
         ("user", "Hi"), ("assistant", "Yes?"), ("user", "1+2"))]
     begun = [*turns, dict(role="assistant", content="<think>")]
     asked, judge = "user: Hi\n\nassistant: Yes?\n\nuser: 1+2", judge_of(folder)
-    for prompt, response, text in ((turns[:1], "b", ("Hi", "b")), (turns, "3", (asked, "3")),
-                                   (begun, "3", (asked, "<think>3"))):
-        ids = judge.encode(dict(prompt=prompt), [response])
+    for prompt, text in ((turns[:1], ("Hi", "3")), (turns, (asked, "3")),
+                         (begun, (asked, "<think>3"))):
+        ids = judge.encode(dict(prompt=prompt), ["3"])
         assert judge.tokenizer.decode(ids) == filled("yes_no", *text)
-    assert as_text(turns) == asked
 
 
 def test_a_long_response_loses_its_end(folder):
@@ -128,8 +120,7 @@ def test_a_file_of_the_users(folder, tmp_path):
 
 REFUSED = {  # a template, and a part of the line
     "": "", "{response}": "A B", "{prompt} A B": "{response}",
-    "{prompt} {response} {question} A B": "question", "{response} {1} A B": "'1'",
-    "answers: A\n{response}": "two different", "answers: A A\n{response}": "'A A'",
+    "{prompt} {response} {question} A B": "question", "answers: A A\n{response}": "'A A'",
     "answers: yes no\n{response}": "'yes'", "answers: 10 9\n{prompt} {response}": "'10'"}
 
 
@@ -177,8 +168,3 @@ def test_scores_of_a_run(world, tmp_path):
     first = tiny.read_log(out)[0]
     assert first["objective/reward/judge"] == pytest.approx(sum(scores) / 6, abs=1e-9)
     assert first["objective/scores"] == pytest.approx(sum(scores) / 12, abs=1e-9)
-
-
-def test_a_judge_without_a_path_is_refused(world, tmp_path):
-    keys = tiny.keys_of(world, "grpo.py", reward_functions="judge", reward_timeout=40)
-    tiny.assert_one_line(tiny.run("grpo.py", tmp_path, keys), "grpo.py", "judge_path")

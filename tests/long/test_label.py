@@ -1,19 +1,23 @@
 """data/label.py: its pairs against a loop written by hand, in both orders; and what it refuses."""
 import math
 import os
+import re
 
 import pytest
 import torch
 import transformers
-from tiny import Started, assert_one_line, keys_of, read_jsonl, typed, well, write
+from tiny import (ENDS, EOS, MARKERS, Started, assert_one_line, keys_of, read_jsonl, typed, well,
+                  write)
 
 from rollout import response_uniforms
 
 SEED, SAMPLES, R = 3, 12, 6
-COMPARE, GRADE = "answers: a c\n{prompt}{first}|{second}", "answers: A B\n{prompt}{response}?"
 
 
 def label(world, folder, **keys):
+    write(folder / "compare.txt", "answers: a c\n{prompt}{first}|{second}")
+    write(folder / "grade.txt", "answers: A B\n{prompt}{response}?")
+    write(folder / "half.txt", "answers: a c\n{prompt}{first}")
     return Started("data/label.py", typed(dict(
         policy_path=world.policy, judge_path=world.older, judge_template="compare.txt",
         prompts_path=world.rl_train, samples=SAMPLES, max_new_tokens=R, batch_size=40,
@@ -21,27 +25,14 @@ def label(world, folder, **keys):
         | keys), str(folder)).wait()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("label")
-    half = "answers: a c\n{prompt}{first}"
-    for name, text in (("compare", COMPARE), ("grade", GRADE), ("half", half)):
-        write(folder / f"{name}.txt", text)
-    return folder
-
-
 def encode(text):
-    ids = []
-    while text:
-        marker = next((m for m in ("<think>", "</think>") if text.startswith(m)), None)
-        ids += [256 + (marker == "</think>")] if marker else text[0].encode()
-        text = text[len(marker or text[0]):]
-    return ids
+    return [i for part in re.split("(</?think>)", text) for i in (
+        [256 + MARKERS.index(part)] if part in MARKERS else part.encode())]
 
 
 def decode(ids):
-    words = [b"<think>", b"</think>"]
-    return b"".join(words[i - 256] if i > 255 else bytes([i]) for i in ids).decode(errors="replace")
+    return b"".join(MARKERS[i - 256].encode() if i > 255 else bytes([i])
+                    for i in ids if i != EOS).decode(errors="replace")
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +57,8 @@ def by_hand(world):
         for u in uniforms.tolist():
             cdf = logits(policy, encode(prompt) + ids).softmax(-1).cumsum(0)
             ids.append(int((cdf <= u).sum()))
-            if ids[-1] in (257, 258):
-                return decode([i for i in ids if i != 258]), True
+            if ids[-1] in ENDS:
+                return decode(ids), True
         return decode(ids), False
 
     found, left_out = [], dict(ended=0, same=0)
@@ -100,41 +91,38 @@ def alike(got, want):
     assert [r["confidence"] for r in got] == pytest.approx(sure, abs=1e-9)
 
 
-def test_pairs_by_hand(world, folder, by_hand):
+def test_pairs_by_hand(world, tmp_path, by_hand):
     """Kept is what is said in both orders; the margin is the mean of both. rm.py reads them."""
     found, left_out = by_hand
     want = [pair(*said, (f - b) / 2) for *said, f, b, _, _ in found if f > 0 > b or f < 0 < b]
-    result = label(world, folder)
+    result = label(world, tmp_path)
     assert result.codes == [0], result
     assert 2 <= len(want) < len(found) and left_out["ended"] > 2
-    alike(read_jsonl(folder / "labels.jsonl"), want)
+    alike(read_jsonl(tmp_path / "labels.jsonl"), want)
     said = result.out[0]
     assert f"cut off or empty {left_out['ended']}, the same text {left_out['same']}, " in said
     first, second = (sum(f * sign > 0 and b * sign > 0 for *_, f, b, _, _ in found)
                      for sign in (1, -1))
     for count in (len(want), first, second):
         assert f"{count / len(found):.1%}" in said
-    well("rm.py", folder / "rm", keys_of(world, "rm.py", val_path="", max_iters=1,
-                                         train_path=f"{folder}/labels.jsonl"))
+    well("rm.py", tmp_path / "rm", keys_of(world, "rm.py", val_path="", max_iters=1,
+                                           train_path=f"{tmp_path}/labels.jsonl"))
 
 
-def test_parts_and_grades_by_hand(world, folder, by_hand):
+def test_parts_and_grades_by_hand(world, tmp_path, by_hand):
     """A judge that sees one answer at a time has no order: the better grade wins."""
     want = [pair(*said, a - b) for *said, _, _, a, b in by_hand[0]]
     sure = [row for row in want if row["confidence"] >= 0.55]
     assert 4 <= len(sure) < len(want)
-    keys = dict(judge_template="grade.txt", out="deep/graded.jsonl")
-    assert label(world, folder, **keys).codes == [0]
-    alike(read_jsonl(folder / "deep" / "graded.jsonl"), want)
-    result = label(world, folder, **keys, pairs=2, held_out=2, min_confidence=0.55, batch_size=36)
+    result = label(world, tmp_path, judge_template="grade.txt", out="deep/graded.jsonl", pairs=2,
+                   held_out=2, min_confidence=0.55, batch_size=36)
     assert result.codes == [0], result
-    alike(read_jsonl(folder / "deep" / "graded.jsonl"), sure[:2])
-    alike(read_jsonl(folder / "deep" / "graded_val.jsonl"), sure[2:4])
+    alike(read_jsonl(tmp_path / "deep" / "graded.jsonl"), sure[:2])
+    alike(read_jsonl(tmp_path / "deep" / "graded_val.jsonl"), sure[2:4])
 
 
-def test_refused_in_one_line(world, folder, tmp_path):
+def test_refused_in_one_line(world, tmp_path):
     for keys, word in ((dict(judge_template="half.txt"), "{second}"), (dict(samples=3), "samples"),
-                       (dict(min_confidence=1.0), "0 pairs"), (dict(judge_path=""), "judge_path"),
-                       (dict(judge_template="compare"), "judge")):
-        assert_one_line(label(world, folder, **keys, out=f"{tmp_path}/a.jsonl"), "label.py", word)
-        assert not os.listdir(tmp_path)
+                       (dict(min_confidence=1.0), "0 pairs"), (dict(judge_path=""), "judge_path")):
+        assert_one_line(label(world, tmp_path, **keys), "label.py", word)
+        assert not os.path.exists(tmp_path / "labels.jsonl")

@@ -2,7 +2,6 @@
 grading/programs.py: the program in a completion, a table of what models write, with the programs
 taken out by hand; tests as data; when two results are the same. And the reward `code` in a run.
 """
-import ast
 import json
 import math
 import shutil
@@ -13,7 +12,7 @@ from errors import BadInput
 from grading import programs
 from grading.programs import check_tests, extract_code, judge, same, same_output
 
-from tiny import jsonl, keys_of, read_log, run, well
+from tiny import assert_one_line, jsonl, keys_of, read_log, run, well
 
 F = "def f(x):\n    return x + 1"  # the program of most completions below
 DRAFT = "def f(x):\n    return x"
@@ -21,66 +20,48 @@ TICKS = 'def f(x):\n    """\n    ```python\n    f(1)  # 2\n    ```\n    """\n   
 THREE = 's = """\n```\n"""'
 
 
-def shifted(by, program=F):
-    return "\n".join(by + line for line in program.split("\n"))
-
-
 def block(program=F, tag="python", fence="```"):
     return f"{fence}{tag}\n{program}\n{fence}"
 
 
-TAGS = ["python", "py", "python3.11", "{.python .numberLines}", "python:solution.py", "src/my.py"]
-CASES = {f"tag {tag}": (f"So:\n{block(tag=tag)}\nIt prints\n{block('1', '')}\n", F) for tag in TAGS}
-CASES |= {f"no program: {tag}": (f"{block('ls', tag)}\n{block(tag='')}\n{block('ls', tag)}", F)
-          for tag in ["bash", "pycon"]}
-CASES |= {
-    "tildes": (block(fence="~~~"), F),
-    "four are not closed by three": (block(THREE, fence="````"), THREE),
-    "closed three columns deeper": (f"```python\n{F}\n   ```\nthat is it", F),
-    "CRLF": (f"So:\n{block()}\nthat is it\n".replace("\n", "\r\n"), F),
-    "a number before": (f"10. ```python\n{shifted('    ')}\n    ```\n11. that is it", F),
-    "behind a text": (f"This does it: ```python\n{F}\n```\nthat is it", F),
-    "inline code": (f"```x``` and ``` fences:\n```python\n{F}\n```\nuse ```f``` here", F),
-    "a string at the margin": ("   ```python\n   s = '''\na\n'''\n   t = 1\n   ```",
-                               "s = '''\na\n'''\nt = 1"),
-    "a fence in a docstring": (f"{block(TICKS)}\nthat is it", TICKS),
-    "a block in a longer one": (block(f"So:\n{block()}\n", "markdown", "````"), F),
-    "the last of two": (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
-    "cut off": (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),
-    "not closed before the next": (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),
-    "a fence in an answer": (f"{block(DRAFT)}\n<answer>{block(tag='')}</answer>\nyes", F),
-    "a bare answer": (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
-    "after thinking": (f"<think>{block(DRAFT)}</think>{block()}", F),
-    "bare": (F, F),
-    "nothing": ("", ""),
-}
+CASES = [(f"So:\n{block(tag=tag)}\nIt prints\n{block('1', '')}\n", F) for tag in (
+    "python", "py", "python3.11", "{.python .numberLines}", "python:solution.py", "src/my.py")]
+CASES += [(f"{block('ls', tag)}\n{block(tag='')}\n{block('ls', tag)}", F)
+          for tag in ("bash", "pycon")]
+CASES += [
+    (block(fence="~~~"), F), (block(THREE, fence="````"), THREE),
+    (f"```python\n{F}\n   ```\nthat is it", F),  # closed three columns deeper
+    (f"So:\n{block()}\nthat is it\n".replace("\n", "\r\n"), F),
+    ("10. ```python\n    def f(x):\n        return x + 1\n    ```\n11. that is it", F),
+    (f"This does it: ```python\n{F}\n```\nthat is it", F),
+    (f"```x``` and ``` fences:\n```python\n{F}\n```\nuse ```f``` here", F),
+    ("   ```python\n   s = '''\na\n'''\n   t = 1\n   ```", "s = '''\na\n'''\nt = 1"),
+    (f"{block(TICKS)}\nthat is it", TICKS),
+    (block(f"So:\n{block()}\n", "markdown", "````"), F),  # in a longer one
+    (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
+    (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),  # cut off
+    (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),  # not closed before the next
+    (f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>{block(tag='')}</answer>\nyes",
+     F), (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
+    (f"<think>{block(DRAFT)}</think>{block()}", F), (F, F), ("", "")]
 
 
 def test_the_program_is_found():
-    found = {name: extract_code(completion) for name, (completion, _) in CASES.items()}
-    assert found == {name: program for name, (_, program) in CASES.items()}
-    for completion, program in CASES.values():
-        ast.parse(program)
+    for completion, program in CASES:
+        assert extract_code(completion) == program, completion
         # a thought does not count, and if it never ends, nothing does
-        thought = f"<think>\n{block(DRAFT)}\n```python\n</think>{completion}"
-        assert extract_code(thought) == program
+        assert extract_code(f"<think>\n{block(DRAFT)}\n```python\n</think>{completion}") == program
         assert extract_code(f"<think>\n{completion}".replace("</think>", "")) is None
     assert extract_code("```cpp\nint x;\n```") == "```cpp\nint x;\n```"  # the whole text, then
 
 
-LONG = ["`", "~", "``` ", "```\n", "```python\n", "- ```\n", "\r", "<think>", "<answer></answer>",
-        "x```\n", "a.", " " * 9999 + "\n", "1. "]
-
-
 def test_it_takes_no_time():
     """Of 100 KB: if a step were quadratic, minutes. CPU time: others work here."""
-    for piece in LONG:
+    for piece in ("`", "``` ", "```\n", "```python\n", "- ```\n", "\r", "<think>",
+                  "<answer></answer>", "x```\n", " " * 9999 + "\n", "1. "):
         start = time.thread_time()
         extract_code("```python\n" + piece * (100_000 // len(piece)))
         assert time.thread_time() - start < 10, piece
-
-
-# tests are data
 
 
 def returns(value, *arguments):
@@ -88,21 +69,12 @@ def returns(value, *arguments):
 
 
 MALFORMED = [
-    [], None, 5, {"fn": "f"}, {"fn": "f", "inputs": [[1]], "outputs": [1, 2]},
+    [], None, {"fn": "f"}, {"fn": "f", "inputs": [[1]], "outputs": [1, 2]},
     {"fn": "f", "inputs": [1], "outputs": [1]}, {"fn": "f()\nx", "inputs": [[]], "outputs": [1]},
-    {"fn": 5, "inputs": [[]], "outputs": [1]}, returns(math.nan), returns({1, 2}),
-    {"stdin": "1", "stdout": ["1", "2"]}, {"stdin": [1], "stdout": ["1"]},
-    "assert f(1) in (2, 3)", "assert f(1) == g(1)", "assert f(1) == 1; import os",
-    "assert f(*[1]) == 2", "assert f(x=1) == 2", "assert " + "(" * 500 + "f(1)" + ")" * 500, "f(1)"]
-
-
-def test_malformed_tests_are_one_line():
-    for tests in MALFORMED:
-        with pytest.raises(BadInput, match="^data.jsonl, line 7: ") as e:
-            check_tests(tests, "data.jsonl, line 7")
-        assert "\n" not in str(e.value)
-
-
+    returns(math.nan), returns({1, 2}), {"stdin": "1", "stdout": ["1", "2"]},
+    {"stdin": [1], "stdout": ["1"]}, "assert f(1) in (2, 3)", "assert f(1) == g(1)",
+    "assert f(1) == 1; import os", "assert f(*[1]) == 2", "assert f(x=1) == 2",
+    "assert " + "(" * 500 + "f(1)" + ")" * 500, "f(1)"]
 ASSERTIONS = [
     ("assert add(1, 2) == 3", ("add", [1, 2], 3)),
     ("  assert f((1, [2, 'x']), -1.5) == [1, (2, 3)]\n", ("f", [[1, [2, "x"]], -1.5], [1, [2, 3]])),
@@ -112,12 +84,14 @@ ASSERTIONS = [
     ("assert Solution().twoSum([2, 7], 9) == [0, 1]", ("Solution.twoSum", [[2, 7], 9], [0, 1]))]
 
 
-def test_an_assertion_is_a_call_and_its_value():
+def test_an_assertion_is_a_call_and_its_value_and_other_tests_are_refused():
     for text, want in ASSERTIONS:
         assert check_tests([text], "row") == ([(want[0], want[1])], [want[2]], []), text
+    for tests in MALFORMED:
+        with pytest.raises(BadInput, match="^data.jsonl, line 7: ") as e:
+            check_tests(tests, "data.jsonl, line 7")
+        assert "\n" not in str(e.value)
 
-
-# results
 
 SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1e-13, 0.0), (3, 3.0000001), (10**400, 10**400),
         (math.inf, math.inf), ([1, [2]], [1, [2]]), ({"a": 1, "b": 2}, {"b": 2, "a": 1.0}),
@@ -125,14 +99,6 @@ SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1e-13, 0.0), (3, 3.0000001), (10**400, 10**
 OTHER = [(1, 2), (True, 1), (0, False), (None, 0), ("1", 1), (1.000002, 1.0), (3.0000001, 3),
          (10**400, 1.5), (10**18 + 1, 10**18), (math.nan, math.nan), (1e308, math.inf),
          ([1, 2], [2, 1]), ([1], [1, 2]), ({}, []), ({"a": [True]}, {"a": [1]}), ({}, {"a": 1})]
-
-
-def test_results_are_compared_by_value():
-    for got, want, equal in [(*pair, True) for pair in SAME] + [(*pair, False) for pair in OTHER]:
-        assert same(got, want) is same([got], [want]) is same({"a": got}, {"a": want}) is equal
-        assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
-
-
 PRINTED = """
 0.333333 == 0.333333333333|2.0 == 2|2 == 2.0|1e-05 == 0.00001|-0.0 == 0|0.1 == 1e-1|a=0.5 == a=0.50
 [0.30000000000000004, 1] == [0.3, 1.0]|Result: 3.14159265 == Result: 3.1415926536|1.5 x  == 1.5 x
@@ -143,15 +109,17 @@ PRINTED = """
 """
 
 
-def test_printed_texts_are_compared_as_numbers_and_words():
-    for line in PRINTED.strip().splitlines():
-        for pair in line.split("|"):
-            got, sign, want = pair.partition(" == " if " == " in pair else " != ")
-            assert same_output(got.encode() + b"\n", want.encode()) is (sign == " == "), pair
+def test_results_are_compared_by_value_and_printed_ones_as_numbers_and_words():
+    for got, want, equal in [(*pair, True) for pair in SAME] + [(*pair, False) for pair in OTHER]:
+        assert same(got, want) is same([got], [want]) is same({"a": got}, {"a": want}) is equal
+        assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
+    assert judge(b'{"1": 2, "1": 3}', {"1": 3}) == "fail"
+    for pair in PRINTED.strip().replace("\n", "|").split("|"):
+        got, sign, want = pair.partition(" == " if " == " in pair else " != ")
+        assert same_output(got.encode() + b"\n", want.encode()) is (sign == " == "), pair
     nines = b"9" * 5000
     assert same_output(nines, nines) and not same_output(nines, nines[:-1] + b"8")
     assert same_output(b"1.0 \n2\n\n", b"1\n2.0") and not same_output(b"1\n2", b"1 2")
-    assert not same_output(b"", b"0")
 
 
 # the reward `code`
@@ -164,8 +132,8 @@ def test_the_reward_ends_in_time(capsys):
     """It says how many had no time; and the limit of the key code_seconds holds."""
     rows = [{"tests": dict(stdin="", stdout="1")}] * 5
     completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(99)\n```"] * 4
-    start = time.monotonic()
     # the right one has 8 s, the others share them
+    start = time.monotonic()
     assert programs.code(dict(completions=completions, rows=rows, seconds=10)) == [1, 0, 0, 0, 0]
     assert time.monotonic() - start < 40
     assert "4 of 5" in capsys.readouterr().out
@@ -178,59 +146,39 @@ def test_the_reward_ends_in_time(capsys):
 
 
 # the form of LeetCode: its judge imports much of the standard library
-
-BODIES = {  # the method's arguments, its body; given [3, 1, 2] each gives 6
-    "typing": ("a: List[int], b: Optional[Dict[str, Tuple[int, ...]]] = None",
-               "return sum(a)"),
-    "defaultdict": ("a", "d = defaultdict(int)\nfor x in a: d[0] += x\nreturn d[0]"),
-    "Counter": ("a", "return sum(Counter(a).elements()) + Counter([1])[2]"),
-    "Counter as type": ("a: Counter[int]", "return Counter({6: len(a)}).most_common(1)[0][0]"),
-    "deque": ("a: 'Deque[int]'", "q = deque(a)\nq.append(q.popleft())\nreturn sum(q)"),
-    "collections": ("a", "return sum(collections.OrderedDict.fromkeys(a))"),
-    "heapq": ("a", "heapq.heapify(a)\nreturn heapq.heappop(a) + 5"),
-    "heappush": ("a", "h = []\nfor x in a: heappush(h, -x)\nreturn -2 * heappop(h)"),
-    "math": ("a", "return math.gcd(*(6 * x for x in a))"),
-    "gcd, inf": ("a", "return ceil(sqrt(35)) if max(a) < inf else gcd(1, 2)"),
-    "bisect": ("a", "return bisect.bisect_left(sorted(a), 3) + 4"),
-    "bisect_right": ("a", "return bisect_right(sorted(a), 3) + 3"),
-    "lru_cache": ("a", "@lru_cache(None)\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a))"),
-    "cache": ("a", "@cache\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a))"),
-    "functools": ("a", "return functools.reduce(operator.add, a)"),
-    "cmp_to_key": ("a", "a.sort(key=cmp_to_key(lambda x, y: y - x))\nreturn 2 * a[0]"),
-    "itertools": ("a", "return len(list(itertools.permutations(a)))"),
-    "accumulate": ("a", "return list(accumulate(a))[-1] + sum(0 for _ in pairwise(a))"),
-    "string": ("a", "return string.ascii_lowercase.index('g') + ascii_letters.index('a')"),
-    "re": ("a", "return len(re.findall('[0-9]', str(a))) * 2"),
-    "random": ("a", "random.shuffle(a)\nreturn sum(a) * randint(1, 1)"),
-    "datetime": ("a", "return (datetime.date(2024, 3, 2) - date(2024, 2, 25)).days"),
-    "copy": ("a", "return sum(copy.deepcopy(a)) + len(deepcopy([]))"),
-    "statistics": ("a", "return int(statistics.mean(a) * 3)"),
-    "json, sys": ("a", "return min(sys.maxsize, sum(json.loads(json.dumps(a))))"),
-    "the built-in pow": ("a", "return pow(3, 2, 10) - pow(1, 5) - len(a) + 1 if open else 0"),
-    "deep": ("a", "def f(n): return n and 1 + f(n - 1)\nreturn f(9000) // 1500"),
-    "its own": ("a", "from heapq import heappop\nimport math as m\nreturn m.comb(4, 2)")}
-SOLUTION = "class Solution:\n    def f(self, {}):\n        {}\n"
-MAX = "def max(*_): return 6\nclass Solution:\n    def f(self, a): return max(a)"  # its own names
-
-
-def solution(arguments, body):
-    return SOLUTION.format(arguments, body.replace("\n", "\n        "))
+BODIES = [  # the method's arguments, its body; given [3, 1, 2] each gives 6
+    ("a: List[int], b: Optional[Dict[str, Tuple[int, ...]]] = None", "return sum(a)"),
+    ("a: Counter[int]", "d = defaultdict(int)\nfor x in a: d[0] += x\nreturn d[0]"),
+    ("a: 'Deque[int]'", "q = deque(a)\nq.append(q.popleft())\nreturn sum(q)"),
+    ("a", "heapq.heapify(a)\nheappush(a, 9)\nreturn heapq.heappop(a) + 5"),
+    ("a", "return math.gcd(*(6 * x for x in a)) if max(a) < inf else ceil(sqrt(35))"),
+    ("a", "return bisect.bisect_left(sorted(a), 3) + bisect_right(sorted(a), 3) + 1"),
+    ("a", "@cache\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a)) * lru_cache(int)(1)"),
+    ("a", "a.sort(key=cmp_to_key(lambda x, y: y - x))\nreturn functools.reduce(operator.add, a)"),
+    ("a", "return list(accumulate(a))[-1] + sum(0 for _ in itertools.pairwise(a))"),
+    ("a", "return string.ascii_lowercase.index('g') + len(re.findall('[a-z]', str(a)))"),
+    ("a", "random.shuffle(a)\nreturn (datetime.date(2024, 3, 2) - date(2024, 2, 25)).days"),
+    ("a", "return int(statistics.mean(json.loads(json.dumps(deepcopy(a)))) * 3)"),
+    ("a", "return pow(3, 2, 10) - pow(1, 5) - len(a) + 1 if open else 0"),  # the built-in pow
+    ("a", "def f(n): return n and 1 + f(n - 1)\nreturn f(9000) // 1500"),
+    ("a", "from heapq import heappop\nimport math as m\nreturn m.comb(4, 2)")]
+SOURCES = ["class Solution:\n    def f(self, {}):\n        {}\n".format(
+    arguments, body.replace("\n", "\n        ")) for arguments, body in BODIES]
+SOURCES += ["def max(*_): return 6\nclass Solution:\n    def f(self, a): return max(a)"]
 
 
 @needs_bwrap
 def test_what_the_judge_of_leetcode_imports():
-    sources = {name: solution(*body) for name, body in BODIES.items()} | {"max": MAX}
     tests = [{"fn": "Solution.f", "inputs": [[[3, 1, 2]]], "outputs": [6]},
              "assert Solution().f([3, 2, 1]) == 6"]
     plain = {"fn": "f", "inputs": [[[3, 1, 2]]], "outputs": [6]}  # as in APPS, without the class
-    programs_ = [(source, tests) for source in sources.values()]
-    programs_ += [(source, plain) for source in list(sources.values())[:3]]
-    # a plain function gets no imports, and no method is called where there is a function
-    programs_ += [("def f(a): return sum(Counter(a))", plain),
-                  (f"{sources['typing']}\ndef f(a): return 5", plain)]
-    verdicts = [verdict.reason for verdict in programs.run_all(programs_, 2)]
-    assert dict(zip(sources, verdicts, strict=False)) == dict.fromkeys(sources, "pass")
-    assert verdicts[len(sources):] == ["pass"] * 3 + ["error", "fail"]
+    cases = [(source, tests, "pass") for source in SOURCES] + [
+        (SOURCES[1], plain, "pass"),
+        # a plain function gets no imports, and no method is called where there is a function
+        ("def f(a): return sum(Counter(a))", plain, "error"),
+        (f"{SOURCES[0]}\ndef f(a): return 5", plain, "fail")]
+    verdicts = programs.run_all([case[:2] for case in cases], 2)
+    assert [(case, v) for case, v in zip(cases, verdicts, strict=True) if v[2] != case[2]] == []
 
 
 MINE = """
@@ -241,7 +189,7 @@ def seconds(batch):
 
 
 @needs_bwrap
-def test_grpo_runs_on_verdicts(world, tmp_path):
+def test_grpo_runs_on_verdicts_and_not_without_bwrap(world, tmp_path, monkeypatch):
     """Any text but an error prints nothing, and so passes."""
     (tmp_path / "mine.py").write_text(MINE)
     tests = dict(stdin="", stdout="")
@@ -249,14 +197,6 @@ def test_grpo_runs_on_verdicts(world, tmp_path):
     keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=20,
                    max_iters=2, code_seconds=2, reward_functions=f"code,{tmp_path}/mine.py:seconds")
     log = read_log(well("grpo.py", tmp_path, keys))
-    assert [r["iteration"] for r in log] == [0, 1, 2]
-    assert all(0 <= r["objective/reward/code"] <= 1 for r in log[:-1])
-
-
-def test_without_bwrap_a_run_is_refused(world, tmp_path, monkeypatch):
+    assert all(0 <= r["objective/reward/code"] <= 1 for r in log[:2])
     monkeypatch.setenv("PATH", str(tmp_path))
-    path = jsonl(tmp_path / "rows.jsonl", [dict(prompt="a", tests="assert f(1) == 2")])
-    keys = keys_of(world, "grpo.py", prompts_path=path, eval_path="", reward_timeout=40,
-                   reward_functions="code")
-    result = run("grpo.py", tmp_path, keys)
-    assert result.codes == [2] and "apt install bubblewrap" in result.err[0]
+    assert_one_line(run("grpo.py", tmp_path / "bare", keys), "grpo.py", "apt install bubblewrap")

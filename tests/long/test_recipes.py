@@ -4,7 +4,6 @@ copy runs with nothing else of the repository, on two ranks, killed and resumed.
 what by_hand.py works out, with the functions of this file in the place of its own.
 """
 import glob
-import inspect
 import itertools
 import math
 import os
@@ -15,22 +14,18 @@ import signal
 import statistics
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import by_hand
-import by_hand_options
 import by_hand_recipes
 import test_by_hand
 import test_by_hand_options as with_options
 from by_hand import flat, is_flat, mean, seen
 from conftest import ROOT
-from groups import group_advantages
 from test_by_hand import GRPO, PPO, assert_agrees
-from tiny import Started, at, run, write
-from tiny import typed as as_typed
+from tiny import at, run
 
 with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
     BLOCKS = re.findall(r"((?:[^\n]+\n)+)```diff\n(.*?)```", f.read(), re.DOTALL)
@@ -151,16 +146,18 @@ class FirstWaits(by_hand.AdamW):
             super().step(lr)
 
 
+def centre_and_width(x):
+    return mean(x), math.sqrt(statistics.pvariance(x) + 1e-8)
+
+
 def white_rewards(c, batch):
     figures = find_advantages(c, batch)
-    every = flat(r.rewards for r in batch)
-    middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+    middle, deviation = centre_and_width(flat(r.rewards for r in batch))
     for r in batch:
         r.rewards = [(x - middle) / deviation + middle for x in r.rewards]
         r.advantages, r.returns = by_hand.advantages_and_returns(
             r.rewards, r.values, c.gamma, c.lam)
-    every = flat(r.advantages for r in batch)
-    middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+    middle, deviation = centre_and_width(flat(r.advantages for r in batch))
     for r in batch:
         r.advantages = [(x - middle) / deviation for x in r.advantages]
     del figures["val/explained_variance"]  # of other returns
@@ -301,12 +298,7 @@ CASES = {
 CASES |= by_hand_recipes.CASES
 
 
-@pytest.fixture(scope="module")
-def world(world, tmp_path_factory):
-    """tiny's world, and an environment."""
-    file = write(tmp_path_factory.mktemp("environment") / "environment.py",
-                 inspect.getsource(by_hand_options.answered))
-    return SimpleNamespace(**vars(world) | dict(environment=file))
+world = with_options.world  # a fixture: tiny's world, and an environment
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -328,30 +320,12 @@ def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
     assert not [branch for branch in branches if not seen[branch]], seen
 
 
-def test_a_turn_of_one_token_that_is_paid():
-    """Turn 1 is worth 2 and 1; turn 2 is worth 2 - 0.5 and 1 - 0.25; nobody else has a turn 3."""
-    source = "\n".join(line[1:] for line in diff_of("turn_credit").split("\n") if line[:1] == "+")
-    names = dict(torch=torch, group_size=2, scale_by="none", baseline="mean",
-                 group_advantages=group_advantages)
-    exec(re.search(r"def turn_advantages.*?return advantages\n", source, re.DOTALL)[0], names)
-    batch = dict(response_mask=torch.tensor([[1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0]]).bool(),
-                 turn_rewards=torch.tensor([[0, 0.5, 0, 1, 0, 0], [0.25, 0, 0, 0, 0, 0]]),
-                 sampler_logprobs=torch.zeros(2, 6))
-    assert names["turn_advantages"](torch.tensor([2.0, 1.0]), batch).tolist() == [
-        [0.5, 0.5, 0, 0.375, 0, 0], [-0.5, 0, 0, -0.375, -0.375, 0]]
-
-
 @pytest.mark.parametrize("cap, lowest, level, wanted", [
-    (1.3, 0.5, "token", [0, 0.8, 0, 0, 0]), (2.5, 0.0, "token", [1.5, 0.8, 2, 2, 0.25]),
-    (3.0, 0.0, "sequence", [1.2, 1.2, 0, 0, 0.25]), (5.0, 0.5, "sequence", [1.2, 1.2, 4, 4, 0])])
+    (1.3, 0.5, "token", [0, 0.8, 0, 0, 0]), (5.0, 0.5, "sequence", [1.2, 1.2, 4, 4, 0])])
 def test_weights_of_tokens_and_of_responses(tmp_path, cap, lowest, level, wanted):
     """p / q is 1.5, 0.8; then 2, 2 behind a token that the policy did not sample; then 0.25."""
-    (mine := tmp_path / "mine").mkdir()
-    shutil.copy(f"{ROOT}/loss.py", mine)
-    subprocess.run(["git", "apply", "--directory=mine", f"{ROOT}/recipes/masked_importance.diff"],
-                   cwd=tmp_path, check=True, env=os.environ | dict(GIT_CEILING_DIRECTORIES="/"))
-    names = runpy.run_path(f"{mine}/loss.py")
-    weights = names["importance_weights"]
+    mine = fork(tmp_path, ["masked_importance"])
+    weights = runpy.run_path(f"{mine}/loss.py")["importance_weights"]
     weights.__globals__.update(MASKED=level, LOWEST=lowest)
     q = torch.tensor([[0.2, 0.5, 0.1], [0.1, 0.25, 0.2], [0.8, 0.5, 0.5]]).double()
     p = torch.tensor([[0.3, 0.4, 0.9], [0.9, 0.5, 0.4], [0.2, 0.1, 0.1]]).double()
@@ -367,17 +341,3 @@ def test_each_diff_has_a_case():
     recipes = {os.path.basename(path)[:-5] for path in glob.glob(f"{ROOT}/recipes/*.diff")}
     used = {diff_of(words) for diffs, *_ in CASES.values() for words in diffs}
     assert used == {diff_of(name) for name in recipes} | {block for _, block in BLOCKS}
-
-
-@pytest.mark.parametrize("name", ["cispo", "dapo", "dr_grpo", "gspo", "rloo"])
-def test_a_config_of_a_relative_runs_as_by_hand(world, tmp_path, name):
-    """With its own keys; dapo's refills have nothing to do here."""
-    config = {k: x for k, x in runpy.run_path(f"{ROOT}/config/{name}.py").items() if k[0] != "_"}
-    keys = GRPO | config
-    keys.pop("max_refills", None)
-    rest = {key: x for key, x in keys.items() if key not in config}
-    typed = test_by_hand.typed_keys(world, rest, "grpo", {})
-    args = [f"{ROOT}/config/{name}.py", *as_typed(typed | dict(out_dir="out"))]
-    done = Started("grpo.py", args, str(tmp_path)).wait()
-    assert done.codes == [0], done
-    assert_agrees(f"{tmp_path}/out", *test_by_hand.work_out(world, keys, "grpo"))

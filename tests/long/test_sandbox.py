@@ -8,8 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,8 +19,7 @@ import pytest
 from errors import BadInput
 from grading import sandbox
 from grading.programs import Verdict, run_all, run_tests
-
-from conftest import ROOT
+from tiny import ROOT
 
 TOKEN = secrets.token_hex(16)  # stands in the command line of each of our sandboxed processes
 PASSED = Verdict(1, 1, "pass")
@@ -60,85 +57,52 @@ def prints(text, stdin=""):
     return {"stdin": stdin, "stdout": text}
 
 
-def named(text):
-    """{name: program} of a text in which each program stands under a line "--- name"."""
-    return dict(part.split("\n", 1) for part in text.split("--- ")[1:])
-
-
 def function(body):
     """The program of a function f(*a) with this body."""
     return "def f(*a):\n" + textwrap.indent(body, "    ")
 
 
-def verdict(body, value=None, *arguments, **limits):
-    """The verdict on a function f with this body, which should return value."""
-    return run_tests(function(body), returns(value, *arguments), **limits)
-
-
 def assert_verdicts(cases, **how):
     """cases: [(program, tests, the verdict, or words of which one is its reason)]"""
     done = run_all([(code, tests) for code, tests, _ in cases], workers=4, **how)
-    wrong = [(case, v) for case, v in zip(cases, done, strict=True)
-             if v != case[2] and v.reason not in str(case[2]).split("|")]
-    assert wrong == []
+    assert [(case, v) for case, v in zip(cases, done, strict=True)
+            if v != case[2] and v.reason not in str(case[2]).split("|")] == []
 
 
-# programs that mean no harm
+def assert_passes(body, value=None, *arguments):
+    """A function f with this body, called with these arguments, returns value."""
+    assert_verdicts([(function(body), returns(value, *arguments), PASSED)])
 
+
+LIBRARIES = """
+import asyncio, concurrent.futures, sqlite3
+with concurrent.futures.ThreadPoolExecutor(20) as pool: got = sum(pool.map(abs, range(-5, 5)))
+sqlite3.connect(":memory:").execute("create table t (a)").execute("insert into t values (5)")
+return got + asyncio.run(asyncio.sleep(0, 1))"""
 HARMLESS = [
     ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1], [2]], "outputs": [0, 1, 3]},
      (1, 3, "error")),
     ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 x"], "stdout": ["3", "7\n"]},
      (1, 2, "error")),
-    ("print(1)\nexit()", prints("1"), (1, 1, "pass")),
+    ("print(1)\nexit()", prints("1"), PASSED),
     ("print('noise')\ndef f(x):\n    print('noise', x)\n    return x",
-     returns("a\n\u2028é\0", "a\n\u2028é\0"), (1, 1, "pass")),
-    ("\ufeff# -*- coding: utf-8 -*-\r\nprint('ü')\r\n", prints("ü"), (1, 1, "pass")),
-    ("(" * 10**5, prints("1"), (0, 1, "error")),
+     returns("a\n\u2028é\0", "a\n\u2028é\0"), PASSED),
     # one key of JSON, and two of the program's
     ("def f(): return {1: 2, '1': 3}", returns({"1": 3}), (0, 1, "fail")),
-    ("def add(a, b): return a + b",
-     ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", returns(2)], (2, 3, "error")),
     # each call of a method has an object of its own; the names of typing are there
     ("class S:\n    n = 0\n    def f(self, x: List[int]):\n        self.n += sum(x)\n"
      "        return self.n", [{"fn": "S.f", "inputs": [[[1, 2]], [[3]]], "outputs": [3, 3]},
                                "assert S().f([4]) == 4"], (3, 3, "pass")),
-]
-
-
-def test_harmless_programs():
-    sandbox.check_sandbox()
-    assert_verdicts(HARMLESS)
-
-
-def test_libraries_that_programs_use_work():
-    """Threads, event loops, databases: what limits and filter could have broken."""
-    assert verdict("""
-import asyncio, concurrent.futures, ctypes, mmap, multiprocessing.dummy, socket, sqlite3
-with concurrent.futures.ThreadPoolExecutor(20) as pool: got = [sum(pool.map(abs, range(-5, 5)))]
-async def main():
-    a, b = socket.socketpair()
-    _, writer = await asyncio.open_connection(sock=a)
-    reader, _ = await asyncio.open_connection(sock=b)
-    writer.write(b"hello\\n")
-    return await asyncio.to_thread(sum, [1, 2]), (await reader.readline()).decode()
-got.append(asyncio.run(main()))
-with sqlite3.connect(":memory:") as db:
-    db.execute("create table t (a)").execute("insert into t values (5)")
-got += db.execute("select a from t").fetchall()
-return got + [len(mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE))]""",
-                   [25, [3, "hello\n"], [5], 8192]) == PASSED
-
-
-# limits
-
+    # what limits and filter could have broken
+    (function(LIBRARIES), returns(26), PASSED),
+    ("import os\nos.abort()", prints("1"), (0, 1, "crash"))]
 GROWS = """import os
 def f():
     for grow in (os.write, b"x" * 99), (os.ftruncate, 99), (os.posix_fallocate, 0, 99):
         try: return grow[0](0, *grow[1:])
         except OSError: pass
 """
-LIMITS = [  # program, tests, the reason
+LIMITS = [  # of time, memory and output; nothing takes longer than its limit
     ("import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
      "    except OSError: pass\nwhile True: pass", prints("1"), "timeout|killed"),
     ("import os, time\nos.closerange(0, 100)\ntime.sleep(1000)", prints("1"), "timeout"),
@@ -153,12 +117,20 @@ LIMITS = [  # program, tests, the reason
     ("print('x' * 70000)", prints("1"), "output limit"),
     ("print('x' * 10**6)", prints("x" * 10**6), "pass"),  # as expected
     ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass"),
-    (GROWS, returns(None), "pass"),  # its stdin is a file in memory, which stays empty
-]
+    (GROWS, returns(None), "pass")]  # its stdin is a file in memory, which stays empty
+# an exit, a crash or a limit in the third of five calls takes the third and all later ones
+IN_THE_THIRD = [("os._exit(0)", 2, "crash"), ("ctypes.string_at(0)", 2, "crash"),
+                ("os.write(3, b'x' * 10**6)", 2, "output limit"), ("raise SystemExit", 4, "error"),
+                ("os.kill(os.getpid(), 9)", 2, "killed"), ("bytearray(2**31)", 4, "memory"),
+                ("return object()", 4, "error")]
+FIVE = {"fn": "f", "inputs": [[n] for n in range(5)], "outputs": list(range(5))}
 
 
-def test_limits():
-    """Of time, memory and output; nothing takes longer than its limit."""
+def test_verdicts():
+    sandbox.check_sandbox()
+    assert_verdicts(HARMLESS + [
+        (f"import os, ctypes\ndef f(n):\n    if n == 2:\n        {act}\n    return n", FIVE,
+         (passed, 5, why)) for act, passed, why in IN_THE_THIRD])
     start = time.monotonic()
     assert_verdicts(LIMITS, timeout=1, memory_mib=128)
     assert time.monotonic() - start < 60
@@ -179,133 +151,57 @@ try:
 except RuntimeError: pass
 time.sleep(a[1])
 return 30 <= n <= 64"""
-    assert verdict(body, True, 10**5, 0) == PASSED
-    cases = [(function(body), returns(True, 40, 0.5))] * 4
-    assert run_all(cases, workers=4) == [PASSED] * 4
+    assert_verdicts([(function(body), returns(True, 10**5, 0), PASSED)]
+                    + [(function(body), returns(True, 40, 0.5), PASSED)] * 4)
 
 
 # attacks on the host
 
-ATTACKS = named(r"""
---- read the environment
-return os.environ['QUARTET_SECRET']
---- exec
-os.execv('/bin/cat', ['cat', file])
---- mount
-libc.mount(b'/', b'/tmp', None, 4096, None)
-return open('/tmp' + file).read()
---- new namespace
-libc.unshare(0x10020000)
-libc.mount(b'proc', b'/tmp', b'proc', 0, 0)
-return open('/tmp/1/root' + file).read()
---- connect
-socket.create_connection(('127.0.0.1', port), 2)
---- large pipes
-fcntl.fcntl(os.pipe()[1], 1031, 2**20)
---- POSIX locks cost the kernel's memory
-f = open(os.__file__)
-for n in range(50): fcntl.lockf(f, fcntl.LOCK_SH, 1, 2 * n)
-with open(os.__file__) as other:  # F_OFD_GETLK: would a lock of mine fit in?
-    mine = [struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0) for n in range(50)]
-    held = [struct.unpack_from('h', fcntl.fcntl(other, 36, lock))[0] for lock in mine]
-return held.count(fcntl.F_UNLCK) < 50
---- shared memory
-p = libc.mmap(None, 2**20, 3, 0x21, -1, 0)
-return p != 2**64 - 1 and libc.munmap(p, 2**20 - 4096, 0) == 0
-""")
-WITH = """
-import ctypes, fcntl, os, socket, struct
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-def f(file, port):
-    try: return attack(file, port) is not False
-    except OSError: return False
-def attack(file, port):
-"""
-
-
-def test_attacks_on_the_host(tmp_path, monkeypatch):
-    """A secret lies in a file for all to read, and in our environment; a socket listens."""
-    secret = secrets.token_hex(16)
-    (tmp_path / "secret").write_text(secret)
-    monkeypatch.setenv("QUARTET_SECRET", secret)
-    tmp_path.chmod(0o777)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        given = [str(tmp_path / "secret"), listener.getsockname()[1]]
-        # an attack wins where it gets anything at all, but an error or an end
-        assert_verdicts([(WITH + textwrap.indent(body, "    "), returns(True, *given), "fail|error")
-                         for body in ATTACKS.values()])
-        assert all(compile(WITH + textwrap.indent(body, "    "), "attack", "exec")
-                   for body in ATTACKS.values())
-        harmless = "import ctypes, socket, fcntl, struct\nreturn True"
-        assert verdict(harmless, True) == PASSED  # nothing of it fails by itself
-        listener.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            listener.accept()
-
-
-INSIDE = named(r"""
---- no files but the interpreter and the shared libraries
-import os, sys
-gone = [p for p in a if os.path.lexists(p)]
+HIDDEN = ["/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run", "/usr/bin/env", "/bin/sh",
+          "/usr/share", ROOT, os.path.expanduser("~/.ssh")]
+INSIDE = [(f"import ctypes, os, resource, stat, sys\n{body}", wanted) for body, wanted in ((r"""
+# no files but the interpreter and the shared libraries
+gone = [p for p in a[1:] if os.path.lexists(p)]
 found = []
 for top, folders, files in os.walk("/"):
     folders[:] = [d for d in folders if d not in ("lib", "lib64")]
     found += [os.path.join(top, f) for f in files]
 known = {"lib", "lib64", "tmp", "usr", sys.base_prefix.split("/")[1]}
-return [gone, found, sorted(set(os.listdir("/")) - known), os.listdir("/tmp")]
---- open: 0 to 2 and the pipe of the results
-import os, stat
+return [gone, found, sorted(set(os.listdir("/")) - known), os.listdir("/tmp")]""",
+        [[], [sandbox.base_python()], [], []]), (r"""
+# open: 0 to 2 and the pipe of the results
 found = []
 for fd in range(2000):
     try: info = os.fstat(fd)
     except OSError: continue
     kind = "file" if stat.S_ISREG(info.st_mode) else "pipe" if stat.S_ISFIFO(info.st_mode) else "?"
     found.append([fd, "null" if info.st_rdev == 0x103 else kind])
-return found
---- no more files than these
+return found""", [[0, "file"], [1, "null"], [2, "null"], [3, "pipe"]]), (r"""
 x = []
 try:
-    while True: x.append(open(a[-1]))
-except OSError: return len(x)
---- no privileges: capabilities, no_new_privs, groups, root
-import ctypes, os
+    while True: x.append(open(a[0]))
+except OSError: return len(x)""", sandbox.OPEN_FILES - 4), (r"""
+# capabilities, no_new_privs, groups, root; a secret of our environment
 libc = ctypes.CDLL(None)
 header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 libc.capget(header, data)
 return [data[0], data[1], data[3], data[4], libc.prctl(39, 0, 0, 0, 0), os.getgroups(),
-        0 in os.getresuid() + os.getresgid()]
---- core files: a limit of 1 byte keeps the host's handler away (core(5)), and nothing lowers it
-import ctypes, os, resource
+        0 in os.getresuid() + os.getresgid(), os.environ.get("QUARTET_SECRET")]""",
+        [0, 0, 0, 0, 1, [], False, None]), (r"""
+# core files: a limit of 1 byte keeps the host's handler away (core(5)), and nothing lowers it
 for lower in (lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
               lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 1))):
     try: lower()
     except (ValueError, OSError): pass
-get, put = (97, 160) if os.uname().machine == "x86_64" else (163, 164)
 limits = (ctypes.c_ulong * 2)()
-ctypes.CDLL(None).syscall(put, 4, (ctypes.c_ulong * 2)(0, 1))
-ctypes.CDLL(None).syscall(get, 4, limits)
-return limits[0]
-""")
-HIDDEN = ["/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run", "/usr/bin/env", "/bin/sh",
-          "/usr/share", ROOT, os.path.expanduser("~/.ssh")]
+ctypes.CDLL(None).syscall(97 if os.uname().machine == "x86_64" else 163, 4, limits)
+return limits[0]""", 1))]
 
 
-def test_what_a_program_sees():
-    wanted = [[[], [sandbox.base_python()], [], []],
-              [[0, "file"], [1, "null"], [2, "null"], [3, "pipe"]], sandbox.OPEN_FILES - 4,
-              [0, 0, 0, 0, 1, [], False], 1]
-    assert_verdicts([
-        (function(body), returns(value, *HIDDEN, *([os.__file__] if "a[-1]" in body else [])),
-         PASSED) for body, value in zip(INSIDE.values(), wanted, strict=True)])
-    assert run_tests("import os\nos.abort()", prints("1")) == (0, 1, "crash")
-
-
-def stat_of(path):
-    info = os.lstat(path)
-    return info.st_mode, info.st_size, info.st_mtime_ns, info.st_uid, info.st_nlink, info.st_ino
+def test_what_a_program_sees(monkeypatch):
+    monkeypatch.setenv("QUARTET_SECRET", "4815162342")
+    assert_verdicts([(function(body), returns(wanted, os.__file__, *HIDDEN), PASSED)
+                     for body, wanted in INSIDE])
 
 
 def test_nothing_can_be_written():
@@ -313,10 +209,9 @@ def test_nothing_can_be_written():
     with open("/proc/self/maps") as f:
         libc = re.search(r"/.*/libc[.-].*", f.read()).group()
     files = [os.__file__, libc, sandbox.base_python()]
-    name = "quartet" + TOKEN
-    folders = ["/", "/usr", "/tmp", *map(os.path.dirname, files)]
-    new = [os.path.join(folder, name) for folder in folders]
-    body = """
+    new = [os.path.join(folder, "quartet" + TOKEN)
+           for folder in ["/", "/usr", "/tmp", *map(os.path.dirname, files)]]
+    assert_passes("""
 import os
 won = []
 OLD = (lambda p: os.open(p, os.O_WRONLY), lambda p: os.chmod(p, 0o755), lambda p: os.rename(p, p),
@@ -328,75 +223,79 @@ for paths, attempts in (a[0], OLD), (a[1], NEW):
         for path in paths:
             try: won.append([attempt(path), path])
             except OSError: pass
-return won"""
-    before = [(stat_of(p), stat_of(os.path.dirname(p))) for p in files]
-    assert verdict(body, [], files, new) == PASSED
-    assert [(stat_of(p), stat_of(os.path.dirname(p))) for p in files] == before
+return won""", [], files, new)
     assert not any(map(os.path.lexists, new))
 
 
 def test_killing():
     """Everything that can be signalled: neither we nor a neighbour notice."""
     # or else this would hit more than planned
-    assert verdict("import os\nreturn os.getpid(), os.getppid()", [2, 1]) == PASSED
-    victim, heard = subprocess.Popen(["sleep", "60"]), []
-    kinds = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    old = {n: signal.signal(n, lambda *a: heard.append(a)) for n in kinds}
-    acts = ("os.kill(-1, 9)", "os.killpg(0, 9)", f"os.kill({victim.pid}, 9)",
-            f"os.kill({os.getpid()}, 15)", f"os.killpg({os.getpgid(0)}, 15)",
-            "import signal\nsignal.pidfd_send_signal(os.pidfd_open(1), 9)",
-            "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nraise OSError")
-    try:
+    assert_passes("import os\nreturn os.getpid(), os.getppid()", [2, 1])
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        acts = ("os.kill(-1, 9)", "os.killpg(0, 9)", f"os.kill({victim.pid}, 9)",
+                f"os.kill({os.getpid()}, 15)", f"os.killpg({os.getpgid(0)}, 15)",
+                "import signal\nsignal.pidfd_send_signal(os.pidfd_open(1), 9)",
+                "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\n1 / 0")
         done = run_all([(function(f"import os\n{act}\nos._exit(0)"), returns(None))
                         for act in acts], 4)
-        assert [v.passed for v in done] == [0] * len(acts)
-        assert victim.poll() is None and heard == []
-    finally:
+        assert [v.passed for v in done] == [0] * len(acts) and victim.poll() is None
         victim.kill()
-        victim.wait()
-        for n, handler in old.items():
-            signal.signal(n, handler)
 
 
-def test_the_filter():
-    """Calls that only native code would make: EPERM, or ENOSYS to what is newer than 2018."""
-    if os.uname().machine != "x86_64":
-        pytest.skip("numbers of x86_64")
-    calls = {name: numbers[0] for name, numbers in sandbox.DENIED.items()}
-    calls |= {"io_uring_setup": 425, "open_tree": 428, "fsopen": 430, "pidfd_open": 434,
-              "clone3": 435, "pidfd_getfd": 438, "memfd_secret": 447, "landlock": 444,
-              "x32 getpid": 0x40000000 + 39, "getpid": 39}
-    libc = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-    body = libc + "return {k: libc.syscall(n, *[0] * 6) < 0 and ctypes.get_errno() " \
-        "for k, n in a[0].items()}"
-    want = {name: 1 if name in sandbox.DENIED else 38 for name in calls} | {"getpid": False}
-    assert verdict(body, want, calls) == PASSED
-    body = libc + "libc.syscall(56, a[0], 0, 0, 0, 0)\nreturn ctypes.get_errno()"
-    # flags of clone; EINVAL is the kernel's own answer to a broken thread
-    flags = {17: 1, 0: 1, 0x10000000: 1, 0x10000: 1, 0x400: 1, 0x10400: 22, 0x10010400: 22}
-    assert_verdicts([(function(body), returns(error, given), PASSED)
-                     for given, error in flags.items()])
-    body = "import socket\nfor n in a[0]:\n    try: socket.socketpair(n)\n" \
-        "    except PermissionError: continue\n    return n"
-    assert verdict(body, None, [n for n in range(46) if n != 1]) == PASSED
-    # mov eax, 20; int 0x80; ret: getpid, as a 32-bit system call
-    native = """
+LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+# mov eax, 20; int 0x80; ret: getpid, as a 32-bit system call
+NATIVE = """
 import ctypes, mmap
 x = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
 x.write(bytes.fromhex("b814000000cd80c3"))
 return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(x)))() > 0"""
-    assert verdict(native, True) == (0, 1, "crash")
+
+# what would cost the kernel's memory: only some arguments of these calls are denied
+BY_ARGUMENT = """
+import fcntl, mmap, os, socket, struct
+won = []
+for attempt in (lambda: fcntl.fcntl(os.pipe()[1], 1031, 2**20),  # large pipes
+                lambda: mmap.mmap(-1, 8192, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
+                lambda: mmap.mmap(-1, 2**22, flags=mmap.MAP_PRIVATE).madvise(14),  # huge pages
+                *[lambda n=n: socket.socketpair(n) for n in range(46) if n != 1]):
+    try: won.append(str(attempt()))
+    except OSError: pass
+f = open(os.__file__)
+for n in range(50): fcntl.lockf(f, fcntl.LOCK_SH, 1, 2 * n)  # "done", but not done
+with open(os.__file__) as other:  # F_OFD_GETLK: would a lock of mine fit in?
+    mine = [struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0) for n in range(50)]
+    held = [struct.unpack_from('h', fcntl.fcntl(other, 36, lock))[0] for lock in mine]
+return won + [kind for kind in held if kind != fcntl.F_UNLCK]"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
+def test_the_filter():
+    """Calls that only native code would make: EPERM, or ENOSYS to what is newer than 2018."""
+    calls = {name: numbers[0] for name, numbers in sandbox.DENIED.items()}
+    want = dict.fromkeys(calls, 1)
+    newer = {"io_uring_setup": 425, "open_tree": 428, "fsopen": 430, "pidfd_open": 434,
+             "clone3": 435, "pidfd_getfd": 438, "memfd_secret": 447, "landlock": 444,
+             "x32 getpid": 0x40000000 + 39}
+    want |= dict.fromkeys(newer, 38) | {"getpid": False}
+    assert_passes(LIBC + "return {k: libc.syscall(n, *[0] * 6) < 0 and ctypes.get_errno() "
+                  "for k, n in a[0].items()}", want, calls | newer | {"getpid": 39})
+    # flags of clone; EINVAL is the kernel's own answer to a broken thread
+    flags = {17: 1, 0: 1, 0x10000000: 1, 0x10000: 1, 0x400: 1, 0x10400: 22, 0x10010400: 22}
+    body = LIBC + "libc.syscall(56, a[0], 0, 0, 0, 0)\nreturn ctypes.get_errno()"
+    assert_verdicts([(function(body), returns(error, given), PASSED)
+                     for given, error in flags.items()])
+    assert_passes(BY_ARGUMENT, [])
+    assert run_tests(function(NATIVE), returns(True)) == (0, 1, "crash")
 
 
 def test_the_filter_has_the_right_numbers():
     headers = "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"
+    if not all(map(os.path.exists, headers)):
+        pytest.skip("no kernel headers here")
     for column, path in enumerate(headers):
-        if not os.path.exists(path):
-            pytest.skip("no kernel headers here")
         with open(path) as f:
-            text = f.read()
-        known = {name: int(n) for name, n in re.findall(
-            r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+            known = {name: int(n) for name, n in re.findall(
+                r"#define __NR(?:3264)?_(\w+)\s+(\d+)", f.read())}
         rules = sandbox.DENIED | {name: rule[0] for name, rule in sandbox.BY_ARGUMENT.items()}
         assert {name: known.get(name) for name in rules} == {
             name: numbers[column] for name, numbers in rules.items()}
@@ -428,52 +327,27 @@ def test_a_sandbox_as_the_host_sees_it(monkeypatch):
 
 # attacks on the verdict
 
-CHEATS = named(r"""
---- patched builtins
+CHEATS = r"""
 import builtins
 builtins.all = builtins.isinstance = builtins.BaseException = lambda *a: True
 builtins.print = builtins.open = builtins.type = builtins.getattr = None
 def f(): return 1
---- markers in the channel
+---
 import os
 def f():
     os.write(3, b'+pass\npass\n"pass"\ntrue\n{"passed": 1}\n')
     return True
---- guesses
-import os
-def f():
-    for n in range(1000): os.write(3, b'%d\n' % n)
-    return 42
---- other threads
-import threading, os, time
-def g():
-    while True: os.write(3, b'pass\n')
-threading.Thread(target=g, daemon=True).start()
-time.sleep(.05)
-def f(): return 42
-""")
+""".split("---\n")
 
 
 def test_cheating():
     """None of them knows that the answer is 42.5, or that 41 is the next."""
     tests = {"fn": "f", "inputs": [[], []], "outputs": [42.5, 41]}
-    done = run_all([(code, tests) for code in CHEATS.values()], 4, timeout=1, memory_mib=128)
+    done = run_all([(code, tests) for code in CHEATS], 4, timeout=1, memory_mib=128)
     assert [v[:2] for v in done] == [(0, 2)] * len(CHEATS)
     # an assertion is not for the program to judge
     equal = "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()"
     assert run_tests(equal, ["assert f(1) == 2"])[:2] == (0, 1)
-
-
-def test_answers_before_an_end_count():
-    """An exit, a crash or a limit in the third call takes the third and all later ones."""
-    tests = {"fn": "f", "inputs": [[n] for n in range(5)], "outputs": list(range(5))}
-    acts = {"os._exit(0)": (2, "crash"), "ctypes.string_at(0)": (2, "crash"),
-            "os.write(3, b'x' * 10**6)": (2, "output limit"), "raise SystemExit": (4, "error"),
-            "os.kill(os.getpid(), 9)": (2, "killed"), "bytearray(2**31)": (4, "memory"),
-            "return object()": (4, "error")}
-    assert_verdicts([
-        (f"import os, ctypes\ndef f(n):\n    if n == 2:\n        {act}\n    return n", tests,
-         (passed, 5, why)) for act, (passed, why) in acts.items()])
 
 
 def test_expected_values_stay_outside(monkeypatch):
@@ -494,16 +368,15 @@ def test_expected_values_stay_outside(monkeypatch):
 def test_a_sandbox_that_does_not_hold_is_found_out(monkeypatch):
     """The self-test of check_sandbox, with one bar sawn through at a time."""
     isolation = sandbox.isolation
-    bars = [("isolation", lambda root: ["--ro-bind", "/etc", "/etc", *isolation(root)], "files"),
+    for name, sawn, message in (
+            ("isolation", lambda root: ["--ro-bind", "/etc", "/etc", *isolation(root)], "files"),
             ("isolation", lambda root: ["--ro-bind", "/proc", "/proc", *isolation(root)],
              "processes"),
             ("seccomp_filter", lambda: bytes.fromhex("06000000 0000ff7f"), "a process.*a socket"),
-            ("THREADS", 4000, "1000 threads")]
-    for name, sawn, message in bars:
-        with monkeypatch.context() as m:
+            ("THREADS", 4000, "1000 threads")):
+        with monkeypatch.context() as m, pytest.raises(BadInput, match=message):
             m.setattr(sandbox, name, sawn)
-            with pytest.raises(BadInput, match=message):
-                sandbox.check_sandbox()
+            sandbox.check_sandbox()
 
 
 CHILD = f"""
@@ -538,10 +411,7 @@ def test_an_ordinary_user():
     code = """
 sandbox.check_sandbox()
 look = b'''import os
-print(os.getresuid(), os.uname().nodename, os.path.exists('/etc'))
-for path in '/x', '/tmp/x', os.path.dirname(os.__file__) + '/x':
-    try: print(open(path, 'x'))
-    except OSError: pass'''
+print(os.getresuid(), os.uname().nodename, os.path.exists('/etc'))'''
 for text in look, b"while True: pass":
     print(sandbox.run_program(text, None, b"", 999, 1, 128, 20)[:2])
 """
@@ -561,16 +431,13 @@ for text in look, b"while True: pass":
         "(b'(65534, 65534, 65534) sandbox False\\n', None)\n(b'', 'timeout')\n"), done.stderr
 
 
-BROKEN = (("exit 0", "exit code 0"), ("echo 'bwrap: No permissions' >&2; exit 1", "No permissions"),
-          ("kill -9 $$", "exit code -9"))
-
-
 def test_bwrap_fails_or_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match="apt install bubblewrap"):
         sandbox.check_sandbox()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for script, message in BROKEN:
+    for script, message in (("exit 0", "exit code 0"), ("kill -9 $$", "exit code -9"),
+                            ("echo 'bwrap: No permissions' >&2; exit 1", "No permissions")):
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bwrap").chmod(0o755)
         with pytest.raises(sandbox.Stop, match=message):

@@ -1,5 +1,4 @@
 """options/sources.py: rows of CSV, parquet, JSON, data sets of the hub; mixes, their shares."""
-import csv
 import gzip
 import json
 import os
@@ -9,7 +8,6 @@ import pytest
 from tiny import jsonl, keys_of, read_jsonl, well
 
 from errors import BadInput
-from options.sources import turn_of
 from prompts import batch_rows, encode_rows, prompt_row, read_rows
 
 ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
@@ -18,10 +16,8 @@ ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
 
 def test_tables_keep_their_texts(tmp_path):
     """02, NA and 0.10 stay as they are, and so do newlines, quotes and commas."""
-    with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, ["prompt", "answer"])
-        writer.writeheader()
-        writer.writerows(ROWS)
+    (tmp_path / "a.csv").write_text(
+        'prompt,answer\r\n"a\nb",02\r\n"é, ""c""",NA\r\nx,0.10\r\n', newline="")
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
     with gzip.open(tmp_path / "a.jsonl.gz", "wt", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in ROWS)
@@ -65,42 +61,6 @@ def drawn(rows, places):
     return [i for iteration in range(places // 7) for i in batch_rows(5, iteration, 7, rows)]
 
 
-@pytest.mark.parametrize("weights", [(1.0, 2.0), (0.7, 0.2, 0.1), (1.0, 1.0, 1.0, 1e-3)])
-def test_every_source_has_its_share_in_any_part(tmp_path, weights):
-    """
-    Up to an error of fewer rows than there are sources. And each source has epochs of its own: all
-    of its rows come once before one comes twice, in another order each time.
-    """
-    sizes = [3, 11, 5, 2][:len(weights)]
-    for n, size in enumerate(sizes):
-        jsonl(tmp_path / f"{n}.jsonl", [dict(prompt=f"{n} {i}") for i in range(size)])
-    rows = read_rows(",".join(f"{w}*{tmp_path}/{n}.jsonl" for n, w in enumerate(weights)),
-                     prompt_row)
-    assert len(rows) == sum(sizes)
-    seen = [rows[i]["prompt"].split() for i in drawn(rows, 700)]
-    for n, size in enumerate(sizes):
-        own = [i for source, i in seen if source == str(n)]
-        for end in range(0, 701, 35):
-            count = sum(source == str(n) for source, _ in seen[:end])
-            assert abs(count - end * weights[n] / sum(weights)) < len(weights)
-        for start in range(0, len(own) - size + 1, size):
-            assert len(set(own[start:start + size])) == size
-        orders = {tuple(own[i:i + size]) for i in range(0, len(own) - size + 1, size)}
-        assert len(orders) > 1 or len(own) < 8 * size
-
-
-def test_the_turns_of_a_mix():
-    assert [turn_of(place, [1, 2]) for place in range(6)] == [
-        (1, 0), (1, 1), (0, 0), (1, 2), (1, 3), (0, 1)]
-
-
-def test_without_weights_the_files_are_one(tmp_path):
-    for n in (0, 1):
-        jsonl(tmp_path / f"{n}.jsonl", [dict(prompt=f"{n} {i}") for i in range(3 + 4 * n)])
-    rows = read_rows(f"{tmp_path}/0.jsonl,{tmp_path}/1.jsonl", prompt_row)
-    assert rows.mix is None and Counter(drawn(rows, 70)) == dict.fromkeys(range(10), 7)
-
-
 def test_rows_that_are_dropped_leave_the_mix(tmp_path):
     """The other rows of their source take their places."""
     jsonl(tmp_path / "0.jsonl", [dict(prompt="long"), dict(prompt="a"), dict(prompt="b")])
@@ -127,8 +87,12 @@ def test_bad_files_name_the_place(tmp_path):
 
 
 def test_a_run_on_a_mix(world, tmp_path):
-    """Epochs count the rows of all files; two iterations of PPO see the shares of each file."""
-    mix = f"{world.sft_train},0.25*{world.sft_val}"
-    out = well("sft.py", tmp_path, keys_of(world, "sft.py", train_path=mix, val_path="", epochs=2.0,
-                                           max_iters=99))
+    """Epochs count the rows of all files, as one where they have no weights."""
+    for number, mix in enumerate(("{},0.25*{}", "{},{}")):
+        path = mix.format(world.sft_train, world.sft_val)
+        rows = read_rows(path, prompt_row)
+        assert len(rows) == 12 and (rows.mix is None) == bool(number)
+    assert Counter(drawn(rows, 84)) == dict.fromkeys(range(12), 7)
+    out = well("sft.py", tmp_path, keys_of(world, "sft.py", train_path=path, val_path="",
+                                           epochs=2.0, max_iters=99))
     assert len(read_jsonl(f"{out}/log.jsonl")) == 5 + 1  # 2 * 12 rows, in batches of 5

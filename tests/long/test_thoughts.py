@@ -6,12 +6,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from answers import behind_thoughts, final_answer, whole_responses
+from answers import behind_thoughts, final_answer, say_unknown_marks, whole_responses
 from grading.expressions import math_answer
 from grading.programs import extract_code
-from rewards import accuracy, format, read_prompts, thinks
-
-from tiny import jsonl, keys_of_system
+from rewards import accuracy, format, thinks
 
 HARMONY = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -20,13 +18,8 @@ FAMILIES = {
     "qwen3": ("<think>\n", "\n</think>\n\n", ""),
     "ernie": ("<think>\n", "\n</think>\n\n<response>\n", "\n</response>"),
     "hunyuan": ("<think>\n", "\n</think>\n<answer>\n", "\n</answer>"),
-    "exaone deep": ("<thought>\n", "\n</thought>\n\n", ""),
     "reka": ("<reasoning> ", " </reasoning>", ""),
-    "grpo's usual tags": ("<reasoning>\n", "\n</reasoning>\n<answer>\n", "\n</answer>\n"),
-    "thinking": ("<thinking>", "</thinking>", ""),
     "seed-oss": ("<seed:think>", "</seed:think>", ""),
-    "minimax m3": ("<mm:think>", "</mm:think>", ""),
-    "k2": ("<ifm|think_fast>", "</ifm|think_fast>", ""),
     "magistral": ("[THINK]", "[/THINK]", ""),
     "gpt-oss": (HARMONY, FINAL, ""),
     "gpt-oss with JSON": (HARMONY, FINAL.replace("l<|m", "l <|constrain|>json<|m"), ""),
@@ -36,7 +29,6 @@ FAMILIES = {
     "kimi k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>",
                 "<|close|>response<|sep|><|close|>message<|sep|>"),
     "solar open": ("<|think|>", "<|end|><|begin|>assistant<|content|>", "<|end|>"),
-    "solar open 2": ("<|think:start|>", "<|think:end|>", ""),
     "apertus": ("<|inner_prefix|>", "<|inner_suffix|>", ""),
     "openpangu": ("[unused16]", "[unused17]", ""),
     "openthinker": ("<|begin_of_thought|>\n", "\n<|end_of_thought|>\n\n<|begin_of_solution|>\n",
@@ -68,6 +60,7 @@ def test_a_family(family):
     opened = [f"[user] ?[assistant]\n{first}"] * 3
     texts = [right[0][len(first):], wrong[0][len(first):], "\\boxed{5}"]
     assert accuracy(batch_of(right)).tolist() == [1] * len(right)
+    assert math_answer(batch_of([right[0], wrong[0], unended[0]])) == [1, 0, 0]
     assert accuracy(batch_of(wrong + unended)).tolist() == [0] * len(wrong + unended)
     assert accuracy(batch_of(texts, opened)).tolist() == [1, 0, 0]
     assert thinks(batch_of(right + wrong + unended[:2])).tolist() == [1] * 6 + [0] * 2
@@ -95,14 +88,6 @@ def test_what_the_prompt_has_begun():
             assert whole_responses(batch) == [f"{begun}{last}5"]
 
 
-def test_math():
-    texts = [f"{first}{DRAFT}{last}5{end}" for first, last, end in FAMILIES.values()]
-    texts += [f"{first}5{last}7{end}" for first, last, end in FAMILIES.values()]
-    texts += [f"{first}5" for first, _, _ in FAMILIES.values()]
-    n = len(FAMILIES)
-    assert math_answer(batch_of(texts)) == [1] * n + [0] * 2 * n
-
-
 PAIRS = {  # text: the text behind the thoughts
     "5": "5", "": "", "a[/THINK]5": "5", "[THINK]a[/THINK]5[THINK]b[/THINK]6": "6",
     # the marks of another family are text in thoughts
@@ -127,36 +112,23 @@ def test_pairs_of_marks():
 
 def test_it_takes_no_time():
     """Of 100 KB: if a step were quadratic, minutes."""
-    for piece in ("<", "<think>", "<|channel|>final", "[THINK][/THINK]", "<|end|>", " " * 999,
-                  "Here is ", "".join(a + b for a, b, _ in FAMILIES.values())):
+    for piece in ("<", "<think>", "<|channel|>final", "[THINK][/THINK]", "<|end|>", "Here is "):
         start = time.thread_time()
         behind_thoughts(piece * (100_000 // len(piece)))
         assert time.thread_time() - start < 10, piece
 
 
-class Tokens:
-    """A tokenizer of nothing but added tokens."""
+def test_unknown_marks_are_said_once(capsys):
+    def said_of(*tokens):
+        class tokenizer:
+            path, hf = "my/model", SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(tokens))
 
-    path, bos_ids = "my/model", []
-
-    def __init__(self, *tokens):
-        self.hf = SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(tokens))
-
-    def encode_prompts(self, prompts):
-        return [[1]] * len(prompts)
-
-
-def test_unknown_marks_are_said_once(tmp_path, capsys):
-    def start(tokenizer):  # as ppo.py reads its two files
-        models = dict(policy=SimpleNamespace(tokenizer=tokenizer, max_positions=9))
-        for _ in range(2):
-            read_prompts(path, [], models, 3, keys_of_system())
+        say_unknown_marks(tokenizer), say_unknown_marks(tokenizer)
         return capsys.readouterr().out
 
-    path = jsonl(tmp_path / "rows.jsonl", [dict(prompt="a")])
     known = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|END_THINKING|>", "</seed:think>",
              "/nothink", "<|im_end|>", "<|channel|>", "◁think▷", "<|think|>", "<s>")
-    assert start(Tokens(*known)) == ""
-    said = start(Tokens(*known, "<|begin_reasoning|>", "<Thought>"))
+    assert said_of(*known) == ""
+    said = said_of(*known, "<|begin_reasoning|>", "<Thought>")
     assert said.count("\n") == 1 and "my/model" in said
     assert "<|begin_reasoning|>" in said and "<Thought>" in said and "</think>" not in said

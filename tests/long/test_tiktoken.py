@@ -16,11 +16,9 @@ from tokenizer import load_tokenizer
 
 WORDS = ("the", " the", "ing", " think", "123", "    ", "\n\n", " \n", "é", "日本", "🙂", "'s",
          "'LL", "<|", "aaaa", " aa", "\r\n", "==")
-TOKENS = [bytes([i]) for i in range(256)]  # the bytes, and the beginnings of some words
-for word in WORDS:
-    data = word.encode()
-    TOKENS += [data[:n] for n in range(2, len(data) + 1) if data[:n] not in TOKENS]
-RANKS = {token: i for i, token in enumerate(TOKENS)}
+BYTES = {bytes([i]): i for i in range(256)}
+BEGINNINGS = dict.fromkeys(w.encode()[:n] for w in WORDS for n in range(2, len(w.encode()) + 1))
+RANKS = BYTES | {token: i for i, token in enumerate(BEGINNINGS, 256)}
 rng = random.Random(0)
 TEXTS = ["", " ", "\n", "\r\n\r\n x", "a  \n b\n", "1234567 12 ", "x\n\n\n  ", "\t\ttabs", "ſ's",
          "http://a.b/c?d=e", "\x00\x01", "a\u2028b \u00a0 c", "  the end  ", "\u0301x", "the end\n",
@@ -87,8 +85,7 @@ def test_sft_begins_with_an_encoding_by_its_name(world, tmp_path):
         tiktoken.registry._find_constructors()
         tiktoken.registry.ENCODING_CONSTRUCTORS |= dict(
             ours=lambda: dict(name="ours", pat_str=r"\p{N}+|\D", special_tokens={
-                "<|endoftext|>": 257}, mergeable_ranks={
-                token: i for i, token in enumerate(TOKENS[:256])} | {b"12": 256}),
+                "<|endoftext|>": 257}, mergeable_ranks=BYTES | {b"12": 256}),
             gone=lambda: 1 / 0)
 
     keys = keys_of(world, "sft.py", init_from="scratch", tokenizer_path="tiktoken:ours",

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ FAMILIES = {  # {a template of ours: its special tokens, those that end a respon
 EOS, PAD = 258, 259  # of tokenizers with two special tokens
 
 MINE = '''
-import os, time
+import inspect, os, time
 from typing import Any, Literal, Optional
 
 # environments
@@ -54,76 +55,42 @@ def counts(messages, row):
     return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
 
 # tools
-def multiply(a: int, b: int = 2):
-    """
-    Multiply two numbers.
+def described(f):
+    f.__doc__ = f"Call {f.__name__}.\\n\\nArgs:\\n" + "".join(
+        f"    {name}: _\\n" for name in inspect.signature(f).parameters)
+    return f
 
-    Args:
-        a: the first
-        b: the second
-    """
+@described
+def multiply(a: int, b: int = 2):
     print("a tool may print")
     return a * b
 
+@described
 def slow(seconds: float):
-    """
-    Wait.
-
-    Args:
-        seconds: how long
-    """
     time.sleep(seconds)
     return "slept"
 
+@described
 def leaves():
-    """End the process."""
     os._exit(3)
 
+@described
 def table():
-    """A table."""
     return {"a": [1, None]}
 
+@described
 def odd(n: int):
-    """
-    What a tool may return.
-
-    Args:
-        n: which one
-    """
     return ({"Z\u00fcrich": ["\u65e5\u672c"]}, ["\U0001f600"], "\u00e9!", None, 1.5,
             chr(0xd800), {"a": chr(0xd800)}, "<&>")[n]
 
+@described
 def typed(i: int = 0, f: float = 0.0, s: str = "", b: bool = False, o: dict[str, int] = None,
           l: list[int] = None, p: tuple[int, str] = (), m: Optional[int] = 0, u: int | str = 0,
           e: Literal["x", "y"] = "x", n: list[int] | dict = None, a: Any = 0):
-    """
-    All types.
+    pass
 
-    Args:
-        i: _
-        f: _
-        s: _
-        b: _
-        o: _
-        l: _
-        p: _
-        m: _
-        u: _
-        e: _
-        n: _
-        a: _
-    """
-
+@described
 def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
-    """
-    Show.
-
-    Args:
-        text: a text
-        flag: a flag
-        items: some
-        either: one or the other
-    """
     return repr((text, flag, items, either))
 
 def bare(a):
@@ -169,7 +136,6 @@ def environment_of(environment, tokenizer, **keys):
     return Environment(SimpleNamespace(**system | keys), tokenizer)
 
 
-# --------------------------------------------------------------------------------------------------
 # templates
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -227,15 +193,14 @@ def test_ends_that_are_too_many_or_too_few(tokenizer_of):
 
 def test_a_turn_that_a_stop_string_has_ended_gets_its_end(tokenizer_of, mine):
     tokenizer = tokenizer_of("chatml")
-    env, end = environment_of(f"{mine}:echo", tokenizer), tokenizer.specials["<|im_end|>"]
+    env = environment_of(f"{mine}:echo", tokenizer)
     extra = between(tokenizer, user("c"), ended=False)
-    assert extra == [end] + between(tokenizer, user("c"), ended=True)
+    assert extra == [tokenizer.specials["<|im_end|>"]] + between(tokenizer, user("c"))
     said = tokenizer.encode_texts(["</answer>"])[0]
     own = [True] * len(said) + [False] * len(extra)
     assert env.messages_of(said + extra, own) == [assistant("</answer>"), user("c")]
 
 
-# --------------------------------------------------------------------------------------------------
 # dialogues with tools, as templates of ours write them
 
 
@@ -254,12 +219,6 @@ def message_to(name, arguments):
             f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}")
 
 
-SYSTEM = """<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.
-Knowledge cutoff: 2024-06
-
-Reasoning: medium
-
-# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"""
 CALLS = dict(  # what is sampled, what stands before and between; all without the list of tools
     chatml=("<|im_start|>user\n17*23?<|im_end|>\n<|im_start|>assistant\n",
             call("multiply", a=17, b=23) + "<|im_end|>",
@@ -300,7 +259,7 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
     env.tools.process.kill()
     ids = batch["tokens"][0][batch["attention_mask"][0]].tolist()
     text = tokenizer.text_of(ids)
-    assert text.endswith(before + "".join(texts)) and "Multiply two numbers." in text
+    assert text.endswith(before + "".join(texts)) and "Call multiply." in text
     assert batch["finished"].tolist() == [True] and batch["failed_calls"].tolist() == [0]
     (prompt,) = tokenizer.encode_prompts([[user("17*23?")]])
     response, own = ids[len(prompt):], batch["response_mask"][0].tolist()[:len(ids) - len(prompt)]
@@ -309,11 +268,10 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
     name = dict(name="multiply") if family == "harmony" else {}
     assert said[1] == dict(tool("391"), **name) and [m["role"] for m in said] == [
         "assistant", "tool", "assistant"]
-    if family == "harmony":
-        assert text.startswith(SYSTEM[:-len("<|end|>")]) and "a: number" in text
+    assert family != "harmony" or (
+        text.startswith("<|start|>system<|message|>You are ChatGPT") and "a: number" in text)
 
 
-# --------------------------------------------------------------------------------------------------
 # environments
 
 
@@ -329,35 +287,28 @@ def dialogue_with(mine, tmp_path):
     return dialogue_with
 
 
-def test_masks_of_a_dialogue(dialogue_with):
-    """abcd EOS | abc | xy EOS | xy | z: the last turn has no end, and the response no more room."""
-    batch = dialogue_with("pays", ["abcd", "xy", "z "], length=14)
-    assert batch["tokens"].tolist() == [
-        [PAD, 49, 50, *b"abcd", EOS, *b"abc", *b"xy", EOS, *b"xy", *b"z"]]
-    assert batch["response_mask"].tolist() == [[c == "T" for c in "TTTTTFFFTTTFFT"]]
-    assert batch["attention_mask"].tolist() == [[False] + [True] * 16]
-    assert batch["sampler_logprobs"].tolist() == [
-        [-1, -2, -3, -4, -5, 0, 0, 0, -1, -2, -3, 0, 0, -1]]
-    paid = [[0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0.5, 0, 0, 0]]
-    assert batch["turn_rewards"].tolist() == paid and batch["finished"].tolist() == [False]
-
-
-def test_a_stop_string_gets_an_end_that_is_not_trained(dialogue_with):
-    batch = dialogue_with("echo", ["ab!", "c "], max_turns=2)
-    ids = batch["tokens"][0][batch["attention_mask"][0]].tolist()
-    assert ids == [49, 50, *b"ab!", EOS, *b"ab!", *b"c "]
-    assert batch["response_mask"][0, :9].tolist() == [c == "T" for c in "TTTFFFFTT"]
-
-
-@pytest.mark.parametrize("texts, length, max_turns, tokens", [
-    (["abcd", "x"], 30, 2, 5 + 3 + 2),  # no more turns: what is said to the last one is left out
-    (["abcd", "x"], 8, 4, 5),  # no room for a token behind what would be said
-    (["abcd", "x"], 9, 4, 9), (["ab "], 9, 4, 3)])
-def test_where_a_dialogue_is_cut_it_is_not_finished(dialogue_with, texts, length, max_turns,
-                                                    tokens):
-    batch = dialogue_with("echo", texts, length, max_turns)
-    assert batch["attention_mask"].sum() == 2 + tokens and not batch["finished"].any()
-    assert batch["response_mask"][0, tokens - 1]
+@pytest.mark.parametrize("texts, length, max_turns, ids, own", [
+    # the last turn has no end, and the response no more room
+    (["abcd", "xy", "z "], 14, 4, b"abcd.abcxy.xyz", "TTTTTFFFTTTFFT"),
+    (["ab!", "c "], 30, 2, b"ab!.ab!c ", "TTTFFFFTT"),  # a stop string's end is not trained
+    # no more turns: what is said to the last one is left out
+    (["abcd", "x"], 30, 2, b"abcd.abcx.", "TTTTTFFFTT"),
+    (["abcd", "x"], 8, 4, b"abcd.", "TTTTT"),  # no room for a token behind what would be said
+    (["abcd", "x"], 9, 4, b"abcd.abcx", "TTTTTFFFT"), (["ab "], 9, 4, b"ab ", "TTT")])
+def test_dialogues_by_hand(dialogue_with, texts, length, max_turns, ids, own):
+    """A point is EOS. Each turn that ends is paid 0.5; the sampler says -1, -2, ... in each."""
+    batch, rest = dialogue_with("pays", texts, length, max_turns), length - len(own)
+    response = [EOS if i == ord(".") else i for i in ids]
+    assert batch["tokens"].tolist() == [[PAD, 49, 50, *response] + [PAD] * rest]
+    assert batch["attention_mask"].tolist() == [[False] + [True] * (2 + len(own)) + [False] * rest]
+    assert batch["response_mask"].tolist() == [[c == "T" for c in own] + [False] * rest]
+    assert batch["finished"].tolist() == [False]
+    logprobs = [-n for turn in re.findall("T+|F", own) for n in (
+        range(1, len(turn) + 1) if "T" in turn else [0])]
+    assert batch["sampler_logprobs"].tolist() == [logprobs + [0] * rest]
+    ends = [t for t, i in enumerate(ids) if own[t] == "T" and chr(i) in ".!"]
+    assert batch["turn_rewards"].nonzero()[:, 1].tolist() == ends
+    assert set(batch["turn_rewards"][0, ends].tolist()) <= {0.5}
 
 
 @pytest.mark.parametrize("function, part", [
@@ -377,7 +328,6 @@ def test_a_dialogue_cannot_be_spoiled_and_chance_has_a_seed(dialogue_with):
     assert texts[0] == texts[1] and len(set(numbers)) == 4  # the prompt's, and one a turn
 
 
-# --------------------------------------------------------------------------------------------------
 # tools
 
 NAMES = ("multiply", "slow", "leaves", "table", "show", "odd", "typed")
@@ -403,7 +353,8 @@ def said(tools, *texts):
     """The answers to these turns, and how many of their calls have failed."""
     failed = [0] * len(texts)
     answers = tools.answer(list(texts), failed, list(range(len(texts))))
-    assert all(reward == 0 for _, reward in answers)
+    assert all(reward == 0 and (message is None or re.fullmatch(r"[\w.-]+", message["name"]))
+               for message, reward in answers)  # gpt-oss' template writes the name
     return [message and message["content"] for message, _ in answers], failed
 
 
@@ -432,9 +383,9 @@ BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
         '<tool_call>{"name": "multiply", "arguments": 3}</tool_call>': "no JSON object",
         '<tool_call>{"name": {}, "arguments": {}}</tool_call>': "there is no tool",
         "<tool_call>" + "[" * 10**5 + "</tool_call>": "",
-        "<tool_call>__import__('os').system('touch HERE')</tool_call>": ""},
+        call("multiply", a=1, c=2): "TypeError", call("multiply", b=1): "TypeError"},
     "qwen3.5": {
-        tags("divide", a=1): "there is no tool 'divide'", tags("multiply", a="x"): "integer",
+        tags("divide", a=1): "there is no tool 'divide'",
         "<tool_call>\n<function=multiply>\n<parameter=a>\n3": "has no </parameter>",
         "<tool_call>\n<function=": "there is no tool ''", "<tool_call>multiply(2)": "",
         tags("multiply", a="[" * 10**5): "",
@@ -443,30 +394,20 @@ BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
         message_to("divide", "{}"): "no tool 'divide'", message_to("multiply", '{"a": 3'): "",
         message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "",
         message_to("<|start|>x to=a", "{}"): "no tool 'a'"}}
-LONG = {
-    "chatml": ["<tool_call>" * 10**5, "<tool_call>[</tool_call>" * 10**5, "<think>" * 10**5,
-               '<tool_call>{"a": "</tool_call>' * 10**4, "</think><think>" * 10**5,
-               '<tool_call>"x' + "</tool_call>" * 10**5],
-    "qwen3.5": ["<tool_call>" + "\n" * 10**6 + "x", "<tool_call>" * 10**5,
-                "<tool_call><function=f>" + "<parameter=" * 10**5,
-                "<tool_call><function=f>" + "<parameter=a>x</parameter>" * 10**4,
-                "<tool_call><function=show>" + "</parameter>\n<parameter=text>" * 10**5],
-    "harmony": ["<|start|>" * 10**5 + " to=" * 10**5]}
+LONG = ["<tool_call>" * 10**5, "<tool_call>[</tool_call>" * 10**5, "</think><think>" * 10**5,
+        "<tool_call><function=show>" + "</parameter>\n<parameter=text>" * 10**5,
+        "<|start|>" * 10**5 + " to=" * 10**5]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_are_answered_or_their_faults_said(tools_of, family):
     tools, good, bad = tools_of(family), GOOD[family], BAD[family]
     assert said(tools, *good) == ([*good.values()], [0] * len(good))
-    tools.process.kill()
-    failed = [0] * len(bad)
-    answers = tools.answer(list(bad), failed, list(range(len(bad))))
+    contents, failed = said(tools, *bad)
     assert failed == [1] * len(bad) and not os.path.exists("HERE")
-    for (message, _), (text, part) in zip(answers, bad.items(), strict=True):
-        assert message["content"].startswith("error: "), text[:99]
-        assert part in message["content"], text[:99]
-        assert re.fullmatch(r"[\w.-]+", message["name"])  # of gpt-oss, where it is written
-    for text in LONG.get(family, []):
+    for content, (text, part) in zip(contents, bad.items(), strict=True):
+        assert content.startswith("error: ") and part in content, text[:99]
+    for text in LONG:
         began = time.thread_time()
         tools.calls_in(text)
         assert time.thread_time() - began < 20, text[:99]
@@ -480,31 +421,27 @@ def test_a_tool_that_fails_hangs_or_dies_costs_its_own_answer(tools_of):
     assert contents == ["error: it has not answered within 3 s", "8"] and failed == [1, 0]
     tools.seconds = 60
     assert said(tools, call("leaves")) == (["error: its process has ended"], [1])
-    contents, failed = said(tools, call("multiply", a=5), call("multiply", b=1),
-                            call("multiply", a=2, c=2))
-    assert contents[0] == "10" and failed == [0, 1, 1]
-    assert all(text.startswith("error: TypeError: ") for text in contents[1:])
+    assert said(tools, call("multiply", a=5)) == (["10"], [0])
 
 
-def draft(family, a):
-    """A call of multiply(a)."""
-    return {"chatml": call, "qwen3.5": tags}[family]("multiply", a=a)
+DRAFTS = {  # a digit is a call of multiply: the calls that are made
+    "<think>\nI could call 3\n</think>\n\n7": "7", "<think>3</think>It is six.": "",
+    "I could call 3\n</think>\n\n7": "7", "3\n</think>\n\nIt is six.": "", "<think>3": "",
+    "<think>3 <think> 4 </think>7": "7", "<think>3</think>4</think>7": "7", "3 4 </think>": "",
+    "<think>3</think>7<think>4</think>\n8": "78", "<think>3</think>7<think>4": "7",
+    "<think><tool_call></think>7": "7", "<think></tool_call></think>7\n8": "78",
+    "I use <tool_call> here.\n</think>\n\n7": "7", "[THINK]3[/THINK]7": "7", "[THINK]3": "",
+    "<|START_THINKING|>3<|END_THINKING|>7": "7", "3\n4": "34",
+    "<think></think>3</think></think>": ""}
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3.5"])
-@pytest.mark.parametrize("text, made", [
-    ("<think>\nI could call 3\n</think>\n\n7", [7]), ("<think>3</think>It is six.", []),
-    ("I could call 3\n</think>\n\n7", [7]), ("3\n</think>\n\nIt is six.", []),
-    ("<think>3", []), ("<think>3 <think> 4 </think>7", [7]), ("<think>3</think>4</think>7", [7]),
-    ("<think>3</think>7<think>4</think>\n8", [7, 8]), ("<think>3</think>7<think>4", [7]),
-    ("<think><tool_call></think>7", [7]), ("<think></tool_call></think>7\n8", [7, 8]),
-    ("I use <tool_call> here.\n</think>\n\n7", [7]), ("[THINK]3[/THINK]7", [7]),
-    ("3[/THINK]7", [7]), ("[THINK]3", []), ("<seed:think>3</seed:think>7", [7]),
-    ("<seed:think>3", []), ("<think></think>3</think></think>", []),
-    ("<|START_THINKING|>3<|END_THINKING|>7", [7]), ("3\n4", [3, 4]), ("3 4 </think>", [])])
-def test_drafts_in_thoughts_are_no_calls(tools_of, family, text, made):
-    text = re.sub(r"\d", lambda digit: draft(family, int(digit[0])), text)
-    assert tools_of(family).calls_in(text) == [("multiply", dict(a=a), None) for a in made]
+def test_drafts_in_thoughts_are_no_calls(tools_of, family):
+    tools, write = tools_of(family), dict(chatml=call).get(family, tags)
+    for text, made in DRAFTS.items():
+        written = re.sub(r"\d", lambda digit: write("multiply", a=int(digit[0])), text)
+        calls = [("multiply", dict(a=int(digit)), None) for digit in made]
+        assert tools.calls_in(written) == calls, text
 
 
 def test_a_turn_of_thoughts_alone_makes_no_call(tokenizer_of, mine):
@@ -517,12 +454,11 @@ def test_a_turn_of_thoughts_alone_makes_no_call(tokenizer_of, mine):
 
 
 MARKED = [  # values of one parameter, as a policy may write them
-    "a </parameter> b", "</parameter>", "x\n</parameter>\n", "</tool_call>", "<tool_call>",
-    "a</tool_call>b<tool_call>", "</function>\n</tool_call>", "<parameter=flag>", "<think>",
-    "<parameter=x>\n1\n</parameter>", "</parameter>\n<parameter=x>\n1", "</think>", "}", "\\", '"',
-    "<think>a</think>", "<function=show>", '{"name": 1}', "<|message|>", "<|start|>",
-    "<|end|> to=functions.x", tags("show", text="a"), call("show", text="a"), "", "\n", " a ",
-    "None", "12", "\u00fc"]
+    "a </parameter> b", "</parameter>", "x\n</parameter>\n", "a</tool_call>b<tool_call>",
+    "</function>\n</tool_call>", "<parameter=flag>", "<parameter=x>\n1\n</parameter>",
+    "</parameter>\n<parameter=x>\n1", "<think>", "</think>", "<think>a</think>", "<function=show>",
+    "}", "\\", '"', '{"name": 1}', "<|message|>", "<|start|>", "<|end|> to=functions.x",
+    tags("show", text="a"), call("show", text="a"), "", "\n", " a ", "None", "12", "\u00fc"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -541,14 +477,11 @@ def test_a_value_may_have_marks_in_it(tools_of, family):
 
 
 FITS = dict(  # {parameter: values that fit it, values that do not}
-    i=([0, -21, 10**30], ["21", 1.5, True, None, [1], {}]),
-    f=([0.5, 21, -1e300], ["0.5", False, None]), s=(["", "21"], [21, None, ["a"], True]),
-    b=([True, False], ["true", 0, 1, None]),
-    o=([{}, dict(a=1), None], [dict(a="1"), [], "{}", dict(a=1, b=None)]),
-    l=([[], [1, 2], None], [["1"], [1, None], 1, "[1]", [True]]),
-    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2], None, "ab"]), m=([None, 3], ["3", 3.5]),
-    u=([1, "1"], [1.5, None, True]), e=(["x", "y"], ["z", "", None, 1]),
-    n=([[1], {}, dict(a="b"), None], [["1"], 1, "a"]), a=([None, 1, "x", [{}]], []))
+    i=([0, 10**30], ["21", 1.5, True, None]), f=([0.5, 21], ["0.5", False]), s=(["21"], [21, None]),
+    b=([True, False], ["true", 0, None]), o=([dict(a=1), None], [dict(a="1"), [], "{}"]),
+    l=([[], [1, 2], None], [["1"], [1, None], "[1]", [True]]), m=([None, 3], ["3", 3.5]),
+    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2], "ab"]), u=([1, "1"], [1.5, None, True]),
+    e=(["x", "y"], ["z", None]), n=([[1], dict(a="b")], [["1"], "a"]), a=([None, [{}]], []))
 
 
 def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
@@ -564,11 +497,10 @@ def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
     assert failed == [1, 0] and answer[0].startswith("error: ") and answer[1] == "42"
     qwen = tools_of("qwen3.5")
     for key, value, wanted in (
-            ("u", "7", 7), ("u", "[1]", "[1]"), ("u", "true", "true"), ("l", "[1, 2]", [1, 2]),
-            ("m", "None", None), ("s", "None", "None"), ("e", "y", "y"), ("f", "21", 21),
-            ("n", '{"a": "b"}', dict(a="b")), ("a", "[1]", [1]), ("a", "x y", "x y"),
-            ("i", "1.5", 0), ("b", "1", 0), ("l", '["1"]', 0),
-            ("e", "z", 0), ("o", "{", 0), ("p", "[1]", 0)):
+            ("u", "7", 7), ("u", "[1]", "[1]"), ("l", "[1, 2]", [1, 2]), ("s", "None", "None"),
+            ("m", "None", None), ("f", "21", 21), ("n", '{"a": "b"}', dict(a="b")),
+            ("a", "[1]", [1]), ("i", "1.5", 0), ("b", "1", 0), ("l", '["1"]', 0), ("e", "z", 0),
+            ("p", "[1]", 0)):
         ((_, arguments, error),) = qwen.calls_in(tags("typed", **{key: value}))
         assert arguments == {key: wanted} if wanted != 0 else f"{key} = " in error, (key, value)
 
@@ -576,27 +508,22 @@ def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
 def test_results_are_said_as_they_are(tools_of):
     results = ['{"Z\u00fcrich": ["\u65e5\u672c"]}', '["\U0001f600"]', "\u00e9!", "null", "1.5",
                "?", '{"a": "?"}', "<&>"]
-    tools = tools_of("chatml")
-    contents, failed = said(tools, *(call("odd", n=n) for n in range(len(results))))
-    assert contents == results and not any(failed)
+    calls = [call("odd", n=n) for n in range(len(results))]
+    assert said(tools_of("chatml"), *calls) == (results, [0] * len(results))
 
 
 TAGGED = "<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}" \
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n" \
     "{% endfor %}</function>"
 READ = ["<tool_call>{{ c | tojson }}</tool_call>", f"<tool_call>\n{TAGGED}</tool_call>",
-        "why <tool_call> {{ c | tojson }}\n</tool_call>\n", "<tool_call>\n{{ c | tojson }}",
-        '<tool_call>{"arguments": {{ c.arguments | tojson }}, "name": "{{ c.name }}"}</tool_call>']
+        "why <tool_call> {{ c | tojson }}\n</tool_call>\n", "<tool_call>\n{{ c | tojson }}"]
 NOT_READ = [
     "<tool_call>{{ c.name }}\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", "",
-    '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', f"{TAGGED}</tool_call>",
+    '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', READ[0] * 2,
     '<tool_call>{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</tool_call>',
-    '<tool_call>{"name": "{{ c.name }}"}</tool_call>', "<tool_call>[{{ c | tojson }}]</tool_call>",
-    "<|tool_call|>[{{ c | tojson }}]<|/tool_call|>", "<tool_call>{{ c }}</tool_call>",
-    "<|tool_call_start|>[{{ c.name }}(text='a')]<|tool_call_end|>", READ[0] * 2,
-    "[TOOL_CALLS][{{ c | tojson }}]", "<|python_tag|>{{ c.name }}.call()",
-    "<tool_call>{{ c | tojson | upper }}</tool_call>", f"<think>{READ[0]}</think>",
-    "<function={{ c.name }}>{{ c.arguments | tojson }}</function>"]
+    '<tool_call>{"name": "{{ c.name }}"}</tool_call>', f"<think>{READ[0]}</think>",
+    "<|tool_call_start|>[{{ c.name }}(text='a')]<|tool_call_end|>", f"{TAGGED}</tool_call>",
+    "[TOOL_CALLS][{{ c | tojson }}]", "<tool_call>{{ c | tojson | upper }}</tool_call>"]
 
 
 @pytest.mark.parametrize("way", READ + NOT_READ)
@@ -620,28 +547,16 @@ def test_tools_that_cannot_be_described(tokenizer_of, mine):
         environment_of(f"{mine}:echo", tokenizer, tools=f"{mine}:table")
 
 
-# --------------------------------------------------------------------------------------------------
 # runs
 
 
 def test_a_run_resumes_to_the_bit(world, mine, tmp_path):
-    def keys(iterations):
-        return tiny.keys_of(
-            world, "grpo.py", environment=f"{mine}:counts", reward_functions="environment",
-            max_new_tokens=12, max_turns=3, max_iters=iterations, lr_decay="constant",
-            eval_interval=3, checkpoint_interval=1, save_rollouts=1, reward_timeout=40)
-
-    tiny.well("grpo.py", tmp_path / "parts", keys(1))
-    outs = [tiny.well("grpo.py", tmp_path / name, keys(2)) for name in ("whole", "parts")]
-    tiny.assert_same_run(*outs)
-    record = tiny.read_log(outs[0])[0]
-    assert 1 < record["objective/turns"] <= 3 and 0 < record["objective/environment_share"] < 1
-    several = [row["messages"] for row in tiny.read_jsonl(f"{outs[0]}/rollouts.jsonl")
-               if len(row.get("messages", [])) > 1]
-    assert several
-    for messages in several:  # the environment's words are those that it would say again
-        for one, reply in zip(messages[::2], messages[1::2], strict=False):
-            assert reply == user(f"{len(one['content'])}\n")
+    keys = tiny.keys_of(world, "grpo.py", environment=f"{mine}:counts", max_turns=3, max_iters=2,
+                        reward_functions="environment", max_new_tokens=12, reward_timeout=40)
+    stopped = tiny.run("grpo.py", tmp_path, keys, before=tiny.at(1, signal.SIGTERM))
+    tiny.assert_stopped(stopped, tmp_path)
+    tiny.assert_same_run(tiny.well("grpo.py", tmp_path / "whole", keys),
+                         tiny.well("grpo.py", tmp_path, keys))
 
 
 def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):

@@ -54,18 +54,10 @@ def test_a_run_with_another_sampler_is_the_same_run(world, tmp_path, name):
         read_log(own)[:-1], read_log(other)[:-1], strict=True))
 
 
-ENV = """
-def talks(messages, row):
-    return f"{len(messages)}x"
-
-def score(batch):
-    return [float(len(text)) for text in batch["completions"]]
-"""
-
-
 def test_several_turns(world, tmp_path):
     """Each turn has a noise of its own; the policy reads what the environment has said."""
-    file = write(tmp_path / "mine.py", ENV)
+    file = write(tmp_path / "mine.py", 'talks = lambda messages, row: f"{len(messages)}x"\n'
+                 "score = lambda batch: [float(len(text)) for text in batch['completions']]\n")
     keys = keys_of(world, "grpo.py", environment=f"{file}:talks", max_turns=3, max_new_tokens=14,
                    reward_functions=f"{file}:score", save_rollouts=1, dtype="float32", max_iters=1,
                    sampler="vllm", eval_path="")
@@ -78,7 +70,6 @@ def test_several_turns(world, tmp_path):
 
 
 BAD = {  # keys, ranks, what the last rank's stand-in does wrong, what is said, the exit code
-    "float64": (dict(dtype="float64"), 1, "", "float64", 2),
     "no cap": (dict(staleness=1), 1, "", "--importance_cap=2", 2),
     "unknown": ({}, 1, "unknown", r"not supported; type --sampler=own", 2),
     "forgets": ({}, 2, "forgets", "not taken all weights .*; type --sampler=own", 2),
@@ -98,20 +89,18 @@ def test_what_vllm_does_wrong_ends_a_run_in_a_line(world, tmp_path, name):
     assert 0 not in result.codes and len(lines) <= ranks, result
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_missing_vllm_is_one_line(world, tmp_path, there):
+@pytest.mark.parametrize("python, said", [("", "install it"), ("/no/python", "/no/python")])
+def test_a_missing_vllm_is_one_line(world, tmp_path, python, said):
     """Not installed; or VLLM_PYTHON names an interpreter that is not there."""
-    keys = keys_of(world, "grpo.py", dtype="float32", sampler="vllm", eval_path="")
-
     def before(rank):
-        if there:
-            os.environ["VLLM_PYTHON"] = "/no/python"
+        if python:
+            os.environ["VLLM_PYTHON"] = python
         else:
             stands_in()(rank)
             sys.modules["vllm"] = None  # an import of it fails
 
-    result = run("grpo.py", tmp_path, keys, before=before)
-    assert_one_line(result, "grpo.py", "/no/python" if there else "install it")
+    keys = keys_of(world, "grpo.py", dtype="float32", sampler="vllm", eval_path="")
+    assert_one_line(run("grpo.py", tmp_path, keys, before=before), "grpo.py", said)
 
 
 # the real one
@@ -153,9 +142,9 @@ def test_vllm_samples_what_the_policy_would(tmp_path, family):
             assert batch["tokens"].shape == (12, 25) and batch["tokens"].max() < 260
             for row in range(12):
                 ids = batch["tokens"][row][batch["attention_mask"][row]][None]  # (1, T)
-                chosen = torch.arange(ids.shape[1])[None] >= 3
                 with torch.no_grad():
-                    wanted, _ = policy.logprobs(ids, chosen, temperature)
+                    wanted, _ = policy.logprobs(ids, torch.arange(ids.shape[1])[None] >= 3,
+                                                temperature)
                 n = len(wanted)
                 assert (batch["sampler_logprobs"][row, :n] - wanted).abs().max() < 2e-5
                 ends = [int(i) in policy.tokenizer.eos_ids for i in ids[0, 3:]]
