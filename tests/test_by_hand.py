@@ -104,7 +104,7 @@ def folders_of(world, keys):
     """The models' folders; that of a reward model only where it is used."""
     unused = "reward_model" not in [name for _, name in keys.get("mix", ())]
     return {key: "" if key == "reward_path" and unused else getattr(world, keys[key])
-            for key in ("policy_path", "ref_path", "reward_path", "init_from") if key in keys}
+            for key in ("policy_path", "reward_path", "init_from") if key in keys}
 
 
 def typed_keys(world, keys, script, more):

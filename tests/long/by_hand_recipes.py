@@ -6,11 +6,14 @@ import torch
 
 import by_hand
 from by_hand import decode, encode, flat, mean, seen
-from test_by_hand import GRPO
+from test_by_hand import GRPO, PPO
 from tiny import PROMPTS
 
 clipped_surrogate, grpo_update = by_hand.clipped_surrogate, by_hand.grpo_update
 models_of, summary = by_hand.models_of, by_hand.summary
+judge = by_hand.judge
+prompts_of, minibatches_of = by_hand.prompts_of, by_hand.minibatches_of
+find_group_advantages, grpo_losses = by_hand.find_group_advantages, by_hand.grpo_losses
 
 
 def soft_gate(ratio, advantage, low, high):
@@ -68,7 +71,7 @@ def from_the_teacher(c, groups):
 def losses_of_tokens(c, models, r, weight):
     """by_hand.grpo_losses, where each token has its own advantage."""
     logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature)
-    total, figures = 0.0, []
+    total, figures = 0.0 * sum(logprobs), []  # a tensor, even where all tokens are clipped
     for logprob, old, reference, advantage in zip(
             logprobs, r.old, r.reference, r.advantages, strict=True):
         loss, bound = clipped_surrogate(
@@ -83,6 +86,54 @@ def losses_of_tokens(c, models, r, weight):
     return figures
 
 
+def unsolved_prompts(c, iteration, count, n):
+    """A prompt is solved for ever if a group of its responses has scored 0.4 on average."""
+    c.solved = getattr(c, "solved", set())
+    left = sorted(set(range(n)) - c.solved) or list(range(n))
+    others, picked = by_hand.permutation(len(left), f"{c.seed} others {iteration}"), []
+    for place, i in enumerate(prompts_of(c, iteration, count, n)):
+        seen["replaced"] += i in c.solved
+        picked.append(left[others[place % len(left)]] if i in c.solved else i)
+    return picked
+
+
+def without_flat_groups(c, groups):
+    find_group_advantages(c, groups)
+    c.batch = flat(groups)
+    for number, r in enumerate(c.batch):
+        r.group = number // c.group_size
+        r.left_out = by_hand.is_flat(x.score for x in groups[r.group])
+        seen["flat group"] += r.left_out
+    for group in groups:
+        if mean([r.raw for r in group]) >= 0.4:
+            c.solved.add(PROMPTS.index(decode(group[0].prompt)))
+
+
+def noted_minibatches(c, iteration, epochs):
+    for minibatch in minibatches_of(c, iteration, epochs):
+        c.rows = [c.batch[i] for i in minibatch if not c.batch[i].left_out]
+        yield minibatch
+
+
+def losses_by_prompt(c, models, r, weight):
+    """All prompts of a step weigh the same, and so do the tokens behind a prompt."""
+    tokens = sum(len(x.own) for x in c.rows if x.group == r.group)
+    return grpo_losses(c, models, r, 1 / tokens / len({x.group for x in c.rows}))
+
+
+def two_teachers(c):
+    models = models_of(c)
+    models.reference, c.second = map(by_hand.language_model, c.ref_path.split(","))
+    return models
+
+
+def judged_by_two(c, models, row, r):
+    r = judge(c, models, row, r)
+    second, _ = by_hand.logprobs_of(c.second, r.prompt, r.response, c.temperature)
+    r.reference = [(p + q.item()) / 2 for p, q in zip(r.reference, second, strict=True)]
+    return r
+
+
 # diffs, texts that are changed in them, script, keys, functions by hand, branches -----------------
 
 CASES = {
@@ -91,6 +142,18 @@ CASES = {
         GRPO | dict(entropy_coef=0.05, num_iterations=3, max_iters=5),
         dict(clipped_surrogate=soft_gate, grpo_update=held_entropy),
         ["above", "below", "too low", "high enough"]),
+    "ScaleRL, solved prompts leave": (
+        ["ScaleRL** (", "Solved prompts"], [('["accuracy"]', '["scores"]'), ("0.9", "0.4")], "grpo",
+        GRPO | dict(loss_type="cispo", scale_by="batch", kl_coef=0.0, cliprange=1.0, max_iters=4,
+                    cliprange_high=0.03, mix=[(1.0, "sometimes")], batch_size=9),
+        dict(prompts_of=unsolved_prompts, find_group_advantages=without_flat_groups,
+             minibatches_of=noted_minibatches, grpo_losses=losses_by_prompt),
+        ["weight", "flat group", "replaced"]),
+    "several teachers": (
+        ["Several teachers"], [], "ppo", PPO | dict(
+            ref_path="older policy", value_init="policy", kl_coef=1.0, gamma=0.0, lam=0.0,
+            max_iters=3, mix=[(1.0, "letters")]),
+        dict(models_of=two_teachers, judge=judged_by_two), ["below"]),
     # prompts of odd length have a demonstration, their answer
     "self_distillation": (
         ["self_distillation"],

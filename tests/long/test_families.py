@@ -1,6 +1,6 @@
 """
 Some thirty families of transformers, tiny and random, against transformers: what is read, trained,
-scored, saved; the scripts as a user runs them; models in 16 bits; the probe.
+scored, saved; the scripts as a user runs them; models that are split, or in 16 bits; the probe.
 
     python tests/long/test_families.py      # prints the table of docs/scale.md
 """
@@ -242,7 +242,40 @@ def test_families_do_what_the_docs_say(world, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# in 16 bits
+# split over the ranks, and in 16 bits
+
+SPLIT = ["GPT-2", "Gemma 2", "Cohere", "Mixtral", "gpt-oss"]
+
+
+def test_split_models_compute_the_same(tmp_path):
+    """At stage 3, with layers that are computed again, and 2: also eager attention, mixtures."""
+    for name in SPLIT:
+        save(tmp_path / name, name)
+
+    def before(rank):
+        import ranks
+
+        ranks.init(keys_of_system(device_type="cpu", timeout=60))
+        for name in SPLIT:
+            found = []
+            for stage in ("", "3", "2")[:3 if name == "Gemma 2" else 2]:
+                system = keys_of_system(zero_stage=stage, gradient_checkpointing=stage == "3")
+                model = load(f"{tmp_path}/{name}", "policy", system, CPU, trained=True)
+                assert model.elsewhere == bool(stage)
+                logprobs, _ = model.logprobs(*rows_of_texts())
+                logprobs.square().mean().backward()
+                gradients = {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+                             for n, p in model.named_parameters() if p.requires_grad}
+                found.append(dict(logprobs=logprobs.detach()) | gradients)
+            for other in found[1:]:
+                assert other.keys() == found[0].keys()
+                for n, t in found[0].items():
+                    assert (t - other[n]).abs().max() < 1e-5 * max(1, t.abs().max()), (name, n)
+        ranks.leave()
+        os._exit(0)
+
+    done = Started("", [], str(tmp_path), ranks=2, before=before).wait()
+    assert done.codes == [0, 0], done
 
 
 @torch.no_grad()

@@ -305,6 +305,8 @@ world = with_options.world  # a fixture: tiny's world, and an environment
 def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
     """A run on two ranks, of which one is killed in iteration 2, and the same command again."""
     diffs, numbers, script, keys, functions, branches = CASES[name]
+    if "ref_path" in keys:
+        keys = keys | dict(ref_path=",".join(getattr(world, x) for x in keys["ref_path"].split()))
     how = with_options if "turns" in keys else test_by_hand
     mine, folder = fork(f"{tmp_path}/fork", diffs, numbers), f"{tmp_path}/run"
     also = [wrong_sampler] if {"masked_importance", "deepseek_v32"} & {*diffs} else []

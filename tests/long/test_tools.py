@@ -94,6 +94,11 @@ def noting(folder, after=""):
     return ENV | {"QUARTET_PYTHON": str(python)}
 
 
+def hears_ctrl_c():
+    """A shell ignores SIGINT to its end if it begins so, as these tests do behind nohup or &."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def bash(folder, *command, env):
     return subprocess.run(["bash", *command], cwd=folder, env=env, capture_output=True, text=True)
 
@@ -138,7 +143,7 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
     (tmp_path / "said").unlink()
     env = noting(tmp_path, "trap 'exit 0' INT\nsleep 9 >&- 2>&- & wait\n")
     run = subprocess.Popen(["bash", "runs/quickstart.sh"], cwd=tmp_path, env=env, text=True,
-                           stderr=subprocess.PIPE, start_new_session=True)
+                           stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hears_ctrl_c)
     while not (tmp_path / "said").exists():
         time.sleep(0.05)
     time.sleep(0.2)
@@ -172,7 +177,7 @@ def test_quickstart_goes_on_after_ctrl_c(tmp_path, stopped):
         """The steps of one call, in short: "sft.py sample.py"."""
         result = subprocess.run(
             ["bash", "runs/quickstart.sh", str(seed)], cwd=tmp_path, env=env | {"STOP": str(stop)},
-            capture_output=True, text=True, start_new_session=True)
+            capture_output=True, text=True, start_new_session=True, preexec_fn=hears_ctrl_c)
         assert result.returncode == (130 if stop else 0), result
         said = (tmp_path / "said").read_text()
         (tmp_path / "said").unlink()
