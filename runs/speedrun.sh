@@ -6,11 +6,10 @@
 # The SFT model of a seed is made once, in out/speedrun/SEED, before the clock starts.
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-pin_threads
+few_threads
 at=out/speedrun/$seed
-[ -e data/arithmetic/rl_val.jsonl ] || step data/arithmetic/prepare.py
-[ -e "$at/sft/policy" ] ||
-    step sft.py config/arithmetic_sft.py --seed="$seed" --out_dir="$at/sft"
+make data/arithmetic/rl_val.jsonl data/arithmetic/prepare.py
+make "$at/sft/policy" sft.py config/arithmetic_sft.py --seed="$seed" --out_dir="$at/sft"
 rm -rf "$at/run"
 read -ra run <<< "${RUN:-grpo.py config/speedrun.py}"
 TIMEFORMAT="%R s, %U + %S s of CPU"

@@ -5,6 +5,6 @@
 # Two runs at a time, of one thread each. The same command again goes on where it was stopped.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS=1
-[ -e data/arithmetic/rl_val.jsonl ] || step data/arithmetic/prepare.py
-[ -e data/arithmetic/sft_hints.jsonl ] || step data/arithmetic/hints.py
+make data/arithmetic/rl_val.jsonl data/arithmetic/prepare.py
+make data/arithmetic/sft_hints.jsonl data/arithmetic/hints.py
 step runs/zoo/zoo.py "$@"

@@ -172,7 +172,7 @@ chosen, numbers = list(table) if rows == "all" else rows.split(","), seeds.split
 if unknown := set(chosen) - set(table):
     raise BadInput(f"rows = {rows!r}: there is no {min(unknown)}; there are {', '.join(table)}")
 table |= first
-code = {name: code_of(table[name][1]) for name in [*first, *chosen]}
+code = {name: code_of(diff) for name, (_, diff) in table.items()}  # of all: each diff must apply
 for seed in numbers:
     os.makedirs(f"{out}/{seed}", exist_ok=True)
     shutil.copy("data/arithmetic/rl_train.jsonl", f"{out}/{seed}")
