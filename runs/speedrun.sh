@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The record: seconds from the toy's SFT model to 95 % of its held-out problems. docs/speedrun.md has
-# the rules and the records.
+# The record: seconds from the toy's SFT model to 95 % of its held-out problems; the rules and the
+# entries are in docs/speedrun.md.
 #   bash runs/speedrun.sh [seed]
 #   RUN="grpo.py config/arithmetic_grpo.py --eval_size=0" bash runs/speedrun.sh 2    another entry
 # The SFT model of a seed is made once, in out/speedrun/SEED, before the clock starts.

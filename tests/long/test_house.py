@@ -82,6 +82,18 @@ def collectives(file):
         and re.match(r"A collective(?! where)", ast.get_docstring(node) or "")}
 
 
+def test_what_the_pages_name_is_there():
+    """Functions, classes and tests that they name as `FILE.py: NAME`."""
+    found = []
+    for page in ["README.md", "AGENTS.md", *glob.glob("docs/*.md", root_dir=ROOT)]:
+        with open(os.path.join(ROOT, page), encoding="utf-8") as f:
+            found += re.findall(r"`([\w/]+\.py): (\w+)`", f.read())
+    assert len(found) > 50
+    for file, name in found:
+        names = [getattr(node, "name", None) for node in ast.walk(tree_of(file))]
+        assert name in names, (file, name)
+
+
 OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
 
 
