@@ -7,9 +7,6 @@ The record of docs/speedrun.md: from the toy's SFT model to 95 % of its held-out
 out_dir = "out/speedrun"
 policy_path = "out/arithmetic_sft/policy"
 prompts_path = "data/arithmetic/rl_train.jsonl"
-eval_path = "data/arithmetic/rl_val.jsonl"
-eval_size = 0
-eval_interval = 1000
 reward_functions = "1.0*accuracy,0.5*format"
 batch_size = 256
 group_size = 8
