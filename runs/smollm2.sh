@@ -10,17 +10,19 @@
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 resumes="the same command goes on from there"
-out=out/smollm2 data=data/gsm_symbolic tokens=192 dtype=bfloat16
+out=out/smollm2 data=data/gsm_symbolic tokens=192 dtype=bfloat16 limit=0
 [ -n "${MODEL:-}" ] || { MODEL=HuggingFaceTB/SmolLM2-135M-Instruct; [ ! -d $out ] || MODEL=$out; }
 runs=(grpo ppo ppo_rm)
 if [ -n "${CPU:-}" ]; then
     few_threads
-    out=out/sums data=data/sums tokens=40 dtype=float32 runs=(grpo ppo)
-    SFT="--train_path=$data/sft_train.jsonl --max_iters=40 --batch_size=16 --dtype=$dtype ${SFT:-}"
+    out=out/sums data=data/sums tokens=48 dtype=float32 runs=(grpo ppo) limit=64
+    SFT="--train_path=$data/sft_train.jsonl --max_iters=12 --batch_size=16 --dtype=$dtype ${SFT:-}"
     RL="--prompts_path=$data/rl_train.jsonl --eval_path=$data/rl_val.jsonl --max_new_tokens=$tokens
-        --policy_path=${out}_sft/policy --dtype=$dtype --batch_size=64 --eval_interval=4
-        --eval_size=64 --checkpoint_interval=4 --micro_batch_tokens=1024 --max_iters=12 ${RL:-}"
-    PPO="--ppo_epochs=1 --max_iters=8 ${PPO:-}"
+        --policy_path=${out}_sft/policy --dtype=$dtype --batch_size=64 --eval_interval=6
+        --eval_size=64 --checkpoint_interval=3 --micro_batch_tokens=1024 --max_iters=12 --lora=16
+        --learning_rate=2e-4 --kl_coef=0.01 ${RL:-}"
+    PPO="--ppo_epochs=1 --num_minibatches=4 --value_learning_rate=1e-3 --warmup_iters=2
+        --max_iters=8 ${PPO:-}"
 elif ! [ -e $data/rl_new.jsonl ]; then
     "$PYTHON" -m pip install --no-deps reasoning-gym==0.1.25
 fi
@@ -44,8 +46,8 @@ for run in sft "${runs[@]}"; do policies+=,${out}_$run/policy; done
 for run in "${runs[@]}"; do folders+=${folders:+,}${out}_$run; done
 for part in val:seen new:new; do
     step tools/eval.py --policies="$policies" --prompts_path=$data/rl_${part%:*}.jsonl \
-        --out="${out}_${part#*:}" --samples=1 --max_new_tokens=$tokens --batch_size=512 \
-        --dtype=$dtype --reward_functions=accuracy
+        --out="${out}_${part#*:}" --samples=1 --limit=$limit --max_new_tokens=$tokens \
+        --batch_size=512 --dtype=$dtype --reward_functions=accuracy
 done
 for run in grpo ppo; do
     step tools/memory.py config/smollm2_$run.py ${RL:-} | tee "${out}_$run.memory"

@@ -1,6 +1,6 @@
 """
-Sums of two and three numbers as chats, with worked solutions that end in "#### 101": problems for a
-small model on CPUs, in the form of data/gsm_symbolic. Nothing is downloaded.
+Sums of two and three numbers below 100 as chats, with worked solutions that end in "#### 101":
+problems for a small model on CPUs, in the form of data/gsm_symbolic. Nothing is downloaded.
 
     python data/sums/prepare.py
 
@@ -33,7 +33,7 @@ def rows(seed=0):
         made[name] = []
         while len(made[name]) < count:
             size = 4 if name == "rl_new" else rng.choice((2, 3))
-            numbers = tuple(rng.randint(10, 999) for _ in range(size))
+            numbers = tuple(rng.randint(10, 99) for _ in range(size))
             if numbers not in seen:
                 seen.add(numbers)
                 made[name].append(row(numbers))
