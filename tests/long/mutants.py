@@ -52,7 +52,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("rewards.py", "sum(weight * torch.where", "sum(torch.where", "test_rewards", "sum"),
     ("rewards.py", "filter(None, (reward_model, value_model))", "[reward_model]", "test_rewards",
      "zero"),
-    ("answers.py", "text[last.end():]", "text[marks[0][1].end():]", "long/test_thoughts", "family"),
+    ("answers.py", "text[last.end():]", "text[marks[0][1].end():]", "long/test_thoughts", "pairs"),
     ("answers.py", "% 2 and mark.end() == len(ending)", "% 2", "long/test_thoughts", "begun"),
     ("grading/sandbox.py", '(*LIBRARY, "builtins")', "LIBRARY", "long/test_programs", "leetcode"),
     ("parallel.py", "flat.mul_(1 / scale)", "flat.div_(scale * rank_and_size()[1])",
