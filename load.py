@@ -76,6 +76,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
         model = outline(path, head, system).requires_grad_(trained)
     elif system.zero_stage or system.offload:
         from options.shards import load_split
+
         model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
     else:
         # 4 bits: it goes to the GPU matrix by matrix
@@ -86,6 +87,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     tokenizer.fit(model, path)
     if adapter and system.quantize == "4bit":
         from options.four_bits import quantize
+
         quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
     if system.compile:
         # nn.Module must not register it: its parameters are registered already
@@ -95,6 +97,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
             probe(model)
     if adapter:
         from options.lora import adapt
+
         model = adapt(model, adapter, head, seed)
     return model
 
@@ -116,6 +119,7 @@ def read_model(path, head, system, device="cpu", seed=0):
     """The Model of a folder as it is, with transformers. The other arguments: see load."""
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         from options.lora import read_merged
+
         return read_merged(path, head, system, device, seed)
     try:
         config, how = settings_of(path, head, system)
@@ -222,9 +226,11 @@ def check_tensors(found, hf, head, path):
 
 def draw_score_head(model, seed):
     """A new scalar head: normal with std 1 / sqrt(d + 1) (N+ detail 11)."""
-    weight, generator = model.hf.score.weight, torch.Generator().manual_seed(seed)
+    weight = model.hf.score.weight
+    generator = torch.Generator().manual_seed(seed)
     drawn = torch.empty(weight.shape).normal_(0, (weight.shape[1] + 1) ** -0.5, generator=generator)
-    weight.data.copy_(drawn)
+    with torch.no_grad():
+        weight.copy_(drawn)
     model.new_head = True
 
 
@@ -375,10 +381,9 @@ def load_reward_model(path, policy, system, device):
 
 
 def load_value_model(value_init, policy, reward_model, system, device, seed=0):
-    """
-    The trained value model: see the key value_init. A new head is 0 ("The N implementation details
-    of RLHF with PPO", 2023): random values would be noise in the first advantages. Raises BadInput.
-    """
+    """The trained value model: see the key value_init. shared: a head on the policy's own trunk."""
+    if value_init == "shared":  # both losses train the policy's trunk
+        return OnTrunk(policy, seed=seed)
     path = policy.path
     if value_init == "reward":
         if reward_model is None:
@@ -387,14 +392,9 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
             raise BadInput("the reward model has another tokenizer than the policy, so no value "
                            "model can start as it; type --value_init=policy")
         path = getattr(reward_model, "folder", reward_model.path)
-    if value_init == "shared":  # a head on the policy's own trunk, which both losses train
-        value_model = OnTrunk(policy)
-    elif system.share_base:
+    if system.share_base:
         from options.lora import value_on_trunk
-        value_model = value_on_trunk(policy, path, value_init, system, seed)
-    else:
-        value_model = load(path, "value", system, device, head="scalar", trained=True,
-                           tokenizer=policy.tokenizer, seed=seed)
-    if value_model.new_head:
-        value_model.hf.score.weight.data.zero_()
-    return value_model
+
+        return value_on_trunk(policy, path, value_init, system, seed)
+    return load(path, "value", system, device, head="scalar", trained=True,
+                tokenizer=policy.tokenizer, seed=seed)

@@ -1,7 +1,7 @@
 """
 PPO on the built-in addition task with the value model as a head on the policy's own trunk: three
 models in memory. Both losses train the trunk, so the value loss has a small weight. The head starts
-as 0, so it has a large learning rate. Behind arithmetic_ppo.py:
+untrained, so it has a large learning rate. Behind arithmetic_ppo.py:
 
     python ppo.py config/arithmetic_ppo.py config/arithmetic_shared.py
 """

@@ -104,10 +104,7 @@ def language_model(folder):
 def scalar_model(folder, seed=None):
     """Of a number a token: trunk, head (1, d), shift. seed: of a new head on a policy's trunk."""
     if seed is not None:
-        model = with_zero_head(language_model(folder).base_model)
-        d, drawn = model.head.shape[1], torch.Generator().manual_seed(seed)
-        model.head.data += torch.empty(1, d).normal_(0, (d + 1) ** -0.5, generator=drawn).double()
-        return model
+        return with_new_head(language_model(folder).base_model, seed)
     auto = transformers.AutoModelForSequenceClassification
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()
     with open(f"{folder}/config.json", encoding="utf-8") as f:
@@ -115,9 +112,10 @@ def scalar_model(folder, seed=None):
     return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift)
 
 
-def with_zero_head(trunk):
-    head = torch.nn.Parameter(torch.zeros(1, trunk.config.hidden_size, dtype=torch.float64))
-    return SimpleNamespace(trunk=trunk, head=head, shift=0.0)
+def with_new_head(trunk, seed):
+    d, drawn = trunk.config.hidden_size, torch.Generator().manual_seed(seed)
+    head = torch.empty(1, d).normal_(0, (d + 1) ** -0.5, generator=drawn).double()
+    return SimpleNamespace(trunk=trunk, head=torch.nn.Parameter(head), shift=0.0)
 
 
 def scalars(model, ids):
@@ -386,11 +384,11 @@ def ppo(c, train, val):
     """A run of ppo.py."""
     models = models_of(c)
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
-        models.value = with_zero_head(models.policy.base_model)
+        models.value = with_new_head(models.policy.base_model, c.seed)
         of_value = [models.value.head]
     else:
         models.value = (scalar_model(c.reward_path) if c.value_init == "reward" else
-                        with_zero_head(language_model(c.policy_path).base_model))
+                        scalar_model(c.policy_path, c.seed))
         of_value = parameters_of(models.value).values()
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(of_value, c)
     log = []

@@ -57,8 +57,7 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
     "ppo, mixed": ("parts", ["value clipped"], PPO | dict(
         mix=[(0.7, "reward_model"), (-0.5, "some"), (1.0, "length")], value_init="policy",
         policy_path="tied", kl_estimator="k3", temperature=1.0, num_minibatches=1,
-        value_learning_rate=0.0, lr_decay="cosine", value_lr_decay="linear", max_new_tokens=5,
-        cliprange_value=0.001)),
+        value_learning_rate=0.0, lr_decay="cosine", value_lr_decay="linear", max_new_tokens=5)),
     "ppo, rules": ("stage 3", ["no score"], PPO | dict(
         mix=[(1.0, "some")], value_init="policy", kl_coef=0.0, cliprange=0.03, weight_decay=0.1)),
     "grpo": ("three ranks", ["no end", "long gradient", "above", "below"], GRPO | dict(

@@ -17,7 +17,7 @@ import by_hand
 import torch
 from by_hand import (ENDS, EOS, Adapters, AdamW, decode, encode, flat, hashed, is_flat, judge,
                      language_model, mean, noise_of, parameters_of, prompts_of, sample,
-                     scalar_model, scalars, seen, summary, there, with_zero_head)
+                     scalar_model, scalars, seen, summary, there, with_new_head)
 
 by_hand.RULES["environment"] = lambda c, row, r, _: sum(r.given)
 
@@ -136,10 +136,10 @@ def models_of(c):
 def add_value_model(c, models):
     """The value model, and its parameters."""
     if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
-        models.value = with_zero_head(models.policy.base_model)
+        models.value = with_new_head(models.policy.base_model, c.seed)
         return [models.value.head]
     models.value = (scalar_model(c.reward_path) if c.value_init == "reward" else
-                    with_zero_head(language_model(c.policy_path).base_model))
+                    scalar_model(c.policy_path, c.seed))
     if not c.lora:
         return list(parameters_of(models.value).values())
     models.adapters.append(Adapters(models.value.trunk, *c.lora, c.seed))

@@ -51,7 +51,7 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "a learning rate 1,000 times too small": (PPO | dict(learning_rate=3e-6), None),
     "a reward that is always 1": (GRPO | dict(reward_functions="mine.py:same"), None),
     "a reward of length, `kl_coef` = 1e-9": (
-        PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=6), None),
+        PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=4), None),
     "a reward that does not read the text": (
         GRPO | dict(reward_functions="mine.py:nothing"), None),
     "a reward for one answer to all prompts": (
