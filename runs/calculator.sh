@@ -6,10 +6,7 @@ takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 few_threads
 
-# delete the folders of an earlier run, as quickstart.sh does
-for old in out/calculator_{sft,grpo,ppo}; do
-    if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
-done
+remove out/calculator_{sft,grpo,ppo}
 step data/calculator/prepare.py
 step sft.py config/calculator_sft.py --seed="$seed"
 step grpo.py config/calculator_grpo.py --seed="$seed"

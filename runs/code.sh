@@ -11,10 +11,7 @@ takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 few_threads
 
-# delete the folders of an earlier run, as quickstart.sh does
-for old in out/code_sft out/code_grpo; do
-    if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
-done
+remove out/code_sft out/code_grpo
 step data/code/prepare.py
 step sft.py config/code_sft.py --seed="$seed"
 step grpo.py config/code_grpo.py --seed="$seed"

@@ -8,6 +8,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
 # make PATH COMMAND: a step, unless what it makes is there
 make() { if [ -e "$1" ]; then echo "$1 is there"; else step "${@:2}"; fi; }
+# remove PATH ...: what an earlier run has left; with it nothing would be done, or the run refused
+remove() {
+    for old in "$@"; do
+        if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
+    done
+}
 # Ctrl-C reaches the step, too, which saves and exits 0: without this the next step would begin
 resumes="the last command above resumes when you type it"
 trap 'echo "$(basename "$0"): stopped; $resumes" >&2; exit 130' INT

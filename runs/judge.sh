@@ -19,10 +19,7 @@ if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
     exit 2
 fi
 few_threads
-# delete the folders of an earlier run, as quickstart.sh does
-for old in out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}; do
-    if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
-done
+remove out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}
 step data/arithmetic/judge.py --seed="$seed"
 step sft.py config/arithmetic_judge_sft.py --seed="$seed"
 if [ "$way" = reward ]; then

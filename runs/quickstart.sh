@@ -14,9 +14,7 @@ unfinished=out/quickstart_seed  # it is there from the first step to the last on
 if [ "$(cat $unfinished 2>/dev/null)" = "$seed" ]; then
     echo "going on where it was stopped; to begin anew: rm $unfinished"
 else
-    for old in $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.{png,html}; do
-        if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
-    done
+    remove $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.{png,html}
     mkdir -p out
     echo "$seed" > $unfinished
 fi

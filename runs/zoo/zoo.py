@@ -17,10 +17,9 @@ from statistics import fmean
 # Python looks for modules in this file's folder; ours are two folders above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from configurator import configure  # noqa: E402  first: it must be imported before torch
+from configurator import configure, read_json, write_json  # noqa: E402  before torch
 
 import ranks  # noqa: E402
-from checkpoint import read_json, write_json  # noqa: E402
 from errors import BadInput  # noqa: E402
 from load import load  # noqa: E402
 from loss import summarize  # noqa: E402
