@@ -79,7 +79,7 @@ class Run:
             self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
         size = parallel.rank_and_size()[1]
         self.trained = {name: models[name] for name in optimizers}
-        self.gap_limit = gap_limit(system.dtype, temperature)
+        self.gap_limit = self.warn_above = gap_limit(system.dtype, temperature)
         self.frozen = {}  # the frozen models' checksums, filled by the first audit
         for model in list(models.values()):  # trunks under adapters are audited, too
             if model.base is not None and model.base not in models.values():
@@ -219,7 +219,8 @@ class Run:
         exact = dtype not in ("bfloat16", "float16") and self.system.sampler == "own"
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
         worst = self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
-        if worst > self.gap_limit and self.iteration == self.start:
+        if worst > self.warn_above:
+            self.warn_above = 2 * worst  # one that grows is said again
             say(f"warning: in {dtype} the sampler's log-probs differ from the policy's by "
                 f"{worst:.2g} nats a token; --importance_cap=2 corrects for it")
         return worst

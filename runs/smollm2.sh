@@ -15,14 +15,15 @@ out=out/smollm2 data=data/gsm_symbolic tokens=192 dtype=bfloat16 limit=0
 runs=(grpo ppo ppo_rm)
 if [ -n "${CPU:-}" ]; then
     few_threads
-    out=out/sums data=data/sums tokens=48 dtype=float32 runs=(grpo ppo) limit=64
+    out=out/sums data=data/sums tokens=48 dtype=float32 runs=(grpo ppo) limit=100
+    ! grep -qs amx_bf16 /proc/cpuinfo || dtype=bfloat16  # a third faster there
     SFT="--train_path=$data/sft_train.jsonl --max_iters=12 --batch_size=16 --dtype=$dtype ${SFT:-}"
     RL="--prompts_path=$data/rl_train.jsonl --eval_path=$data/rl_val.jsonl --max_new_tokens=$tokens
         --policy_path=${out}_sft/policy --dtype=$dtype --batch_size=64 --eval_interval=6
         --eval_size=64 --checkpoint_interval=3 --micro_batch_tokens=1024 --max_iters=12 --lora=16
         --learning_rate=2e-4 --kl_coef=0.01 ${RL:-}"
-    PPO="--ppo_epochs=1 --num_minibatches=4 --value_learning_rate=1e-3 --warmup_iters=2
-        --max_iters=8 ${PPO:-}"
+    PPO="--ppo_epochs=1 --num_minibatches=4 --learning_rate=1e-4 --value_learning_rate=1e-3
+        --warmup_iters=2 ${PPO:-}"
 elif ! [ -e $data/rl_new.jsonl ]; then
     "$PYTHON" -m pip install --no-deps reasoning-gym==0.1.25
 fi

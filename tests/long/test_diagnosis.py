@@ -35,6 +35,11 @@ def nothing(batch):  # a number that has nothing to do with the text
 
 def two(batch):  # one answer for all prompts
     return [float(text == "2") for text in batch["completions"]]
+
+def other_rows(batch):  # right or not, in another order than the texts
+    texts, rows = batch["completions"], batch["rows"]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    return [float(texts[i].split("</think>")[-1] == rows[i]["answer"]) for i in order]
 """
 # in float64 other machines, which round otherwise, sample the same texts
 KEYS = dict(device_type="cpu", dtype="float64", policy_path="sft/policy", eval_interval=100,
@@ -65,6 +70,16 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
         "grpo.py", 'logprobs - mb["old_logprobs"], 0)', "logprobs - logprobs.detach(), 0)")),
     "a mask without the EOS": (GRPO | dict(max_iters=1), (
         "rollout.py", "< lengths[:, None]", "< (lengths - finished.long())[:, None]")),
+    "gradients that are never set to 0": (PPO, (
+        "ppo.py", "parallel.zero_gradients(gradients)", "pass")),
+    "`min` in the place of `max`, PPO of six passes": (PPO | dict(ppo_epochs=6, max_iters=2), (
+        "ppo.py", "torch.max(pg_losses1, pg_losses2)", "torch.min(pg_losses1, pg_losses2)")),
+    "a sampler that keeps its first weights, bfloat16": (
+        GRPO | dict(dtype="bfloat16", eval_interval=2, max_iters=4), (
+            "grpo.py", "batch = sample_batch(  # COLLECTIVE\n        policy",
+            "batch = sample_batch(  # COLLECTIVE\n        ref_policy")),
+    "scores in the order of the lengths, not of the texts": (
+        GRPO | dict(reward_functions="mine.py:other_rows"), None),
     "a sampler of another temperature, bfloat16": (GRPO | dict(
         dtype="bfloat16", max_iters=1), (
         "rollout.py", "temperature or 1.0, tok", "0.7 * temperature, tok")),
@@ -144,6 +159,28 @@ def test_a_run_shows_what_the_page_says(toy, tmp_path, name):
         values = [record[metric] for record in log if metric in record]
         for value in [values[int(i)]] if i else values:
             assert relations[relation](float(value), float(x)), (metric, values)
+    if name in SAMPLES:
+        SAMPLES[name](read_jsonl(f"{tmp_path}/out/samples.jsonl"), log, result.out[0])
+
+
+def of_other_rows(samples, log, out):
+    """The means are as they should be; the rows are not."""
+    assert all(record["objective/scores"] == record["objective/accuracy"]
+               for record in log if "objective/scores" in record)
+    assert any(row["scores"]["scores"] != row["scores"]["accuracy"] for row in samples)
+
+
+def of_old_weights(samples, log, out):
+    """The evaluations' texts never change, and the run warns when the gap comes."""
+    texts = {}
+    for row in samples:
+        texts.setdefault(row["iteration"], []).append(row["text"])
+    assert len(texts) > 1 and all(some == texts[0] for some in texts.values())
+    assert "the sampler's log-probs differ" in out
+
+
+SAMPLES = {"scores in the order of the lengths, not of the texts": of_other_rows,
+           "a sampler that keeps its first weights, bfloat16": of_old_weights}
 
 
 def test_a_gradient_that_is_not_finite_is_named(toy, tmp_path):
