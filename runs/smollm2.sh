@@ -16,7 +16,7 @@ runs=(grpo ppo ppo_rm)
 if [ -n "${CPU:-}" ]; then
     few_threads
     out=out/sums data=data/sums tokens=48 dtype=float32 runs=(grpo ppo) limit=100
-    ! grep -qs amx_bf16 /proc/cpuinfo || dtype=bfloat16  # a third faster there
+    ! grep -qs amx_bf16 /proc/cpuinfo || dtype=bfloat16  # 1.7 times as fast there
     SFT="--train_path=$data/sft_train.jsonl --max_iters=12 --batch_size=16 --dtype=$dtype ${SFT:-}"
     RL="--prompts_path=$data/rl_train.jsonl --eval_path=$data/rl_val.jsonl --max_new_tokens=$tokens
         --policy_path=${out}_sft/policy --dtype=$dtype --batch_size=64 --eval_interval=6

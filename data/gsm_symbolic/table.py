@@ -7,7 +7,8 @@ Reads, as far as they are there: the runs PREFIX_grpo, _ppo and _ppo_rm; PREFIX_
 PREFIX_new.json of tools/eval.py; PREFIX_grpo.memory, _ppo.memory of tools/memory.py. Writes
 PREFIX.md.
 
-The update has 6 FLOP for each weight and token, of each trained model, and attention's products.
+The update has 6 FLOP for each weight and token, of each trained model, and attention's products; 4
+where adapters are trained, because frozen weights have no gradients.
 Decoding reads the weights at each step, and a response's keys and values so far at each token, all
 in 2 bytes. The peaks of a GPU are measured: a product of 8,192 x 8,192 matrices, and a copy.
 """
@@ -15,7 +16,7 @@ import json
 import os
 import re
 import sys
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import torch
 from transformers import AutoTokenizer
@@ -58,14 +59,16 @@ def speed(folder, peaks):
     kv = d * model["num_key_value_heads"] // model["num_attention_heads"]
     body = L * d * (2 * d + 2 * kv + 3 * model["intermediate_size"])  # weights
     trunks = 2 if "value_init" in config else 1
-    flop = 6 * passes * B * (trunks * (body + L * d * (P + R)) * (P + R) + V * d * R)
+    flop = (4 if config["lora"] else 6) * passes * B * (trunks * (body + L * d * (P + R)) * (P + R) + V * d * R)
     moved = 2 * config["max_new_tokens"] * (body + V * d) + 4 * B * R * (P + R / 2) * L * kv
     flops, bandwidth = flop / at["time/update"], moved / at["time/rollout"]
     share = [f" ({x / y:.0%} of the peak)" for x, y in zip((flops, bandwidth), peaks, strict=False)]
     if os.path.exists(f"{folder}.memory"):
         with open(f"{folder}.memory", encoding="utf-8") as f:
-            of_phases = re.findall(r"^\w+ +([\d.]+)   \w+ [\d.]", f.read(), re.M)
-        memory = f" (predicted: {max(map(float, of_phases), default=0):.1f})"
+            predicted = f.read()
+        of_phases = re.findall(r"^\w+ +([\d.]+)   \w+ [\d.]", predicted, re.M)
+        gib = max(map(float, of_phases), default=0) / (1 if "\nGiB " in predicted else 1024)
+        memory = f" (predicted: {gib:.1f})"
     return {
         "iterations": f"{log[-1]['iteration'] + 1}",
         "KL to the SFT model, the last, nats a response": f"{log[-1].get('objective/kl', 0):.2f}",
@@ -104,12 +107,22 @@ for part in ("seen", "new"):
                 form, figure = ".0f" if "length" in name else ".1%", figures.get(name)
                 right.setdefault(policy, {})[f"{part} ({found['prompts']}): {name}"] = (
                     f"{figure['mean']:{form}} ± {figure['error'] or 0:{form}}" if figure else "")
+    solved = {}  # {policy: {row: 1 or 0}}: the model, the SFT model, the trained ones
+    for sample in read(f"{prefix}_{part}.jsonl"):
+        if sample["mode"] == "greedy":
+            solved.setdefault(sample["policy"], {})[sample["row"]] = sample["scores"]["accuracy"]
+    for policy in list(solved)[2:]:  # problem by problem: their errors are smaller than the means'
+        gains = [x - solved[list(solved)[1]][row] for row, x in solved[policy].items()]
+        right[policy][f"{part}: greedy, points above SFT"] = (
+            f"{fmean(gains):+.1%} ± {1.96 * stdev(gains) / len(gains)**0.5:.1%}")
 text += table("held-out problems of templates", right)
 runs = {name: speed(f"{prefix}_{name}", peaks) for name in ("grpo", "ppo", "ppo_rm")}
 text += table("training", {name: rows for name, rows in runs.items() if rows})
-samples = read(f"{prefix}_grpo/samples.jsonl")
-for number in list(dict.fromkeys(sample["row"] for sample in samples))[:2]:
-    first, *_, last = [sample for sample in samples if sample["row"] == number] * 2
+ends = {}  # {row: its first and its last sample}
+for sample in read(f"{prefix}_grpo/samples.jsonl"):
+    ends[sample["row"]] = ends.get(sample["row"], [sample])[0], sample
+# two of them, which are not the same text if there are such
+for first, last in sorted(ends.values(), key=lambda two: two[0]["text"] == two[1]["text"])[:2]:
     text += ["", "```", first["prompt"][-1]["content"], "", f"before GRPO: {first['text']}", "",
              f"after GRPO: {last['text']}", "```"]
 with open(f"{prefix}.md", "w", encoding="utf-8") as f:
