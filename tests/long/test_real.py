@@ -161,3 +161,41 @@ def test_real_weights(tmp_path):
     assert turn.endswith("<|im_start|>assistant\n3<|im_end|>\n")
     ends = model.generation_config.eos_token_id
     assert tokenizer.decode(ends) == "<|im_end|>" == tokenizer.eos_token
+
+
+@real
+def test_real_weights_on_two_ranks(tmp_path):
+    """The first iteration is that of one rank, to rounding."""
+    chats = [dict(prompt=[dict(role="user", content=f"What is {n} + {n + 3}?")]) for n in range(9)]
+    rows = jsonl(tmp_path / "rows.jsonl", chats)
+    first = []
+    for ranks in (1, 2):
+        folder = str(tmp_path / str(ranks))
+        assert set(grpo(folder, rows, ranks=ranks).codes) == {0}
+        first.append(read_jsonl(f"{folder}/out/log.jsonl")[0])
+    for key in ("objective/texts", "objective/scores", "objective/length"):
+        assert first[0][key] == first[1][key]
+    for key in ("objective/entropy", "policy/grad_norm", "loss/kl"):
+        assert first[0][key] == pytest.approx(first[1][key], rel=1e-3, abs=1e-6)
+
+
+@real
+def test_real_weights_of_one_trunk(tmp_path):
+    """PPO with adapters and heads on one frozen trunk; their merged model is another policy."""
+    import transformers
+
+    chats = [dict(prompt=[dict(role="user", content=f"What is {n} + {n + 3}?")]) for n in range(9)]
+    rule = write(tmp_path / "r.py", "def rule(batch): return [len(t) for t in batch['completions']]")
+    keys = dict(out_dir="out", policy_path=FOLDER, value_init="policy", device_type="cpu",
+                prompts_path=jsonl(tmp_path / "rows.jsonl", chats), max_iters=2, batch_size=4,
+                max_new_tokens=6, micro_batch_size=4, learning_rate=1e-3, ppo_epochs=1, lora="4",
+                reward_functions=f"{rule}:rule", share_base=True, lr_decay="constant")
+    assert Started("ppo.py", typed(keys), str(tmp_path)).wait(900).codes == [0]
+    log = read_jsonl(tmp_path / "out/log.jsonl")
+    assert all(record["policy/sampler_gap"] < 1e-4 for record in log[:2])
+    assert log[0]["objective/kl"] == 0 != log[1]["objective/kl"]
+    policy, start = (transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32).state_dict() for path in (tmp_path / "out/policy", FOLDER))
+    for name, weights in start.items():  # matrices of the layers, and nothing else, have moved
+        same = torch.equal(weights, policy[name])
+        assert same == ("proj" not in name), name
