@@ -155,12 +155,13 @@ def judge(seed, name):
 
 
 def line_of(name):
-    """A line of the table: of each figure the mean over the seeds, and the range."""
+    """A line of the table: of each figure the mean over the seeds; of the first three the range."""
     judged, cells = [judge(seed, name) for seed in numbers], []
-    for figure, form in COLUMNS.values():
+    for column, (figure, form) in enumerate(COLUMNS.values()):
         found = [each[figure] for each in judged if figure in each]
-        cells.append("-" if not found else f"{fmean(found):{form}}" + (
-            f" ({min(found):{form}} to {max(found):{form}})" if len(found) > 1 else ""))
+        mean, low, high = (f"{of(found or [0]):{form}}" for of in (fmean, min, max))
+        between = f" ({low.rstrip('%')} to {high.rstrip('%')})" * (column < 3 and low != high)
+        cells.append(mean + between if found else "-")
     command, diff = table[name]
     return f"| {name} | `{command}`{diff and ' with ' + diff} | {' | '.join(cells)} |"
 
