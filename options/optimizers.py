@@ -71,8 +71,8 @@ class Muon:
     """
     torch's Muon (Jordan, kellerjordan.github.io/posts/muon, 2024) for the matrices, AdamW for all
     else: embeddings and heads (apart), vectors, a mixture's experts. A step of Muon is the momentum
-    with all its singular values near 1, times 0.2 * sqrt(longer side): about the size of AdamW's,
-    so a learning rate means the same for both (arXiv 2502.16982, section 2.2). betas: AdamW's.
+    with all its singular values near 1, times 0.2 * sqrt(longer side): about the size of AdamW's
+    in a long run (arXiv 2502.16982, section 2.2); AdamW's first steps are larger. betas: AdamW's.
     """
 
     def __init__(self, apart, groups, lr, betas, eps, weight_decay):
