@@ -11,7 +11,7 @@ from tiny import PROMPTS
 
 clipped_surrogate, grpo_update = by_hand.clipped_surrogate, by_hand.grpo_update
 models_of, summary = by_hand.models_of, by_hand.summary
-judge = by_hand.judge
+judge, sample = by_hand.judge, by_hand.sample
 prompts_of, minibatches_of = by_hand.prompts_of, by_hand.minibatches_of
 find_group_advantages, grpo_losses = by_hand.find_group_advantages, by_hand.grpo_losses
 
@@ -134,6 +134,28 @@ def judged_by_two(c, models, row, r):
     return r
 
 
+CLOSE = ord("y")  # a token that the tiny models often say
+
+
+def with_an_end(c, policy, prompt, noise):
+    """The third token is CLOSE, unless one of the first two is; its uniform is not used."""
+    said = []
+    for t, uniform in enumerate(noise):
+        said += [CLOSE] if t == 2 and CLOSE not in said else sample(
+            c, policy, prompt + said, [uniform])
+        if said[-1] in by_hand.ENDS:
+            break
+    return said
+
+
+def judged_without_the_end(c, models, row, r):
+    forced = len(r.response) > 2 and CLOSE not in r.response[:2]
+    r.own = [t for t in r.own if not (forced and t == 2)]
+    r.paid = [0.0] * len(r.own)
+    seen["forced" if forced else "closed" if CLOSE in r.response[:2] else "short"] += 1
+    return judge(c, models, row, r)
+
+
 # diffs, texts that are changed in them, script, keys, functions by hand, branches -----------------
 
 CASES = {
@@ -154,6 +176,10 @@ CASES = {
             ref_path="older policy", value_init="policy", kl_coef=1.0, gamma=0.0, lam=0.0,
             max_iters=3, mix=[(1.0, "letters")]),
         dict(models_of=two_teachers, judge=judged_by_two), ["below"]),
+    "end_of_thoughts": (
+        ["end_of_thoughts"], [("THOUGHTS = 512", "THOUGHTS = 2"), ('"</think>"', '"y"')], "ppo",
+        PPO | dict(max_iters=3), dict(sample=with_an_end, judge=judged_without_the_end),
+        ["forced", "closed", "short"]),
     # prompts of odd length have a demonstration, their answer
     "self_distillation": (
         ["self_distillation"],
