@@ -59,7 +59,8 @@ def speed(folder, peaks):
     kv = d * model["num_key_value_heads"] // model["num_attention_heads"]
     body = L * d * (2 * d + 2 * kv + 3 * model["intermediate_size"])  # weights
     trunks = 2 if "value_init" in config else 1
-    flop = (4 if config["lora"] else 6) * passes * B * (trunks * (body + L * d * (P + R)) * (P + R) + V * d * R)
+    of_each = trunks * (body + L * d * (P + R)) * (P + R) + V * d * R  # of a response
+    flop = (4 if config["lora"] else 6) * passes * B * of_each
     moved = 2 * config["max_new_tokens"] * (body + V * d) + 4 * B * R * (P + R / 2) * L * kv
     flops, bandwidth = flop / at["time/update"], moved / at["time/rollout"]
     share = [f" ({x / y:.0%} of the peak)" for x, y in zip((flops, bandwidth), peaks, strict=False)]

@@ -97,8 +97,8 @@ def test_the_table(tmp_path):
                                   for i, s in enumerate((9.0, 4e-8, 4e-8))])
         write(f"{out}.memory", f"\n{unit}    weights\npolicy  1.0  2.0\n\nat the peak of\n"
               "rollout    1024.0   policy 1.0\nupdate    2048.0   policy 1.0, step 2.0\n")
-    jsonl(tmp_path / "x_grpo/samples.jsonl", [dict(row=row, prompt=prompt, text=text) for row, text
-                                              in zip("abcabc", ("1", "2", "3", "1", "8", "9"))])
+    jsonl(tmp_path / "x_grpo/samples.jsonl", [
+        dict(row=row, prompt=prompt, text=text) for row, text in zip("abcabc", "123189", strict=True)])
     right = {"start": [0, 0, 0, 0], "sft": [1, 0, 0, 0], "rl": [1, 1, 1, 0]}
     write(tmp_path / "x_seen.json", json.dumps(dict(prompts=4, policies={
         name: {"greedy accuracy": dict(mean=sum(some) / 4, error=0.125)}
@@ -124,9 +124,13 @@ def test_the_table(tmp_path):
     assert "before GRPO: 3\n\nafter GRPO: 9" in text
 
 
+CHATS = [dict(prompt=[dict(role="user", content=f"What is {n} + {n + 3}?")]) for n in range(9)]
+RULE = "def rule(batch): return [len(text) for text in batch['completions']]"
+
+
 def grpo(folder, rows, **how):
     """Two iterations of 8 responses of the real model; the longer ones score more."""
-    rule = write(f"{folder}.py", "def rule(batch): return [len(t) for t in batch['completions']]")
+    rule = write(f"{folder}.py", RULE)
     keys = dict(out_dir="out", policy_path=FOLDER, prompts_path=rows, device_type="cpu",
                 max_iters=2, batch_size=8, group_size=4, max_new_tokens=6, checkpoint_interval=1,
                 micro_batch_size=4, learning_rate=1e-5, reward_functions=f"{rule}:rule")
@@ -138,8 +142,7 @@ def test_real_weights(tmp_path):
     """Two iterations; killed in the second and resumed: the same bits; transformers reads them."""
     import transformers
 
-    chats = [dict(prompt=[dict(role="user", content=f"What is {n} + {n + 3}?")]) for n in range(9)]
-    rows = jsonl(tmp_path / "rows.jsonl", chats)
+    rows = jsonl(tmp_path / "rows.jsonl", CHATS)
     folders = [str(tmp_path / name) for name in ("whole", "killed")]
     assert grpo(folders[0], rows).codes == [0]
     assert grpo(folders[1], rows, before=at(1, signal.SIGKILL)).codes == [-signal.SIGKILL]
@@ -156,7 +159,7 @@ def test_real_weights(tmp_path):
                 zip(model.parameters(), start.parameters(), strict=True))
     assert 1e-7 < moved <= 1.01 * 2e-5  # two steps of Adam
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    turn = tokenizer.apply_chat_template(chats[0]["prompt"] + [dict(role="assistant", content="3")],
+    turn = tokenizer.apply_chat_template(CHATS[0]["prompt"] + [dict(role="assistant", content="3")],
                                          tokenize=False)
     assert turn.endswith("<|im_start|>assistant\n3<|im_end|>\n")
     ends = model.generation_config.eos_token_id
@@ -166,8 +169,7 @@ def test_real_weights(tmp_path):
 @real
 def test_real_weights_on_two_ranks(tmp_path):
     """The first iteration is that of one rank, to rounding."""
-    chats = [dict(prompt=[dict(role="user", content=f"What is {n} + {n + 3}?")]) for n in range(9)]
-    rows = jsonl(tmp_path / "rows.jsonl", chats)
+    rows = jsonl(tmp_path / "rows.jsonl", CHATS)
     first = []
     for ranks in (1, 2):
         folder = str(tmp_path / str(ranks))
@@ -184,10 +186,9 @@ def test_real_weights_of_one_trunk(tmp_path):
     """PPO with adapters and heads on one frozen trunk; their merged model is another policy."""
     import transformers
 
-    chats = [dict(prompt=[dict(role="user", content=f"What is {n} + {n + 3}?")]) for n in range(9)]
-    rule = write(tmp_path / "r.py", "def rule(batch): return [len(t) for t in batch['completions']]")
+    rule = write(tmp_path / "r.py", RULE)
     keys = dict(out_dir="out", policy_path=FOLDER, value_init="policy", device_type="cpu",
-                prompts_path=jsonl(tmp_path / "rows.jsonl", chats), max_iters=2, batch_size=4,
+                prompts_path=jsonl(tmp_path / "rows.jsonl", CHATS), max_iters=2, batch_size=4,
                 max_new_tokens=6, micro_batch_size=4, learning_rate=1e-3, ppo_epochs=1, lora="4",
                 reward_functions=f"{rule}:rule", share_base=True, lr_decay="constant")
     assert Started("ppo.py", typed(keys), str(tmp_path)).wait(900).codes == [0]
