@@ -97,8 +97,9 @@ def test_the_table(tmp_path):
                                   for i, s in enumerate((9.0, 4e-8, 4e-8))])
         write(f"{out}.memory", f"\n{unit}    weights\npolicy  1.0  2.0\n\nat the peak of\n"
               "rollout    1024.0   policy 1.0\nupdate    2048.0   policy 1.0, step 2.0\n")
-    jsonl(tmp_path / "x_grpo/samples.jsonl", [dict(row=row, prompt=prompt, text=text)
-                                              for row, text in ("a1", "b2", "c3", "a1", "b8", "c9")])
+    said = "a1", "b2", "c3", "a1", "b8", "c9"
+    jsonl(tmp_path / "x_grpo/samples.jsonl", [
+        dict(row=row, prompt=prompt, text=text) for row, text in said])
     right = {"start": [0, 0, 0, 0], "sft": [1, 0, 0, 0], "rl": [1, 1, 1, 0]}
     write(tmp_path / "x_seen.json", json.dumps(dict(prompts=4, policies={
         name: {"greedy accuracy": dict(mean=sum(some) / 4, error=0.125)}
