@@ -2,6 +2,8 @@
 What recipes of 2025 and 2026 compute, by hand: what takes the place of by_hand.py's functions in
 test_recipes.py, and the cases.
 """
+import math
+
 import torch
 
 import by_hand
@@ -156,6 +158,55 @@ def judged_without_the_end(c, models, row, r):
     return judge(c, models, row, r)
 
 
+def models_with_a_teacher(c):
+    models = models_of(c)
+    models.reference = c.teacher = by_hand.language_model(c.ref_path)
+    return models
+
+
+def judged_by_none(c, models, row, r):
+    """A reward with the weight 0 is a score of 0; by_hand.judge has none then."""
+    r = judge(c, models, row, r)
+    r.raw = r.score = r.score or 0.0
+    return r
+
+
+def all_teach(c, groups):
+    find_group_advantages(c, groups)
+    for r in flat(groups):
+        r.of_rewards, r.advantage = r.advantage, True  # a step is made in any case
+        seen["no reward" if r.of_rewards == 0 else "reward"] += 1
+
+
+def kl_of_outcomes(p, q, k):
+    """KL(p || q), lists, where all but the k likeliest of q are one outcome."""
+    order = sorted(range(len(q)), key=lambda i: -q[i])
+    parts = [[i] for i in order[:k]] + [order[k:]]
+    p, q = ([sum(x[i] for i in part) for part in parts] for x in (p, q))
+    return sum(a * (torch.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
+
+
+def losses_by_the_top_k(c, models, r, weight):
+    """by_hand.grpo_losses with the KL of the teacher's 5 likeliest tokens in the place of k3."""
+    r.advantage, kl_coef, c.kl_coef = r.of_rewards, c.kl_coef, 0.0
+    figures, text = grpo_losses(c, models, r, weight), torch.tensor([r.prompt + r.response])
+    r.advantage, c.kl_coef = True, kl_coef
+    places = slice(len(r.prompt) - 1, text.shape[1] - 1)
+    of_policy, of_teacher = (
+        torch.softmax(model(text).logits[0, places, :by_hand.TOKENS] / c.temperature, 1)
+        for model in (models.policy, c.teacher))
+    kls = [kl_of_outcomes([*p], q.tolist(), 5)
+           for p, q in zip(of_policy, of_teacher, strict=True)]
+    (kl_coef * sum(kls) * weight).backward()
+    for one, kl in zip(figures, kls, strict=True):
+        one["loss/kl"] = kl.item()
+    return figures
+
+
+TOP_K = dict(models_of=models_with_a_teacher, judge=judged_by_none,
+             find_group_advantages=all_teach, grpo_losses=losses_by_the_top_k)
+
+
 # diffs, texts that are changed in them, script, keys, functions by hand, branches -----------------
 
 CASES = {
@@ -189,4 +240,12 @@ CASES = {
                     batch_size=9),
         dict(models_of=kept_models, summary=summary_with_hints,
              find_group_advantages=from_the_teacher, grpo_losses=losses_of_tokens),
-        ["above", "below", "no hint", "answer", "another's"])}
+        ["above", "below", "no hint", "answer", "another's"]),
+    "top_k_distillation": (
+        ["top_k_distillation"], [("TOP_K = 16", "TOP_K = 5")], "grpo",
+        GRPO | dict(kl_coef=1.0, ref_path="older", mix=[(0.0, "letters")], max_iters=3,
+                    aggregation="seq-mean-token-mean"), TOP_K, ["no reward"]),
+    "top_k_distillation, beside a reward": (
+        ["top_k_distillation"], [("TOP_K = 16", "TOP_K = 5")], "grpo",
+        GRPO | dict(ref_path="older", num_minibatches=1, entropy_coef=0.02, max_iters=3), TOP_K,
+        ["reward", "above", "below"])}

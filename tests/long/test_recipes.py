@@ -339,6 +339,22 @@ def test_weights_of_tokens_and_of_responses(tmp_path, cap, lowest, level, wanted
     assert torch.allclose(found[mask], torch.tensor(wanted, dtype=torch.float64))
 
 
+def test_the_kl_of_the_top_k():
+    """The example in the recipe's head, of three tokens; and a policy that is certain."""
+    text = diff_of("top_k_distillation")
+    (code,) = re.findall(r"^\+(OTHERS = .*?)^ def minibatches", text, re.DOTALL | re.MULTILINE)
+    exec(re.sub(r"^\+", "", code, flags=re.MULTILINE), names := dict(torch=torch))
+    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]], dtype=torch.float64).log()
+    for k, wanted in ((1, 0.0204), (2, 0.0475)):
+        kl = names["top_k_kl"](p[None, :k], q[None, :k]).item()
+        assert round(kl, 4) == wanted and str(wanted) in text
+    assert names["top_k_kl"](p[None, :2], p[None, :2]).item() == 0
+    certain = torch.tensor([[1.0, 1e-20]]).log().requires_grad_()  # the others: 1 - sum = 0
+    kl = names["top_k_kl"](certain, torch.tensor([[0.5, 0.25]]).log()).sum()
+    kl.backward()
+    assert kl.isfinite() and certain.grad.isfinite().all()
+
+
 def test_each_diff_has_a_case():
     recipes = {os.path.basename(path)[:-5] for path in glob.glob(f"{ROOT}/recipes/*.diff")}
     used = {diff_of(words) for diffs, *_ in CASES.values() for words in diffs}
