@@ -12,7 +12,7 @@ if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
     exit 2
 fi
 few_threads
-rm -rf out/pairs_{40,250,2000}{,_rm}  # of an earlier run
+remove out/pairs_{40,250,2000}{,_rm}
 step data/arithmetic/pairs.py --mistakes=0.3 --name=noisy --seed="$seed"
 for pairs in 40 250 2000; do
     head -n $pairs data/arithmetic/noisy_train.jsonl > data/arithmetic/noisy_$pairs.jsonl

@@ -33,7 +33,7 @@ from prompts import spread  # noqa: E402
 from rewards import (final_answer, read_prompts, reward_terms, same_answer,  # noqa: E402
                      score_batch, whole_responses)
 from rollout import sample_batch, texts_of  # noqa: E402
-from tools.runs import ASKED, JUDGED, as_in_run, split_paths  # noqa: E402
+from tools.runs import ASKED, JUDGED, as_in_run, estimate, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 policies = "out/arithmetic_ppo/policy"  # folders or hub names, separated by commas
@@ -188,13 +188,6 @@ def scores_of(prompt, *metrics):
     """A list for each metric: the scores of a prompt's responses; None where some have none."""
     if all(metric in record["scores"] for record in prompt for metric in metrics):
         return [[record["scores"][metric] for record in prompt] for metric in metrics]
-
-
-def estimate(values):
-    """The mean over prompts, and half of its 95 % confidence interval, 1.96 standard errors."""
-    n, mean = len(values), fmean(values)
-    error = 1.96 * math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(n - 1, 1) / n)
-    return dict(mean=mean, error=error if n > 1 else None)
 
 
 def figures_of(prompts, mode):

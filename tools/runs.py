@@ -1,9 +1,12 @@
 """
-Reads the folder of a run: its keys in config.json, its records in log.jsonl, its samples.
+Reads the folder of a run: its keys in config.json, its records in log.jsonl, its samples. And how
+sure a mean over prompts is.
 """
 import json
+import math
 import os
 import sys
+from statistics import fmean
 
 from configurator import read_json
 from errors import BadInput, report_error
@@ -15,6 +18,13 @@ ASKED = {key: key for key in (
 JUDGED = {key: key for key in (
     "reward_functions", "reward_path", "judge_path", "judge_template")} | {
     "prompts_path": "eval_path", "seed": "seed"}
+
+
+def estimate(values):
+    """The mean over prompts, and half of its 95 % confidence interval, 1.96 standard errors."""
+    n, mean = len(values), fmean(values)
+    error = 1.96 * math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(n - 1, 1) / n)
+    return dict(mean=mean, error=error if n > 1 else None)
 
 
 def as_in_run(argv, key, default, keys):

@@ -16,10 +16,15 @@ import json
 import os
 import re
 import sys
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
-import torch
-from transformers import AutoTokenizer
+# Python looks for modules in this file's folder; ours are two folders above it.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from tools.runs import estimate  # noqa: E402  before torch
+
+import torch  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 
 def read(path):
@@ -85,6 +90,11 @@ def speed(folder, peaks):
         "sampler gap, mean nats a token": f"{at['policy/sampler_gap']:.2g}"}
 
 
+def cell(figure, form):
+    """An estimate in a table; "" where there is none."""
+    return f"{figure['mean']:{form}} ± {(figure['error'] or 0):{form.strip('+')}}" if figure else ""
+
+
 def table(title, columns):
     """The lines of a table: columns {name: {row: text}}."""
     lines = [f"\n| {title} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
@@ -105,17 +115,16 @@ for part in ("seen", "new"):
     for found in read(f"{prefix}_{part}.json"):
         for policy, figures in found["policies"].items():
             for name in ("greedy accuracy", "sampled accuracy", "greedy length"):
-                form, figure = ".0f" if "length" in name else ".1%", figures.get(name)
-                right.setdefault(policy, {})[f"{part} ({found['prompts']}): {name}"] = (
-                    f"{figure['mean']:{form}} ± {figure['error'] or 0:{form}}" if figure else "")
+                right.setdefault(policy, {})[f"{part} ({found['prompts']}): {name}"] = cell(
+                    figures.get(name), ".0f" if "length" in name else ".1%")
     solved = {}  # {policy: {row: 1 or 0}}: the model, the SFT model, the trained ones
     for sample in read(f"{prefix}_{part}.jsonl"):
         if sample["mode"] == "greedy":
             solved.setdefault(sample["policy"], {})[sample["row"]] = sample["scores"]["accuracy"]
-    for policy in list(solved)[2:]:  # problem by problem: their errors are smaller than the means'
-        gains = [x - solved[list(solved)[1]][row] for row, x in solved[policy].items()]
-        right[policy][f"{part}: greedy, points above SFT"] = (
-            f"{fmean(gains):+.1%} ± {1.96 * stdev(gains) / len(gains)**0.5:.1%}")
+    names = list(solved)
+    for policy in names[2:]:  # problem by problem: their errors are smaller than the means'
+        gains = [x - solved[names[1]][row] for row, x in solved[policy].items()]
+        right[policy][f"{part}: greedy, points above SFT"] = cell(estimate(gains), "+.1%")
 text += table("held-out problems of templates", right)
 runs = {name: speed(f"{prefix}_{name}", peaks) for name in ("grpo", "ppo", "ppo_rm")}
 text += table("training", {name: rows for name, rows in runs.items() if rows})
