@@ -29,7 +29,7 @@ import textwrap
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadInput, report_error, shorten
+from errors import BadInput, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
@@ -60,7 +60,6 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     Returns the final configuration as a dict, with the script's name as "script", and the shared
     keys as attributes of a namespace. Raises BadInput.
     """
-    sys.excepthook = report_error
     script = script_globals["__file__"]
     own, more = read_keys(script), {}
     if shared:

@@ -1,6 +1,6 @@
 """
-The errors that a user sees: one line on stderr, and an exit code. configure sets the hook. This
-file is imported before torch.
+The errors that a user sees: one line on stderr, and an exit code. A program imports this file
+before torch, which takes seconds: so Ctrl-C is one line even then.
 """
 import errno
 import importlib.util
@@ -109,6 +109,6 @@ def shorten(value):
     return text if len(text) <= 60 else text[:60] + "..."
 
 
+sys.excepthook = report_error
 if not importlib.util.find_spec("torch"):  # mostly the virtual environment is not active
-    sys.excepthook = report_error
     raise BadInput(f"{sys.executable} has no torch; type: source .venv/bin/activate")

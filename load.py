@@ -132,8 +132,7 @@ def read_model(path, head, system, device="cpu", seed=0):
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
-    model = Model(hf, head, path)
-    model.file_dtype = file_dtype
+    model = Model(hf, head, path, file_dtype=file_dtype)
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in hf.named_parameters():
@@ -158,9 +157,7 @@ def outline(path, head, system):
         hf = auto_class(head).from_config(config, **how)
     with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
         hf.generation_config = GenerationConfig.from_pretrained(path)
-    model = Model(hf, head, path)
-    model.file_dtype = file_dtype
-    return model
+    return Model(hf, head, path, file_dtype=file_dtype)
 
 
 def settings_of(path, head, system):
@@ -209,6 +206,8 @@ def check_tensors(found, hf, head, path):
     heads of a scalar model. found: the report of transformers.
     """
     missing, extra = set(found["missing_keys"]), set(found["unexpected_keys"])
+    if head == "lm" and "score.weight" in extra:
+        raise BadInput(f"{path} is a reward model, no language model; type the policy's folder")
     if head == "scalar":
         score = getattr(hf, "score", None)
         if not isinstance(score, nn.Linear) or score.out_features != 1 or score.bias is not None:

@@ -37,7 +37,7 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from errors import BadInput, report_error  # noqa: E402
+from errors import BadInput  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
 from prompts import dialogue, prompt_row, rename  # noqa: E402
 
@@ -60,7 +60,6 @@ def parser_of(doc):
     def error(said):
         raise BadInput(said)
 
-    sys.excepthook = report_error
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error

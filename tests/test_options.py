@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("options")
 import by_hand
 from prompts import Rows
 from test_by_hand import TUNED, assert_agrees, typed_keys

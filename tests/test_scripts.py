@@ -57,6 +57,7 @@ BAD = {  # what people type: script, keys, words of the line
     "no folder": ("ppo.py", dict(policy_path="out/nowhere"), ["out/nowhere", "train it first"]),
     "a reward model's path alone": ("ppo.py", dict(reward_path=""), ["--reward_path"]),
     "a policy as the reward": ("ppo.py", lambda w: dict(reward_path=w.policy), ["rm.py"]),
+    "a reward model as the policy": ("ppo.py", lambda w: dict(policy_path=w.reward), ["policy"]),
     "no value model": ("ppo.py", dict(reward_functions="length", reward_path=""), ["value_init"]),
     "a group of 4 in 6": ("grpo.py", dict(group_size=4), ["batch_size = 6", "group_size = 4"]),
     "no penalty": ("grpo.py", dict(kl_estimator="k1"), ["kl_estimator"]),
