@@ -29,7 +29,7 @@ import textwrap
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadInput, shorten
+from errors import BadInput, nearest, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
@@ -38,6 +38,9 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
+SCRIPTS = "ppo.py", "grpo.py", "sft.py", "rm.py"
+# what a user reads, and not the names of Python's types
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
 
 
 class Key(NamedTuple):
@@ -150,7 +153,7 @@ def run_config_file(path, keys):
     hint = f"to give data, type --{data}={path}"
     if not os.path.isfile(path):
         raise BadInput(f"there is no config file {path!r}" + (
-            "" if path.endswith(".py") else "; to set a key, type --key=value"))
+            nearest(path) if path.endswith(".py") else "; to set a key, type --key=value"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
         raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
@@ -198,12 +201,18 @@ def public_names(tree):
 
 
 def check_key(key, keys, where):
-    """Raise BadInput, with the nearest key, unless key is one of keys."""
-    if key not in keys:
-        near = difflib.get_close_matches(key, keys, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
-        hint += "; a name that is no key begins with _" * where.endswith(".py")
-        raise BadInput(f"unknown key {key!r} ({where}); {hint}")
+    """Raise BadInput, with the script that has it, or the nearest key, unless it is one of keys."""
+    if key in keys:
+        return
+    scripts = [os.path.join(os.path.dirname(__file__), name) for name in SCRIPTS]
+    others = [os.path.basename(script) for script in scripts
+              if os.path.isfile(script) and key in read_keys(script)]
+    near = difflib.get_close_matches(key, keys, n=1)
+    hint = (f"it is a key of {' and '.join(others)}" if others else
+            f"did you mean {near[0]!r}?" if near else "--help lists the keys")
+    if where.endswith(".py") and not others:
+        hint += " A name that is no key begins with _"
+    raise BadInput(f"unknown key {key!r} ({where}): {hint}")
 
 
 def parse(key, text, default):
@@ -224,8 +233,8 @@ def convert(key, value, default, where):
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise BadInput(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
-                       f"{type(value).__name__} {shorten(value)}")
+        raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, such as {default!r}, given "
+                       f"{shorten(value)}")
     if wanted is float and not abs(value) < 1e30:  # NaN, or a number that may overflow float32
         raise BadInput(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     return value
@@ -246,7 +255,7 @@ def check_range(name, value, comment, where):
         sign, bound = rule.split()
         good = value > float(bound) if sign == ">" else value >= float(bound)
     if not good:
-        raise BadInput(f"{name} = {shorten(value)} ({where}) is out of range: [{rule}]; "
+        raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule}]; "
                        f"{comment[:match.start()].strip('* ')}")
 
 

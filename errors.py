@@ -2,6 +2,7 @@
 The errors that a user sees: one line on stderr, and an exit code. A program imports this file
 before torch, which takes seconds: so Ctrl-C is one line even then.
 """
+import difflib
 import errno
 import importlib.util
 import os
@@ -101,6 +102,14 @@ def place_of(trace):
     """" at FILE, line N": the innermost place of a traceback that is not in installed code."""
     own = [at for at in trace if not re.search(r"/lib/python|<frozen", at.filename)]
     return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
+
+
+def nearest(path):
+    """"; did you mean FILE?" where a file with nearly this name lies beside a path; or ""."""
+    folder, name = os.path.split(path)
+    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)  # not sft_val for rl_val
+    return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
 
 
 def shorten(value):

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import parallel
 from configurator import of_model
-from errors import BadInput, first_line
+from errors import BadInput, first_line, nearest
 from model import Model, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
@@ -112,7 +112,7 @@ def check_folder(path):
         raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
         raise BadInput(f"{path!r}: no such model folder, and no name on the hub, which is "
-                       "OWNER/NAME; train it first")
+                       f"OWNER/NAME; train it first{nearest(path)}")
 
 
 def read_model(path, head, system, device="cpu", seed=0):

@@ -26,7 +26,7 @@ from itertools import pairwise
 import torch
 
 import parallel
-from errors import BadInput, say, shorten
+from errors import BadInput, nearest, say, shorten
 
 
 class Rows(list):
@@ -50,8 +50,8 @@ def read_rows(path, shape, fields=""):
     if not os.path.isfile(path):
         maker = os.path.join(os.path.dirname(path), "prepare.py")
         hint = f"; {maker} makes it: the first lines of the config file have the command"
-        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}"
-                       + hint * os.path.isfile(maker))
+        hint = nearest(path) or hint * os.path.isfile(maker)
+        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{hint}")
     rows = Rows()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
         for number, line in enumerate(f, 1):
@@ -139,7 +139,7 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
     limit = min(model.max_positions for model in models.values()) - max_new_tokens
     if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
-                       f"models' smallest context, {limit + max_new_tokens}")
+                       f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
     limit = min(limit, system.max_prompt_tokens or limit)
     bos = tokenizer.bos_ids
 
