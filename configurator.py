@@ -233,8 +233,7 @@ def convert(key, value, default, where):
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, such as {default!r}, given "
-                       f"{shorten(value)}")
+        raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, given {shorten(value)}")
     if wanted is float and not abs(value) < 1e30:  # NaN, or a number that may overflow float32
         raise BadInput(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     return value

@@ -363,4 +363,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-run.finish("tools/sample.py to talk to it, tools/plot.py to see the run")  # COLLECTIVE
+run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE

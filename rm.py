@@ -334,4 +334,4 @@ mean = all_scores(demonstrations, reward_model).mean().item()  # COLLECTIVE
 reward_model.score_shift = -mean
 what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
-run.finish("ppo.py")  # COLLECTIVE
+run.finish(f"ppo.py with --reward_path={out_dir}/reward_model")  # COLLECTIVE

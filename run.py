@@ -303,8 +303,8 @@ class Run:
             self.state["best_score"] = score
             self.save_as("best_policy", "policy")  # COLLECTIVE
         samples = self.samples(batch, rows, SAMPLES)
-        say(f"eval {self.iteration}: " + " | ".join(
-            f"{name[5:]} {x:.3f}" for name, x in record.items()))
+        say(f"eval {self.iteration}: " + "  ".join(
+            f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))
         for sample in samples[:2]:
             say(f"    {sample['prompt']!r:.200} -> {sample['text']!r:.300}")
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
@@ -382,7 +382,7 @@ COLUMNS = {
     "len": ("objective/length", "4.0f"),
     "flat": ("objective/flat_groups", "3.1f"),
     "loss": ("loss/sft", "6.4f"),
-    "preference": ("loss/preference", "6.4f"),
+    "pair loss": ("loss/preference", "6.4f"),
     "right": ("train/accuracy", "4.2f"),
     "clip": ("policy/clipfrac", "5.3f"),
     "ev": ("val/explained_variance", "z5.2f"),

@@ -201,4 +201,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     record |= {"policy/grad_norm": norms.get("policy", 0.0), "policy/lr": lr}
     run.log(record, tokens=sum(len(ids) for ids, _ in examples), every=20)  # COLLECTIVE
 
-run.finish("sample from it (tools/sample.py), or train a reward model (rm.py)")  # COLLECTIVE
+run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE

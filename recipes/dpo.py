@@ -230,4 +230,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     tokens = sum(len(ids) for pair in batch for ids, _ in pair)
     run.log(record, tokens=tokens, every=10)  # COLLECTIVE
 
-run.finish("tools/eval.py to compare it with the SFT model")  # COLLECTIVE
+run.finish(f"python tools/eval.py --policies={out_dir}/policy")  # COLLECTIVE
