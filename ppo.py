@@ -315,7 +315,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
 
             if steps == 0:  # the ratio is 1: no update yet. age: an older policy has sampled
-                ratio_gap = run.first_ratio(  # COLLECTIVE
+                ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE

@@ -225,7 +225,7 @@ class Run:
                 f"{worst:.2g} nats a token; --importance_cap=2 corrects for it")
         return worst
 
-    def first_ratio(self, gaps, sums, to_older):
+    def ratio_gap(self, gaps, sums, to_older):
         """
         A collective, in the first step of an update, before any weight has moved: the distance of
         the ratios from 1, in nats; gaps: of each micro-batch. to_older: the ratio is to an older
@@ -323,7 +323,7 @@ class Run:
         for i, row in enumerate(texts["rows"]):
             scores = {name: x[i] for name, x in columns.items() if math.isfinite(x[i])}
             samples.append(dict(
-                iteration=self.iteration, row=int(first["prompt"][i]), prompt=row["prompt"],
+                iteration=self.iteration, row=int(first["row"][i]), prompt=row["prompt"],
                 text=texts["completions"][i], finished=bool(first["finished"][i]),
                 length=int(first["response_mask"][i].sum()), scores=scores))
             if "dialogues" in texts:
