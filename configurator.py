@@ -24,6 +24,7 @@ import json
 import os
 import re
 import shlex
+import symtable
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -160,7 +161,9 @@ def run_config_file(path, keys):
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read()
-        names = public_names(ast.parse(text, path))
+        bound = symtable.symtable(text, path, "exec").get_symbols()
+        names = [each.get_name() for each in bound if each.is_assigned() or each.is_imported()]
+        names = [name for name in names if not name.startswith("_")]
         for name in names:
             check_key(name, keys, path)
         if not names:
@@ -178,26 +181,6 @@ def run_config_file(path, keys):
         if not name.startswith("_"):
             check_key(name, keys, path)
     return {name: value for name, value in namespace.items() if not name.startswith("_")}
-
-
-def public_names(tree):
-    """The names without an underscore that a file's top level binds and does not delete again."""
-    inner = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-    own = *inner, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
-    found, deleted, left = [], set(), [tree]
-    while left:
-        node = left.pop(0)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.append(node.id)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
-            deleted.add(node.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found += [(a.asname or a.name).partition(".")[0] for a in node.names]
-        elif isinstance(node, inner):
-            found.append(node.name)
-        if not isinstance(node, own):
-            left += ast.iter_child_nodes(node)
-    return [name for name in found if not name.startswith("_") and name not in deleted]
 
 
 def check_key(key, keys, where):

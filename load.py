@@ -68,9 +68,6 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
-    if trained and system.quantize == "4bit" and not adapter:
-        raise BadInput(f"quantize = '4bit' is for a frozen model under an adapter, and {name} has "
-                       "none; type --lora=16")
     held = adapter or parallel.holds(name)
     if not held:  # another role has it: here are only its shapes
         model = outline(path, head, system).requires_grad_(trained)

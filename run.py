@@ -178,17 +178,13 @@ class Run:
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
 
-    def save_as(self, folder, name):
-        """A collective: write the model of this name to out_dir/folder."""
-        save_final(self.out_dir, folder, self.models[name])  # COLLECTIVE
-
     def finish(self, next_step):
         """A collective: save the trained models, and leave together with the other ranks."""
         for name in self.trained:
-            self.save_as(name, name)  # COLLECTIVE
+            save_final(self.out_dir, name, self.trained[name])  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                self.save_as("ema_policy", "policy")  # COLLECTIVE
+                save_final(self.out_dir, "ema_policy", self.models["policy"])  # COLLECTIVE
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -301,7 +297,7 @@ class Run:
         record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
         if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
             self.state["best_score"] = score
-            self.save_as("best_policy", "policy")  # COLLECTIVE
+            save_final(self.out_dir, "best_policy", self.models["policy"])  # COLLECTIVE
         samples = self.samples(batch, rows, SAMPLES)
         say(f"eval {self.iteration}: " + "  ".join(
             f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))
