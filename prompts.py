@@ -240,7 +240,7 @@ def batch_rows(seed, iteration, batch_size, rows):
     return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
 
 
-def iterations(max_iters, epochs, n, batch_size):
+def run_length(max_iters, epochs, n, batch_size):
     """max_iters; or, with epochs > 0, the iterations of batch_size rows that the epochs take."""
     # rounded, because 1.1 * 50 is a little above 55
     return math.ceil(round(epochs * n / batch_size, 6)) if epochs else max_iters
