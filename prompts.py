@@ -112,8 +112,8 @@ def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
     value = row.get(field)
     if value is None:
-        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; "
-                       f'rename one by --fields="THEIRS>{field}"')
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
+                       f'one by --fields="THEIRS>{field}", or see data/convert.py')
     messages = value if isinstance(value, list) else [dict(role="user", content=value)]
     if not messages:
         raise BadInput(f"field {field!r} is empty")

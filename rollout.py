@@ -1,5 +1,5 @@
 """
-Prompts -> sampled responses.
+Prompts -> sampled responses; and what reads them: the rewards (texts_of) and models (read_batch).
 
 How one response is sampled:
 
