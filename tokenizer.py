@@ -46,7 +46,24 @@ def load_tokenizer(path, system):
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
                        "files there, and set eos_token in its tokenizer_config.json")
+    use_parts_of_file(hf, path)
     return Tokenizer(hf, path, system)
+
+
+def use_parts_of_file(hf, path):
+    """
+    Cut texts as tokenizer.json says. Version 5 of transformers makes the tokenizers of some classes
+    anew, with their family's rules: SmolLM2 would get another id for the line breaks in "\\n\\n1".
+    """
+    from transformers.utils import cached_file
+
+    file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    backend = getattr(hf, "backend_tokenizer", None)
+    read = type(backend).from_file(file) if file and backend else None
+    if "ByteLevel" in repr(getattr(read, "decoder", None)) and not hf.init_kwargs.get(
+            "add_prefix_space"):
+        for part in ("normalizer", "pre_tokenizer", "decoder", "model"):
+            setattr(backend, part, getattr(read, part))
 
 
 class Tokenizer:

@@ -10,6 +10,7 @@ import shutil
 from functools import partial
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig
 
 import models_of_the_world as others
@@ -291,6 +292,33 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
                     t.encode_scored([[user(a)]], [[assistant(b)]]) + t.encode_prompts([[user(a)]]))]
                 for a, b in (("a", "b"), (f"a {text} b ", f"{text}\n{text}")))
             assert evil == plain
+
+
+@pytest.mark.parametrize("kind, family", [
+    ("GPT2Tokenizer", "llama"), ("GPTNeoXTokenizerFast", "llama"), ("Qwen2Tokenizer", "gpt2"),
+    ("LlamaTokenizerFast", "qwen2"), ("PreTrainedTokenizerFast", "qwen2"),
+    ("LlamaTokenizerFast", "deepseek_v3"), ("CodeGenTokenizer", "starcoder2")])
+def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
+    """Digits apart, as SmolLM2's: so a line break is a piece of its own before a number."""
+    backend, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level])
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(["a\n\n", "  12"] * 9, trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=level.alphabet(), special_tokens=["<end>"],
+        show_progress=False))
+    backend.save(f"{tmp_path}/tokenizer.json")
+    for file, settings in (("tokenizer_config", dict(tokenizer_class=kind, eos_token="<end>")),
+                           ("config", dict(model_type=family))):
+        tiny.write(f"{tmp_path}/{file}.json", json.dumps(settings))
+    texts = ["a\n\n12", "1  2", "e\u0301 ", " A1b\n\n\n", "it\t3.5?"]
+    t = load_tokenizer(str(tmp_path), keys_of_system())
+    t.save(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"), keys_of_system())
+    for text, ids, saved in zip(texts, t.encode_texts(texts), again.encode_texts(texts),
+                                strict=True):
+        assert ids == saved == backend.encode(text, add_special_tokens=False).ids, text
+        assert t.text_of(ids) == text
+    assert len(t.encode_texts(["a\n\n12"])[0]) == 4  # a, the line breaks, 1, 2
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):
