@@ -29,6 +29,10 @@ import parallel
 from errors import BadInput, say, shorten
 
 
+# what others write into a message that is not to be learned, such as "weight": 0
+NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
+
+
 class Rows(list):
     """Rows of data, as dicts. ids: the token ids of each row, see the functions below."""
 
@@ -102,6 +106,11 @@ def dialogue(row, *completions):
     for field in completions:
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
+        for message in made[field] if isinstance(made[field], list) else ():
+            left_out = [key for key in NOT_LEARNED if message.get(key) not in (None, 1)]
+            if left_out and message["role"] == "assistant":
+                raise BadInput(f"field {field!r}: {left_out[0]!r} is {message[left_out[0]]!r}, but "
+                               "each answer in it is learned; end the prompt behind this one")
         if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
                 "assistant"}:
             raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")

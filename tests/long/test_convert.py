@@ -15,7 +15,7 @@ VERL = {"data_source": "x", "prompt": [U], "reward_model": {"ground_truth": "34"
 
 
 def shareGPT(*said):
-    return [{"from": who, "value": text, "weight": None} for who, text in said]
+    return [{"from": who, "value": text, "weight": int(who == "gpt")} for who, text in said]
 
 
 HUB = {  # source and options: (rows, the first row of our file, what is said of rows, of columns)
@@ -51,8 +51,12 @@ HUB = {  # source and options: (rows, the first row of our file, what is said of
         [{"id": "x", "system_prompt": "s", "question": "u", "response": "a"}],
         {"prompt": [S, U], "completion": [A]}, "", "id"),
     "tulu-3-sft-mixture:train": (
-        [{"id": "x", "messages": [U, A, U, B], "source": "y"}],
-        {"prompt": [U], "completion": [A, U, B]}, "", "id, source"),
+        [{"id": "x", "messages": [U, A, U, B], "source": "y"},
+         {"messages": [U, A | {"weight": 0}, U, B]}, {"messages": [U, A, U, B | {"train": False}]},
+         {"messages": [U | {"loss": 0.0}, A | {"weight": 1, "train": None}, U | {"weight": 0}, B]}],
+        {"prompt": [U], "completion": [A, U, B]}, "; dropped 1: field 'completion': 'train' is "
+        "False, but each answer in it is learned; end the prompt behind this one; "
+        "dropped 1: field 'completion': 'weight'", "id, source"),
     "alpaca:train": (
         [{"instruction": "Add.", "input": "1 2", "output": "3", "text": "t"}],
         {"prompt": [dict(U, content="Add.\n\n1 2")], "completion": [dict(A, content="3")]}, "",
@@ -77,7 +81,7 @@ def test_data_sets_of_the_hub(name, tmp_path):
     result = convert(tmp_path, f"--source=hf:{tmp_path}/{source}", "--out=out/a.jsonl", *options)
     assert result.codes == [0], result
     said, *columns = result.out[0].splitlines()
-    count = 2 if "MATH:" in name and "DAPO" not in name else 1
+    count = 2 if name.startswith(("MATH", "tulu")) else 1
     assert said.startswith(f"a.jsonl: {count} rows{dropped}"), said
     assert columns == ([f"left out: the columns {left}"] if left else [])
     path = f"{tmp_path}/out/a.jsonl"
