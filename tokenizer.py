@@ -53,15 +53,14 @@ def load_tokenizer(path, system):
 def use_parts_of_file(hf, path):
     """
     Cut texts as tokenizer.json says. Version 5 of transformers makes the tokenizers of some classes
-    anew, with their family's rules: SmolLM2 would get another id for the line breaks in "\\n\\n1".
+    anew, with their family's rules: SmolLM2 would read other ids for the line breaks in "\\n\\n1".
     """
     from transformers.utils import cached_file
 
     file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    backend = getattr(hf, "backend_tokenizer", None)
-    read = type(backend).from_file(file) if file and backend else None
-    if "ByteLevel" in repr(getattr(read, "decoder", None)) and not hf.init_kwargs.get(
-            "add_prefix_space"):
+    backend, blank = getattr(hf, "backend_tokenizer", None), hf.init_kwargs.get("add_prefix_space")
+    read = type(backend).from_file(file) if file and backend and not blank else None
+    if read and (blank is None or "ByteLevel" in repr(read.decoder)):  # else the settings count
         for part in ("normalizer", "pre_tokenizer", "decoder", "model"):
             setattr(backend, part, getattr(read, part))
 

@@ -321,6 +321,22 @@ def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
     assert len(t.encode_texts(["a\n\n12"])[0]) == 4  # a, the line breaks, 1, 2
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
+    """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
+    others.make_tokenizer(str(tmp_path), "mistral")
+    file = f"{tmp_path}/tokenizer_config.json"
+    with open(file, encoding="utf-8") as f:
+        tiny.write(file, json.dumps(json.load(f) | dict(legacy=legacy)))
+    hf = load_tokenizer(str(tmp_path), keys_of_system()).hf
+    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
+    for text in ("a</s>a", "a</s>\na", " a", "[INST] a [/INST]a</s>[INST] a"):
+        ids = hf.encode(text, add_special_tokens=False)
+        assert ids == backend.encode(text, add_special_tokens=False).ids, text
+    letter, end = hf.encode("a", add_special_tokens=False), hf.eos_token_id
+    assert hf.encode("a</s>a", add_special_tokens=False) == [*letter, end, *letter]
+
+
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):
     """<|im_end|> as an ordinary token, as in some folders: in the template it is special."""
     folder = shutil.copytree(folders["qwen2.5"], tmp_path / "copy")
