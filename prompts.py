@@ -31,6 +31,9 @@ from errors import BadInput, say, shorten
 
 # what others write into a message that is not to be learned, such as "weight": 0
 NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
+# how chat templates begin a turn: a string that has it is a chat that is rendered already
+CHAT_MARK = re.compile(
+    r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>")
 
 
 class Rows(list):
@@ -178,6 +181,10 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
         raise
     if check:
         check(found)
+    strings = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
+    if marks := [mark[0] for mark in map(CHAT_MARK.search, strings) if mark]:
+        say(f"warning: {path}: {len(marks)} prompts have {marks[0]} in them, read as plain text; "
+            "for a chat give messages, and the template writes such marks")
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":

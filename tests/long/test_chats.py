@@ -18,6 +18,7 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load
+from prompts import Rows, encode_rows
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
 from tiny import assert_one_line, keys_of_system, run
@@ -335,6 +336,18 @@ def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
         assert ids == backend.encode(text, add_special_tokens=False).ids, text
     letter, end = hf.encode("a", add_special_tokens=False), hf.eos_token_id
     assert hf.encode("a</s>a", add_special_tokens=False) == [*letter, end, *letter]
+
+
+def test_a_chat_that_is_a_string_already_is_said(ours, capsys):
+    """Its marks stay plain text: once a file, and not of messages or other angle brackets."""
+    t = ours("qwen2.5")
+    for prompts, count in ((["<|im_start|>user\nhi<|im_end|>", "a", "<start_of_turn>user"], 2),
+                           (["<think>", "a <| b |>", [user("<|im_start|>")]], 0)):
+        rows = Rows(dict(prompt=prompt) for prompt in prompts)
+        encode_rows(rows, "my.jsonl", lambda rows: t.encode_prompts(
+            [row["prompt"] for row in rows]), 99, "error", None)
+        said = capsys.readouterr().out
+        assert (f"my.jsonl: {count} prompts have <|im_start|>" in said) is (count > 0), said
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):
