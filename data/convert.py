@@ -40,7 +40,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from answers import last_box  # noqa: E402
 from errors import BadInput, report_error  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
-from prompts import NOT_LEARNED, dialogue, prompt_row, rename  # noqa: E402
+from prompts import NOT_LEARNED, THOUGHTS_APART, dialogue, prompt_row, rename  # noqa: E402
 
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
@@ -238,7 +238,10 @@ def messages_in(value, field):
             raise BadInput(f"field {field!r} must be a list of messages")
         role = str(given.get("role", given.get("from")))
         made = {"role": ROLES.get(role, role), "content": given.get("content", given.get("value"))}
-        if made["role"] == "assistant":  # dialogue refuses one that is not to be learned
+        # dialogue refuses one that is not to be learned, and one that is more than its content
+        made |= {key: given[key] for key in ("tool_calls", "function_call") if given.get(key)}
+        if made["role"] == "assistant":
+            made |= {key: given[key] for key in THOUGHTS_APART if given.get(key)}
             made |= {key: given[key] for key in NOT_LEARNED if given.get(key) not in (None, 1)}
         messages.append(made)
     return messages

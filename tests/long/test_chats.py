@@ -228,7 +228,7 @@ CAFE = "caf\u00e9", "cafe\u0301"
 
 
 @pytest.mark.parametrize("script, family, pairs, ties", [
-    ("rm.py", "qwen2.5", [(dict(content="b", reasoning_content="x"), dict(content="b")),
+    ("rm.py", "qwen2.5", [(dict(content="b", name="x"), dict(content="b")),
                           (dict(content="b"), dict(content="b ")), CAFE], [2, 4]),  # NFC
     ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "\n b ")], [2])])
 def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family, pairs, ties):

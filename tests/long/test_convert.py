@@ -6,6 +6,8 @@ import re
 import pytest
 from tiny import Started, assert_one_line, jsonl, read_jsonl
 
+from data.convert import ours
+from errors import BadInput
 from prompts import dialogue, prompt_row, read_rows
 
 S, U, A, B = (dict(role=role, content=text) for role, text in (
@@ -109,6 +111,30 @@ def test_rows_are_held_out(tmp_path):
     before = (tmp_path / "train.jsonl").read_bytes()
     assert convert(tmp_path, *args).codes == [0]
     assert (tmp_path / "train.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("more", [
+    dict(reasoning_content="why"), dict(reasoning="why"), dict(thinking="why"),
+    dict(tool_calls=[{"function": {"name": "f"}}]), dict(function_call={"name": "f"})])
+def test_a_message_that_is_more_than_its_content_is_refused(more):
+    """Templates leave out what they do not know, and the rest would be learned as the whole."""
+    key, whole, cut = *more, A | more, A | dict.fromkeys(more)
+    for kind, row, its in [
+            ("sft", {"messages": [U, whole]}, dict(prompt=[U], completion=[whole])),
+            ("sft", {"messages": [U, whole, U, B]}, dict(prompt=[U], completion=[whole, U, B])),
+            ("preferences", {"prompt": "u", "chosen": [whole], "rejected": [B]},
+             dict(prompt=[U], chosen=[whole], rejected=[B])),
+            ("preferences", {"chosen": [U, A], "rejected": [U, B | more]},
+             dict(prompt=[U], chosen=[A], rejected=[B | more]))]:
+        with pytest.raises(BadInput, match=f"field '.*{key}"):
+            ours(row, kind)
+        with pytest.raises(BadInput, match=f"field '.*{key}"):
+            dialogue(its, *list(its)[1:])
+    assert ours({"messages": [U, cut, U, B]}, "sft")[0] == dict(prompt=[U], completion=[A, U, B])
+    if key != "tool_calls" and key != "function_call":  # it is the template that forgets thoughts
+        asked = [U, whole, U]
+        assert ours({"messages": asked}, "prompts")[0] == dict(prompt=asked)
+        assert dialogue(dict(prompt=asked, completion=[B]), "completion")["prompt"] == asked
 
 
 def test_bad_input_is_one_line(tmp_path):
