@@ -63,6 +63,10 @@ def use_parts_of_file(hf, path):
     if read and (blank is None or "ByteLevel" in repr(read.decoder)):  # else the settings count
         for part in ("normalizer", "pre_tokenizer", "decoder", "model"):
             setattr(backend, part, getattr(read, part))
+    if backend and backend.token_to_id("[INST]") and "{1,3}" in repr(backend.pre_tokenizer):
+        from options.tiktoken_files import use_words_of_tekken
+
+        use_words_of_tekken(hf, path)
 
 
 class Tokenizer:
@@ -142,10 +146,7 @@ class Tokenizer:
         write_json(file, settings)
 
     def find_turn_ends(self):
-        """
-        {the id of the first special token that the template writes behind an answer}; empty where
-        there is none.
-        """
+        """{the id of the first special token that the template writes behind an answer}, or {}."""
         try:
             ids = self.chat_ids([dict(role="user", content="a"),
                                  dict(role="assistant", content="ANSWER")])
