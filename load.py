@@ -109,7 +109,7 @@ def check_folder(path):
         raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
         raise BadInput(f"{path!r}: no such model folder, and no name on the hub, which is "
-                       f"OWNER/NAME; train it first{nearest(path)}")
+                       f"OWNER/NAME{nearest(path) or '; train it first'}")
 
 
 def read_model(path, head, system, device="cpu", seed=0):
