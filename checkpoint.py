@@ -18,9 +18,9 @@ There is no random state to save, and no pickle. A folder gets its name only whe
 complete and synced, and the older checkpoint is deleted only after that. Rank 0 writes whole
 tensors, so a run may resume with another ZeRO stage or number of ranks.
 """
+import contextlib
 import fcntl
 import glob
-import contextlib
 import hashlib
 import json
 import math
