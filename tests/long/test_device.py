@@ -15,11 +15,13 @@ import parallel
 import pretend
 import ranks
 import tiny
+from load import load
 from model import Model
+from options import decoding_graph
 from prompts import micro_batch
 from rollout import draw, generate
-from test_families import SIZES, random_model
-from tiny import assert_same_run, keys_of, read_jsonl, run
+from test_families import SIZES, random_model, save
+from tiny import assert_same_run, keys_of, keys_of_system, read_jsonl, run
 
 
 def checked(collective, *args, **kwargs):
@@ -127,3 +129,46 @@ def test_no_impossible_token_at_the_edges_of_the_cdf(monkeypatch):
     assert not impossible[token].any() and logprob.isfinite().all()
     # and otherwise it is the inverse CDF, but for float32's rounding
     assert (exact[token] - probs[token] - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
+
+
+PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
+
+
+@pytest.fixture
+def by_graphs(monkeypatch, tmp_path):
+    """
+    A function: family -> what a decoding samples plainly, and by graphs, on a pretended GPU with
+    little memory; what was seen there; and why there are no graphs. A graph for each 8 columns.
+    """
+    for name, value in dict(off="", last=None, stream=None, COLUMNS=8, MULTIPLE=4).items():
+        monkeypatch.setattr(decoding_graph, name, value)
+
+    def run(name):
+        save(tmp_path, name)
+        with pretend.gpu() as seen:
+            policy = load(str(tmp_path), "policy", keys_of_system(), pretend.GPU)
+            policy.tokenizer.eos_ids = set(range(0, 260, 20))
+            plain = generate(policy, PROMPTS, 30, 0.8)
+            seen.full = True
+            graphs = generate(policy, PROMPTS, 30, 0.8, graphs=True)
+            return plain, graphs, seen, decoding_graph.off
+
+    return run
+
+
+@pytest.mark.filterwarnings("error:.*prototype")
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Falcon"])
+def test_a_recorded_step_samples_the_same(by_graphs, name):
+    """Nothing in it waits, Python decides nothing, the graphs share memory; one finds it full."""
+    plain, graphs, seen, off = by_graphs(name)
+    assert not off and torch.equal(plain["tokens"], graphs["tokens"])
+    assert (plain["sampler_logprobs"] - graphs["sampler_logprobs"]).abs().max() < 1e-5
+    assert seen.recorded > 3 and seen.replays > 10 and len(seen.pools) == 2 and not seen.full
+    assert len(seen.graphs) == 1  # the last one
+
+
+def test_a_step_that_waits_is_never_recorded(by_graphs):
+    """Dynamic rope asks for the largest position. A recording that fails harms torch's memory."""
+    plain, graphs, seen, off = by_graphs("Llama with dynamic rope")
+    assert "waits" in off and seen.recorded == 0 and not seen.no_waits
+    assert torch.equal(plain["tokens"], graphs["tokens"])
