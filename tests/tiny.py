@@ -177,15 +177,14 @@ def typed(keys):
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "all_gather_into_tensor",
-               "reduce_scatter_tensor")
+COLLECTIVES = "all_reduce", "all_gather", "broadcast"
 # what nccl can send; bool as uint8, so it adds none
 SENT = {getattr(torch, name) for name in (
     "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")}
 
 
 def as_nccl(collective, *args, **kwargs):
-    """A collective of torch.distributed; what gloo takes and nccl refuses is an error."""
+    """One of our collectives; what gloo takes and nccl refuses is an error."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for t in tensors:
         assert t.dtype in SENT and t.is_contiguous() and not t.is_sparse, (collective, t)

@@ -4,6 +4,7 @@ kernel, memory that was never written, an impossible token. test_gpu.py has what
 """
 import json
 import os
+import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -75,6 +76,23 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, script):
     models = ("reward_model",) if script == "rm.py" else ("policy",)
     on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
     assert_same_run(tmp_path / "gpu" / "out", on_cpu, models, 1e-9)
+
+
+@pytest.mark.parametrize("roles", ["", "train=1,generate=1"])
+def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
+    """Rank 5 may be the first one of its machine. With roles, groups are not split off the first."""
+    told = {}
+    monkeypatch.setattr(ranks, "choose_device", lambda device: torch.device("cuda", 3))
+    monkeypatch.setattr("options.roles.begin", lambda system: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **keys: told.update(keys))
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: told.update(barrier=device_ids))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    ranks.init(keys_of_system(roles=roles))
+    for number, handler in before:
+        signal.signal(number, handler)
+    assert told["backend"] == "nccl" and told["barrier"] == [3]
+    assert told.get("device_id") == (None if roles else torch.device("cuda", 3))
 
 
 def test_nothing_reads_memory_that_was_never_written():
