@@ -71,6 +71,7 @@ def responder(policy, system, device, temperature, seeds):
         raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r} and generate_tp = "
                        f"{system.generate_tp}: vLLM samples in float32, bfloat16 or float16, on "
                        "each rank with the whole policy; leave one of the keys out")
+    torch.cuda.empty_cache()  # vLLM needs what the update has used
     refused = f"sampler = 'vllm', {policy.path}: {{}}; type --sampler=own"
     vllm = policy.__dict__.get("vllm")  # not an attribute that nn.Module would register
     if vllm is None:

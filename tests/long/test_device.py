@@ -80,7 +80,7 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, script):
 
 @pytest.mark.parametrize("roles", ["", "train=1,generate=1"])
 def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
-    """Rank 5 may be the first one of its machine. With roles, groups are not split off the first."""
+    """Rank 5 may be the first of its machine. With roles, no group is split off the first one."""
     told = {}
     monkeypatch.setattr(ranks, "choose_device", lambda device: torch.device("cuda", 3))
     monkeypatch.setattr("options.roles.begin", lambda system: None)
