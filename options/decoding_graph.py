@@ -106,17 +106,17 @@ class Steps:
         for layer in self.cache.layers:
             layer.hold(used - 1, columns, self.column)
         if token.is_cuda:
-            self.warm_up()
             try:
                 self.capture()
             except torch.OutOfMemoryError:  # torch gives a recording nothing of what it keeps free
                 torch.cuda.empty_cache()
                 self.capture()
 
-    def warm_up(self):
-        """Compute a step, because the first launch of a kernel does work that cannot be recorded"""
-        # nor can a wait for the GPU. It is an error here: a recording that fails would leave torch
-        # without a way to free memory. torch.compile may wait
+    def capture(self):
+        """Record a step, without computing it."""
+        global last, stream
+        # first compute one: a kernel's first launch cannot be recorded. Nor can a wait for the GPU:
+        # an error here, but for torch.compile; a recording that fails would harm torch's memory
         with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
             torch.cuda.set_sync_debug_mode("default" if self.compiled else "error")
         try:
@@ -125,15 +125,10 @@ class Steps:
             torch.cuda.set_sync_debug_mode("default")
         self.position -= 1
         self.column -= 1
-
-    def capture(self):
-        """Record a step, without computing it."""
-        global last, stream
         graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # in the memory of the last one, which nobody replays again: if each graph had its own,
-            # the old ones' would fill the GPU
+            # in the memory of the last graph: if each had its own, the old ones' would fill the GPU
             graph.capture_begin(last and last.pool(), "thread_local")
             try:
                 self.out = self.step()

@@ -4,10 +4,9 @@
 #   bash runs/gpu.sh        both parts
 #   bash runs/gpu.sh 1      a 1B model: decoding by graphs and by compiled graphs; the tests; update
 #   bash runs/gpu.sh 2      GRPO; TRL's beside ours, vLLM beside our sampler; PPO; 1.5B
-# The output also goes to out/gpu.txt (out/gpu1.txt), with the second at which each step began: what
-# matters most comes first. Exit code 1: a step has failed; the others still ran. Exit code 2: torch
-# sees no GPU. PYTHON=/my/python bash runs/gpu.sh: another Python than .venv's. QUARTET_GPU=cpu: on a
-# CPU, with tiny models, to try the script.
+# What matters most comes first. The output also goes to out/gpu.txt (out/gpu1.txt). Exit code 1: a
+# step has failed; the others still ran. 2: torch sees no GPU. PYTHON=/my/python bash runs/gpu.sh:
+# another Python than .venv's. QUARTET_GPU=cpu: on a CPU, with tiny models, to try the script.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -n "${PYTHON:-}" ] || { PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; }
 part="${1:-12}" cpu=
@@ -20,7 +19,6 @@ fi
 failed=0
 step() {
     printf '\n%s s$ python %s\n' "$SECONDS" "$*"
-    # SIGINT: the tests that have ended are told, and the folders of models deleted
     timeout -s INT -k 20 240 "$PYTHON" "$@" || { echo "FAILED: $*"; failed=1; }
 }
 bench() {
@@ -44,10 +42,8 @@ mkdir -p out
 print(torch.cuda.get_device_properties(0), torch.__version__)'
     if [[ $part = *1* ]]; then
         bench $b1 --batch_size=64 --work=sampling --compile=True
-        # with -n, what the tests print comes at their end
-        at_once=-s
-        ! "$PYTHON" -c "import xdist" 2>/dev/null || at_once="-n 4 -rP"
-        [ -z "$cpu" ] || at_once=-s
+        # with xdist, what the tests print comes at the end
+        at_once="$("$PYTHON" -c 'import xdist; print("-n 4 -rP")' 2>/dev/null || echo -s)"
         QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" \
             step -m pytest -q $at_once --durations=5 tests/long/test_gpu.py ${TESTS:-}
         for keys in --head_chunk=0 --head_chunk=2048 --compile=True; do

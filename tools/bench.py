@@ -66,10 +66,9 @@ RULE = """def score(batch):
 def make_models(folder, sizes, prompt_length, longest, end_share, system, ppo):
     """
     Write folder/policy, for PPO reward_model, prompts.jsonl and rule.py: random Llamas of these
-    sizes, as config.json names them, drawn on the run's device, a tokenizer with a token a
-    character, prompts of one length, a reward. longest: tokens of the longest response. end_share:
-    which share of the sampled tokens is EOS. With 0 every response has `longest` tokens; with 2 /
-    longest 0.43 x longest on average.
+    sizes, as in config.json, a tokenizer with a token a character, prompts of one length, a reward.
+    longest: tokens of the longest response. end_share: which share of the sampled tokens is EOS.
+    With 0 every response has `longest` tokens; with 2 / longest 0.43 x longest on average.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
@@ -173,7 +172,6 @@ def update(folder, system, b, T, repeats):
     A training step of b rows with T tokens: its median seconds, the floating-point operations of
     its products with weights, and the ten kernels that take longest, [(seconds, name)].
     """
-    from torch.autograd import DeviceType
     from torch.profiler import profile
 
     device, drawn = choose_device(system.device_type), torch.Generator().manual_seed(0)
@@ -195,9 +193,10 @@ def update(folder, system, b, T, repeats):
     seconds = [step() for _ in range(repeats + 1)][1:]  # the first one warms up
     with profile() as seen:
         step()
-    gpu = device.type == "cuda"  # there the operations that launch a kernel have its time, too
-    took = [((event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e6, event.key)
-            for event in seen.key_averages() if gpu == (event.device_type == DeviceType.CUDA)]
+    kind = "device" if device.type == "cuda" else "cpu"
+    took = [(getattr(event, f"self_{kind}_time_total") / 1e6, event.key)
+            for event in seen.key_averages()  # not what launches a kernel: it has the same time
+            if event.device_type.name.lower() == device.type]
     weights = sum(p.numel() for p in policy.parameters())
     weights -= policy.hf.get_input_embeddings().weight.numel()
     return statistics.median(seconds), 6 * weights * b * T, sorted(took, reverse=True)[:10]
