@@ -46,7 +46,8 @@ def begin(rank):
     def finish():
         context.__exit__(None, None, None)
         with open("seen.json", "w") as f:
-            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations)), f)
+            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations),
+                           recorded=seen.recorded), f)
         leave()
         os._exit(0)
 
@@ -55,9 +56,9 @@ def begin(rank):
 
 RUNS = {
     "ppo.py": dict(ppo_epochs=1, num_minibatches=1, deterministic=True, kl_estimator="k2",
-                   entropy_coef=0.1, ema_decay=0.5, head_chunk=5, cuda_graphs=False),
+                   entropy_coef=0.1, ema_decay=0.5, head_chunk=5),
     "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
-                    optim="adafactor", offload="ref=params", cuda_graphs=False, save_rollouts=1),
+                    optim="adafactor", offload="ref=params", save_rollouts=1),
     "sft.py": {}, "rm.py": dict(lora="2")}
 
 
@@ -72,6 +73,7 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, script):
     assert done.codes == [0], done
     seen = json.load(open(tmp_path / "gpu" / "seen.json"))
     assert seen["operations"] > 50 and seen["inexact"] == []
+    assert bool(seen["recorded"]) == (script in ("ppo.py", "grpo.py"))
     assert read_jsonl(tmp_path / "gpu" / "out" / "log.jsonl")[0]["mem/peak_mib"] == 7
     models = ("reward_model",) if script == "rm.py" else ("policy",)
     on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
