@@ -69,10 +69,11 @@ class Seen:
         self.no_waits = self.warned = False
         self.recording = None  # the Graph that is being recorded
         self.graphs = weakref.WeakSet()  # those that are alive
-        self.pools, self.recorded, self.replays = set(), 0, 0  # how many in all
+        self.pools, self.recorded, self.replays, self.waits = set(), 0, 0, 0  # in all
         self.full = False  # whether there is no memory for a recording, until empty_cache
 
     def wait(self, what):
+        self.waits += 1
         if self.no_waits or self.recording:
             raise Waits(f"{what} waits for the GPU")
 

@@ -169,7 +169,7 @@ def by_graphs(monkeypatch, tmp_path):
             policy = load(str(tmp_path), "policy", keys_of_system(), pretend.GPU)
             policy.tokenizer.eos_ids = set(range(0, 260, 20))
             plain = generate(policy, PROMPTS, 30, 0.8)
-            seen.full = True
+            seen.full, seen.waits = True, 0
             graphs = generate(policy, PROMPTS, 30, 0.8, graphs=True)
             return plain, graphs, seen, decoding_graph.off
 
@@ -185,6 +185,7 @@ def test_a_recorded_step_samples_the_same(by_graphs, name):
     assert (plain["sampler_logprobs"] - graphs["sampler_logprobs"]).abs().max() < 1e-5
     assert seen.recorded > 3 and seen.replays > 10 and len(seen.pools) == 2 and not seen.full
     assert len(seen.graphs) == 1  # the last one
+    assert seen.waits < seen.replays + 25  # one for each token, and some at the start
 
 
 def test_a_step_that_waits_is_never_recorded(by_graphs):
