@@ -108,15 +108,15 @@ class Steps:
         if token.is_cuda:
             try:
                 self.capture()
-            except torch.OutOfMemoryError:  # torch gives a recording nothing of what it keeps free
+            except torch.OutOfMemoryError:  # a recording gets nothing of what torch keeps unused
                 torch.cuda.empty_cache()
                 self.capture()
 
     def capture(self):
-        """Record a step, without computing it."""
+        """Compute a step and go back; then record it, which computes nothing."""
         global last, stream
-        # first compute one: a kernel's first launch cannot be recorded. Nor can a wait for the GPU:
-        # an error here, but for torch.compile; a recording that fails would harm torch's memory
+        # a kernel's first launch cannot be recorded, so it comes before; nor can a wait for the GPU,
+        # an error here (not of torch.compile): a recording that fails would harm torch's memory
         with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
             torch.cuda.set_sync_debug_mode("default" if self.compiled else "error")
         try:
