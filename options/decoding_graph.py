@@ -115,7 +115,7 @@ class Steps:
     def capture(self):
         """Compute a step and go back; then record it, which computes nothing."""
         global last, stream
-        # a kernel's first launch cannot be recorded, so it comes before; nor can a wait for the GPU,
+        # a kernel's first launch cannot be recorded, so it comes first; nor can a wait for the GPU,
         # an error here (not of torch.compile): a recording that fails would harm torch's memory
         with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
             torch.cuda.set_sync_debug_mode("default" if self.compiled else "error")
