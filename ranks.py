@@ -55,7 +55,8 @@ def init(system):
             if not system.roles:  # with it torch splits later groups off this one, by all ranks
                 where["device_id"] = device
         dist.init_process_group(timeout=wait, **where)
-        dist.barrier()  # nccl makes its connections only now
+        # nccl makes its connections only now; it would guess the GPU by the rank
+        dist.barrier(device_ids=None if device.index is None else [device.index])
         alarm.cancel()
     if system.roles:  # some of the ranks only generate, or score
         from options.roles import begin

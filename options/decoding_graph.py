@@ -12,6 +12,7 @@ these are recorded. It is compiled once, for any number of rows and columns.
 """
 import contextlib
 import time
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ MULTIPLE = 64  # kernels are faster with whole multiples
 # why this process decodes without torch.compile, without graphs: after one of them has failed
 uncompiled = off = ""
 said = False  # whether the seconds of compiling have been printed
+last = stream = None  # the graph that was recorded last, and the stream on which all are recorded
 
 
 def steps_of(policy, cache, longest, temperature, compiled=False):
@@ -96,31 +98,44 @@ class Steps:
         rows, used = mask.shape
         columns = -(-min(used + COLUMNS, self.longest) // MULTIPLE) * MULTIPLE
         self.compiled, self.rows, self.columns = compiled, rows, columns
-        self.graph = self.out = None  # their memory is free for the next ones
+        self.graph = self.out = None  # the memory is free for the next ones
         self.token, self.uniform, self.position = token.clone(), uniform.clone(), position.clone()
         self.column = torch.tensor([used - 1], device=token.device)
         self.seen = mask.new_zeros(rows, 1, 1, columns)  # which columns a row sees
         self.seen[..., :used - 1] = mask[:, None, None, :-1]
         for layer in self.cache.layers:
             layer.hold(used - 1, columns, self.column)
-        self.step()  # not recorded: the first launch of a kernel does work that cannot be
-        self.position.copy_(position)
-        self.column.fill_(used - 1)
         if token.is_cuda:
-            self.capture()
+            try:
+                self.capture()
+            except torch.OutOfMemoryError:  # a recording gets nothing of what torch keeps unused
+                torch.cuda.empty_cache()
+                self.capture()
 
     def capture(self):
-        """Record a step, without computing it."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        """Compute a step and go back; then record it, which computes nothing."""
+        global last, stream
+        # a kernel's first launch cannot be recorded, so it comes first; nor can a wait for the GPU,
+        # an error here (not of torch.compile): a recording that fails would harm torch's memory
+        with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
+            torch.cuda.set_sync_debug_mode("default" if self.compiled else "error")
+        try:
+            self.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.position -= 1
+        self.column -= 1
+        graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+            # in the memory of the last graph: if each had its own, the old ones' would fill the GPU
+            graph.capture_begin(last and last.pool(), "thread_local")
             try:
                 self.out = self.step()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = graph
+        self.graph = last = graph
 
     def replay(self):
         """The logits (rows, V), tokens and log-probs (rows,) of the next step."""

@@ -71,6 +71,7 @@ def responder(policy, system, device, temperature, seeds):
         raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r} and generate_tp = "
                        f"{system.generate_tp}: vLLM samples in float32, bfloat16 or float16, on "
                        "each rank with the whole policy; leave one of the keys out")
+    torch.cuda.empty_cache()  # vLLM needs what the update has used
     refused = f"sampler = 'vllm', {policy.path}: {{}}; type --sampler=own"
     vllm = policy.__dict__.get("vllm")  # not an attribute that nn.Module would register
     if vllm is None:
@@ -228,7 +229,7 @@ def serve(socket_number, memory_number, parent):
             elif task == "hold":
                 answer = hold(llm, memory, **given)
             else:
-                answer = sample(llm, **given)
+                answer = sample(llm, memory, **given)
         except Exception as e:  # vLLM's own, of any class
             words = " ".join(str(e).split())[:300]  # of pydantic, the first line says nothing
             answer = e if isinstance(e, Lost) else Lost(f"vLLM: {type(e).__name__}: {words}")
@@ -257,7 +258,7 @@ def load(folder, dtype, stop, gpu, vocab_size, sleeps, cache, at_once):
         skip_tokenizer_init=not stop, logprobs_mode="processed_logprobs", disable_log_stats=True,
         # tied: vLLM for CPUs keeps a second copy of the matrix, and forgets to renew it
         hf_overrides=dict(vocab_size=vocab_size, tie_word_embeddings=False))
-    llm.stop, llm.sleeps, llm.weights_dtype = stop, sleeps, DTYPES[dtype]
+    llm.stop, llm.sleeps, llm.asleep, llm.weights_dtype = stop, sleeps, sleeps, DTYPES[dtype]
     if sleeps:
         llm.sleep(level=2)
     return llm
@@ -271,19 +272,22 @@ def hold(llm, memory, tensors):
     numbers = torch.frombuffer(memory, dtype=llm.weights_dtype)
     weights = [(name, numbers[start:start + shape.numel()].view(shape))
                for name, shape, start in tensors]
-    if llm.sleeps:
+    if llm.asleep:
         llm.wake_up(tags=["weights"])
     llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights)))
-    if llm.sleeps:
+    if llm.asleep:
         llm.wake_up(tags=["kv_cache"])
+    llm.tensors, llm.asleep = tensors, False
     llm.reset_prefix_cache()  # it has keys and values of the old weights
     return llm.apply_model(lambda model: bits(model.parameters()))[0]
 
 
-def sample(llm, prompts, seeds, max_tokens, temperature, eos_ids):
+def sample(llm, memory, prompts, seeds, max_tokens, temperature, eos_ids):
     """For each prompt: ids of the response, their log-probs, whether an EOS or a stop ended it."""
     from vllm import SamplingParams
 
+    if llm.asleep:  # since an earlier turn; asleep it has no weights
+        hold(llm, memory, llm.tensors)
     settings = [SamplingParams(
         temperature=temperature, seed=seed, max_tokens=longest, stop_token_ids=eos_ids,
         ignore_eos=True, logprobs=0, detokenize=bool(llm.stop), stop=llm.stop or None,
@@ -292,6 +296,7 @@ def sample(llm, prompts, seeds, max_tokens, temperature, eos_ids):
                            use_tqdm=False) if prompts else []
     if llm.sleeps:
         llm.sleep(level=2)
+        llm.asleep = True
     texts = [result.outputs[0] for result in results]
     return [([*text.token_ids],
              [of[i].logprob for i, of in zip(text.token_ids, text.logprobs, strict=True)],

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in two parts of about seven minutes each: the tests that are skipped
+# All that needs a GPU, in two parts of about six minutes each: the tests that are skipped
 # elsewhere, and how fast models of three sizes sample and train. No network, nothing is installed.
 #   bash runs/gpu.sh        both parts
-#   bash runs/gpu.sh 1      the tests; a 1B model: decoding by graphs and by compiled graphs, update
-#   bash runs/gpu.sh 2      GRPO and PPO, 1.5B; vLLM beside our sampler, TRL's GRPO beside ours
-# The output also goes to out/gpu.txt (out/gpu1.txt). Exit code 1: a step has failed; the others
-# still ran. Exit code 2: torch sees no GPU. PYTHON=/my/python bash runs/gpu.sh: another Python than
-# .venv's. QUARTET_GPU=cpu: on a CPU, with tiny models, to try the script.
+#   bash runs/gpu.sh 1      a 1B model: decoding by graphs and by compiled graphs; the tests; update
+#   bash runs/gpu.sh 2      GRPO; TRL's beside ours, vLLM beside our sampler; PPO; 1.5B
+# What matters most comes first. The output also goes to out/gpu.txt (out/gpu1.txt). Exit code 1: a
+# step has failed; the others still ran. 2: torch sees no GPU. PYTHON=/my/python bash runs/gpu.sh:
+# another Python than .venv's. QUARTET_GPU=cpu: on a CPU, with tiny models, to try the script.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -n "${PYTHON:-}" ] || { PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; }
 part="${1:-12}" cpu=
@@ -18,8 +18,8 @@ then
 fi
 failed=0
 step() {
-    printf '\n$ python %s\n' "$*"
-    timeout 240 "$PYTHON" "$@" || { echo "FAILED: $*"; failed=1; }
+    printf '\n%s s$ python %s\n' "$SECONDS" "$*"
+    timeout -s INT -k 20 240 "$PYTHON" "$@" || { echo "FAILED: $*"; failed=1; }
 }
 bench() {
     local sizes=(--device_type=cuda --dtype=bfloat16 --prompt_length=128 --max_new_tokens=256
@@ -41,20 +41,22 @@ mkdir -p out
     [ -n "$cpu" ] || "$PYTHON" -c 'import torch
 print(torch.cuda.get_device_properties(0), torch.__version__)'
     if [[ $part = *1* ]]; then
-        bench $b1 --batch_size=64 --micro_batch_size=16 --work=sampling,update --compile=True
-        for keys in --head_chunk=0 --head_chunk=2048; do
+        bench $b1 --batch_size=64 --work=sampling --compile=True
+        # with xdist, what the tests print comes at the end
+        at_once="$("$PYTHON" -c 'import xdist; print("-n 4 -rP")' 2>/dev/null || echo -s)"
+        QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" \
+            step -m pytest -q $at_once --durations=5 tests/long/test_gpu.py ${TESTS:-}
+        for keys in --head_chunk=0 --head_chunk=2048 --compile=True; do
             bench $b1 --micro_batch_size=16 --work=update $keys
         done
-        QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" \
-            step -m pytest -q -s --durations=5 tests/long/test_gpu.py ${TESTS:-}
     fi
     if [[ $part = *2* ]]; then
-        bench $m125 --batch_size=256 --micro_batch_size=64 --lengths=real
         bench $b1 --batch_size=64 --micro_batch_size=16 --work=grpo
-        bench $b15 --batch_size=64 --work=sampling
-        has vllm && bench $b1 --batch_size=64 --micro_batch_size=16 --work=grpo --run_keys=sampler=vllm
         has trl && step runs/peers/table.py --grpo_python="$PYTHON" --rows=grpo_full --rounds=1 \
             --steps=2 "${peers[@]}"
+        has vllm && bench $b1 --batch_size=64 --micro_batch_size=16 --work=grpo --run_keys=sampler=vllm
+        bench $m125 --batch_size=256 --micro_batch_size=64 --lengths=real
+        bench $b15 --batch_size=64 --work=sampling
     fi
     exit "$failed"
 } 2>&1 | tee "out/gpu${1:-}.txt"

@@ -12,13 +12,16 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from byte_tokenizer import write_byte_tokenizer
 from configurator import read_keys
+from torch.utils._pytree import tree_leaves
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MARKERS, EOS, PAD, VOCABULARY = ["<think>", "</think>"], 258, 259, 264
@@ -174,6 +177,22 @@ def typed(keys):
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
+COLLECTIVES = "all_reduce", "all_gather", "broadcast"
+# what nccl can send; bool as uint8, so it adds none
+SENT = {getattr(torch, name) for name in (
+    "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")}
+
+
+def as_nccl(collective, *args, **kwargs):
+    """One of our collectives; what gloo takes and nccl refuses is an error."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    for t in tensors:
+        assert t.dtype in SENT and t.is_contiguous() and not t.is_sparse, (collective, t)
+        assert t.dtype == tensors[0].dtype and t.device == tensors[0].device, (collective, tensors)
+        assert t.dtype != torch.bool or "reduce" not in collective.__name__, collective
+    return collective(*args, **kwargs)
+
+
 class Started:
     """
     A run that goes on in a folder, of one process a rank. before(rank) is called in each of them
@@ -205,6 +224,8 @@ class Started:
             if ranks > 1:
                 os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
                                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                for name in COLLECTIVES:
+                    setattr(dist, name, partial(as_nccl, getattr(dist, name)))
             sys.argv = [os.path.join(ROOT, script), *args]
             before(rank)
             runpy.run_path(sys.argv[0], run_name="__main__")

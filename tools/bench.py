@@ -63,10 +63,10 @@ RULE = """def score(batch):
 """
 
 
-def make_models(folder, sizes, prompt_length, longest, end_share):
+def make_models(folder, sizes, prompt_length, longest, end_share, system, ppo):
     """
-    Write folder/policy, reward_model, prompts.jsonl and rule.py: random Llamas of these sizes, as
-    config.json names them, a tokenizer with a token a character, prompts of one length, a reward.
+    Write folder/policy, for PPO reward_model, prompts.jsonl and rule.py: random Llamas of these
+    sizes, as in config.json, a tokenizer with a token a character, prompts of one length, a reward.
     longest: tokens of the longest response. end_share: which share of the sampled tokens is EOS.
     With 0 every response has `longest` tokens; with 2 / longest 0.43 x longest on average.
     """
@@ -85,8 +85,9 @@ def make_models(folder, sizes, prompt_length, longest, end_share):
         pad_token_id=V - 1, max_position_embeddings=prompt_length + longest,
         initializer_range=sizes["hidden_size"]**-0.5, num_labels=1,
         score_shift=0.0)  # or a run would begin with a search for its zero
-    for name, head in (("policy", "lm"), ("reward_model", "scalar")):
-        hf = auto_class(head).from_config(settings)
+    for name, head in (("policy", "lm"), ("reward_model", "scalar"))[:1 + ppo]:
+        with torch.device(choose_device(system.device_type)):
+            hf = auto_class(head).from_config(settings)
         if head == "lm":
             end_sometimes(hf, end_share)
         hf.save_pretrained(os.path.join(folder, name))
@@ -194,7 +195,8 @@ def update(folder, system, b, T, repeats):
         step()
     kind = "device" if device.type == "cuda" else "cpu"
     took = [(getattr(event, f"self_{kind}_time_total") / 1e6, event.key)
-            for event in seen.key_averages()]
+            for event in seen.key_averages()  # not what launches a kernel: it has the same time
+            if event.device_type.name.lower() == device.type]
     weights = sum(p.numel() for p in policy.parameters())
     weights -= policy.hf.get_input_embeddings().weight.numel()
     return statistics.median(seconds), 6 * weights * b * T, sorted(took, reverse=True)[:10]
@@ -223,6 +225,7 @@ def iterations(script, folder, keys):
         prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
     if script == "grpo":
         keys |= dict(reward_functions=os.path.join(folder, "rule.py:score"), reward_path="")
+    torch.cuda.empty_cache()  # the run needs what this process keeps
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
         run = subprocess.Popen(
@@ -260,7 +263,7 @@ if __name__ == "__main__":
                      num_hidden_layers=n_layer, num_attention_heads=n_head,
                      num_key_value_heads=n_kv_head)
         make_models(folder, sizes, prompt_length, max_new_tokens,
-                    2 / max_new_tokens if lengths == "real" else 0.0)
+                    2 / max_new_tokens if lengths == "real" else 0.0, system, "ppo" in work)
         if "sampling" in work:
             took, size = sampling(
                 folder, system, batch_size, prompt_length, max_new_tokens, repeats)

@@ -98,7 +98,7 @@ for name, model in end["run"].trained.items():
 def make_data(folder, end_share):
     """Models, a rule, an environment, prompts of different lengths, and pairs, in a folder."""
     torch.manual_seed(0)
-    make_models(folder, LLAMA, LENGTH, NEW, end_share)
+    make_models(folder, LLAMA, LENGTH, NEW, end_share, system, ppo=True)
     with open(f"{folder}/rule.py", "a", encoding="utf-8") as f:
         f.write("def talks(messages, row):\n    return messages[0]['content'][:2]\n")
     with open(f"{folder}/prompts.jsonl", encoding="utf-8") as f:

@@ -29,17 +29,17 @@ grpo_python = ""  # with TRL 1.16
 # --device_type=cuda --dtype=bfloat16: on a GPU, with a Llama of 1B parameters
 config, system = configure(globals(), "config/keys.py", device_type="cpu")
 # --------------------------------------------------------------------------------------------------
-PROMPTS, LENGTH, NEW = 32, 32, 128
+PROMPTS, LENGTH, NEW, MOST = 32, 32, 128, 32
 LLAMA = dict(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=4)
 if system.device_type == "cuda":
-    PROMPTS, LENGTH, NEW = 64, 128, 256
+    PROMPTS, LENGTH, NEW, MOST = 64, 128, 256, 16
     LLAMA = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
                  num_attention_heads=32, num_key_value_heads=8)
 # name: (work, lengths, rows of a micro-batch)
 ROWS = {
-    "sampling_full": ("sampling", "full", 0), "ppo_full": ("ppo", "full", 32),
-    "ppo_real": ("ppo", "real", 8), "grpo_full": ("grpo", "full", 32),
+    "sampling_full": ("sampling", "full", 0), "ppo_full": ("ppo", "full", MOST),
+    "ppo_real": ("ppo", "real", 8), "grpo_full": ("grpo", "full", MOST),
     "grpo_real": ("grpo", "real", 8)}
 
 
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     for name in wanted:
         with tempfile.TemporaryDirectory() as folder:
             share = 2 / NEW if ROWS[name][1] == "real" else 0.0
-            make_models(folder, LLAMA, LENGTH, NEW, share)
+            make_models(folder, LLAMA, LENGTH, NEW, share, system, ROWS[name][0] == "ppo")
             print(row_of(name, folder), flush=True)

@@ -148,6 +148,15 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "minibatches"),
     ("configurator.py", "if equals and model not in MODELS:", "if False:", "long/test_zero",
      "there_is_not"),
+    ("options/decoding_graph.py", "last and last.pool()", "None", "long/test_device", "same"),
+    ("options/decoding_graph.py", "torch.cuda.empty_cache()", "raise",
+     "long/test_device", "same"),
+    ("options/decoding_graph.py", '"default" if self.compiled else "error"', '"default"',
+     "long/test_device", "recorded"),
+    ("options/decoding_graph.py", "self.column -= 1", "pass", "long/test_device", "same"),
+    ("options/vllm.py", "if llm.asleep:  # since", "if False:  # since", "long/test_vllm", "turns"),
+    ("ranks.py", "None if device.index is None else [device.index]", "None", "long/test_device",
+     "nccl"),
 ]
 
 

@@ -10,14 +10,18 @@ it would be with CUDA. Helpers, no tests.
 
 Tensors know their place by an attribute of their storage, so that views and what autograd keeps
 share it. What is allowed between the two places is what CUDA allows: a tensor of one number on the
-CPU, an index on the CPU, and copying.
+CPU, an index on the CPU, and copying. Where nothing may wait for the GPU (while a graph is
+recorded, and as torch.cuda.set_sync_debug_mode says), what waits is an error, too.
 """
 import contextlib
+import warnings
+import weakref
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
@@ -28,6 +32,9 @@ INEXACT = {"cumsum", "put_", "histc", "bincount", "median", "nll_loss_forward", 
            "logcumsumexp"}
 COPIES = {aten.copy_, aten._to_copy, aten.set_, aten._has_compatible_shallow_copy_type}
 INDICES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+# the CPU waits for their result, or for its size; so it does for an index of bools
+WAITS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.masked_select,
+         aten.equal, aten._unique2}
 
 
 class Misplaced(RuntimeError):
@@ -49,12 +56,39 @@ def wanted_place(device):
     return {"cuda": "gpu", "cpu": "cpu"}.get(kind)
 
 
+class Waits(RuntimeError):
+    """A wait for the GPU where there must be none."""
+
+
 class Seen:
-    """What was seen on the pretended GPU: the names of all operations."""
+    """What was seen on the pretended GPU: the names of all operations; and its graphs."""
 
     def __init__(self):
         self.backward = False  # whether a backward pass is under way
         self.operations, self.inexact = set(), set()
+        self.no_waits = self.warned = False
+        self.recording = None  # the Graph that is being recorded
+        self.graphs = weakref.WeakSet()  # those that are alive
+        self.pools, self.recorded, self.replays, self.waits = set(), 0, 0, 0  # in all
+        self.full = False  # whether there is no memory for a recording, until empty_cache
+
+    def wait(self, what):
+        self.waits += 1
+        if self.no_waits or self.recording:
+            raise Waits(f"{what} waits for the GPU")
+
+    def set_sync_debug_mode(self, mode):
+        if not self.warned:  # as torch does
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+        self.warned, self.no_waits = True, mode == "error"
+
+    def functions(self):
+        """{name in torch.cuda: what takes its place}"""
+        return dict(
+            CUDAGraph=Graph, Stream=mock.Mock, current_stream=mock.Mock,
+            stream=contextlib.nullcontext,
+            set_sync_debug_mode=self.set_sync_debug_mode,
+            empty_cache=lambda: setattr(self, "full", False))
 
 
 seen = Seen()
@@ -68,8 +102,12 @@ class Check(TorchDispatchMode):
             before = tensors_of(args, kwargs)
             storages = {id(t.untyped_storage()) for t in before}
             where = self.look(operation.overloadpacket, args, before)
+            if seen.recording:
+                seen.recording.before(operation, args)
         results = operation(*args, **kwargs or {})
         with torch._C.DisableTorchFunction():
+            if seen.recording:
+                seen.recording.tape.append((operation, args, kwargs or {}, tensors_of(results)))
             if seen.backward and not before:  # zeros that autograd makes: on the right device
                 where = "anywhere"
             for t in tensors_of(results):
@@ -85,7 +123,12 @@ class Check(TorchDispatchMode):
         seen.operations.add(name)
         if name in INEXACT and any(t.dtype.is_floating_point for t in tensors):
             seen.inexact.add(name)
+        if packet in WAITS or packet in INDICES and any(
+                t.dtype == torch.bool for t in tensors_of(args[1])):
+            seen.wait(name)
         if packet in COPIES:
+            if any(place(t) == "cpu" for t in tensors):
+                seen.wait("a copy from or to the CPU")
             return place(tensors[0])
         indices = {id(t) for t in tensors_of(args[1])} if packet in INDICES else set()
         strays = [t for t in tensors if place(t) == "cpu" and t.dim() > 0 and id(t) not in indices]
@@ -109,6 +152,8 @@ class Redirect(TorchFunctionMode):
             return place(args[0]) == "gpu"
         if name in ("numpy", "__array__") and place(args[0]) == "gpu":
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if name == "tolist" and place(args[0]) == "gpu":
+            seen.wait(name)
         if name == "pin_memory":
             return args[0]
         if name == "backward":  # with this mode on, for what a backward pass computes in Python
@@ -135,17 +180,72 @@ class Redirect(TorchFunctionMode):
         if kwargs.get("device") is not None and wanted_place(kwargs["device"]):
             target, kwargs["device"] = wanted_place(kwargs["device"]), "cpu"
             result = function(*args, **kwargs)
-            return moved(result, target, result)
+            return moved(result, target, result, made_there=name not in ("tensor", "as_tensor"))
         return function(*args, **kwargs)
 
 
-def moved(before, target, t):
+def moved(before, target, t, made_there=False):
     """t in the place `target`: t itself, or if `before` is elsewhere a copy."""
     if t.is_meta or place(t) == target:
         return t
+    if not made_there:
+        seen.wait("a copy from or to the CPU")
     t = t.clone()
     t.untyped_storage().place = target
     return t
+
+
+class Graph:
+    """
+    A CUDA graph: `replay` repeats the recorded operations with the very tensors that they had, and
+    runs no Python. The recording itself computes nothing that one could see: afterwards older
+    memory is as it was, and in newer memory there is nonsense.
+    """
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert pool is None or any(graph.number == pool for graph in seen.graphs)
+        seen.recorded += 1
+        self.number, self.tape, self.older = pool or seen.recorded, [], []
+        seen.pools.add(self.number)
+        seen.recording = self
+
+    def before(self, operation, args):
+        """Keep what an operation is about to change."""
+        if seen.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        for argument, t in zip(operation._schema.arguments, args, strict=False):
+            if argument.alias_info and argument.alias_info.is_write:
+                self.older.append((t, t.clone()))
+
+    def capture_end(self):
+        seen.recording = None
+        seen.graphs.add(self)
+        with unseen():
+            for t, before in reversed(self.older):
+                t.copy_(before)
+            for _, args, kwargs, results in self.tape:
+                given = {id(t.untyped_storage()) for t in tensors_of(args, kwargs)}
+                for t in results:
+                    if id(t.untyped_storage()) not in given:
+                        t.fill_(torch.nan if t.is_floating_point() else 1)
+
+    def pool(self):
+        return self.number
+
+    def replay(self):
+        seen.replays += 1
+        with unseen():
+            for operation, args, kwargs, results in self.tape:
+                again = tensors_of(operation(*args, **kwargs))
+                for t, new in zip(results, again, strict=True):
+                    if t.data_ptr() != new.data_ptr():  # it is no view, and not changed in place
+                        t.copy_(new)
+
+
+@contextlib.contextmanager
+def unseen():
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 @contextlib.contextmanager
@@ -158,7 +258,7 @@ def gpu():
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     before, checks["default"] = checks["default"], checks["none"]
     try:
-        with Check(), Redirect():
+        with mock.patch.multiple(torch.cuda, **seen.functions()), Check(), Redirect():
             yield seen
     finally:
         checks["default"] = before

@@ -4,6 +4,7 @@ kernel, memory that was never written, an impossible token. test_gpu.py has what
 """
 import json
 import os
+import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,11 +16,13 @@ import parallel
 import pretend
 import ranks
 import tiny
+from load import load
 from model import Model
+from options import decoding_graph
 from prompts import micro_batch
 from rollout import draw, generate
-from test_families import SIZES, random_model
-from tiny import assert_same_run, keys_of, read_jsonl, run
+from test_families import SIZES, random_model, save
+from tiny import assert_same_run, keys_of, keys_of_system, read_jsonl, run
 
 
 def checked(collective, *args, **kwargs):
@@ -43,7 +46,8 @@ def begin(rank):
     def finish():
         context.__exit__(None, None, None)
         with open("seen.json", "w") as f:
-            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations)), f)
+            json.dump(dict(inexact=sorted(seen.inexact), operations=len(seen.operations),
+                           recorded=seen.recorded), f)
         leave()
         os._exit(0)
 
@@ -52,9 +56,9 @@ def begin(rank):
 
 RUNS = {
     "ppo.py": dict(ppo_epochs=1, num_minibatches=1, deterministic=True, kl_estimator="k2",
-                   entropy_coef=0.1, ema_decay=0.5, head_chunk=5, cuda_graphs=False),
+                   entropy_coef=0.1, ema_decay=0.5, head_chunk=5),
     "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
-                    optim="adafactor", offload="ref=params", cuda_graphs=False, save_rollouts=1),
+                    optim="adafactor", offload="ref=params", save_rollouts=1),
     "sft.py": {}, "rm.py": dict(lora="2")}
 
 
@@ -69,10 +73,28 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, script):
     assert done.codes == [0], done
     seen = json.load(open(tmp_path / "gpu" / "seen.json"))
     assert seen["operations"] > 50 and seen["inexact"] == []
+    assert bool(seen["recorded"]) == (script in ("ppo.py", "grpo.py"))
     assert read_jsonl(tmp_path / "gpu" / "out" / "log.jsonl")[0]["mem/peak_mib"] == 7
     models = ("reward_model",) if script == "rm.py" else ("policy",)
     on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
     assert_same_run(tmp_path / "gpu" / "out", on_cpu, models, 1e-9)
+
+
+@pytest.mark.parametrize("roles", ["", "train=1,generate=1"])
+def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
+    """Rank 5 may be the first of its machine. With roles, no group is split off the first one."""
+    told = {}
+    monkeypatch.setattr(ranks, "choose_device", lambda device: torch.device("cuda", 3))
+    monkeypatch.setattr("options.roles.begin", lambda system: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **keys: told.update(keys))
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: told.update(barrier=device_ids))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    ranks.init(keys_of_system(roles=roles))
+    for number, handler in before:
+        signal.signal(number, handler)
+    assert told["backend"] == "nccl" and told["barrier"] == [3]
+    assert told.get("device_id") == (None if roles else torch.device("cuda", 3))
 
 
 def test_nothing_reads_memory_that_was_never_written():
@@ -127,3 +149,47 @@ def test_no_impossible_token_at_the_edges_of_the_cdf(monkeypatch):
     assert not impossible[token].any() and logprob.isfinite().all()
     # and otherwise it is the inverse CDF, but for float32's rounding
     assert (exact[token] - probs[token] - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
+
+
+PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
+
+
+@pytest.fixture
+def by_graphs(monkeypatch, tmp_path):
+    """
+    A function: family -> what a decoding samples plainly, and by graphs, on a pretended GPU with
+    little memory; what was seen there; and why there are no graphs. A graph for each 8 columns.
+    """
+    for name, value in dict(off="", last=None, stream=None, COLUMNS=8, MULTIPLE=4).items():
+        monkeypatch.setattr(decoding_graph, name, value)
+
+    def run(name):
+        save(tmp_path, name)
+        with pretend.gpu() as seen:
+            policy = load(str(tmp_path), "policy", keys_of_system(), pretend.GPU)
+            policy.tokenizer.eos_ids = set(range(0, 260, 20))
+            plain = generate(policy, PROMPTS, 30, 0.8)
+            seen.full, seen.waits = True, 0
+            graphs = generate(policy, PROMPTS, 30, 0.8, graphs=True)
+            return plain, graphs, seen, decoding_graph.off
+
+    return run
+
+
+@pytest.mark.filterwarnings("error:.*prototype")
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Falcon"])
+def test_a_recorded_step_samples_the_same(by_graphs, name):
+    """Nothing in it waits, Python decides nothing, the graphs share memory; one finds it full."""
+    plain, graphs, seen, off = by_graphs(name)
+    assert not off and torch.equal(plain["tokens"], graphs["tokens"])
+    assert (plain["sampler_logprobs"] - graphs["sampler_logprobs"]).abs().max() < 1e-5
+    assert seen.recorded > 3 and seen.replays > 10 and len(seen.pools) == 2 and not seen.full
+    assert len(seen.graphs) == 1  # the last one
+    assert seen.waits < seen.replays + 25  # one for each token, and some at the start
+
+
+def test_a_step_that_waits_is_never_recorded(by_graphs):
+    """Dynamic rope asks for the largest position. A recording that fails harms torch's memory."""
+    plain, graphs, seen, off = by_graphs("Llama with dynamic rope")
+    assert "waits" in off and seen.recorded == 0 and not seen.no_waits
+    assert torch.equal(plain["tokens"], graphs["tokens"])

@@ -67,6 +67,19 @@ def test_sampling_agrees_with_the_cpu(name, tmp_path, monkeypatch):
     print(name, decoding_graph.off or "no reason against graphs", decoding_graph.uncompiled)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+def test_old_graphs_keep_no_memory(tmp_path, monkeypatch):
+    for name, value in dict(off="", COLUMNS=8, MULTIPLE=8).items():
+        monkeypatch.setattr(decoding_graph, name, value)
+    save(tmp_path, "Llama")
+    policy = load(str(tmp_path), "policy", keys_of_system(), torch.device(DEVICE))
+    policy.tokenizer.eos_ids, reserved = {263}, []
+    for _ in range(4):
+        generate(policy, [[5, 17, 80], [41]], 50, graphs=True)  # six graphs, of 2 MiB at least
+        reserved.append(torch.cuda.memory_reserved())
+    assert not decoding_graph.off and reserved[3] - reserved[1] < 8 * 2**20, reserved
+
+
 @pytest.mark.parametrize("name", READ)
 def test_gradients_and_scores_agree_with_the_cpu(name, tmp_path):
     save(tmp_path / "lm", name)

@@ -29,6 +29,8 @@ def stands_in(wrong="", rank=0):
 
         import options.vllm
 
+        plain = options.vllm.load
+        options.vllm.load = lambda **given: plain(**given | dict(sleeps=True))  # as on a GPU
         options.vllm.subprocess = SimpleNamespace(Popen=vllm.Forked, DEVNULL=None)
         vllm.wrong = wrong if mine == rank else ""
 

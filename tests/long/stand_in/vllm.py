@@ -31,11 +31,23 @@ class LLM:
         assert dtype == "float32"
         config = AutoConfig.from_pretrained(folder, **hf_overrides)
         self.model = Model(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-        self.asked = 0
+        self.asked, self.gone = 0, set()
+
+    @torch.no_grad()
+    def sleep(self, level):
+        """On a GPU its memory is gone, and at level 2 its content, too."""
+        assert level == 2 and not self.gone
+        self.gone = {"weights", "kv_cache"}
+        for p in self.model.parameters():
+            p.fill_(torch.nan)
+
+    def wake_up(self, tags):
+        assert set(tags) <= self.gone
+        self.gone -= set(tags)
 
     @torch.no_grad()
     def collective_rpc(self, name, kwargs):
-        assert name == "reload_weights"
+        assert name == "reload_weights" and "weights" not in self.gone
         own = dict(self.model.hf.named_parameters())
         for name, t in kwargs["weights_iterator"]:
             own[name].copy_(t)
@@ -49,6 +61,7 @@ class LLM:
         pass
 
     def generate(self, prompts, settings, use_tqdm):
+        assert not self.gone
         self.asked += 1
         if wrong == f"dies {self.asked}":
             os._exit(7)
