@@ -39,8 +39,9 @@ def audit(models, frozen, iteration):
             odd = [rank for rank, value in enumerate(values) if value != common]
             if column == 0 and 2 * len(odd) >= len(values):  # no majority: any may be the odd one
                 odd = range(len(values))
-            raise Stop(f"iteration {iteration}: {what.format(names[i], parallel.name_ranks(odd))} "
-                       f"({int(bad.sum())} parameters in all); the last checkpoint is good")
+            who = " and ".join(f"rank {rank}" for rank in odd)
+            raise Stop(f"iteration {iteration}: {what.format(names[i], who)} ({int(bad.sum())} "
+                       "parameters in all); the last checkpoint is good")
 
 
 def checksum(t):

@@ -18,6 +18,7 @@ There is no random state to save, and no pickle. A folder gets its name only whe
 complete and synced, and the older checkpoint is deleted only after that. Rank 0 writes whole
 tensors, so a run may resume with another ZeRO stage or number of ranks.
 """
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -343,6 +344,9 @@ def put_in_place(write, final):
     def end():
         for d, _, files in os.walk(folder):
             for f in files:
+                # safetensors lets the owner alone read a file: here all who may read the folder
+                with contextlib.suppress(OSError):  # some file systems refuse it
+                    os.chmod(os.path.join(d, f), os.stat(d).st_mode & 0o666)
                 sync(os.path.join(d, f))
             sync(d)
         # a folder cannot be renamed onto another one: first the older one gets another name

@@ -24,12 +24,13 @@ import json
 import os
 import re
 import shlex
+import symtable
 import sys
 import textwrap
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadInput, report_error, shorten
+from errors import BadInput, nearest, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
@@ -38,6 +39,9 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
+SCRIPTS = "ppo.py", "grpo.py", "sft.py", "rm.py"
+# what a user reads, and not the names of Python's types
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
 
 
 class Key(NamedTuple):
@@ -60,7 +64,6 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     Returns the final configuration as a dict, with the script's name as "script", and the shared
     keys as attributes of a namespace. Raises BadInput.
     """
-    sys.excepthook = report_error
     script = script_globals["__file__"]
     own, more = read_keys(script), {}
     if shared:
@@ -151,14 +154,16 @@ def run_config_file(path, keys):
     hint = f"to give data, type --{data}={path}"
     if not os.path.isfile(path):
         raise BadInput(f"there is no config file {path!r}" + (
-            "" if path.endswith(".py") else "; to set a key, type --key=value"))
+            nearest(path) if path.endswith(".py") else "; to set a key, type --key=value"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
         raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read()
-        names = public_names(ast.parse(text, path))
+        bound = symtable.symtable(text, path, "exec").get_symbols()
+        names = [each.get_name() for each in bound if each.is_assigned() or each.is_imported()]
+        names = [name for name in names if not name.startswith("_")]
         for name in names:
             check_key(name, keys, path)
         if not names:
@@ -178,33 +183,19 @@ def run_config_file(path, keys):
     return {name: value for name, value in namespace.items() if not name.startswith("_")}
 
 
-def public_names(tree):
-    """The names without an underscore that a file's top level binds and does not delete again."""
-    inner = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-    own = *inner, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
-    found, deleted, left = [], set(), [tree]
-    while left:
-        node = left.pop(0)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.append(node.id)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
-            deleted.add(node.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found += [(a.asname or a.name).partition(".")[0] for a in node.names]
-        elif isinstance(node, inner):
-            found.append(node.name)
-        if not isinstance(node, own):
-            left += ast.iter_child_nodes(node)
-    return [name for name in found if not name.startswith("_") and name not in deleted]
-
-
 def check_key(key, keys, where):
-    """Raise BadInput, with the nearest key, unless key is one of keys."""
-    if key not in keys:
-        near = difflib.get_close_matches(key, keys, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "--help lists the keys"
-        hint += "; a name that is no key begins with _" * where.endswith(".py")
-        raise BadInput(f"unknown key {key!r} ({where}); {hint}")
+    """Raise BadInput, with the script that has it, or the nearest key, unless it is one of keys."""
+    if key in keys:
+        return
+    scripts = [os.path.join(os.path.dirname(__file__), name) for name in SCRIPTS]
+    others = [os.path.basename(script) for script in scripts
+              if os.path.isfile(script) and key in read_keys(script)]
+    near = difflib.get_close_matches(key, keys, n=1)
+    hint = (f"it is a key of {' and '.join(others)}" if others else
+            f"did you mean {near[0]!r}?" if near else "--help lists the keys")
+    if where.endswith(".py") and not others:
+        hint += " A name that is no key begins with _"
+    raise BadInput(f"unknown key {key!r} ({where}): {hint}")
 
 
 def parse(key, text, default):
@@ -225,8 +216,7 @@ def convert(key, value, default, where):
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise BadInput(f"{key} ({where}): wanted {wanted.__name__} like {default!r}, given "
-                       f"{type(value).__name__} {shorten(value)}")
+        raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, given {shorten(value)}")
     if wanted is float and not abs(value) < 1e30:  # NaN, or a number that may overflow float32
         raise BadInput(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     return value
@@ -247,7 +237,7 @@ def check_range(name, value, comment, where):
         sign, bound = rule.split()
         good = value > float(bound) if sign == ">" else value >= float(bound)
     if not good:
-        raise BadInput(f"{name} = {shorten(value)} ({where}) is out of range: [{rule}]; "
+        raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule}]; "
                        f"{comment[:match.start()].strip('* ')}")
 
 

@@ -1,7 +1,8 @@
 """
-The errors that a user sees: one line on stderr, and an exit code. configure sets the hook. This
-file is imported before torch.
+The errors that a user sees: one line on stderr, and an exit code. A program imports this file
+before torch, which takes seconds: so Ctrl-C is one line even then.
 """
+import difflib
 import errno
 import importlib.util
 import os
@@ -103,12 +104,20 @@ def place_of(trace):
     return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 
+def nearest(path):
+    """"; did you mean FILE?" where a file with nearly this name lies beside a path; or ""."""
+    folder, name = os.path.split(path)
+    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)  # not sft_val for rl_val
+    return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+
+
 def shorten(value):
     """repr, cut to 60 characters, for error lines."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."
 
 
+sys.excepthook = report_error
 if not importlib.util.find_spec("torch"):  # mostly the virtual environment is not active
-    sys.excepthook = report_error
     raise BadInput(f"{sys.executable} has no torch; type: source .venv/bin/activate")

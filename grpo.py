@@ -44,7 +44,7 @@ from load import autocast, load_policy, load_ref_policy, load_reward_model
 from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   mean_of, summarize)
 from model import response_logprobs
-from prompts import batch_rows, hash_of_ids, iterations, micro_batches, permutation, spread
+from prompts import batch_rows, hash_of_ids, micro_batches, permutation, run_length, spread
 from rewards import alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch
 from rollout import add_columns, read_batch, sample_batch
 from run import Run, make_optimizer
@@ -114,7 +114,7 @@ config, system = configure(globals(), "config/keys.py")
 # set-up: the ranks, the models, the data, the optimizer; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
-terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]; checks all keys
 reward_names = [name for _, name, _ in terms]
 
 # the policy: the SFT model, which is trained
@@ -135,7 +135,7 @@ if "reward_model" in reward_names:
 train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
                          for path in (prompts_path, eval_path))
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows that are used
-config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows),
+config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
 
 optimizers = dict(policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2),
@@ -329,9 +329,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
             if "old_logprobs" not in batch:  # now they are complete
                 add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
-            if steps == 0:  # the ratio is 1: no update yet. age: an older policy has sampled
+            if steps == 0:  # the ratio is 1, but for a batch of an older policy, which has an age
                 sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL is 0, too
-                ratio_gap = run.first_ratio(  # COLLECTIVE
+                ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
@@ -363,4 +363,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-run.finish("tools/sample.py to talk to it, tools/plot.py to see the run")  # COLLECTIVE
+run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE

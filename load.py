@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import parallel
 from configurator import of_model
-from errors import BadInput, first_line
+from errors import BadInput, first_line, nearest
 from model import Model, check_head, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
@@ -68,9 +68,6 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
-    if trained and system.quantize == "4bit" and not adapter:
-        raise BadInput(f"quantize = '4bit' is for a frozen model under an adapter, and {name} has "
-                       "none; type --lora=16")
     held = adapter or parallel.holds(name)
     if not held:  # another role has it: here are only its shapes
         model = outline(path, head, system).requires_grad_(trained)
@@ -112,7 +109,7 @@ def check_folder(path):
         raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
         raise BadInput(f"{path!r}: no such model folder, and no name on the hub, which is "
-                       "OWNER/NAME; train it first")
+                       f"OWNER/NAME{nearest(path) or '; train it first'}")
 
 
 def read_model(path, head, system, device="cpu", seed=0):
@@ -133,8 +130,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
     check_head(hf, path)
-    model = Model(hf, head, path)
-    model.file_dtype = file_dtype
+    model = Model(hf, head, path, file_dtype=file_dtype)
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in hf.named_parameters():
@@ -159,9 +155,7 @@ def outline(path, head, system):
         hf = auto_class(head).from_config(config, **how)
     with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
         hf.generation_config = GenerationConfig.from_pretrained(path)
-    model = Model(hf, head, path)
-    model.file_dtype = file_dtype
-    return model
+    return Model(hf, head, path, file_dtype=file_dtype)
 
 
 def settings_of(path, head, system):
@@ -210,6 +204,8 @@ def check_tensors(found, hf, head, path):
     heads of a scalar model. found: the report of transformers.
     """
     missing, extra = set(found["missing_keys"]), set(found["unexpected_keys"])
+    if head == "lm" and "score.weight" in extra:
+        raise BadInput(f"{path} is a reward model, no language model; type the policy's folder")
     if head == "scalar":
         score = getattr(hf, "score", None)
         if not isinstance(score, nn.Linear) or score.out_features != 1 or score.bias is not None:

@@ -116,11 +116,6 @@ def ranks_where(flag):
     return torch.cat(flags).nonzero().flatten().tolist()
 
 
-def name_ranks(numbers):
-    """[1, 2] -> "rank 1 and rank 2"."""
-    return " and ".join(f"rank {number}" for number in numbers)
-
-
 # --------------------------------------------------------------------------------------------------
 # shares, and tensors of all ranks
 

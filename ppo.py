@@ -41,7 +41,7 @@ from load import autocast, load_policy, load_ref_policy, load_reward_model, load
 from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
                   learning_rate_at, masked_sum, masked_whiten, summarize)
 from model import response_logprobs, response_values
-from prompts import batch_rows, hash_of_ids, iterations, micro_batches, permutation, spread
+from prompts import batch_rows, hash_of_ids, micro_batches, permutation, run_length, spread
 from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
 from rollout import read_batch, sample_batch
 from run import Run, make_optimizer
@@ -71,7 +71,7 @@ reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:
 missing_eos_penalty = 1.0  # a response that never ends scores minus this; 0 = off [>= 0]
 kl_coef = 0.05  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_estimator = "k1"  # Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
-gamma = 1.0  # discount a token [0..1]
+gamma = 1.0  # discount of each token [0..1]
 lam = 0.95  # lambda of GAE [0..1]
 
 # 4) update
@@ -111,7 +111,7 @@ config, system = configure(globals(), "config/keys.py")
 # set-up: the ranks, the four models, the data, the optimizers; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
-terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]; checks all keys
 reward_names = [name for _, name, _ in terms]
 
 # the policy: the SFT model, which is trained
@@ -137,7 +137,7 @@ models["value_model"] = value_model = load_value_model(
 train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
                          for path in (prompts_path, eval_path))
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows that are used
-config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
+config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 value_lr = value_learning_rate or learning_rate
 optimizers = dict(
@@ -314,8 +314,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
                 gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
 
-            if steps == 0:  # the ratio is 1: no update yet. age: an older policy has sampled
-                ratio_gap = run.first_ratio(  # COLLECTIVE
+            if steps == 0:  # the ratio is 1, but for a batch of an older policy, which has an age
+                ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
@@ -340,4 +340,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-run.finish("tools/sample.py to talk to it, tools/plot.py to see the run")  # COLLECTIVE
+run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE

@@ -26,7 +26,7 @@ from itertools import pairwise
 import torch
 
 import parallel
-from errors import BadInput, say, shorten
+from errors import BadInput, nearest, say, shorten
 
 
 # what others write into a message that is not to be learned, such as "weight": 0
@@ -59,8 +59,8 @@ def read_rows(path, shape, fields=""):
     if not os.path.isfile(path):
         maker = os.path.join(os.path.dirname(path), "prepare.py")
         hint = f"; {maker} makes it: the first lines of the config file have the command"
-        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}"
-                       + hint * os.path.isfile(maker))
+        hint = nearest(path) or hint * os.path.isfile(maker)
+        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{hint}")
     rows = Rows()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
         for number, line in enumerate(f, 1):
@@ -130,8 +130,8 @@ def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
     value = row.get(field)
     if value is None:
-        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; "
-                       f'rename one by --fields="THEIRS>{field}"')
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
+                       f'one by --fields="THEIRS>{field}", or see data/convert.py')
     messages = value if isinstance(value, list) else [dict(role="user", content=value)]
     if not messages:
         raise BadInput(f"field {field!r} is empty")
@@ -158,7 +158,7 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
     limit = min(model.max_positions for model in models.values()) - max_new_tokens
     if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
-                       f"models' smallest context, {limit + max_new_tokens}")
+                       f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
     limit = min(limit, system.max_prompt_tokens or limit)
     bos = tokenizer.bos_ids
 
@@ -263,7 +263,7 @@ def batch_rows(seed, iteration, batch_size, rows):
     return [int(permutation(n, seed, "epoch", place // n)[place % n]) for place in places]
 
 
-def iterations(max_iters, epochs, n, batch_size):
+def run_length(max_iters, epochs, n, batch_size):
     """max_iters; or, with epochs > 0, the iterations of batch_size rows that the epochs take."""
     # rounded, because 1.1 * 50 is a little above 55
     return math.ceil(round(epochs * n / batch_size, 6)) if epochs else max_iters

@@ -11,9 +11,10 @@ The batch is a dict of lists with an entry for each response. For two responses 
     accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
     format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
 
-rows are the data file's; prompts the texts that the policy read, in its chat template. In a
-run the batch also has the tensors of rollout.generate, and `seconds`, which the rules may take for
-it. Of several turns the completion is the last one, and `dialogues` has all messages.
+rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
+the batch also has the tensors of sample_batch; `seconds`, which all rules together may take; and
+`limits` of programs. Of several turns the completion is the last one, and `dialogues` has all
+messages.
 """
 import math
 import re
@@ -261,8 +262,8 @@ def by_rules(rules, batch):
     return scores
 
 
-def model_scores(reward_model, mine, rows, micro_batch_size, system, device):
-    """The reward model's scores of this rank's responses. rows: how many all ranks have."""
+def model_scores(reward_model, mine, total, micro_batch_size, system, device):
+    """The reward model's scores of this rank's responses. total: how many all ranks have."""
     tokenizer, texts = reward_model.tokenizer, mine.get("dialogues", mine["completions"])
     if "dialogues" in mine and not tokenizer.template:  # of several turns: just their texts
         texts = ["".join(message["content"] for message in messages) for messages in texts]
@@ -273,23 +274,23 @@ def model_scores(reward_model, mine, rows, micro_batch_size, system, device):
     if system.micro_batch_tokens:
         at_once = max(system.micro_batch_tokens // mine["tokens"].shape[1], 1)
     # every rank runs as many forwards as the rank with the most rows: models may be sharded
-    forwards = math.ceil(math.ceil(rows / parallel.rank_and_size()[1]) / at_once)
+    forwards = math.ceil(math.ceil(total / parallel.rank_and_size()[1]) / at_once)
     with autocast(system, device), no_grad_forwards([reward_model], device):
         return score_sequences(reward_model, sequences, at_once, device, forwards)
 
 
 @torch.no_grad()
-def score_sequences(model, sequences, micro_batch_size, device, count=0):
+def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
     """
     A reward model's or judge's scores of texts (lists of ids), (n,) in at least float32, read at
-    the last token of each. count: make at least this many forward passes, because a sharded model
+    the last token of each. forwards: make at least so many forward passes, because a sharded model
     needs all ranks in each.
     """
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    for part in parts + [[]] * (count - len(parts)):
+    for part in parts + [[]] * (forwards - len(parts)):
         # padding is behind each text, so any id is right. Without texts: one row
         tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, T) each
         found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)

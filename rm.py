@@ -25,7 +25,7 @@ from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
 from prompts import (batch_rows, check_pairs, deal_rows, dialogue, encode_rows, hash_of_ids,
-                     iterations, read_rows, right_pad, spread)
+                     read_rows, right_pad, run_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ if val_path:
     demonstrations = [pair[:1] for pair in val_rows.ids]
 if demonstrations_path:
     demonstrations = read(demonstrations_path, ["completion"]).ids
-config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
+config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 optimizer = make_optimizer(reward_model, "reward", system, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
@@ -334,4 +334,4 @@ mean = all_scores(demonstrations, reward_model).mean().item()  # COLLECTIVE
 reward_model.score_shift = -mean
 what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
-run.finish("ppo.py")  # COLLECTIVE
+run.finish(f"ppo.py with --reward_path={out_dir}/reward_model")  # COLLECTIVE

@@ -1,5 +1,5 @@
 """
-Prompts -> sampled responses.
+Prompts -> sampled responses; and what reads them: the rewards (texts_of) and models (read_batch).
 
 How one response is sampled:
 
@@ -234,23 +234,24 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     `samples` responses each. slots: the places of these rows in the batch; None: 0, 1, ... noise:
     (seed, purpose, iteration), which decides a response's uniforms with its slot and sample.
 
-    Columns (B,) beside those of generate: index, 0 to B - 1; prompt, the row number of each
-    response's prompt; slot, the prompt's place.
+    Columns (B,) beside those of generate: index, 0 to B - 1; row, the number of the data row that a
+    response answers, so rows[batch["row"][i]] is that of response i; slot, the place of that row.
     """
     if "sample" not in parallel.does:  # ranks of another role have done it
         from options.roles import received
 
         return received.pop()
     slots = range(len(row_numbers)) if slots is None else slots
-    # for each of the B responses: the number of its prompt's row, its slot, its sample
-    prompt = [number for number in row_numbers for _ in range(samples)]
+    # for each of the B responses: the number of its data row, its slot, its sample
+    row = [number for number in row_numbers for _ in range(samples)]
     slot = [place for place in slots for _ in range(samples)]
     sample = list(range(samples)) * len(row_numbers)
     width = max(len(rows.ids[number]) for number in row_numbers)  # one P for all ranks
     rank, size = parallel.rank_and_size()
-    tp, mine = system.generate_tp, parallel.share(len(prompt))
-    numbers = parallel.share(len(prompt), rank // tp, size // tp)  # neighbours decode together
-    ids = [rows.ids[prompt[i]] for i in numbers]
+    B, tp = len(row), system.generate_tp
+    mine = parallel.share(B)  # the numbers of this rank's responses
+    numbers = parallel.share(B, rank // tp, size // tp)  # of what tp ranks decode together
+    ids = [rows.ids[row[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
 
@@ -272,13 +273,13 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
             from options.environment import converse
 
             sampled = converse(  # COLLECTIVE
-                policy, decoder, [rows[prompt[i]] for i in numbers], ids, uniforms, width, respond,
+                policy, decoder, [rows[row[i]] for i in numbers], ids, uniforms, width, respond,
                 system, noise, names)
         else:
             sampled = respond(decoder, ids, uniforms, width)
     sampled = {name: t[mine.start - numbers.start:][:len(mine)] for name, t in sampled.items()}
-    batch = parallel.gather_rows(sampled, len(prompt))  # COLLECTIVE
-    for name, column in dict(index=range(len(prompt)), prompt=prompt, slot=slot).items():
+    batch = parallel.gather_rows(sampled, B)  # COLLECTIVE
+    for name, column in dict(index=range(B), row=row, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
     return batch
 
@@ -324,7 +325,7 @@ def texts_of(batch, rows, tokenizer):
     For the rewards: the data rows of a part of a batch, and the texts of its prompts and
     completions; see rewards.py.
     """
-    numbers, R = batch["prompt"].tolist(), batch["response_mask"].shape[1]
+    numbers, R = batch["row"].tolist(), batch["response_mask"].shape[1]
     tokens, mask = batch["tokens"][:, -R:].cpu(), batch["response_mask"].cpu()  # one wait for a GPU
     texts = dict(rows=[rows[number] for number in numbers],
                  prompts=[tokenizer.decode(rows.ids[number]) for number in numbers])

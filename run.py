@@ -178,17 +178,13 @@ class Run:
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
 
-    def save_as(self, folder, name):
-        """A collective: write the model of this name to out_dir/folder."""
-        save_final(self.out_dir, folder, self.models[name])  # COLLECTIVE
-
     def finish(self, next_step):
         """A collective: save the trained models, and leave together with the other ranks."""
         for name in self.trained:
-            self.save_as(name, name)  # COLLECTIVE
+            save_final(self.out_dir, name, self.trained[name])  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                self.save_as("ema_policy", "policy")  # COLLECTIVE
+                save_final(self.out_dir, "ema_policy", self.models["policy"])  # COLLECTIVE
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -225,7 +221,7 @@ class Run:
                 f"{worst:.2g} nats a token; --importance_cap=2 corrects for it")
         return worst
 
-    def first_ratio(self, gaps, sums, to_older):
+    def ratio_gap(self, gaps, sums, to_older):
         """
         A collective, in the first step of an update, before any weight has moved: the distance of
         the ratios from 1, in nats; gaps: of each micro-batch. to_older: the ratio is to an older
@@ -301,10 +297,10 @@ class Run:
         record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
         if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
             self.state["best_score"] = score
-            self.save_as("best_policy", "policy")  # COLLECTIVE
+            save_final(self.out_dir, "best_policy", self.models["policy"])  # COLLECTIVE
         samples = self.samples(batch, rows, SAMPLES)
-        say(f"eval {self.iteration}: " + " | ".join(
-            f"{name[5:]} {x:.3f}" for name, x in record.items()))
+        say(f"eval {self.iteration}: " + "  ".join(
+            f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))
         for sample in samples[:2]:
             say(f"    {sample['prompt']!r:.200} -> {sample['text']!r:.300}")
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
@@ -323,7 +319,7 @@ class Run:
         for i, row in enumerate(texts["rows"]):
             scores = {name: x[i] for name, x in columns.items() if math.isfinite(x[i])}
             samples.append(dict(
-                iteration=self.iteration, row=int(first["prompt"][i]), prompt=row["prompt"],
+                iteration=self.iteration, row=int(first["row"][i]), prompt=row["prompt"],
                 text=texts["completions"][i], finished=bool(first["finished"][i]),
                 length=int(first["response_mask"][i].sum()), scores=scores))
             if "dialogues" in texts:
@@ -382,7 +378,7 @@ COLUMNS = {
     "len": ("objective/length", "4.0f"),
     "flat": ("objective/flat_groups", "3.1f"),
     "loss": ("loss/sft", "6.4f"),
-    "preference": ("loss/preference", "6.4f"),
+    "pair loss": ("loss/preference", "6.4f"),
     "right": ("train/accuracy", "4.2f"),
     "clip": ("policy/clipfrac", "5.3f"),
     "ev": ("val/explained_variance", "z5.2f"),

@@ -21,8 +21,8 @@ import ranks
 from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, iterations,
-                     read_rows, right_pad, spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
+                     right_pad, run_length, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 
@@ -121,7 +121,7 @@ train_rows, eval_examples = read(train_path), []
 if val_path:
     val_rows = read(val_path)
     eval_examples = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
-config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
+config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 optimizer = make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
@@ -201,4 +201,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     record |= {"policy/grad_norm": norms.get("policy", 0.0), "policy/lr": lr}
     run.log(record, tokens=sum(len(ids) for ids, _ in examples), every=20)  # COLLECTIVE
 
-run.finish("sample from it (tools/sample.py), or train a reward model (rm.py)")  # COLLECTIVE
+run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE

@@ -55,7 +55,7 @@ lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on th
 # adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'; muon is for
 # the layers' matrices, with adamw for the rest
 optim = "adamw"  # adamw, adamw8bit, adafactor or muon
-quantize = "none"  # 4bit: the frozen model under lora, by bitsandbytes [none | 4bit]
+quantize = "none"  # with lora: the frozen model in 4 bits, by bitsandbytes [none | 4bit]
 weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 
 # -------------------------------------------------------------------------------------------------

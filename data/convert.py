@@ -38,7 +38,7 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from answers import last_box  # noqa: E402
-from errors import BadInput, report_error  # noqa: E402
+from errors import BadInput  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
 from prompts import NOT_LEARNED, THOUGHTS_APART, dialogue, prompt_row, rename  # noqa: E402
 
@@ -61,7 +61,6 @@ def parser_of(doc):
     def error(said):
         raise BadInput(said)
 
-    sys.excepthook = report_error
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error

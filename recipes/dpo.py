@@ -34,7 +34,7 @@ from load import autocast, load_policy, load_ref_policy
 from loss import gap, learning_rate_at
 from model import in_rows, no_grad_forwards
 from prompts import (batch_rows, check_pairs, deal_rows, dialogue, encode_rows, hash_of_ids,
-                     iterations, read_rows, right_pad, spread)
+                     read_rows, right_pad, run_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ train_rows, eval_pairs = read(train_path), []
 if val_path:
     val_rows = read(val_path)
     eval_pairs = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
-config["max_iters"] = max_iters = iterations(max_iters, system.epochs, len(train_rows), batch_size)
+config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 optimizer = make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps)
 run = Run(  # COLLECTIVE
@@ -230,4 +230,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     tokens = sum(len(ids) for pair in batch for ids, _ in pair)
     run.log(record, tokens=tokens, every=10)  # COLLECTIVE
 
-run.finish("tools/eval.py to compare it with the SFT model")  # COLLECTIVE
+run.finish(f"python tools/eval.py --policies={out_dir}/policy")  # COLLECTIVE

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole pipeline on a laptop; no data and no model is downloaded.
-# Data -> SFT -> pairs -> reward model -> PPO -> a table and a picture.
+# Data -> SFT -> pairs -> reward model -> PPO -> a table and a page of curves and samples.
 #   bash runs/quickstart.sh [seed]
 # Every step is a command that you could type yourself; it is printed before it runs. After Ctrl-C
 # the same command goes on. After its end, or with another seed, it begins anew, and first deletes
@@ -14,7 +14,7 @@ unfinished=out/quickstart_seed  # it is there from the first step to the last on
 if [ "$(cat $unfinished 2>/dev/null)" = "$seed" ]; then
     echo "going on where it was stopped; to begin anew: rm $unfinished"
 else
-    remove $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.{png,html}
+    remove $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.html
     mkdir -p out
     echo "$seed" > $unfinished
 fi
@@ -33,14 +33,15 @@ echo; echo "After PPO, the same prompts and the same noise:"
 step tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
-step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.png
 step tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.html
 rm $unfinished
 cat <<END
 
 Done in $((SECONDS - began)) s. The table is of held-out problems: its first line is the SFT model,
-its last line is the policy after PPO. Next:
+its last line is the policy after PPO. docs/running.md explains each number that you have seen. Next:
 
+Make "python" mean $PYTHON, in each new terminal:
+  source ${venv:-.venv}/bin/activate
 Talk to the policy; type 123+456=
   python tools/sample.py --policy_path=out/arithmetic_ppo/policy
 Watch the score rise while the accuracy falls:
@@ -50,5 +51,4 @@ The same run on two processes:
   torchrun --nproc_per_node=2 ppo.py config/arithmetic_ppo.py --out_dir=out/two_ranks
 Read the algorithm downward:
   less ppo.py
-(python is $PYTHON)
 END

@@ -40,6 +40,7 @@ def test_kills_at_all_moments_of_a_run_leave_the_same_bits(world, tmp_path):
             assert damage(folder) is None  # what has its name is complete
         number, kills = number + 6, kills + 1
     assert kills > 6 and list_checkpoints(whole) == [f"{whole}/checkpoint-000002"]
+    assert os.stat(f"{whole}/policy/model.safetensors").st_mode & 0o444 == 0o444  # others serve it
     assert_same_run(whole, f"{tmp_path}/out")
     assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(whole))
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("options")
 import by_hand
 from prompts import Rows
 from test_by_hand import TUNED, assert_agrees, typed_keys
@@ -58,12 +57,12 @@ def test_refills():
         scores = torch.tensor([[7.0, 7.0] if slot == 2 else [0.0, 1.0] for slot in slots]).flatten()
         n = len(scores)
         return dict(tokens=torch.full((n, 5), 8), attention_mask=torch.ones(n, 5).bool(),
-                    scores=scores, index=torch.arange(n), prompt=torch.tensor(
+                    scores=scores, index=torch.arange(n), row=torch.tensor(
                         [i for i in numbers for _ in range(2)]))
 
     batch = dict(tokens=torch.full((6, 4), 5), attention_mask=torch.ones(6, 4).bool(),
                  scores=torch.tensor([3.0, 3, 1, 2, 4, 4]), index=torch.arange(6),
-                 prompt=torch.tensor([0, 0, 1, 1, 2, 2]))
+                 row=torch.tensor([0, 0, 1, 1, 2, 2]))
     got, flat = refill(batch, torch.tensor([True, False, True]), lambda b: b["scores"], 2,
                        Rows(range(9)), [0, 1, 2], rollout, 1, 4, 2, pad_id=0)
     assert [(purpose, slots) for purpose, _, slots in asked] == [("refill 0", [0, 2]),
@@ -72,7 +71,7 @@ def test_refills():
     assert got["scores"].tolist() == [0, 1, 1, 2, 7, 7] and got["index"].tolist() == [*range(6)]
     assert got["tokens"].tolist() == [[8] * 5] * 2 + [[0, 5, 5, 5, 5]] * 2 + [[8] * 5] * 2
     assert got["attention_mask"][2].tolist() == [False, True, True, True, True]
-    assert got["prompt"].tolist()[4:] == [asked[1][1][0]] * 2
+    assert got["row"].tolist()[4:] == [asked[1][1][0]] * 2
 
 
 def test_an_environment(world, tmp_path):

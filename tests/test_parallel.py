@@ -15,14 +15,11 @@ from tiny import assert_same_run, assert_stopped, at, keys_of, run, well, write
 
 WORKER = """
 import json
-import sys
 import torch
 import parallel
 import ranks
-from errors import report_error
 from tiny import keys_of_system
 
-sys.excepthook = report_error
 ranks.init(keys_of_system(device_type="cpu", timeout=20))
 rank, size = parallel.rank_and_size()
 said = []

@@ -55,7 +55,6 @@ def test_format_and_thinks():
 
 
 def test_the_key_reward_functions(tmp_path):
-    pytest.importorskip("options.foreign_rewards")
     path = write(tmp_path / "mine.py", "def brevity(batch):\n    return [-len(c) for c in "
                                        "batch['completions']]\ndef format(batch): pass\n")
     terms = reward_terms(f" 2 * length , -0.5*thinks,{path}:brevity,0*reward_model")

@@ -51,12 +51,17 @@ def test_from_scratch_as_it_is_typed(world, tmp_path):
 
 BAD = {  # what people type: script, keys, words of the line
     "a typo": ("ppo.py", dict(kl_coeff=0.1), ["'kl_coef'"]),
-    "no number": ("sft.py", dict(batch_size="many"), ["batch_size", "int"]),
+    "another script's key": ("ppo.py", dict(group_size=4), ["'group_size'", "grpo.py"]),
+    "no number": ("sft.py", dict(batch_size="many"), ["batch_size", "'many'"]),
     "out of range": ("rm.py", dict(label_smoothing=0.7), ["label_smoothing", "[0..0.5]"]),
     "no file": ("grpo.py", dict(prompts_path="nowhere.jsonl"), ["nowhere.jsonl"]),
     "no folder": ("ppo.py", dict(policy_path="out/nowhere"), ["out/nowhere", "train it first"]),
+    "a misspelt folder": ("ppo.py", lambda w: dict(policy_path=f"{w.root}/polcy"), ["/policy?"]),
+    "a misspelt file": ("sft.py", lambda w: dict(train_path=f"{w.root}/sft_trian.jsonl"), [
+        "/sft_train.jsonl?"]),
     "a reward model's path alone": ("ppo.py", dict(reward_path=""), ["--reward_path"]),
     "a policy as the reward": ("ppo.py", lambda w: dict(reward_path=w.policy), ["rm.py"]),
+    "a reward model as the policy": ("ppo.py", lambda w: dict(policy_path=w.reward), ["policy"]),
     "no value model": ("ppo.py", dict(reward_functions="length", reward_path=""), ["value_init"]),
     "a group of 4 in 6": ("grpo.py", dict(group_size=4), ["batch_size = 6", "group_size = 4"]),
     "no penalty": ("grpo.py", dict(kl_estimator="k1"), ["kl_estimator"]),

@@ -100,7 +100,7 @@ for policy_name, path in paths.items():
             measured = {name: x.tolist() for name, x in batch.items()
                         if name in ("accuracy", "scores", "finished") or name.startswith("reward/")}
             lengths, whole = batch["response_mask"].sum(1).tolist(), whole_responses(texts)
-            for i, row in enumerate(batch["prompt"].tolist()):
+            for i, row in enumerate(batch["row"].tolist()):
                 scores = {name: x[i] for name, x in measured.items() if name != "finished"}
                 records.append(dict(
                     policy=policy_name, mode=mode, row=row, sample=i % count,

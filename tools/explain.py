@@ -11,9 +11,12 @@ the script then has. The prompt takes the first place of the iteration's batch; 
 run's own. At the end the script goes over the batch once more without taking a step: its numbers
 are then the loss as one more step would see it. All this happens in a temporary folder.
 
-    policy, ref, new      log-probs, of the reference policy, too; new: after the update
-    delta, raw, white     the advantage: of one token, of all later ones, and whitened
+    policy, ref, new      log-probs of the token: as sampled, by the reference, after the update
+    KL, reward            policy - ref, if it is k1; -kl_coef * KL, at the end with the score
+    value                 the sum of the rewards from here on, as the value model expects it
+    delta, raw, white     PPO's advantage: of this token, with all later ones, and whitened
     ret                   the return, raw + value
+    advantage             GRPO's: of the response against its group
     ratio, clip, loss     exp(new - policy); whether the clip has taken the gradient away; and the
                           loss of one more step
 """
@@ -196,7 +199,7 @@ print(f"one response of {run}: iteration {iteration} of {script}.py, from "
       f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {said[0]!r}")
 print(f"score     {cell(score)} = {' + '.join(parts)}"
       + ("" if batch["finished"][0] else "; cut off at max_new_tokens"))
-print(f"shaped    {cell(names['scores'][0].item())}, after what the keys make of a score\n")
+print(f"shaped    {cell(names['scores'][0].item())}, the score after penalties\n")
 if script == "grpo":
     print_table({
         "#": list(range(1, group + 1)), "score": names["scores"][:group].tolist(),
@@ -205,6 +208,7 @@ if script == "grpo":
         "response": [text if len(text) <= 70 else f"{text[:68]}.." for text in map(repr, said)]})
     print()
 print_table(columns)
+print("\n" + __doc__.rstrip().rpartition("\n\n")[2])  # what the columns are
 
 # -------------------------------------------------------------------------------------------------
 # the picture: one panel above the other, all over the same tokens

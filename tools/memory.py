@@ -40,7 +40,7 @@ from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 import load  # noqa: E402
 import parallel  # noqa: E402
 from decoding_cache import SPARE, decoding_cache  # noqa: E402
-from errors import BadInput, report_error  # noqa: E402
+from errors import BadInput  # noqa: E402
 from model import Model, no_grad_forwards, response_logprobs, response_values  # noqa: E402
 from options import lora, shards  # noqa: E402
 from options.ema import MovingAverage  # noqa: E402
@@ -342,7 +342,6 @@ def predict(script, config):
 
 
 if __name__ == "__main__":
-    sys.excepthook = report_error
     if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
         print(__doc__.strip())
         sys.exit()

@@ -159,12 +159,13 @@ place = choose(against)[0] if against else "iteration"
 
 # the table: the first evaluation, and the last one if there is more than one
 wide = max(28, *map(len, logs))
-print(f"{'run':<{wide}} {'iteration':>9}  " + "  ".join(f"{name:>8}" for name in COLUMNS))
+shown = {name: form for name, form in COLUMNS.items() if f"eval/{name}" in logged}
+print(f"{'run':<{wide}} {'iteration':>9}  " + "  ".join(f"{name:>8}" for name in shown))
 for name, records in logs.items():
     evaluated = [r for r in records if any(k.startswith("eval/") for k in r)]
     for record in evaluated if against else evaluated[:1] + evaluated[1:][-1:]:
         # None: the run does not log it, or it was not finite
-        figures = [(record.get(f"eval/{k}"), form) for k, form in COLUMNS.items()]
+        figures = [(record.get(f"eval/{k}"), form) for k, form in shown.items()]
         cells = ["-" if value is None else form.format(value) for value, form in figures]
         print(f"{name:<{wide}} {record['iteration']:>9}  " + "  ".join(f"{c:>8}" for c in cells))
 
@@ -174,7 +175,7 @@ if out.endswith(".html"):
     text = page_of(choose(metrics) or logged)
     with open(out, "w", encoding="utf-8") as f:
         f.write(text)
-    print(f"saved {out} ({len(text) / 2**20:.1f} MiB); open it in a browser")
+    print(f"saved {out}; open it in a browser")
 elif out:
     titles = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
     draw([(metric, (metric,)) for metric in choose(metrics)] or titles)

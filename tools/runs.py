@@ -5,11 +5,10 @@ sure a mean over prompts is.
 import json
 import math
 import os
-import sys
 from statistics import fmean
 
 from configurator import read_json
-from errors import BadInput, report_error
+from errors import BadInput
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
@@ -34,7 +33,6 @@ def as_in_run(argv, key, default, keys):
     with commas between several; default: its default. keys: {key of the tool: of the run}. Of
     several runs the first one that sets a key counts.
     """
-    sys.excepthook = report_error  # configure, which does that, comes later
     typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
     taken = {}
     for path in typed.get(key, default).split(","):

@@ -87,8 +87,6 @@ def as_row(text):
 
 if prompts:
     rows = read_rows(prompts, prompt_row, system.fields)
-    if not rows:
-        raise BadInput(f"{prompts} is empty")
     answer(rows[:limit or len(rows)], prompts)
 elif prompt:
     answer([as_row(prompt)], "--prompt")

@@ -163,12 +163,11 @@ def _half(x):
     half = x // 2
     return half
 
-scratch = [i for i in range(9)]
+_scratch = [i for i in range(9)]
 if _math.pi > 3:
-    count = _half(len(scratch))
+    count = _half(len(_scratch))
 for _i in range(2):
     rate = float((lambda x: x + _i)(1))
-del scratch
 """)
     assert toy("c.py") == dict(test_configurator.DEFAULTS, count=4, rate=2.0)
 

@@ -41,10 +41,9 @@ def runs(world, tmp_path_factory):
 
 
 def table(text):
-    """{column: cells} of the last table of the output."""
-    names, *lines = text[text.index("# token"):].strip().split("\n")
+    """{column: cells} of the output's last table; behind it a blank line, and what they mean."""
+    names, *lines = text[text.index("# token"):].partition("\n\n")[0].split("\n")
     names = names.split()
-    lines = [line for line in lines if line.strip() and "saved" not in line]
     cells = [re.fullmatch(rf" *(\d+) (.*?)((?: +\S+){{{len(names) - 2}}})", line) for line in lines]
     columns = zip(*([m[1], m[2].strip(), *m[3].split()] for m in cells), strict=True)
     return dict(zip(names, columns, strict=True))

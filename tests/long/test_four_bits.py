@@ -86,7 +86,7 @@ def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
 @pytest.mark.parametrize("words, keys", [
     (["policy", "stage"], dict(optim="adamw8bit", offload="optimizer")),
     (["policy", "stage"], dict(optim="adafactor", zero_stage="2")),
-    (["sgd", "adafactor"], dict(optim="sgd")), (["4bit", "--lora"], dict(quantize="4bit"))])
+    (["sgd", "adafactor"], dict(optim="sgd")), (["quantize", "lora"], dict(quantize="4bit"))])
 def test_what_is_refused(world, tmp_path, words, keys):
     keys = tiny.keys_of(world, "sft.py", **keys)
     tiny.assert_one_line(run("sft.py", tmp_path, keys), "sft.py", *words)

@@ -118,7 +118,7 @@ def test_each_collective_is_marked(file):
 
 
 def test_a_fork_without_options_runs_its_tests(tmp_path):
-    """README's cp -r *.py config data tests: what needs an option is skipped, the rest is well."""
+    """README's cp -r: what needs an option is skipped, the rest is well."""
     for name in files():
         shutil.copy(os.path.join(ROOT, name), tmp_path)
     for name in ("config", "data", "tests"):

@@ -13,7 +13,7 @@ from gae import compute_gae
 from load import load
 from loss import masked_whiten
 from model import Model, scaled_logits
-from prompts import batch_rows, iterations, read_rows, spread
+from prompts import batch_rows, read_rows, run_length, spread
 from rollout import decoding_copy, generate
 from test_gae import by_loop, case
 from tiny import jsonl, keys_of_system
@@ -69,8 +69,8 @@ def test_an_evaluation_takes_rows_from_all_over_a_sorted_file(n, size):
 def test_epochs_in_iterations():
     """The fewest batches that have all rows: 11 tenths of 50 are 55, though 1.1 * 50 is more."""
     for tenths, n, batch_size in itertools.product(range(1, 35), (1, 3, 50, 7473), (1, 5, 16)):
-        assert iterations(7, tenths / 10, n, batch_size) == -(-tenths * n // (10 * batch_size))
-    assert iterations(7, 0.0, 50, 5) == 7
+        assert run_length(7, tenths / 10, n, batch_size) == -(-tenths * n // (10 * batch_size))
+    assert run_length(7, 0.0, 50, 5) == 7
 
 
 def test_a_mix_of_files(tmp_path):
