@@ -111,6 +111,8 @@ def token_weights(mask, aggregation, max_length):
         "token-mean"               1/4            1/4  1/4  1/4
         "seq-mean-token-mean"      1/2            1/6  1/6  1/6
         "seq-mean-token-sum-norm"  1/8            1/8  1/8  1/8
+
+    Raises ValueError for another aggregation.
     """
     weights = mask.double()
     if aggregation == "token-mean":
@@ -118,4 +120,6 @@ def token_weights(mask, aggregation, max_length):
     lengths = weights.sum(1, keepdim=True)  # (B, 1)
     if aggregation == "seq-mean-token-mean":
         return weights / lengths.clamp(min=1) / (lengths > 0).sum().clamp(min=1)
-    return weights / max_length / len(mask)
+    if aggregation == "seq-mean-token-sum-norm":
+        return weights / max_length / len(mask)
+    raise ValueError(f"aggregation = {aggregation!r}")

@@ -120,12 +120,12 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     figures = dict(scores=mean_of(batch["scores"]))
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
-    counts = importance_weights(batch, importance_cap if "age" in batch else 0)  # 1, if 0
+    importance = importance_weights(batch, importance_cap if "age" in batch else 0)  # 1, if 0
     if "old_logprobs" in batch:
-        figures["entropy"] = -(batch["old_logprobs"] * counts).sum(1).mean()
+        figures["entropy"] = -(batch["old_logprobs"] * importance).sum(1).mean()
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
         log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]
-        figures["kl"] = (log_ratio * counts).sum(1).mean()
+        figures["kl"] = (log_ratio * importance).sum(1).mean()
     figures["length"] = mask.sum(1).double().mean()
     figures["finished"] = batch["finished"].double().mean()
     if not batch["accuracy"].isnan().any():  # NaN: the data has no answers
