@@ -85,7 +85,7 @@ FAMILIES = {  # name in the table: model_type, settings that change what is comp
 NO_CACHE = ["Mamba", "Jamba", "Qwen3-Next", "Falcon-H1", "RWKV"]
 NO_SCORES = ["Cohere", "Granite", "OLMoE"]  # transformers has no such class
 READ = [name for name in FAMILIES if name not in NO_CACHE]
-RUN = ["Llama with yarn", "Gemma 2", "OPT", "Mixtral", "Cohere", "Mamba"]  # by all three scripts
+RUN = ["Gemma 2", "OPT", "Mixtral", "Cohere", "Mamba"]  # by all three scripts
 
 
 def random_model(kind, settings, scalar=False, noise=0.15):
@@ -244,7 +244,7 @@ def test_families_do_what_the_docs_say(world, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # split over the ranks, and in 16 bits
 
-SPLIT = ["GPT-2", "Gemma 2", "Cohere", "Mixtral", "gpt-oss"]
+SPLIT = ["Gemma 2", "Cohere", "Mixtral", "gpt-oss"]
 
 
 def test_split_models_compute_the_same(tmp_path):

@@ -25,10 +25,11 @@ CASES = {  # script, keys; ranks and keys until a stop in iteration 1; and from 
         epochs=0.9, lora="policy=2:8:c_attn", ema_decay=0.7, value_init="shared",
         reward_functions="reward_model,0.1*length"),
         (2, dict(zero_stage="3", micro_batch_size=1)),
-        (1, dict(offload="reward=params", head_chunk=4))),
-    "ppo, away": ("ppo.py", dict(ema_decay=0.7, weight_decay=0.1, max_iters=2),
+        (1, dict(offload="policy=optimizer,reward=params", head_chunk=4))),
+    "ppo, away": ("ppo.py", dict(ema_decay=0.7, weight_decay=0.1, max_iters=2, eval_path=""),
                   (2, dict(zero_stage="3", offload=AWAY, gradient_checkpointing=True)),
-                  (2, dict(zero_stage="1", offload="optimizer", micro_batch_tokens=40))),
+                  (2, dict(zero_stage="policy=1,value=2", offload="optimizer",
+                           micro_batch_tokens=40))),
     # fewer rows than ranks; one rank goes on
     "ppo, two rows": ("ppo.py", dict(batch_size=2, eval_size=1, grad_clip=0.3),
                       (3, dict(zero_stage="policy=3,value=2,ref=1", micro_batch_size=1)), (1, {})),
@@ -52,7 +53,7 @@ UNMOVING = dict(
 def keys_in(world, script, keys):
     """The keys of a run in the tiny world, with its paths for the names of its models."""
     paths = {key: getattr(world, x) for key, x in keys.items()
-             if isinstance(x, str) and key.endswith("_path")}
+             if isinstance(x, str) and x and key.endswith("_path")}
     return keys_of(world, script, **keys | paths)
 
 
