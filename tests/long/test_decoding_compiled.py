@@ -9,7 +9,6 @@ also makes kernels, of two families.
 import os
 import sys
 import tempfile
-import traceback
 
 if __name__ == "__main__":
     sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
@@ -24,7 +23,7 @@ from options import decoding_graph
 from rollout import decoding_copy, generate
 from test_families import FAMILIES, READ, random_model, written
 from test_model import CPU
-from tiny import keys_of_system
+from tiny import in_a_fork, keys_of_system
 
 # prompts of several lengths, one of them twice; rows leave at different steps
 PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
@@ -76,26 +75,7 @@ def sampled(policy, compiled, prompts=PROMPTS, R=20, **keys):
     return generate(policy, prompts, R, graphs="compiled" if compiled else False, **keys)
 
 
-@pytest.fixture
-def in_a_fork():
-    """A function that runs another one in a fork: torch.compile leaves much behind in a process."""
-    def run(check, *args):
-        pid, code = os.fork(), 1
-        if pid == 0:
-            try:
-                check(*args)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-    return run
-
-
-def test_families_sample_the_same(in_a_fork, tmp_path):
+def test_families_sample_the_same(tmp_path):
     """One graph for all columns, and all rows that go on; nothing is left uncompiled."""
     def check():
         for name, layers in LAYERS.items():
@@ -108,7 +88,7 @@ def test_families_sample_the_same(in_a_fork, tmp_path):
 
 @pytest.mark.skipif("QUARTET_INDUCTOR" not in os.environ, reason="a minute of a core for each")
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_with_kernels_of_a_compiler(in_a_fork, tmp_path, name):
+def test_with_kernels_of_a_compiler(tmp_path, name):
     def check():
         same, gap, stats, said = compare(name, str(tmp_path), "inductor")
         assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (gap, stats, said)
@@ -116,7 +96,7 @@ def test_with_kernels_of_a_compiler(in_a_fork, tmp_path, name):
     in_a_fork(check)
 
 
-def test_it_is_compiled_once(in_a_fork, tmp_path, capfd):
+def test_it_is_compiled_once(tmp_path, capfd):
     """
     For other batches, lengths and weights, and for each iteration's copy in 16 bits; not for a
     single row, and greedy decoding. And it says so once.
@@ -168,7 +148,7 @@ WRONG = {  # a backend, and the reason that is printed
     "nan": (wrong(lambda x: x if x.shape[-1] != 264 else x * torch.nan), "logits differ")}
 
 
-def test_a_wrong_step_is_never_used(in_a_fork, tmp_path, capfd):
+def test_a_wrong_step_is_never_used(tmp_path, capfd):
     """One line; the tokens are the plain ones; the next decoding does not try it again."""
     def check():
         for name, (backend, reason) in WRONG.items():
@@ -192,7 +172,7 @@ class Counts(Model):
         return logits.roll(cache.get_seq_length(), -1)
 
 
-def test_without_both(in_a_fork, tmp_path, capfd):
+def test_without_both(tmp_path, capfd):
     """Neither compiled nor held is right: plain steps, from the first one on."""
     def check():
         begin("eager")
