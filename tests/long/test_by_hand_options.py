@@ -36,7 +36,7 @@ CASES = {  # name: (layout, branches that must be taken, keys)
     "ppo, turns": ("two ranks", ["reply", "no end"], PPO | dict(
         turns=3, mix=[(0.7, "environment"), (1.0, "letters"), (0.4, "reward_model")], seed=1,
         value_init="policy", gamma=0.9, lam=0.8, missing_eos_penalty=0.7, max_new_tokens=12)),
-    "grpo, turns": ("generate", ["reply", "older", "refill 0"], GRPO | dict(
+    "grpo, turns": ("generate, stopped", ["reply", "older", "refill 0"], GRPO | dict(
         turns=4, mix=[(1.0, "environment"), (0.5, "length")], staleness=1, max_refills=1, seed=5,
         max_new_tokens=15, max_iters=3)),
     # a reward model that does not say its zero; the value model has the same
