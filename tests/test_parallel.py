@@ -94,7 +94,7 @@ def drift(name):
     return action
 
 
-@pytest.mark.parametrize("name, ranks", [("policy", 2), ("reward", 2), ("reward", 1)])
+@pytest.mark.parametrize("name, ranks", [("policy", 2), ("reward", 1)])
 def test_the_audit_names_a_parameter_of_which_a_bit_differs(world, tmp_path, name, ranks):
     """Between ranks; and on all of them, between a frozen model of now and of then."""
     keys = keys_of(world, "ppo.py", sync_check_interval=1, value_init="policy")
