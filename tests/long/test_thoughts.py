@@ -75,10 +75,11 @@ def test_a_family(family):
 
 
 def test_the_reward_math_reads_no_thoughts():
-    """Of all families in one batch: its processes start once."""
-    texts = [text for first, last, end in FAMILIES.values() for text in (
-        f"{first}{DRAFT}{last}5{end}", f"{first}5{last}7{end}", f"{first}5")]
-    assert math_answer(batch_of(texts)) == [1, 0, 0] * len(FAMILIES)
+    """Which the prompt has begun. All families in one batch: its processes start once."""
+    texts = [text for _, last, end in FAMILIES.values()
+             for text in (f"{DRAFT}{last}5{end}", f"5{last}7{end}", "5")]
+    begun = [f"[user] ?[assistant]\n{first}" for first, *_ in FAMILIES.values() for _ in range(3)]
+    assert math_answer(batch_of(texts, begun)) == [1, 0, 0] * len(FAMILIES)
 
 
 def test_what_the_prompt_has_begun():
