@@ -57,11 +57,24 @@ def final_answer(text):
     last ####; without them the last line. "" if the thinking never ends.
     """
     text = behind_thoughts(text) or ""
-    for place in (r"<answer>((?:(?!</?answer>).)*)</answer>",
-                  r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}",
-                  r"####\s*([^\n]*)"):
-        text = (re.findall(place, text, re.DOTALL) or [text])[-1]
+    text = (re.findall("<answer>((?:(?!</?answer>).)*)</answer>", text, re.DOTALL) or [text])[-1]
+    box = last_box(text)
+    text = text if box is None else box
+    text = (re.findall(r"####\s*([^\n]*)", text) or [text])[-1]
     return (text.strip().split("\n") or [""])[-1].strip()
+
+
+def last_box(text):
+    r"""The text in the last \boxed{...} or \fbox{...}, with all braces in it; None without one."""
+    opened, found = [], (-1, 0)  # (where it begins, what stands before) of each open brace; a box
+    for mark in re.finditer(r"(\\(?:boxed|fbox)\s*)?(\{)|\\.|\}", text, re.DOTALL):
+        if mark[2]:
+            opened.append((mark.end(), mark[1]))
+        elif mark[0] == "}" and opened:
+            begin, box = opened.pop()
+            if box:
+                found = max(found, (begin, mark.start()))
+    return text[slice(*found)] if found[1] else None
 
 
 def same_answer(given, truth):
@@ -73,8 +86,9 @@ def same_answer(given, truth):
 
 def number_of(text):
     """The value of a number such as 1,234.50 or -3/4, or None."""
-    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    match = re.fullmatch(r"([+-]?\d{1,100}(?:\.\d{1,100})?)(?: ?/ ?(\d{1,100}))?", text)
+    text = re.sub(r"(?<=\d)(?:,|\\,|,\\!|\{,\})(?=\d{3}\b)", "", text)  # 1,234, also LaTeX's
+    match = re.fullmatch(
+        r"([+-]?\d{1,100}(?:\.\d{1,100})?(?:e[+-]?\d{1,3})?)(?: ?/ ?(\d{1,100}))?", text)
     if not match or match[2] and not int(match[2]):
         return None
     return Fraction(match[1]) / int(match[2] or 1)

@@ -13,7 +13,7 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput, first_line
-from model import Model, no_grad_forwards, scaled_logits
+from model import Model, check_head, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
@@ -132,6 +132,7 @@ def read_model(path, head, system, device="cpu", seed=0):
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
+    check_head(hf, path)
     model = Model(hf, head, path)
     model.file_dtype = file_dtype
     if head == "scalar" and "score.weight" in found["missing_keys"]:
@@ -229,8 +230,7 @@ def draw_score_head(model, seed):
     weight = model.hf.score.weight
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.empty(weight.shape).normal_(0, (weight.shape[1] + 1) ** -0.5, generator=generator)
-    with torch.no_grad():
-        weight.copy_(drawn)
+    weight.data.copy_(drawn)
     model.new_head = True
 
 

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from configurator import read_json, write_json
+from errors import BadInput
 
 
 class Model(nn.Module):
@@ -176,6 +177,18 @@ class Model(nn.Module):
         shorter = [each["original_max_position_embeddings"] for each in kinds
                    if each.get("rope_type") == "longrope"]
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
+
+
+def check_head(hf, path):
+    """
+    Raise BadInput where a language model's head and embedding differ, and its settings call them
+    one: transformers 5 then reads both, but its version 4 and vLLM, or a sharded model, only one.
+    """
+    head = hf.get_output_embeddings()
+    if head and getattr(hf.config, "tie_word_embeddings", False) and (
+            head.weight is not hf.get_input_embeddings().weight):
+        raise BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
+                       "of embeddings, but its weights have both, and they differ; write false")
 
 
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):

@@ -29,6 +29,15 @@ import parallel
 from errors import BadInput, say, shorten
 
 
+# what others write into a message that is not to be learned, such as "weight": 0
+NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
+# where others keep the thoughts of an assistant's message; many chat templates do not read them
+THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
+# how chat templates begin a turn: a string that has it is a chat that is rendered already
+CHAT_MARK = re.compile(
+    r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>")
+
+
 class Rows(list):
     """Rows of data, as dicts. ids: the token ids of each row, see the functions below."""
 
@@ -102,6 +111,15 @@ def dialogue(row, *completions):
     for field in completions:
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
+        for message in made[field] if isinstance(made[field], list) else ():
+            if message["role"] != "assistant":
+                continue
+            if apart := [key for key in THOUGHTS_APART if message.get(key)]:
+                raise BadInput(f"field {field!r}: thoughts in {apart[0]!r} would not be learned; "
+                               "write them into 'content', as the model shall: <think>...</think>")
+            if left_out := [key for key in NOT_LEARNED if message.get(key) not in (None, 1)]:
+                raise BadInput(f"field {field!r}: {left_out[0]!r} is {message[left_out[0]]!r}, but "
+                               "each answer in it is learned; end the prompt behind this one")
         if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
                 "assistant"}:
             raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
@@ -119,7 +137,8 @@ def text_or_messages(row, field):
         raise BadInput(f"field {field!r} is empty")
     for number, message in enumerate(messages, 1):
         content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("tool_calls"):
+        if not isinstance(content, str) or message.get("tool_calls") or message.get(
+                "function_call"):
             raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", "
                            f"\"content\"}} messages of text, found {shorten(message)}")
         if message.get("role") not in ("system", "user", "assistant"):
@@ -169,6 +188,10 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
         raise
     if check:
         check(found)
+    strings = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
+    if marks := [mark[0] for mark in map(CHAT_MARK.search, strings) if mark]:
+        say(f"warning: {path}: {len(marks)} prompts have {marks[0]} in them, read as plain text; "
+            "for a chat give messages, and the template writes such marks")
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
@@ -194,7 +217,7 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
 def check_pairs(pairs, path, train_path):
     """
     Say which of (chosen, rejected) are the same ids: they teach nothing. Raises BadInput if all
-    pairs to train on are. A template may leave out the part that differs, as reasoning_content.
+    pairs to train on are. A template may leave out the part that differs.
     """
     ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
     if ties:

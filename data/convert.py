@@ -37,9 +37,10 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from answers import last_box  # noqa: E402
 from errors import BadInput, report_error  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
-from prompts import dialogue, prompt_row, rename  # noqa: E402
+from prompts import NOT_LEARNED, THOUGHTS_APART, dialogue, prompt_row, rename  # noqa: E402
 
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
@@ -121,11 +122,6 @@ def write_rows(out, names, rows, kept=None):
 # the layouts of others. A function takes the fields that it reads out of the row; the rest is
 # left out. Dialogues (ShareGPT, Alpaca, HH) become messages; other strings do with --chat
 
-# \boxed{...}, with up to three braces inside one another: \boxed{\frac{\sqrt{2^{n}}}{2}}
-BOXED = "[^{}]"
-for _ in range(3):
-    BOXED = rf"(?:[^{{}}]|\{{{BOXED}*\}})"
-BOXED = rf"\\boxed\s*\{{({BOXED}*)\}}"
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's -> ours
 
 
@@ -185,9 +181,9 @@ def prompt(row):
     answer = pop(row, "answer", "final_answer")  # final_answer: DeepMath
     if answer is None and isinstance(row.get("reward_model"), dict):  # verl, DAPO, Skywork-OR1
         answer = row.pop("reward_model").get("ground_truth")
-    boxed = re.findall(BOXED, str(row.get("solution")))  # MATH
-    if answer is None and boxed:
-        answer = boxed[-1].strip()
+    boxed = last_box(str(row.get("solution")))  # MATH
+    if answer is None and boxed is not None:
+        answer = boxed.strip()
         del row["solution"]
     return {"prompt": asked, "answer": true_answer(answer)}
 
@@ -241,8 +237,13 @@ def messages_in(value, field):
         if not isinstance(given, dict):
             raise BadInput(f"field {field!r} must be a list of messages")
         role = str(given.get("role", given.get("from")))
-        messages.append({"role": ROLES.get(role, role),
-                         "content": given.get("content", given.get("value"))})
+        made = {"role": ROLES.get(role, role), "content": given.get("content", given.get("value"))}
+        # dialogue refuses one that is not to be learned, and one that is more than its content
+        made |= {key: given[key] for key in ("tool_calls", "function_call") if given.get(key)}
+        if made["role"] == "assistant":
+            made |= {key: given[key] for key in THOUGHTS_APART if given.get(key)}
+            made |= {key: given[key] for key in NOT_LEARNED if given.get(key) not in (None, 1)}
+        messages.append(made)
     return messages
 
 

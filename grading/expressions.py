@@ -76,7 +76,7 @@ WRITING = [(re.compile(pattern), by) for pattern, by in [
     (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\\(?:left|right|displaystyle|[,;: ()\[\]])|[*`\"$]|\.\s*$", " "),
     (r"(?<=[a-z])\s+\^", "^"), (r"\b(?:square|sq) ([a-z]+)", r"\1^2"),
-    (r"\bcubic ([a-z]+)", r"\1^3"), (r" per ", "/")]]
+    (r"\bcubic ([a-z]+)", r"\1^3"), (r" per ", "/"), (r"\\varnothing\b", r"\\emptyset")]]
 LEAD = re.compile(r"\s*(?:(?:so|thus|hence|therefore|the|final|answer|is)\b[\s,:]*)*", re.I)
 NAMED = re.compile(r"((?:[A-Za-z]{1,2}|\\(?:alpha|beta|theta|lambda|mu|phi|omega))(?:_\w|_\{\w+\})?"
                    r"(?:\([a-z]\))?)\s*(?:=|\\in\b)\s*(.*)", re.DOTALL)

@@ -125,7 +125,7 @@ def check_tests(tests, where):
         which add means, too, where a program has no function add.
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
-        It gives scripts [(b"1 2", b"3")].
+        It gives scripts [[b"1 2", b"3"]]. The line breaks of Windows become those of Linux.
 
     where: the file and the row, for the message. Raises BadInput for tests of another form.
     """
@@ -163,8 +163,8 @@ def check_tests(tests, where):
                 calls.append((test["fn"], one))
                 outputs.append(want)
             else:
-                scripts.append((one.encode("utf-8", "surrogatepass"),
-                                want.encode("utf-8", "surrogatepass")))
+                scripts.append([text.replace("\r\n", "\n").encode("utf-8", "surrogatepass")
+                                for text in (one, want)])
     if not calls and not scripts:
         raise BadInput(f"{where}: there are no tests")
     return calls, outputs, scripts

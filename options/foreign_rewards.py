@@ -115,6 +115,9 @@ def arguments_of(parameters, batch):
     fields = dict.fromkeys(field for row in rows for field in row)
     given = {field: [row.get(field) for row in rows] for field in fields
              if field not in ("prompt", "completion")}
+    for p in parameters:  # perhaps none of these rows has the field
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            given.setdefault(p.name, [None] * len(rows))
     given["prompts"] = [row.get("prompt", "") for row in rows]
     given["completions"] = batch.get("dialogues") or [
         as_messages(row, text) for row, text in zip(rows, texts, strict=True)]

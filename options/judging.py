@@ -159,7 +159,10 @@ class Judge:
         return ids
 
     def encode_whole(self, row, responses):
-        """encode, without a limit of tokens."""
+        """encode, without a limit of tokens. Raises BadInput."""
+        if "answer" in self.fields and row.get("answer") is None:
+            raise BadInput(f"{self.name} shows the answer, and the row with the prompt "
+                           f"{shorten(row['prompt'])} has none")
         dialogues = [joined(row["prompt"], text) for text in responses]
         asked = row["prompt"]
         if not isinstance(asked, str):

@@ -2,6 +2,7 @@
 # quartet and its peers do the same work, in turns: sampling beside transformers, PPO and GRPO
 # beside TRL. It prints the table of docs/scale.md: seconds, ratios, memory.
 #   bash runs/peers.sh [keys of runs/peers/table.py, as --rounds=3 --rows=grpo_full]
+#   bash runs/peers.sh same    does quartet compute what TRL computes? Four minutes
 # out/peers gets two virtual environments, for which the network is needed once. PPO_PYTHON,
 # GRPO_PYTHON: interpreters that have TRL 1.12 and 1.16 already. About 15 minutes on two cores, on
 # which nothing else should run.
@@ -28,4 +29,6 @@ ppo="${PPO_PYTHON:-$(environment trl-1.12 "${same[@]}" trl==1.12.0)}"  # the las
 grpo="${GRPO_PYTHON:-$(environment trl-1.16 "${same[@]}" trl==1.16.0)}"
 # each thread on a core of its own, as tools/bench.py says: nothing else should run here
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_PROC_BIND=true OMP_PLACES=cores
-exec "$PYTHON" runs/peers/table.py --ppo_python="$ppo" --grpo_python="$grpo" "$@"
+script=table
+[ "${1:-}" != same ] || { script=same; shift; }
+exec "$PYTHON" "runs/peers/$script.py" --ppo_python="$ppo" --grpo_python="$grpo" "$@"

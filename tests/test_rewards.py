@@ -17,12 +17,19 @@ def batch_of(texts, answer=None, prompt="?"):
     return dict(completions=texts, rows=[dict(prompt=prompt, answer=answer)] * len(texts))
 
 
+DEEP = r"\frac{\sqrt{\frac{a^{2}}{b_{1}}}}{c}"
 RIGHT = [  # answer, responses that are right, others that are wrong
     ("72", ["72", "72.0", "so\n\\boxed{72}", "<think>a</think>72", "#### 72", "<answer>72</answer>",
             "$72", "72.", "144/2", " 72 \n"], ["", "73", "72 or 73", "<think>72", "72\n73", "7 2"]),
     ("#### 1,234", ["1234", "1,234.0"], ["1.234", "12,34"]),
     ("\\boxed{\\frac{1}{2}}", ["\\boxed{\\frac{1}{2}}"], ["\\boxed{\\frac{1}{3}}"]),
-    ("Paris", ["paris", "Paris."], ["Pari", ""]), ("-3/4", ["-0.75"], ["0.75", "-3/0"])]
+    ("Paris", ["paris", "Paris."], ["Pari", ""]), ("-3/4", ["-0.75"], ["0.75", "-3/0"]),
+    ("1e-05", ["0.00001", "1/100000", "1E-5"], ["1e5", "0.0001", "1e", "e-05"]),
+    (DEEP, [rf"so \boxed{{{DEEP}}}.", rf"{{ \boxed{{{DEEP}}}",  # some braces are not closed
+            rf"\boxed{{5}}, no: \fbox{{{DEEP}}} \boxed{{5"], [r"\boxed{5}"]),
+    (r"\{1\}", [r"so \boxed{\{1\}}!", r"\boxed{ \boxed {\{1\}} }"], [r"\boxed{\{1\}",
+                                                                    r"\boxed{}"]),
+    ("12345", [r"12,\!345", r"12{,}345", r"12\,345", r"\boxed{1.2345e4}"], [r"12\,34\,5"])]
 
 
 @pytest.mark.parametrize("answer, right, wrong", RIGHT)

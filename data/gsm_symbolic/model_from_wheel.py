@@ -13,6 +13,7 @@ import os
 import sys
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers import LlamaForCausalLM
 
@@ -25,6 +26,9 @@ if not path:
     path = os.path.join(os.path.dirname(found.origin), "SmolLM2-135M-Instruct.Q4_1.gguf")
 folder, file = os.path.split(os.path.abspath(path))
 tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+# as in the hub's tokenizer.json: each digit is a word. A GGUF does not say it
+tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True),
+                                                      ByteLevel(add_prefix_space=False)])
 tokenizer.bos_token = "<|im_start|>"
 tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # transformers 5.17 takes another one
 read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)

@@ -10,6 +10,7 @@ import shutil
 from functools import partial
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig
 
 import models_of_the_world as others
@@ -17,6 +18,7 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load
+from prompts import Rows, encode_rows
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
 from tiny import assert_one_line, keys_of_system, run
@@ -226,7 +228,7 @@ CAFE = "caf\u00e9", "cafe\u0301"
 
 
 @pytest.mark.parametrize("script, family, pairs, ties", [
-    ("rm.py", "qwen2.5", [(dict(content="b", reasoning_content="x"), dict(content="b")),
+    ("rm.py", "qwen2.5", [(dict(content="b", name="x"), dict(content="b")),
                           (dict(content="b"), dict(content="b ")), CAFE], [2, 4]),  # NFC
     ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "\n b ")], [2])])
 def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family, pairs, ties):
@@ -291,6 +293,61 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
                     t.encode_scored([[user(a)]], [[assistant(b)]]) + t.encode_prompts([[user(a)]]))]
                 for a, b in (("a", "b"), (f"a {text} b ", f"{text}\n{text}")))
             assert evil == plain
+
+
+@pytest.mark.parametrize("kind, family", [
+    ("GPT2Tokenizer", "llama"), ("GPTNeoXTokenizerFast", "llama"), ("Qwen2Tokenizer", "gpt2"),
+    ("LlamaTokenizerFast", "qwen2"), ("PreTrainedTokenizerFast", "qwen2"),
+    ("LlamaTokenizerFast", "deepseek_v3"), ("CodeGenTokenizer", "starcoder2")])
+def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
+    """Digits apart, as SmolLM2's: so a line break is a piece of its own before a number."""
+    backend, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level])
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(["a\n\n", "  12"] * 9, trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=level.alphabet(), special_tokens=["<end>"],
+        show_progress=False))
+    backend.save(f"{tmp_path}/tokenizer.json")
+    for file, settings in (("tokenizer_config", dict(tokenizer_class=kind, eos_token="<end>")),
+                           ("config", dict(model_type=family))):
+        tiny.write(f"{tmp_path}/{file}.json", json.dumps(settings))
+    texts = ["a\n\n12", "1  2", "e\u0301 ", " A1b\n\n\n", "it\t3.5?"]
+    t = load_tokenizer(str(tmp_path), keys_of_system())
+    t.save(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"), keys_of_system())
+    for text, ids, saved in zip(texts, t.encode_texts(texts), again.encode_texts(texts),
+                                strict=True):
+        assert ids == saved == backend.encode(text, add_special_tokens=False).ids, text
+        assert t.text_of(ids) == text
+    assert len(t.encode_texts(["a\n\n12"])[0]) == 4  # a, the line breaks, 1, 2
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
+    """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
+    others.make_tokenizer(str(tmp_path), "mistral")
+    file = f"{tmp_path}/tokenizer_config.json"
+    with open(file, encoding="utf-8") as f:
+        tiny.write(file, json.dumps(json.load(f) | dict(legacy=legacy)))
+    hf = load_tokenizer(str(tmp_path), keys_of_system()).hf
+    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
+    for text in ("a</s>a", "a</s>\na", " a", "[INST] a [/INST]a</s>[INST] a"):
+        ids = hf.encode(text, add_special_tokens=False)
+        assert ids == backend.encode(text, add_special_tokens=False).ids, text
+    letter, end = hf.encode("a", add_special_tokens=False), hf.eos_token_id
+    assert hf.encode("a</s>a", add_special_tokens=False) == [*letter, end, *letter]
+
+
+def test_a_chat_that_is_a_string_already_is_said(ours, capsys):
+    """Its marks stay plain text: once a file, and not of messages or other angle brackets."""
+    t = ours("qwen2.5")
+    for prompts, count in ((["<|im_start|>user\nhi<|im_end|>", "a", "<start_of_turn>user"], 2),
+                           (["<think>", "a <| b |>", [user("<|im_start|>")]], 0)):
+        rows = Rows(dict(prompt=prompt) for prompt in prompts)
+        encode_rows(rows, "my.jsonl", lambda rows: t.encode_prompts(
+            [row["prompt"] for row in rows]), 99, "error", None)
+        said = capsys.readouterr().out
+        assert (f"my.jsonl: {count} prompts have <|im_start|>" in said) is (count > 0), said
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):

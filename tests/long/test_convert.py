@@ -6,6 +6,8 @@ import re
 import pytest
 from tiny import Started, assert_one_line, jsonl, read_jsonl
 
+from data.convert import ours
+from errors import BadInput
 from prompts import dialogue, prompt_row, read_rows
 
 S, U, A, B = (dict(role=role, content=text) for role, text in (
@@ -15,7 +17,7 @@ VERL = {"data_source": "x", "prompt": [U], "reward_model": {"ground_truth": "34"
 
 
 def shareGPT(*said):
-    return [{"from": who, "value": text, "weight": None} for who, text in said]
+    return [{"from": who, "value": text, "weight": int(who == "gpt")} for who, text in said]
 
 
 HUB = {  # source and options: (rows, the first row of our file, what is said of rows, of columns)
@@ -51,8 +53,12 @@ HUB = {  # source and options: (rows, the first row of our file, what is said of
         [{"id": "x", "system_prompt": "s", "question": "u", "response": "a"}],
         {"prompt": [S, U], "completion": [A]}, "", "id"),
     "tulu-3-sft-mixture:train": (
-        [{"id": "x", "messages": [U, A, U, B], "source": "y"}],
-        {"prompt": [U], "completion": [A, U, B]}, "", "id, source"),
+        [{"id": "x", "messages": [U, A, U, B], "source": "y"},
+         {"messages": [U, A | {"weight": 0}, U, B]}, {"messages": [U, A, U, B | {"train": False}]},
+         {"messages": [U | {"loss": 0.0}, A | {"weight": 1, "train": None}, U | {"weight": 0}, B]}],
+        {"prompt": [U], "completion": [A, U, B]}, "; dropped 1: field 'completion': 'train' is "
+        "False, but each answer in it is learned; end the prompt behind this one; "
+        "dropped 1: field 'completion': 'weight'", "id, source"),
     "alpaca:train": (
         [{"instruction": "Add.", "input": "1 2", "output": "3", "text": "t"}],
         {"prompt": [dict(U, content="Add.\n\n1 2")], "completion": [dict(A, content="3")]}, "",
@@ -77,7 +83,7 @@ def test_data_sets_of_the_hub(name, tmp_path):
     result = convert(tmp_path, f"--source=hf:{tmp_path}/{source}", "--out=out/a.jsonl", *options)
     assert result.codes == [0], result
     said, *columns = result.out[0].splitlines()
-    count = 2 if "MATH:" in name and "DAPO" not in name else 1
+    count = 2 if name.startswith(("MATH", "tulu")) else 1
     assert said.startswith(f"a.jsonl: {count} rows{dropped}"), said
     assert columns == ([f"left out: the columns {left}"] if left else [])
     path = f"{tmp_path}/out/a.jsonl"
@@ -105,6 +111,30 @@ def test_rows_are_held_out(tmp_path):
     before = (tmp_path / "train.jsonl").read_bytes()
     assert convert(tmp_path, *args).codes == [0]
     assert (tmp_path / "train.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("more", [
+    dict(reasoning_content="why"), dict(reasoning="why"), dict(thinking="why"),
+    dict(tool_calls=[{"function": {"name": "f"}}]), dict(function_call={"name": "f"})])
+def test_a_message_that_is_more_than_its_content_is_refused(more):
+    """Templates leave out what they do not know, and the rest would be learned as the whole."""
+    key, whole, cut = *more, A | more, A | dict.fromkeys(more)
+    for kind, row, its in [
+            ("sft", {"messages": [U, whole]}, dict(prompt=[U], completion=[whole])),
+            ("sft", {"messages": [U, whole, U, B]}, dict(prompt=[U], completion=[whole, U, B])),
+            ("preferences", {"prompt": "u", "chosen": [whole], "rejected": [B]},
+             dict(prompt=[U], chosen=[whole], rejected=[B])),
+            ("preferences", {"chosen": [U, A], "rejected": [U, B | more]},
+             dict(prompt=[U], chosen=[A], rejected=[B | more]))]:
+        with pytest.raises(BadInput, match=f"field '.*{key}"):
+            ours(row, kind)
+        with pytest.raises(BadInput, match=f"field '.*{key}"):
+            dialogue(its, *list(its)[1:])
+    assert ours({"messages": [U, cut, U, B]}, "sft")[0] == dict(prompt=[U], completion=[A, U, B])
+    if key != "tool_calls" and key != "function_call":  # it is the template that forgets thoughts
+        asked = [U, whole, U]
+        assert ours({"messages": asked}, "prompts")[0] == dict(prompt=asked)
+        assert dialogue(dict(prompt=asked, completion=[B]), "completion")["prompt"] == asked
 
 
 def test_bad_input_is_one_line(tmp_path):

@@ -10,6 +10,7 @@ import re
 import runpy
 import sys
 import tempfile
+from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
@@ -18,6 +19,7 @@ if __name__ == "__main__":
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import tiny
 from byte_tokenizer import write_byte_tokenizer
@@ -402,6 +404,22 @@ def test_what_is_no_model_for_the_job_is_refused(tmp_path, monkeypatch):
             monkeypatch.setattr(Model, "logits", wrong)
             with pytest.raises(BadInput, match="cannot decode .*family qwen3"):
                 probe(model)
+
+
+def test_a_head_of_its_own_that_the_settings_deny_is_refused(tmp_path):
+    """As an adapter on head and embedding leaves one, merged. A copy of the embedding is none."""
+    theirs = random_model("llama", SIZES | dict(tie_word_embeddings=True))
+    folder, file = written(tmp_path, theirs), f"{tmp_path}/model.safetensors"
+    tensors, table = load_file(file), theirs.get_input_embeddings().weight.detach()
+    save_file(tensors | {"lm_head.weight": table.clone()}, file, {"format": "pt"})
+    load(folder, "policy", keys_of_system(), CPU)
+    save_file(tensors | {"lm_head.weight": table + 0.1}, file, {"format": "pt"})
+    with pytest.raises(BadInput, match="tie_word_embeddings"):
+        load(folder, "policy", keys_of_system(), CPU)
+    settings = json.loads(Path(f"{folder}/config.json").read_text())
+    tiny.write(f"{folder}/config.json", json.dumps(settings | dict(tie_word_embeddings=False)))
+    hf = load(folder, "policy", keys_of_system(), CPU).hf
+    assert (hf.lm_head.weight - hf.get_input_embeddings().weight - 0.1).abs().max() < 1e-6
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ def test_the_signature_of_trl(tmp_path):
         assert reward(batch) == scores[name]
         part = ("completions", "level") if name == "few" else want
         assert seen == ({} if name == "waits" else {key: want[key] for key in part}), name
+    # a rank's rows, none of which has the field
+    assert terms[1][2](dict(rows=rows[:1], completions=["a"])) == [1] and seen["level"] == [None]
     with pytest.raises(BadInput, match="^rows.jsonl: .*'few'.*'level'.*'prompt', 'answer'$"):
         check_rows(terms[1:2], rows[2:], "rows.jsonl")
     with pytest.raises(BadInput, match="'wants'.*'trainer_state'"):

@@ -114,6 +114,8 @@ def test_a_file_of_the_users(folder, tmp_path):
     assert judge.answers == [ord("y"), ord("n")] and judge.chat is False
     ids = judge.encode(dict(prompt="1+2=", answer=3), ["{answer}<eos>"])
     assert bytes(ids).decode() == '{"q": 1+2=} {prompt} 3 {answer}<eos> ok?'
+    with pytest.raises(BadInput, match="'2\\+2='"):  # not the word None
+        judge.encode(dict(prompt="2+2=", answer=None), ["4"])
     pairs = judge_of(folder, "compare", responses=("first", "second"))
     assert "[First answer]\nx\n" in bytes(pairs.encode(dict(prompt="?"), ["x", "y"])).decode()
 

@@ -34,7 +34,7 @@ x = 1 or x = 2|1, 2   1\pm\sqrt{19}|1 \pm \sqrt{19}   x \in [-2,7]|[-2,7]
 \$32,\!348|32348   \$18|18 dollars   90^\circ|90   90^{\circ}|90°   50\%|50   \text{even}|even
 x²|x^{2}   10\text{ cm}|10   2x cm|x + x   5 cm|5 centimetres   $5$ km|5 kilometers
 7 cm²|7 square centimeters   72 clips|72   72\text{ clips}|72   5 m/s|5   5 km/h|5 km per hour
-6 minutes|6 min   so $x + 1$|1+x   The answer is $\frac{1}{2}$.|0.5
+6 minutes|6 min   \emptyset|\varnothing   so $x + 1$|1+x   The answer is $\frac{1}{2}$.|0.5
 The final answer is $5$. I hope it is correct.|5
 """
 UNLIKE = r"""

@@ -91,6 +91,8 @@ def test_an_assertion_is_a_call_and_its_value_and_other_tests_are_refused():
         with pytest.raises(BadInput, match="^data.jsonl, line 7: ") as e:
             check_tests(tests, "data.jsonl, line 7")
         assert "\n" not in str(e.value)
+    windows = {"stdin": "a\r\nb\r\n", "stdout": "1\r\n"}  # input() would end with \r
+    assert check_tests(windows, "row") == ([], [], [[b"a\nb\n", b"1\n"]])
 
 
 SAME = [(1, 1.0), (0.1 + 0.2, 0.3), (1e-13, 0.0), (3, 3.0000001), (10**400, 10**400),

@@ -59,3 +59,29 @@ def test_the_record_has_its_line(copy):
     code, said = bash(copy, "runs/speedrun.sh", "1", RUN=run, TARGET="0")
     line = r"\d+\.\d % in \d+\.\d+ s, \d+\.\d+ \+ \d+\.\d+ s of CPU: reached"
     assert code == 0 and re.fullmatch(line, said.splitlines()[-1]), said
+
+
+STAND_IN = """
+import os, sys
+from safetensors.torch import load_file, save_file
+assert sys.argv[1].endswith("trl_same.py") and sys.argv[2] == "ppo"
+batch = load_file("batch.safetensors")
+assert batch["response_mask"].shape == (24, 16) and batch["response_mask"].all()  # all are cut
+assert batch["tokens"].shape[1] == batch["attention_mask"].shape[1] <= 12 + 16
+for name, begin, part in ("policy", "policy", 0.75), ("value_model", "reward_model", 1.0):
+    start, ours = load_file(begin + "/model.safetensors"), load_file(name + "_ours.safetensors")
+    save_file({key: start[key] + part * (t - start[key]) for key, t in ours.items()},
+              name + "_trl.safetensors")
+print("a stand-in")
+"""
+
+
+def test_beside_another_implementation(tmp_path):
+    """One that takes three quarters of each step: the distance is a quarter of the way."""
+    python = write(tmp_path / "python", f"#!/bin/sh\nexec {sys.executable} {tmp_path}/it.py \"$@\"")
+    write(tmp_path / "it.py", STAND_IN)
+    os.chmod(python, 0o755)
+    code, said = bash(ROOT, "runs/peers.sh", "same", "--rows=PPO",
+                      PPO_PYTHON=python, GRPO_PYTHON=python)
+    assert code == 0 and "| PPO | a stand-in | 2.5e-01, " in said, said
+    assert float(said.split()[-2]) < 1e-15

@@ -97,3 +97,34 @@ def test_sft_begins_with_an_encoding_by_its_name(world, tmp_path):
         done = run("sft.py", tmp_path / name, keys | dict(tokenizer_path=f"tiktoken:{name}"),
                    before=knows)
         assert done.codes == [2] and done.err[0].count("\n") == 1 and name in done.err[0], done
+
+
+@pytest.mark.parametrize("own", [True, False, None])
+@pytest.mark.parametrize("version", ["4.50.0", "5.1.0"])
+def test_words_of_mistral(own, version, monkeypatch, tmp_path):
+    """Llama 3's stand in some files. Tekken's are o200k's, but for endings and digits."""
+    monkeypatch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *a, **kw: RANKS)
+    tekken = tiktoken_ext.openai_public.o200k_base()["pat_str"].replace("{1,3}", "")
+    tekken = tekken.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "")
+    special = {"</s>": len(RANKS), "[INST]": len(RANKS) + 1}
+    file, encoding = (tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=RANKS,
+                                        special_tokens=special)
+                      for pattern in (LLAMA3, tekken if own else LLAMA3))
+    encode_as(file, eos_token="</s>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dict(
+        model_type="mistral", transformers_version=version)))
+    if own is not None:
+        settings = tmp_path / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | dict(
+            fix_mistral_regex=own)))
+    if own is None:
+        with pytest.raises(BadInput, match="fix_mistral_regex"):
+            loaded(tmp_path)
+        return
+    ours, want = loaded(tmp_path), [encoding.encode_ordinary(text) for text in TEXTS]
+    assert ours.encode_texts(TEXTS) == want
+    assert own == (want != [file.encode_ordinary(text) for text in TEXTS])
+    ours.save(tmp_path / "saved")
+    assert loaded(tmp_path / "saved").encode_texts(TEXTS) == want
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs(TEXTS, add_special_tokens=False)["input_ids"] == want
