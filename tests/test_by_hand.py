@@ -51,15 +51,15 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
     "ppo, shared": ("stage 2", ["long gradient"], PPO | dict(
         value_init="shared", reward_path="other", kl_estimator="k2", gamma=0.9, lam=0.8,
         cliprange_value=0.0, grad_clip=0.5, vf_coef=0.5, entropy_coef=0.05, temperature=1.2,
-        weight_decay=0.1, warmup_iters=2, value_lr_decay="cosine", batch_size=6, ppo_epochs=3,
-        max_iters=3)),
+        weight_decay=0.1, warmup_iters=2, value_lr_decay="cosine", batch_size=6, max_iters=3)),
     # several rewards, one of which does not always apply; the value model starts as the policy; k3
     "ppo, mixed": ("parts", ["value clipped"], PPO | dict(
         mix=[(0.7, "reward_model"), (-0.5, "some"), (1.0, "length")], value_init="policy",
         policy_path="tied", kl_estimator="k3", temperature=1.0, num_minibatches=1,
         value_learning_rate=0.0, lr_decay="cosine", value_lr_decay="linear", max_new_tokens=5)),
     "ppo, rules": ("stage 3", ["no score"], PPO | dict(
-        mix=[(1.0, "some")], value_init="policy", kl_coef=0.0, cliprange=0.03, weight_decay=0.1)),
+        mix=[(1.0, "some")], value_init="policy", kl_coef=0.0, cliprange=0.03, weight_decay=0.1,
+        ppo_epochs=1)),
     "grpo": ("three ranks", ["no end", "long gradient", "above", "below"], GRPO | dict(
         mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, lr_decay="linear", entropy_coef=0.02, grad_clip=1.0, max_iters=3)),

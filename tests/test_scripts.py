@@ -19,13 +19,13 @@ SCRIPTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py"
 @pytest.mark.parametrize("script, models", SCRIPTS.items(), ids=SCRIPTS)
 def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, script, models):
     """SIGTERM in iteration 1, kill -9 in iteration 3; the same command each time."""
-    keys = keys_of(world, script, max_iters=5, checkpoint_interval=1, dtype="float32")
+    keys = keys_of(world, script, max_iters=4, checkpoint_interval=1, dtype="float32")
     whole = well(script, tmp_path / "whole", keys)
     stopped = run(script, tmp_path / "cut", keys, before=at(1, signal.SIGTERM))
     assert_stopped(stopped, tmp_path / "cut")
     assert run(script, tmp_path / "cut", keys, before=at(3, signal.SIGKILL)).codes == [-9]
     out = well(script, tmp_path / "cut", keys)
-    assert [record["iteration"] for record in read_log(out)] == list(range(6))
+    assert [record["iteration"] for record in read_log(out)] == list(range(5))
     assert_same_run(whole, out, models)
     assert not [name for name in os.listdir(out) if name.startswith((".tmp", ".old", ".gone"))]
     auto = (transformers.AutoModelForSequenceClassification if script == "rm.py" else
@@ -36,17 +36,23 @@ def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, sc
         assert transformers.AutoTokenizer.from_pretrained(f"{out}/{model}").eos_token == "<eos>"
 
 
-def test_from_scratch_as_it_is_typed(world, tmp_path):
-    """A process of its own, and the toy's config file; then PPO begins where its SFT has ended."""
+def test_as_it_is_typed(world, tmp_path):
+    """The toy's SFT from scratch; and PPO by torchrun, which begins where the SFT has ended."""
+    def typed_in(*command):
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True,
+                       timeout=100, env=os.environ | dict(PYTHONPATH=""))
+
     keys = dict(max_iters=2, batch_size=8, device_type="cpu", n_layer=1, d_model=32, n_head=2,
                 context=64, out_dir=f"{tmp_path}/sft", tokenizer_path=world.policy,
                 train_path=world.sft_train, val_path=world.sft_val)
-    subprocess.run([sys.executable, "sft.py", "config/arithmetic_sft.py", *typed(keys)], cwd=ROOT,
-                   check=True, capture_output=True, timeout=100)
-    keys = keys_of(world, "ppo.py", policy_path=f"{tmp_path}/sft/policy", dtype="float32")
-    first = read_log(well("ppo.py", tmp_path, keys))[0]
+    typed_in("sft.py", "config/arithmetic_sft.py", *typed(keys))
+    keys = keys_of(world, "ppo.py", policy_path=f"{tmp_path}/sft/policy", dtype="float32",
+                   device_type="cpu", max_iters=1, out_dir=f"{tmp_path}/ppo")
+    typed_in("-m", "torch.distributed.run", "--nproc_per_node=2", "ppo.py", *typed(keys))
+    first, last = read_log(f"{tmp_path}/ppo")
     assert first["objective/kl"] == 0 == first["policy/ratio_gap"]  # before any update
     assert first["policy/sampler_gap"] < 1e-4
+    assert last["iteration"] == 1 and os.path.isfile(f"{tmp_path}/ppo/value_model/config.json")
 
 
 BAD = {  # what people type: script, keys, words of the line

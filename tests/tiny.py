@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from functools import partial
 from types import SimpleNamespace
 
@@ -254,6 +255,21 @@ class Started:
         out, err = ([open(f"{self.folder}/{name}-{rank}").read() for rank in sorted(codes)]
                     for name in ("stdout", "stderr"))
         return SimpleNamespace(codes=[codes[rank] for rank in sorted(codes)], out=out, err=err)
+
+
+def in_a_fork(check, *args):
+    """check(*args) in a fork: for what leaves much behind in a process, as torch.compile does."""
+    pid, code = os.fork(), 1
+    if pid == 0:
+        try:
+            check(*args)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def run(script, folder, keys, **how):

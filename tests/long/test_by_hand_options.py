@@ -36,12 +36,13 @@ CASES = {  # name: (layout, branches that must be taken, keys)
     "ppo, turns": ("two ranks", ["reply", "no end"], PPO | dict(
         turns=3, mix=[(0.7, "environment"), (1.0, "letters"), (0.4, "reward_model")], seed=1,
         value_init="policy", gamma=0.9, lam=0.8, missing_eos_penalty=0.7, max_new_tokens=12)),
-    "grpo, turns": ("generate", ["reply", "older", "refill 0"], GRPO | dict(
+    "grpo, turns": ("generate, stopped", ["reply", "older", "refill 0"], GRPO | dict(
         turns=4, mix=[(1.0, "environment"), (0.5, "length")], staleness=1, max_refills=1, seed=5,
         max_new_tokens=15, max_iters=3)),
     # a reward model that does not say its zero; the value model has the same
     "ppo, centred": ("stage 1", ["centred, some", "best later", "not the best"], PPO | EVAL | dict(
-        reward_path="uncentered", missing_eos_penalty=1.0, keep_best=True, max_iters=4, seed=5)),
+        reward_path="uncentered", missing_eos_penalty=1.0, keep_best=True, max_iters=3, seed=1,
+        ppo_epochs=1)),
     # the batch of an iteration was sampled up to two updates ago
     "ppo, stale": ("three roles, stopped", ["older"], PPO | dict(
         staleness=2, max_iters=4, ema_decay=0.7, texts=True, ptx_coef=2.5)),
@@ -54,7 +55,8 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         max_new_tokens=5)),
     "grpo, refills": ("stage 3", ["refill 1", "left out", "not the best"], GRPO | EVAL | dict(
         mix=[(1.0, "sometimes"), (0.7, "reward_model")], refill_by="sometimes", max_refills=2,
-        batch_size=8, group_size=2, kl_coef=0.0, ema_decay=0.6, keep_best=True, max_iters=3)),
+        batch_size=8, group_size=2, kl_coef=0.0, ema_decay=0.6, keep_best=True, max_iters=3,
+        num_iterations=1, seed=0)),
     "ppo, lora": ("two ranks", [], PPO | dict(
         lora=(2, 5), value_init="policy", weight_decay=0.1, grad_clip=0.5)),
     "rm, adapter": ("two ranks", [], RM | dict(

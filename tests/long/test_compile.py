@@ -1,7 +1,6 @@
 """The key compile: a compiled trunk computes what the plain one does, in any number of tokens."""
 import os
 import shutil
-import traceback
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from load import load
 from rollout import generate
 from test_families import save
 from test_model import CPU
-from tiny import keys_of_system
+from tiny import in_a_fork, keys_of_system
 
 
 def computed(model, rows, T):
@@ -27,16 +26,7 @@ def computed(model, rows, T):
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
 def test_a_trunk_is_traced_once_and_computes_the_same(tmp_path, monkeypatch):
     """In a fork: torch.compile leaves operators behind that MemTracker, in other tests, refuses."""
-    pid, code = os.fork(), 1
-    if pid == 0:
-        try:
-            compare(tmp_path, monkeypatch)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    in_a_fork(compare, tmp_path, monkeypatch)
 
 
 def compare(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ also makes kernels, of two families.
 import os
 import sys
 import tempfile
-import traceback
 
 if __name__ == "__main__":
     sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
@@ -22,17 +21,25 @@ from load import autocast, load
 from model import Model
 from options import decoding_graph
 from rollout import decoding_copy, generate
-from test_families import READ, save
+from test_families import FAMILIES, READ, random_model, written
 from test_model import CPU
-from tiny import keys_of_system
+from tiny import in_a_fork, keys_of_system
 
 # prompts of several lengths, one of them twice; rows leave at different steps
 PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
-# each computes something in its own way: positions, heads, experts, compressed keys
-NAMES = ["GPT-2", "OPT", "Falcon", "Mixtral", "DeepSeek-V3"]
+# each computes something in its own way: positions, heads, experts, compressed keys. And layers;
+# the second one of DeepSeek is of another kind
+LAYERS = {"GPT-2": 2, "OPT": 1, "Falcon": 1, "Mixtral": 1, "DeepSeek-V3": 2}
 
 
-def compare(name, folder, backend, temperature=1.0):
+def save(folder, name, layers=2):
+    """A family's random model, of so many layers."""
+    kind, settings = FAMILIES[name]
+    written(folder, random_model(kind, settings | {
+        "n_layer" if name == "GPT-2" else "num_hidden_layers": layers}))
+
+
+def compare(name, folder, backend, temperature=1.0, layers=2):
     """
     A decoding of a family, plain and compiled: (whether the tokens are the same, how far the
     log-probs are apart, the graphs that were compiled, why it went on without).
@@ -40,7 +47,7 @@ def compare(name, folder, backend, temperature=1.0):
     from torch._dynamo.utils import counters
 
     begin(backend)
-    save(folder, name)
+    save(folder, name, layers)
     policy = load(folder, "policy", keys_of_system(), CPU)
     policy.tokenizer.eos_ids = set(range(0, 260, 9))
     plain, compiled = (sampled(policy, on, temperature=temperature) for on in (False, True))
@@ -68,38 +75,20 @@ def sampled(policy, compiled, prompts=PROMPTS, R=20, **keys):
     return generate(policy, prompts, R, graphs="compiled" if compiled else False, **keys)
 
 
-@pytest.fixture
-def in_a_fork():
-    """A function that runs another one in a fork: torch.compile leaves much behind in a process."""
-    def run(check, *args):
-        pid, code = os.fork(), 1
-        if pid == 0:
-            try:
-                check(*args)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-    return run
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_family_samples_the_same(in_a_fork, tmp_path, name):
+def test_families_sample_the_same(tmp_path):
     """One graph for all columns, and all rows that go on; nothing is left uncompiled."""
     def check():
-        same, gap, stats, said = compare(name, str(tmp_path), "eager", 0.8)
-        assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (gap, stats, said)
+        for name, layers in LAYERS.items():
+            same, gap, stats, said = compare(name, f"{tmp_path}/{name}", "eager", 0.8, layers)
+            assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (
+                name, gap, stats, said)
 
     in_a_fork(check)
 
 
 @pytest.mark.skipif("QUARTET_INDUCTOR" not in os.environ, reason="a minute of a core for each")
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_with_kernels_of_a_compiler(in_a_fork, tmp_path, name):
+def test_with_kernels_of_a_compiler(tmp_path, name):
     def check():
         same, gap, stats, said = compare(name, str(tmp_path), "inductor")
         assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (gap, stats, said)
@@ -107,7 +96,7 @@ def test_with_kernels_of_a_compiler(in_a_fork, tmp_path, name):
     in_a_fork(check)
 
 
-def test_it_is_compiled_once(in_a_fork, tmp_path, capfd):
+def test_it_is_compiled_once(tmp_path, capfd):
     """
     For other batches, lengths and weights, and for each iteration's copy in 16 bits; not for a
     single row, and greedy decoding. And it says so once.
@@ -116,7 +105,7 @@ def test_it_is_compiled_once(in_a_fork, tmp_path, capfd):
         from torch._dynamo.utils import counters
 
         begin("eager")
-        save(tmp_path, "Llama")
+        save(tmp_path, "Llama", layers=1)
         system = keys_of_system(dtype="bfloat16")
         policy = load(str(tmp_path), "policy", system, CPU, trained=True)
         graphs = []
@@ -151,23 +140,28 @@ def fails(graph, inputs):
     raise OSError("no compiler")
 
 
-@pytest.mark.parametrize("backend, reason", [
-    (fails, "no compiler"),
-    (wrong(lambda x: x if x.shape[-1] != 264 else 1.1 * x), "logits differ"),
-    (wrong(lambda x: x if x.dtype != torch.int64 or x.dim() != 1 else x ^ 1), "other tokens"),
-    (wrong(lambda x: x if x.shape[-1] != 264 else x * torch.nan), "logits differ")],
-    ids=["fails", "logits", "tokens", "nan"])
-def test_a_wrong_step_is_never_used(in_a_fork, tmp_path, capfd, backend, reason):
+WRONG = {  # a backend, and the reason that is printed
+    "no compiler": (fails, "no compiler"),
+    "logits": (wrong(lambda x: x if x.shape[-1] != 264 else 1.1 * x), "logits differ"),
+    "tokens": (wrong(lambda x: x if x.dtype != torch.int64 or x.dim() != 1 else x ^ 1),
+               "other tokens"),
+    "nan": (wrong(lambda x: x if x.shape[-1] != 264 else x * torch.nan), "logits differ")}
+
+
+def test_a_wrong_step_is_never_used(tmp_path, capfd):
     """One line; the tokens are the plain ones; the next decoding does not try it again."""
     def check():
-        same, gap, stats, said = compare("GPT-2", str(tmp_path), backend)
-        assert same and gap < 1e-5 and reason in said and not decoding_graph.off, said
-        sampled(load(str(tmp_path), "policy", keys_of_system(), CPU), True)
-        assert stats["unique_graphs"] <= 1
+        for name, (backend, reason) in WRONG.items():
+            same, gap, stats, said = compare("GPT-2", f"{tmp_path}/{name}", backend, layers=1)
+            assert same and gap < 1e-5 and reason in said and not decoding_graph.off, (name, said)
+            sampled(load(f"{tmp_path}/{name}", "policy", keys_of_system(), CPU), True)
+            assert stats["unique_graphs"] <= 1, name
 
     in_a_fork(check)
-    out = capfd.readouterr().out
-    assert out.count("decoding without torch.compile") == 1 and reason in out
+    lines = [line for line in capfd.readouterr().out.splitlines()
+             if "decoding without torch.compile" in line]
+    assert len(lines) == len(WRONG)
+    assert all(reason in line for line, (_, reason) in zip(lines, WRONG.values(), strict=True))
 
 
 class Counts(Model):
@@ -178,11 +172,11 @@ class Counts(Model):
         return logits.roll(cache.get_seq_length(), -1)
 
 
-def test_without_both(in_a_fork, tmp_path, capfd):
+def test_without_both(tmp_path, capfd):
     """Neither compiled nor held is right: plain steps, from the first one on."""
     def check():
         begin("eager")
-        save(tmp_path, "Llama")
+        save(tmp_path, "Llama", layers=1)
         policy = load(str(tmp_path), "policy", keys_of_system(), CPU)
         policy.__class__ = Counts
         a, b = (sampled(policy, on) for on in (False, True))

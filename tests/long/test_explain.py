@@ -11,6 +11,7 @@ import re
 import shutil
 import statistics
 
+import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 import torch
 import transformers

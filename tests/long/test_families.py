@@ -87,7 +87,7 @@ FAMILIES = {  # name in the table: model_type, settings that change what is comp
 NO_CACHE = ["Mamba", "Jamba", "Qwen3-Next", "Falcon-H1", "RWKV"]
 NO_SCORES = ["Cohere", "Granite", "OLMoE"]  # transformers has no such class
 READ = [name for name in FAMILIES if name not in NO_CACHE]
-RUN = ["Llama with yarn", "Gemma 2", "OPT", "Mixtral", "Cohere", "Mamba"]  # by all three scripts
+RUN = ["Gemma 2", "OPT", "Mixtral", "Cohere", "Mamba"]  # by all three scripts
 
 
 def random_model(kind, settings, scalar=False, noise=0.15):
@@ -167,10 +167,11 @@ def test_values_and_scores_are_those_of_beginnings(name, tmp_path):
     theirs = save(tmp_path, name, scalar=True)
     model = load(str(tmp_path), "reward", keys_of_system(), CPU, "scalar")
     model.score_shift, (tokens, mask) = -1.25, rows_of_texts()
-    places = mask.nonzero().tolist() + [(row, len(ids)) for row, ids in enumerate(TEXTS)]
-    want = torch.tensor([theirs(tokens[row:row + 1, :n]).logits.item() - 1.25 for row, n in places])
+    some, ends = mask.nonzero()[::3].tolist(), [(row, len(ids)) for row, ids in enumerate(TEXTS)]
+    want = torch.tensor([theirs(tokens[row:row + 1, :n]).logits.item() - 1.25
+                         for row, n in some + ends])
     last = torch.tensor([len(ids) - 1 for ids in TEXTS])
-    found = torch.cat([model.values(tokens, mask), model.scores(tokens, last)])
+    found = torch.cat([model.values(tokens, mask)[::3], model.scores(tokens, last)])
     assert (found - want).abs().max() < 1e-4 < 0.02 < want.std() and not model.new_head
 
 
@@ -246,7 +247,7 @@ def test_families_do_what_the_docs_say(world, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # split over the ranks, and in 16 bits
 
-SPLIT = ["GPT-2", "Gemma 2", "Cohere", "Mixtral", "gpt-oss"]
+SPLIT = ["Gemma 2", "Cohere", "Mixtral", "gpt-oss"]
 
 
 def test_split_models_compute_the_same(tmp_path):

@@ -27,13 +27,15 @@ def tracked(rank):
     import run
 
     tracker, peaks, enter = MemTracker(), {}, run.Run.enter
+    gc.collect()
+    gc.freeze()  # the tensors of this process are not the run's
     tracker._mod_tracker = mock.MagicMock(is_bw=False)  # its hooks fail in a module called twice
 
     def entered(self, phase):
         ended = self.phase
         enter(self, phase)
+        gc.collect()  # when Python does is chance
         if phase == "log" and not tracker._WINFO:  # weights, gradients and states are there
-            gc.collect()
             tracker.track_external(*(t for t in gc.get_objects() if issubclass(
                 type(t), torch.Tensor) and not t.is_meta))
             tracker.__enter__()
@@ -162,15 +164,15 @@ def test_which_script_is_meant(argv, script, monkeypatch):
 
 
 def test_the_largest_micro_batch(llama, tmp_path):
-    """With a little less memory than the peak of 8 rows, fewer fit; and what is mistyped."""
-    keys = typed(dict(init_from=llama / "policy", max_tokens=20, batch_size=64, val_path="",
-                      micro_batch_size=32))
+    """With about the memory of the peak of 8 rows, 8 fit, or 7; and what is mistyped."""
+    keys = typed(dict(init_from=llama / "policy", max_tokens=20, batch_size=16, val_path="",
+                      micro_batch_size=8))
     first = tool(tmp_path, "sft.py", *keys, "--gpu-gb=80")
-    assert "largest micro_batch_size that fits is 64\n" in first.out[0], first
+    assert "largest micro_batch_size that fits is 16\n" in first.out[0], first
     gb = read(first)[1]["update"] * 2**20 / 1e9
     again = tool(tmp_path, "sft.py", *keys, f"--gpu-gb={gb}").out[0]
     fits = int(re.search(r"fits is (\d+)", again)[1])
-    assert 28 <= fits <= 32
+    assert 7 <= fits <= 8
     for wrong, word in (("--lorra=3", "lorra"), ("--world-size=x", "world_size"),
                         ("--roles=train=1,score=1", "roles"), ("--quantize=4bit", "quantize")):
         assert_one_line(tool(tmp_path, "sft.py", *keys, wrong), "memory.py", word)

@@ -134,9 +134,9 @@ def test_the_reward_ends_in_time(capsys):
     """It says how many had no time; and the limit of the key code_seconds holds."""
     rows = [{"tests": dict(stdin="", stdout="1")}] * 5
     completions = ["print(1)"] + ["```python\nimport time\nprint(1)\ntime.sleep(99)\n```"] * 4
-    # the right one has 8 s, the others share them
+    # the right one has 4 s, the others share them
     start = time.monotonic()
-    assert programs.code(dict(completions=completions, rows=rows, seconds=10)) == [1, 0, 0, 0, 0]
+    assert programs.code(dict(completions=completions, rows=rows, seconds=5)) == [1, 0, 0, 0, 0]
     assert time.monotonic() - start < 40
     assert "4 of 5" in capsys.readouterr().out
     texts = ["print(1)", "print(2)", "<think>print(1)", "print(1"]

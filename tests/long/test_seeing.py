@@ -8,6 +8,7 @@ import sys
 import time
 import types
 
+import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well
 

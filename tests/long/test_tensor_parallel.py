@@ -30,7 +30,7 @@ def test_a_split_policy_samples_what_the_whole_one_samples(world, tmp_path, name
     write_byte_tokenizer(str(tmp_path / "policy"), MARKERS)
     rule = write(tmp_path / "mine.py", "def odd(batch):\n    return [sum(map(ord, text)) % 7 / 7"
                                        " for text in batch['completions']]\n")
-    keys = keys_of(world, "grpo.py", reward_functions=f"{rule}:odd", eval_path="",
+    keys = keys_of(world, "grpo.py", reward_functions=f"{rule}:odd", eval_path="", max_iters=2,
                    policy_path=str(tmp_path / "policy"), **more)
     whole = well("grpo.py", tmp_path / "whole", keys | dict(zero_stage=""))
     split = well("grpo.py", tmp_path, keys | dict(generate_tp=2), ranks=ranks)

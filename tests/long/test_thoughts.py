@@ -60,7 +60,6 @@ def test_a_family(family):
     opened = [f"[user] ?[assistant]\n{first}"] * 3
     texts = [right[0][len(first):], wrong[0][len(first):], "\\boxed{5}"]
     assert accuracy(batch_of(right)).tolist() == [1] * len(right)
-    assert math_answer(batch_of([right[0], wrong[0], unended[0]])) == [1, 0, 0]
     assert accuracy(batch_of(wrong + unended)).tolist() == [0] * len(wrong + unended)
     assert accuracy(batch_of(texts, opened)).tolist() == [1, 0, 0]
     assert thinks(batch_of(right + wrong + unended[:2])).tolist() == [1] * 6 + [0] * 2
@@ -73,6 +72,14 @@ def test_a_family(family):
     assert extract_code(f"{first}{DRAFT}{last}x = 5{end}").strip() == "x = 5"
     assert extract_code(f"{first}{PROGRAM}") is None
     assert final_answer(f"{DRAFT}{last}5{end}") == "5"  # the prompt that opened them is not known
+
+
+def test_the_reward_math_reads_no_thoughts():
+    """Which the prompt has begun. All families in one batch: its processes start once."""
+    texts = [text for _, last, end in FAMILIES.values()
+             for text in (f"{DRAFT}{last}5{end}", f"5{last}7{end}", "5")]
+    begun = [f"[user] ?[assistant]\n{first}" for first, *_ in FAMILIES.values() for _ in range(3)]
+    assert math_answer(batch_of(texts, begun)) == [1, 0, 0] * len(FAMILIES)
 
 
 def test_what_the_prompt_has_begun():

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -548,15 +547,6 @@ def test_tools_that_cannot_be_described(tokenizer_of, mine):
 
 
 # runs
-
-
-def test_a_run_resumes_to_the_bit(world, mine, tmp_path):
-    keys = tiny.keys_of(world, "grpo.py", environment=f"{mine}:counts", max_turns=3, max_iters=2,
-                        reward_functions="environment", max_new_tokens=12, reward_timeout=40)
-    stopped = tiny.run("grpo.py", tmp_path, keys, before=tiny.at(1, signal.SIGTERM))
-    tiny.assert_stopped(stopped, tmp_path)
-    tiny.assert_same_run(tiny.well("grpo.py", tmp_path / "whole", keys),
-                         tiny.well("grpo.py", tmp_path, keys))
 
 
 def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
