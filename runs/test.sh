@@ -17,11 +17,11 @@ command -v g++ >/dev/null || missing+=(g++)  # for the key compile
 # without them the tests that need them are skipped
 [ ${#missing[@]} = 0 ] || install_packages "${missing[@]}" || true
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processes at a time as it is
-# a file's tests stay together: they share runs that take seconds. More than four processes at a
-# time would only wait for one another's longest file
+# a file's tests stay together: they share runs that take seconds. One process more than cores,
+# because tests of several ranks wait; more than four would only wait for the longest file
 cores=$("$PYTHON" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
-"$PYTHON" -m pytest -q -rs -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \
+"$PYTHON" -m pytest -q -rs -n $((cores < 4 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder \
     tests/test_*.py tests/long/test_*.py "$@"
 # the style comes last, and only of files that git knows: yours may look as they like
 git ls-files '*.py' 2>/dev/null | xargs -r "$PYTHON" -m ruff check
