@@ -107,8 +107,9 @@ def test_peaks_are_those_of_a_run(name, llama, tmp_path):
     _, said = read(tool(tmp_path, script, *typed(keys), f"--world-size={ranks}"))
     assert said.keys() == {"rollout", "reading", "update"}
     # the models read one after the other: of the earlier ones a few columns are there
-    assert said == {phase: pytest.approx(took[phase], rel=0.05 if phase != "reading" else 1)
-                    for phase in said}
+    # transformers 5.16 takes 8 % less in a rollout than 5.24
+    assert said == {phase: pytest.approx(took[phase], rel=dict(
+        rollout=0.1, reading=1, update=0.05)[phase]) for phase in said}
     assert max(said, key=said.get) == max(said, key=took.get)
 
 
