@@ -194,7 +194,7 @@ def check_key(key, keys, where):
     hint = (f"it is a key of {' and '.join(others)}" if others else
             f"did you mean {near[0]!r}?" if near else "--help lists the keys")
     if where.endswith(".py") and not others:
-        hint += " A name that is no key begins with _"
+        hint += " (a name that is no key begins with _)"
     raise BadInput(f"unknown key {key!r} ({where}): {hint}")
 
 

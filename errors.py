@@ -105,7 +105,7 @@ def place_of(trace):
 
 
 def nearest(path):
-    """"; did you mean FILE?" where a file with nearly this name lies beside a path; or ""."""
+    """The words "; did you mean FILE?" if beside a path lies a file of nearly its name; or ""."""
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)  # not sft_val for rl_val

@@ -112,18 +112,28 @@ def dialogue(row, *completions):
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
         for message in made[field] if isinstance(made[field], list) else ():
-            if message["role"] != "assistant":
-                continue
-            if apart := [key for key in THOUGHTS_APART if message.get(key)]:
-                raise BadInput(f"field {field!r}: thoughts in {apart[0]!r} would not be learned; "
-                               "write them into 'content', as the model shall: <think>...</think>")
-            if left_out := [key for key in NOT_LEARNED if message.get(key) not in (None, 1)]:
-                raise BadInput(f"field {field!r}: {left_out[0]!r} is {message[left_out[0]]!r}, but "
-                               "each answer in it is learned; end the prompt behind this one")
+            for key, value in beside_its_content(message).items():
+                raise BadInput(f"field {field!r}: " + (
+                    f"thoughts in {key!r} would not be learned; write them into 'content', as the "
+                    "model shall: <think>...</think>" if key in THOUGHTS_APART else
+                    f"{key!r} is {value!r}, but each answer in it is learned; end the prompt "
+                    "behind this one"))
         if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
                 "assistant"}:
             raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
     return made
+
+
+def beside_its_content(message):
+    """
+    {key: value} of an assistant's message that would be lost if its content is learned: thoughts,
+    and a mark that it is not to be learned. {} of others.
+    """
+    if message["role"] != "assistant":
+        return {}
+    thoughts = {key: message[key] for key in THOUGHTS_APART if message.get(key)}
+    return thoughts | {key: message[key] for key in NOT_LEARNED
+                       if message.get(key) not in (None, 1)}
 
 
 def text_or_messages(row, field):

@@ -40,7 +40,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from answers import last_box  # noqa: E402
 from errors import BadInput  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
-from prompts import NOT_LEARNED, THOUGHTS_APART, dialogue, prompt_row, rename  # noqa: E402
+from prompts import beside_its_content, dialogue, prompt_row, rename  # noqa: E402
 
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
@@ -239,10 +239,7 @@ def messages_in(value, field):
         made = {"role": ROLES.get(role, role), "content": given.get("content", given.get("value"))}
         # dialogue refuses one that is not to be learned, and one that is more than its content
         made |= {key: given[key] for key in ("tool_calls", "function_call") if given.get(key)}
-        if made["role"] == "assistant":
-            made |= {key: given[key] for key in THOUGHTS_APART if given.get(key)}
-            made |= {key: given[key] for key in NOT_LEARNED if given.get(key) not in (None, 1)}
-        messages.append(made)
+        messages.append(made | beside_its_content(given | made))
     return messages
 
 

@@ -115,8 +115,9 @@ class Steps:
     def capture(self):
         """Compute a step and go back; then record it, which computes nothing."""
         global last, stream
-        # a kernel's first launch cannot be recorded, so it comes first; nor can a wait for the GPU,
-        # an error here (not of torch.compile): a recording that fails would harm torch's memory
+        # The first launch of a kernel cannot be recorded, so the step is computed once before. A
+        # wait for the GPU cannot be recorded either, and a recording that fails would harm torch's
+        # memory: so a wait is an error already here, but for torch.compile, which waits at first
         with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
             torch.cuda.set_sync_debug_mode("default" if self.compiled else "error")
         try:

@@ -41,7 +41,7 @@ Done in $((SECONDS - began)) s. The table is of held-out problems: its first lin
 its last line is the policy after PPO. docs/running.md explains each number that you have seen. Next:
 
 Make "python" mean $PYTHON, in each new terminal:
-  source ${venv:-.venv}/bin/activate
+  source $(dirname "$PYTHON")/activate
 Talk to the policy; type 123+456=
   python tools/sample.py --policy_path=out/arithmetic_ppo/policy
 Watch the score rise while the accuracy falls:

@@ -40,7 +40,7 @@ def test_as_it_is_typed(world, tmp_path):
     """The toy's SFT from scratch; and PPO by torchrun, which begins where the SFT has ended."""
     def typed_in(*command):
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True,
-                       timeout=100, env=os.environ | dict(PYTHONPATH=""))
+                       timeout=100)
 
     keys = dict(max_iters=2, batch_size=8, device_type="cpu", n_layer=1, d_model=32, n_head=2,
                 context=64, out_dir=f"{tmp_path}/sft", tokenizer_path=world.policy,

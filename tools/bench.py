@@ -85,7 +85,8 @@ def make_models(folder, sizes, prompt_length, longest, end_share, system, ppo):
         pad_token_id=V - 1, max_position_embeddings=prompt_length + longest,
         initializer_range=sizes["hidden_size"]**-0.5, num_labels=1,
         score_shift=0.0)  # or a run would begin with a search for its zero
-    for name, head in (("policy", "lm"), ("reward_model", "scalar"))[:1 + ppo]:
+    heads = dict(policy="lm", reward_model="scalar") if ppo else dict(policy="lm")
+    for name, head in heads.items():
         with torch.device(choose_device(system.device_type)):
             hf = auto_class(head).from_config(settings)
         if head == "lm":

@@ -42,28 +42,26 @@ def pairs(*fields):
     return Dataset.from_list([{field: row[field] for field in ("prompt", *fields)} for row in rows])
 
 
+def without_sampling(trainer, config, name, model, data, **more):
+    """{name: the model} behind two steps of one of TRL's trainers."""
+    trainer(model=model, args=config(**common, max_steps=2), processing_class=tokenizer,
+            train_dataset=data, **more).train()
+    return {name: model}
+
+
 def sft():
-    policy = language_model()
-    trl.SFTTrainer(
-        model=policy, args=trl.SFTConfig(**common, max_steps=2), processing_class=tokenizer,
-        train_dataset=pairs("completion")).train()
-    return dict(policy=policy)
+    return without_sampling(
+        trl.SFTTrainer, trl.SFTConfig, "policy", language_model(), pairs("completion"))
 
 
 def rm():
-    model = scalar_model()
-    trl.RewardTrainer(
-        model=model, args=trl.RewardConfig(**common, max_steps=2), processing_class=tokenizer,
-        train_dataset=pairs("chosen", "rejected")).train()
-    return dict(reward_model=model)
+    return without_sampling(trl.RewardTrainer, trl.RewardConfig, "reward_model", scalar_model(),
+                            pairs("chosen", "rejected"))
 
 
 def dpo():
-    policy = language_model()
-    trl.DPOTrainer(
-        model=policy, ref_model=language_model(), args=trl.DPOConfig(**common, max_steps=2),
-        processing_class=tokenizer, train_dataset=pairs("chosen", "rejected")).train()
-    return dict(policy=policy)
+    return without_sampling(trl.DPOTrainer, trl.DPOConfig, "policy", language_model(),
+                            pairs("chosen", "rejected"), ref_model=language_model())
 
 
 def grpo():

@@ -21,6 +21,7 @@ from model import Model
 from options import decoding_graph
 from prompts import micro_batch
 from rollout import draw, generate
+from test_decoding_compiled import PROMPTS
 from test_families import SIZES, random_model, save
 from tiny import assert_same_run, keys_of, keys_of_system, read_jsonl, run
 
@@ -149,9 +150,6 @@ def test_no_impossible_token_at_the_edges_of_the_cdf(monkeypatch):
     assert not impossible[token].any() and logprob.isfinite().all()
     # and otherwise it is the inverse CDF, but for float32's rounding
     assert (exact[token] - probs[token] - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
-
-
-PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
 
 
 @pytest.fixture

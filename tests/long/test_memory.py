@@ -108,8 +108,9 @@ def test_peaks_are_those_of_a_run(name, llama, tmp_path):
     assert said.keys() == {"rollout", "reading", "update"}
     # the models read one after the other: of the earlier ones a few columns are there
     # transformers 5.16 takes 8 % less in a rollout than 5.24
+    rollout = 0.1 if transformers.__version__ < "5.24" else 0.05
     assert said == {phase: pytest.approx(took[phase], rel=dict(
-        rollout=0.1, reading=1, update=0.05)[phase]) for phase in said}
+        rollout=rollout, reading=1, update=0.05)[phase]) for phase in said}
     assert max(said, key=said.get) == max(said, key=took.get)
 
 
