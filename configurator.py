@@ -19,6 +19,7 @@ configuration is kept as JSON (read_json, write_json).
 This file is imported before torch, whose libraries read the two settings below when they start.
 """
 import ast
+import contextlib
 import difflib
 import json
 import os
@@ -153,6 +154,8 @@ def run_config_file(path, keys):
     data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
     hint = f"to give data, type --{data}={path}"
     if not os.path.isfile(path):
+        if "=" in path:  # a key without its dashes, or as Hydra has it
+            check_key(path.partition("=")[0].lstrip("+-"), keys, path)
         raise BadInput(f"there is no config file {path!r}" + (
             nearest(path) if path.endswith(".py") else "; to set a key, type --key=value"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
@@ -166,6 +169,7 @@ def run_config_file(path, keys):
         names = [name for name in names if not name.startswith("_")]
         for name in names:
             check_key(name, keys, path)
+        check_twice(text, path)
         if not names:
             raise BadInput(f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
         exec(compile(text, path, "exec"), namespace)
@@ -183,6 +187,19 @@ def run_config_file(path, keys):
     return {name: value for name, value in namespace.items() if not name.startswith("_")}
 
 
+def check_twice(text, path):
+    """Raise BadInput if a config file sets a key in two lines: the first one has no effect."""
+    lines = {}  # {key: the line that sets it}
+    for node in ast.parse(text).body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            name = getattr(target, "id", "_")
+            if name in lines:
+                raise BadInput(f"{path}, line {node.lineno}: {name} is set in line {lines[name]}, "
+                               "too; delete one of the two")
+            if not name.startswith("_"):
+                lines[name] = node.lineno
+
+
 def check_key(key, keys, where):
     """Raise BadInput, with the script that has it, or the nearest key, unless it is one of keys."""
     if key in keys:
@@ -190,9 +207,15 @@ def check_key(key, keys, where):
     scripts = [os.path.join(os.path.dirname(__file__), name) for name in SCRIPTS]
     others = [os.path.basename(script) for script in scripts
               if os.path.isfile(script) and key in read_keys(script)]
-    near = difflib.get_close_matches(key, keys, n=1)
-    hint = (f"it is a key of {' and '.join(others)}" if others else
-            f"did you mean {near[0]!r}?" if near else "--help lists the keys")
+    theirs = ""
+    with contextlib.suppress(ImportError):  # a fork may do without
+        from options.foreign_names import hint_for
+
+        theirs = hint_for(key)
+    # a wrong hint is worse than none
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    hint = (f"it is a key of {' and '.join(others)}" if others else theirs or (
+            f"did you mean {near[0]!r}?" if near else "--help lists the keys"))
     if where.endswith(".py") and not others:
         hint += " (a name that is no key begins with _)"
     raise BadInput(f"unknown key {key!r} ({where}): {hint}")
