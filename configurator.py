@@ -298,8 +298,8 @@ def print_help(script, doc, keys):
         for heading in key.headings:
             print(f"  {heading}")
         comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line
-        line = f"    {f'{name} = {key.default!r}':<30}  {comment}"
-        print(textwrap.fill(line, 100, subsequent_indent=" " * 36))
+        line = f"    {f'{name} = {key.default!r}':<28}  {comment}"
+        print(textwrap.fill(line, 80, subsequent_indent=" " * 34))
 
 
 # -------------------------------------------------------------------------------------------------
