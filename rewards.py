@@ -12,9 +12,9 @@ The batch is a dict of lists with an entry for each response. For two responses 
     format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
-the batch also has the tensors of sample_batch; `seconds`, which all rules together may take; and
-`limits` of programs. Of several turns the completion is the last one, and `dialogues` has all
-messages.
+the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which all rules together
+may take; and `limits` of programs. Of several turns the completion is the last one, and `dialogues`
+has all messages.
 """
 import math
 import re
@@ -80,9 +80,8 @@ def length(batch):
     (B,): DAPO's soft overlong punishment (arXiv 2503.14476, equation 13; the last fifth as in its
     section 4.1). With R = 100: up to 80 tokens give 0, 90 tokens -0.5, 100 tokens -1.
     """
-    mask = batch["response_mask"]  # (B, R)
-    R = mask.shape[1]
-    return ((R - mask.sum(1).float()) / (R / 5) - 1).clamp(-1, 0)
+    R, lengths = batch["max_new_tokens"], batch["response_mask"].sum(1).float()  # (B,)
+    return ((R - lengths) / (R / 5) - 1).clamp(-1, 0)
 
 
 def environment(batch):
@@ -213,7 +212,9 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     share = parallel.share(B)
     mine = {name: t[share.start:share.stop] for name, t in batch.items()}
     mine |= texts_of(mine, rows, policy.tokenizer)
-    mine |= dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
+    longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
+    mine |= dict(max_new_tokens=longest, seconds=system.reward_timeout,
+                 limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
@@ -292,7 +293,7 @@ def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     for part in parts + [[]] * (forwards - len(parts)):
         # padding is behind each text, so any id is right. Without texts: one row
-        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, T) each
+        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, W) each
         found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
         if part:
             scores[part] = found.to(dtype)
@@ -309,7 +310,7 @@ def add_scores(batch, terms):
             parallel.check_finite({f"reward/{name}": batch[f"reward/{name}"]})
             batch[f"reward/{name}"] = alike_for_equal_texts(batch[f"reward/{name}"], batch)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
-    if "turn_rewards" in batch:  # (B, R): with the weight that they have in the scores
+    if "turn_rewards" in batch:  # (B, T): with the weight that they have in the scores
         weights = [weight for weight, name, _ in terms if name == "environment"]
         batch["turn_rewards"] = sum(weights) * batch["turn_rewards"]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
@@ -329,9 +330,10 @@ def alike_for_equal_texts(scores, batch):
     of a model's output depend on the other rows of the micro-batch: 0.1234567 or 0.1234568. A group
     of equal responses teaches nothing, but GRPO would learn from such differences.
     """
-    seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
-    if "slot" in batch:  # equal prompts may have different answers in the data
-        seen = torch.cat([seen, batch["slot"][:, None]], 1)
+    column = torch.arange(batch["tokens"].shape[1], device=scores.device)  # (T,)
+    seen = torch.where(column < batch["lengths"][:, None], batch["tokens"], -1)  # -1 is no token
+    # equal prompts may have different answers in the data: those of two slots are not compared
+    seen = torch.cat([seen, batch["slot"][:, None]], 1)  # (B, T + 1)
     _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
     # for each text, by its number, the first row that has it
     row = torch.arange(len(text), device=text.device)

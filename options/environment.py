@@ -4,7 +4,7 @@ the policy goes on from there, in one response:
 
     prompt      user:       What is 37 * 46?
     response    assistant:  calc(37*46)          sampled: response_mask is True
-                user:       1702                 of the environment: attention_mask alone
+                user:       1702                 of the environment: response_mask is False
                 assistant:  1702                 sampled
 
 An environment is a function of the user's:
@@ -33,16 +33,18 @@ import parallel
 import ranks
 from errors import BadInput, Stop, first_line, place_of, shorten
 from options.user_code import load_function
-from rollout import left_pad, response_seeds
+from rollout import as_batch, response_seeds
 from tokenizer import joined
 
 made = {}  # {tokenizer: its Environment}
 
 
-def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, noise, names):
+def converse(policy, rows, prompts, uniforms, width, respond, system, noise, names):
     """
-    A collective: sampled responses as those of rollout.generate, of several turns each; see
-    Environment.converse. Token t of a response has the same uniform, whichever turn it is in.
+    A collective: a batch as that of rollout.as_batch, of several turns in each response; see
+    Environment.converse. respond: a sampler of one turn, such as rollout.decode: a function of
+    prompts, uniforms and rooms. Token t of a response has the same uniform, whichever turn it is
+    in.
     """
     if policy.tokenizer not in made:
         made[policy.tokenizer] = Environment(system, policy.tokenizer)
@@ -53,7 +55,7 @@ def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, n
         column = torch.arange(max(rooms, default=length)) + torch.tensor(used).long()[:, None]
         # (n, max(rooms)). A response ends before column `length`: it uses none from behind the %
         rest = uniforms[list(which)].gather(1, column % length)
-        return respond(decoder, contexts, rest, rooms=rooms)
+        return respond(contexts, rest, rooms)
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
         return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, sample)
@@ -86,13 +88,13 @@ class Environment:
 
     def converse(self, rows, prompts, noise, names, length, width, sample):
         """
-        Responses of several turns to B prompts, in the form of rollout.generate, and turn_rewards
-        (B, R): the environment's reward for a turn, on the turn's last token. With tools also
-        failed_calls (B,), how many calls of a response were no good.
+        The batch of B prompts and their responses of several turns, as rollout.as_batch makes it,
+        and turn_rewards (B, T): the environment's reward for a turn, on the turn's last token. With
+        tools also failed_calls (B,), how many calls of a response were no good.
 
         rows: of the data, one for each prompt; noise, names: see rollout.sample_batch. length: R,
-        all tokens of a response together. width: P. sample: a function of (contexts, numbers of
-        their responses, tokens that these have so far) that samples one turn.
+        all tokens of a response together. width: see as_batch. sample: a function of (contexts,
+        numbers of their responses, tokens that these have so far) that samples one turn.
         """
         B, tokenizer = len(prompts), self.tokenizer
         ids, own, logprobs, paid = ([[] for _ in prompts] for _ in range(4))  # a number a token
@@ -101,19 +103,17 @@ class Environment:
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
             contexts, used = [[*prompts[i], *ids[i]] for i in live], [len(ids[i]) for i in live]
-            batch = sample(contexts, live, used)
-            dtype = batch["sampler_logprobs"].dtype
-            fresh, masks, old = (batch[name].tolist() for name in (
-                "tokens", "response_mask", "sampler_logprobs"))
+            sampled = sample(contexts, live, used)
+            dtype, device = sampled[1].dtype, sampled[1].device
             asked, begun = [], []
-            for n, i in enumerate(live):
-                count = sum(masks[n])
-                new = fresh[n][-len(masks[n]):][:count]
+            for n, (i, new, old, count, ended) in enumerate(zip(
+                    live, *(x.tolist() for x in sampled), strict=True)):
+                new = new[:count]
                 ids[i] += new
                 own[i] += [True] * count
                 paid[i] += [0.0] * count
-                logprobs[i] += old[n][:count]
-                if batch["finished"][n]:  # else the turn is cut, and has no reply
+                logprobs[i] += old[:count]
+                if ended:  # else the turn is cut, and has no reply
                     text = self.said(new, rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
@@ -139,21 +139,19 @@ class Environment:
                 break
 
         def padded(lists, fill, dtype):
-            return torch.tensor([x + [fill] * (length - len(x)) for x in lists],
-                                dtype=dtype).view(B, length)
+            return torch.tensor([x + [fill] * (length - len(x)) for x in lists], dtype=dtype,
+                                device=device).view(B, length)
 
-        tokens, mask = left_pad(prompts, tokenizer.pad_id, width)  # (B, P) each
-        is_text = padded([[True] * len(x) for x in ids], False, torch.bool)  # (B, R)
-        sampled = dict(
-            tokens=torch.cat([tokens, padded(ids, tokenizer.pad_id, torch.int64)], 1),
-            attention_mask=torch.cat([mask, is_text], 1),
-            response_mask=padded(own, False, torch.bool),
-            sampler_logprobs=padded(logprobs, 0.0, dtype),
-            turn_rewards=padded(paid, 0.0, dtype),
-            finished=torch.tensor(finished, dtype=torch.bool))
+        pad_id = tokenizer.pad_id
+        lengths = torch.tensor([len(x) for x in ids], dtype=torch.int64, device=device)
+        finished = torch.tensor(finished, dtype=torch.bool, device=device)
+        batch = as_batch(
+            prompts, padded(ids, pad_id, torch.int64), padded(logprobs, 0.0, dtype), lengths,
+            finished, width, pad_id, sampled=padded(own, False, torch.bool),
+            turn_rewards=padded(paid, 0.0, dtype))
         if self.tools:
-            sampled["failed_calls"] = torch.tensor(failed, dtype=dtype)
-        return {name: t.to(batch["tokens"].device) for name, t in sampled.items()}
+            batch["failed_calls"] = torch.tensor(failed, dtype=dtype, device=device)
+        return batch
 
     def ask(self, dialogues, rows, names, failed, numbers, begun):
         """
@@ -359,12 +357,12 @@ def answers(prompt, role, tools):
 
 def figures_of_turns(batch):
     """The figures of a batch with several turns, for loss.summarize."""
-    mask = batch["response_mask"]
-    is_text = batch["attention_mask"][:, -mask.shape[1]:]  # (B, R)
+    mask = batch["response_mask"]  # (B, T)
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    tokens, own = batch["lengths"] - batch["begins"], mask.sum(1)  # (B,): of the response
     figures = dict(
         turns=(mask & ~before).sum(1).double().mean(),
-        environment_share=((is_text & ~mask).sum(1).double() / is_text.sum(1)).mean())
+        environment_share=((tokens - own).double() / tokens).mean())
     if "failed_calls" in batch:
         figures["failed_calls"] = batch["failed_calls"].double().mean()
     return figures

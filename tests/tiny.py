@@ -174,6 +174,16 @@ def keys_of(world, script, **changed):
     return keys | own[script] | changed
 
 
+def answer(policy, prompts, R, uniforms=None, **how):
+    """The batch of responses of up to R tokens to these prompts. how: see rollout.decode."""
+    from rollout import as_batch, decode, response_uniforms
+
+    if uniforms is None:
+        uniforms = response_uniforms(0, "generate", 0, range(len(prompts)), R)
+    found = decode(policy, prompts, uniforms, **how)
+    return as_batch(prompts, *found, max(map(len, prompts)), policy.tokenizer.pad_id)
+
+
 def typed(keys):
     return [f"--{key}={value}" for key, value in keys.items()]
 

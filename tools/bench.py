@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from errors import BadInput, Stop  # noqa: E402
 from load import auto_class, autocast, dtypes, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
-from rollout import decoding_copy, generate  # noqa: E402
+from rollout import decode, decoding_copy, response_uniforms  # noqa: E402
 from run import make_optimizer  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -136,8 +136,9 @@ def sampling(folder, system, B, P, longest, repeats):
     prompts = torch.randint(0, eos, (B, P), generator=torch.Generator().manual_seed(0)).to(device)
 
     def quartet(decoder, graphs=system.cuda_graphs and device.type == "cuda"):
-        sampled = generate(decoder, prompts.tolist(), longest, graphs=graphs)
-        return sampled["response_mask"].sum().item()
+        uniforms = response_uniforms(0, "bench", 0, range(B), longest)
+        _, _, lengths, _ = decode(decoder, prompts.tolist(), uniforms, graphs=graphs)
+        return lengths.sum().item()
 
     def compiled(decoder):
         return quartet(decoder, "compiled")

@@ -154,7 +154,7 @@ texts = rollout.texts_of({name: x[:group] for name, x in batch.items()}, names["
                          tokenizer)
 said = [response_of(dict(text=text) | ({"messages": texts["dialogues"][i]} if "dialogues" in texts
                                        else {})) for i, text in enumerate(texts["completions"])]
-tensors = dict(policy=batch["old_logprobs"])  # column -> (B, R)
+tensors = dict(policy=batch["old_logprobs"])  # column -> (B, T)
 if "ref_logprobs" in batch:
     tensors["ref"] = batch["ref_logprobs"]
     tensors["KL"] = loss.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
@@ -166,7 +166,7 @@ if script == "ppo":
                     white=batch["advantages"], ret=batch["returns"])
 else:
     tensors["advantage"] = batch["advantages"]
-ids = batch["tokens"][0, -mask.shape[1]:][mask[0]].tolist()
+ids = batch["tokens"][0][mask[0]].tolist()
 columns = {"#": list(range(1, len(ids) + 1)),
            "token": ["EOS" if i in tokenizer.eos_ids else ascii(tokenizer.decode([i]))
                      for i in ids]}

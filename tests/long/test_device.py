@@ -20,10 +20,10 @@ from load import load
 from model import Model
 from options import decoding_graph
 from prompts import micro_batch
-from rollout import draw, generate
+from rollout import draw
 from test_decoding_compiled import PROMPTS
 from test_families import SIZES, random_model, save
-from tiny import assert_same_run, keys_of, keys_of_system, read_jsonl, run
+from tiny import answer, assert_same_run, keys_of, keys_of_system, read_jsonl, run
 
 
 def checked(collective, *args, **kwargs):
@@ -107,11 +107,10 @@ def test_nothing_reads_memory_that_was_never_written():
     prompts = [[5, 17, 80, 33, 10], [41, 2], [64, 3, 3]]
 
     def go():
-        out = generate(policy, prompts, 12, batch_size=2)
-        mb = micro_batch({name: out[name] for name in (
-            "tokens", "attention_mask", "response_mask")}, torch.arange(3))
+        out = answer(policy, prompts, 12, at_once=2)
+        mb = micro_batch(out, torch.arange(3), int(out["lengths"].max()))
         return (out["tokens"], out["sampler_logprobs"],
-                policy.logprobs(mb["tokens"], mb["target_mask"])[0])
+                policy.logprobs(mb["tokens"], mb["response_mask"])[0])
 
     want = go()
     torch.use_deterministic_algorithms(True)
@@ -166,9 +165,9 @@ def by_graphs(monkeypatch, tmp_path):
         with pretend.gpu() as seen:
             policy = load(str(tmp_path), "policy", keys_of_system(), pretend.GPU)
             policy.tokenizer.eos_ids = set(range(0, 260, 20))
-            plain = generate(policy, PROMPTS, 30, 0.8)
+            plain = answer(policy, PROMPTS, 30, temperature=0.8)
             seen.full, seen.waits = True, 0
-            graphs = generate(policy, PROMPTS, 30, 0.8, graphs=True)
+            graphs = answer(policy, PROMPTS, 30, temperature=0.8, graphs=True)
             return plain, graphs, seen, decoding_graph.off
 
     return run
