@@ -60,16 +60,21 @@ RUNS = {
                    entropy_coef=0.1, ema_decay=0.5, head_chunk=5),
     "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
                     optim="adafactor", offload="ref=params", save_rollouts=1),
+    "grpo.py, turns": dict(environment="RULES:talks", max_turns=3, max_new_tokens=12,
+                           reward_functions="environment,0.5*length", save_rollouts=1),
     "sft.py": {}, "rm.py": dict(lora="2")}
 
 
-@pytest.mark.parametrize("script", RUNS)
-def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, script):
+@pytest.mark.parametrize("name", RUNS)
+def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
     """
     It uses no operation that has no exact kernel there, or deterministic = True would be an error;
     and it is the run of a CPU.
     """
-    keys = keys_of(world, script, max_iters=1, **RUNS[script])
+    script = name.partition(",")[0]
+    keys = keys_of(world, script, max_iters=1, **RUNS[name])
+    if "environment" in keys:
+        keys["environment"] = keys["environment"].replace("RULES", world.rules)
     done = run(script, tmp_path / "gpu", keys, before=begin)
     assert done.codes == [0], done
     seen = json.load(open(tmp_path / "gpu" / "seen.json"))
