@@ -36,6 +36,7 @@ B responses, R = max_new_tokens, T = R + the tokens of the batch's longest promp
 """
 import contextlib
 import copy
+import functools
 import hashlib
 
 import torch
@@ -266,28 +267,14 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     slot = [place for place in slots for _ in range(samples)]
     sample = list(range(samples)) * len(row_numbers)
     width = max(len(rows.ids[number]) for number in row_numbers)  # the same T on all ranks
-    rank, size = parallel.rank_and_size()
-    B, tp = len(row), system.generate_tp
+    B, tp, (rank, size) = len(row), system.generate_tp, parallel.rank_and_size()
     mine = parallel.share(B)  # the numbers of this rank's responses
     numbers = parallel.share(B, rank // tp, size // tp)  # of what tp ranks decode together
     ids = [rows.ids[row[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
-    graphs = (system.cuda_graphs and device.type == "cuda" and tp == 1
-              and not trunk_of(policy).elsewhere and ("compiled" if system.compile else True))
-
-    def respond(prompts, uniforms, rooms=None):
-        return decode(
-            decoder, prompts, uniforms, temperature, rooms, at_once=system.rollout_batch_size,
-            stop=None if tp > 1 else lambda: ranks.stop,  # tp ranks must take the same steps
-            graphs=graphs)
-
-    if system.sampler == "vllm":  # another engine samples, with the policy's weights
-        from options.vllm import responder
-
-        respond = responder(  # noqa: F811  COLLECTIVE
-            policy, system, device, temperature, response_seeds(*noise, *names))
-    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
+    seeds = response_seeds(*noise, *names)
+    with sampling(policy, temperature, seeds, system, device) as respond:  # COLLECTIVE
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 
@@ -304,6 +291,28 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 
 
 @contextlib.contextmanager
+def sampling(policy, temperature, seeds, system, device):
+    """
+    A collective: the block in which the policy samples. It gives a sampler, respond(prompts,
+    uniforms, rooms=None), which returns what `decode` returns, whoever decodes: the policy, a copy
+    of it (decoding_copy), or another engine. seeds: of the responses, for one with its own noise.
+    """
+    if system.sampler == "vllm":
+        from options.vllm import responder
+
+        yield responder(policy, system, device, temperature, seeds)  # COLLECTIVE
+        return
+    together = system.generate_tp > 1  # these ranks must take the same steps
+    graphs = system.cuda_graphs and device.type == "cuda" and not (
+        together or trunk_of(policy).elsewhere)
+    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
+        yield functools.partial(
+            decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
+            stop=None if together else lambda: ranks.stop,
+            graphs=graphs and ("compiled" if system.compile else True))
+
+
+@contextlib.contextmanager
 def decoding_copy(policy, system, device):
     """
     A collective: the block in which the policy decodes, and the model that decodes: the policy
@@ -316,15 +325,14 @@ def decoding_copy(policy, system, device):
 
         yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
         return
-    if trunk_of(policy).elsewhere and system.sampler == "own":  # sharded
+    if trunk_of(policy).elsewhere:  # sharded
         from options.shards import gathered
 
         with gathered(trunk_of(policy)):  # COLLECTIVE
             yield policy
         return
-    if matrices in (None, policy.hf.dtype) or policy.base is not None or system.sampler == "vllm":
-        # an adapter's trunk is frozen, and has its matrices in that dtype already
-        yield policy
+    if matrices in (None, policy.hf.dtype) or policy.base is not None:
+        yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
         return
     # deepcopy copies the modules, but takes buffers and parameters from `memo`
     memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}

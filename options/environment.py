@@ -42,9 +42,8 @@ made = {}  # {tokenizer: its Environment}
 def converse(policy, rows, prompts, uniforms, width, respond, system, noise, names):
     """
     A collective: a batch as that of rollout.as_batch, of several turns in each response; see
-    Environment.converse. respond: a sampler of one turn, such as rollout.decode: a function of
-    prompts, uniforms and rooms. Token t of a response has the same uniform, whichever turn it is
-    in.
+    Environment.converse. respond: the sampler of a turn, see rollout.sampling. Token t of a
+    response has the same uniform, whichever turn it is in.
     """
     if policy.tokenizer not in made:
         made[policy.tokenizer] = Environment(system, policy.tokenizer)
@@ -55,7 +54,7 @@ def converse(policy, rows, prompts, uniforms, width, respond, system, noise, nam
         column = torch.arange(max(rooms, default=length)) + torch.tensor(used).long()[:, None]
         # (n, max(rooms)). A response ends before column `length`: it uses none from behind the %
         rest = uniforms[list(which)].gather(1, column % length)
-        return respond(contexts, rest, rooms)
+        return respond(contexts, rest, rooms=rooms)
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
         return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, sample)

@@ -62,9 +62,9 @@ def whole_weights(policy, vocab_size):
 
 def responder(policy, system, device, temperature, seeds):
     """
-    A collective: the function that samples in the place of rollout.decode, with the policy's
-    present weights. seeds: of the responses; of a later turn they are made of its uniforms. The
-    first call starts vLLM, which stays with the policy. Raises BadInput.
+    A collective: vLLM as the sampler of rollout.sampling, with the policy's present weights. seeds:
+    of the responses; of a later turn they are made of its uniforms. The first call starts vLLM,
+    which stays with the policy. Raises BadInput.
     """
     if system.dtype not in DTYPES or system.generate_tp > 1:
         raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r} and generate_tp = "

@@ -70,9 +70,9 @@ def saboteur(deed, ranks):
                 return said
             return change
 
-        def decode(original, policy, prompts, uniforms, temperature, *rest, **how):
+        def decode(original, *args, temperature, **how):
             hot = 1.2 if deed == "the sampler" else 1.0
-            return original(policy, prompts, uniforms, temperature * hot, *rest, **how)
+            return original(*args, temperature=temperature * hot, **how)
 
         def logits(original, self, states):
             if torch.is_grad_enabled() and deed == "the forward":
