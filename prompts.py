@@ -165,6 +165,10 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
     and max_new_tokens more must fit into the context of every model; the first one is the policy.
     """
     tokenizer = next(iter(models.values())).tokenizer
+    if system.environment or system.tools:  # tools stand in the prompts
+        from options.environment import environment_of
+
+        environment_of(system, tokenizer)
     limit = min(model.max_positions for model in models.values()) - max_new_tokens
     if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "

@@ -39,15 +39,23 @@ from tokenizer import joined
 made = {}  # {tokenizer: its Environment}
 
 
+def environment_of(system, tokenizer):
+    """
+    The Environment of a run. It is made before the prompts are encoded, for tools stand in them,
+    and on all ranks, for those that only score read dialogues, too. Raises BadInput.
+    """
+    if tokenizer not in made:
+        made[tokenizer] = Environment(system, tokenizer)
+    return made[tokenizer]
+
+
 def converse(policy, rows, prompts, uniforms, width, respond, system, noise, names):
     """
     A collective: a batch as that of rollout.as_batch, of several turns in each response; see
     Environment.converse. respond: the sampler of a turn, see rollout.sampling. Token t of a
     response has the same uniform, whichever turn it is in.
     """
-    if policy.tokenizer not in made:
-        made[policy.tokenizer] = Environment(system, policy.tokenizer)
-    length = uniforms.shape[1]
+    environment, length = environment_of(system, policy.tokenizer), uniforms.shape[1]
 
     def sample(contexts, which, used):
         rooms = [length - n for n in used]
@@ -57,7 +65,7 @@ def converse(policy, rows, prompts, uniforms, width, respond, system, noise, nam
         return respond(contexts, rest, rooms=rooms)
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
-        return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, sample)
+        return environment.converse(rows, prompts, noise, names, length, width, sample)
 
 
 class Environment:

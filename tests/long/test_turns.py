@@ -557,17 +557,24 @@ def test_tools_that_cannot_be_described(tokenizer_of, mine):
 
 
 def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
-    """A random model that calls nothing; it ends with EOS alone, as its template does."""
+    """
+    A random model that calls nothing; it ends with EOS alone, as its template does. The tool stands
+    in each prompt that it reads.
+    """
     shutil.copytree(world.policy, tmp_path / "policy")
     tiny.write(tmp_path / "policy" / "generation_config.json", json.dumps(dict(eos_token_id=EOS)))
     rows = [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")]
-    template = "{% for m in messages %}{{ m.role + m.content }}<eos>{% endfor %}" \
-        "{% if add_generation_prompt %}assistant{% endif %}{# tools #}"
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" \
+        "{% for m in messages %}{{ m.role + m.content }}<eos>{% endfor %}" \
+        "{% if add_generation_prompt %}assistant{% endif %}"
     template = template.replace("<eos>", "{% for c in m.tool_calls %}<tool_call>"
                                 "{{ c.function | tojson }}</tool_call>{% endfor %}<eos>")
     keys = tiny.keys_of(
         world, "grpo.py", policy_path=tmp_path / "policy", tools=f"{mine}:multiply", eval_path="",
         prompts_path=tiny.jsonl(tmp_path / "chats.jsonl", rows), max_iters=1, reward_timeout=40,
-        chat_template=tiny.write(tmp_path / "t.jinja", template))
+        chat_template=tiny.write(tmp_path / "t.jinja", template),
+        reward_functions=tiny.write(tmp_path / "rule.py", "def named(batch):\n    return [float("
+                                    "'multiply' in x) for x in batch['prompts']]\n") + ":named")
     log = tiny.read_log(tiny.well("grpo.py", tmp_path, keys, ranks=2))
     assert log[0]["objective/failed_calls"] == 0 and log[0]["objective/turns"] == 1
+    assert log[0]["objective/scores"] == 1
