@@ -1,6 +1,7 @@
 """The answer in a response: the text behind its thoughts, and in it the final answer."""
 import functools
 import re
+import unicodedata
 from fractions import Fraction
 
 from errors import say
@@ -51,17 +52,38 @@ def say_unknown_marks(tokenizer):
             f"{tokenizer.path}; if these are marks of thoughts, add them to answers.py")
 
 
-def final_answer(text):
+# a line of a text; a line break between \begin{...} and its \end ends none
+LINE = re.compile(r"(?:\\begin\{(\w+\*?)\}.{0,2000}?\\end\{\1\}|[^\n])+", re.DOTALL)
+
+
+def answers_of(response, answer):
+    """
+    (the final answer of a response, that of a row's `answer`), to be compared. Without marks the
+    row's is all of its text, and the response's has as many lines.
+    """
+    truth = final_answer(answer, lines=0)
+    return final_answer(response, len(lines_of(truth))), truth
+
+
+def final_answer(text, lines=1):
     r"""
-    The final answer of a text: behind the thinking, in the last <answer>, \boxed{} or behind the
-    last ####; without them the last line. "" if the thinking never ends.
+    The final answer of a text, behind its thoughts: the last <answer>, in it the last \boxed{}, in
+    it the line behind the last ####; without them the last `lines` lines, 0 = all. "" if the
+    thoughts never end.
     """
     text = behind_thoughts(text) or ""
-    text = (re.findall("<answer>((?:(?!</?answer>).)*)</answer>", text, re.DOTALL) or [text])[-1]
+    tags = re.findall("<answer>((?:(?!</?answer>).)*)</answer>", text, re.DOTALL)
+    text = tags[-1] if tags else text
     box = last_box(text)
     text = text if box is None else box
-    text = (re.findall(r"####\s*([^\n]*)", text) or [text])[-1]
-    return (text.strip().split("\n") or [""])[-1].strip()
+    if "####" in text:
+        return "".join(lines_of(text.rpartition("####")[2])[:1])
+    return text.strip() if tags or box is not None else "\n".join(lines_of(text)[-lines:])
+
+
+def lines_of(text):
+    """The lines of a text that are not blank, as LINE says, without blanks around them."""
+    return [line for match in LINE.finditer(text) if (line := match[0].strip())]
 
 
 def last_box(text):
@@ -79,19 +101,28 @@ def last_box(text):
 
 def same_answer(given, truth):
     """Whether two answers are the same number, or the same text but for case, $ and a period."""
-    given, truth = (re.sub(r"[$\s]+", " ", x).strip(" .").casefold() for x in (given, truth))
+    given, truth = (re.sub(r"[$\s]+", " ", plain(x)).strip().rstrip(" .").casefold()
+                    for x in (given, truth))
     numbers = [number_of(x) for x in (given, truth)]
     return given == truth != "" or numbers[0] == numbers[1] is not None
 
 
+def plain(text):
+    """A text with one form of each letter (NFC) and of minus; without what nobody sees."""
+    seen = re.sub("[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]", "", text)
+    return unicodedata.normalize("NFC", seen).replace("\u2212", "-")
+
+
 def number_of(text):
-    """The value of a number such as 1,234.50 or -3/4, or None."""
+    """The value of a number such as 1,234.50, .5, -3/4 or 3 1/2, or None."""
     text = re.sub(r"(?<=\d)(?:,|\\,|,\\!|\{,\})(?=\d{3}\b)", "", text)  # 1,234, also LaTeX's
     match = re.fullmatch(
-        r"([+-]?\d{1,100}(?:\.\d{1,100})?(?:e[+-]?\d{1,3})?)(?: ?/ ?(\d{1,100}))?", text)
-    if not match or match[2] and not int(match[2]):
+        r"([+-]?) ?(?:(\d{1,100}) (?=\d+ ?/))?"
+        r"((?:\d{1,100}(?:\.\d{1,100})?|\.\d{1,100})(?:e[+-]?\d{1,3})?)(?: ?/ ?(\d{1,100}))?", text)
+    if not match or match[4] and not int(match[4]):
         return None
-    return Fraction(match[1]) / int(match[2] or 1)
+    size = int(match[2] or 0) + Fraction(match[3]) / int(match[4] or 1)
+    return -size if match[1] == "-" else size
 
 
 def whole_responses(batch):

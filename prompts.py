@@ -28,11 +28,11 @@ import torch
 import parallel
 from errors import BadInput, nearest, say, shorten
 
-
 # what others write into a message that is not to be learned, such as "weight": 0
 NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
 # where others keep the thoughts of an assistant's message; many chat templates do not read them
 THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
+NO_UTF8 = re.compile("[\ud800-\udfff]")  # what Python reads where bytes are no UTF-8
 # how chat templates begin a turn: a string that has it is a chat that is rendered already
 CHAT_MARK = re.compile(
     r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>")
@@ -98,10 +98,11 @@ def rename(row, fields):
 def prompt_row(row):
     """A row with a prompt to answer, its answer as text; other fields as they are, for rewards."""
     row = row | {"prompt": text_or_messages(row, "prompt")}
-    if isinstance(row.get("answer"), (int, float)):
-        row["answer"] = repr(row["answer"]).removesuffix(".0")
-    elif not isinstance(row.get("answer", ""), (str, type(None))):
-        raise BadInput(f"field 'answer' must be a string or a number, found {row['answer']!r}")
+    answer = row.get("answer")
+    if isinstance(answer, int) or isinstance(answer, float) and math.isfinite(answer):
+        row["answer"] = repr(answer).removesuffix(".0")
+    elif answer is not None and (not isinstance(answer, str) or NO_UTF8.search(answer)):
+        raise BadInput(f"field 'answer' must be UTF-8 text or a number, found {shorten(answer)}")
     return row
 
 
@@ -154,7 +155,7 @@ def text_or_messages(row, field):
         if message.get("role") not in ("system", "user", "assistant"):
             raise BadInput(f"field {field!r}, message {number}: the role is "
                            f"{shorten(message.get('role'))}; wanted system, user or assistant")
-        if re.search("[\ud800-\udfff]", content) or not content and field == "prompt":
+        if NO_UTF8.search(content) or not content and field == "prompt":
             raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
     return value
 

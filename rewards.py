@@ -25,9 +25,9 @@ import traceback
 import torch
 
 import parallel
-from answers import (behind_thoughts, final_answer, marks_of, same_answer, say_unknown_marks,
-                     whole_responses)
-from errors import BadInput, Stop, first_line, place_of, say
+from answers import (answers_of, behind_thoughts, final_answer, marks_of, same_answer,
+                     say_unknown_marks, whole_responses)
+from errors import BadInput, Stop, first_line, place_of, say, shorten
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
@@ -43,7 +43,7 @@ def accuracy(batch):
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
         answer = row.get("answer")
-        right = answer is not None and same_answer(final_answer(response), final_answer(answer))
+        right = answer is not None and same_answer(*answers_of(response, answer))
         scores.append(math.nan if answer is None else float(right))
     return torch.tensor(scores)
 
@@ -186,6 +186,9 @@ def check_rows(terms, rows, path):
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
                                    f"{field!r}; the row has {', '.join(row)}; rename one by "
                                    f'--fields="THEIRS>{field}"')
+                if field == "answer" and not same_answer(*[final_answer(row[field], lines=0)] * 2):
+                    raise BadInput(f"{path}, row {number}: no response could equal the answer "
+                                   f"{shorten(row[field])}; correct the row, or leave it out")
         if hasattr(function, "check_rows"):
             function.check_rows(rows, path)
 

@@ -27,6 +27,8 @@ def test_rows_of_a_file(tmp_path):
     ('{"prompt": "a"', ["line 2"]), ('["a"]', ["object"]), ('{"question": "a"}', ["question"]),
     ('{"prompt": ""}', ["empty"]), ('{"prompt": 7}', ["7"]), ('{"prompt": []}', ["empty"]),
     ('{"prompt": "\\ud800"}', ["UTF-8"]), ('{"prompt": "a", "answer": ["b"]}', ["'answer'"]),
+    ('{"prompt": "a", "answer": 1e400}', ["inf"]), ('{"prompt": "a", "answer": NaN}', ["nan"]),
+    ('{"prompt": "a", "answer": "caf\udce9"}', ["UTF-8"]),
     ('{"prompt": [{"role": "bot", "content": "a"}]}', ["bot", "assistant"]),
     ('{"prompt": [{"role": "user", "content": null}]}', ["content"]), ("caf\udce9", ["line 2"])])
 def test_a_bad_row_is_one_line_that_names_it(tmp_path, line, words):
