@@ -115,7 +115,9 @@ def plain(text):
 
 def number_of(text):
     """The value of a number such as 1,234.50, .5, -3/4 or 3 1/2, or None."""
-    text = re.sub(r"(?<=\d)(?:,|\\,|,\\!|\{,\})(?=\d{3}\b)", "", text)  # 1,234, also LaTeX's
+    # 1,234, also LaTeX's, but no 0,125
+    text = re.sub(r"(?<![\d.])[1-9]\d{0,2}(?:(?:,|\\,|,\\!|\{,\})\d{3})+(?!\d)",
+                  lambda m: re.sub(r"\D", "", m[0]), text)
     match = re.fullmatch(
         r"([+-]?) ?(?:(\d{1,100}) (?=\d+ ?/))?"
         r"((?:\d{1,100}(?:\.\d{1,100})?|\.\d{1,100})(?:e[+-]?\d{1,3})?)(?: ?/ ?(\d{1,100}))?", text)

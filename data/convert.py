@@ -252,7 +252,8 @@ def true_answer(answer):
     if "####" not in answer:
         return answer
     text = answer.rpartition("####")[2].strip()
-    return text.replace(",", "") if re.fullmatch(r"-?[\d,]*\.?\d+", text) else text
+    thousands = re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?", text)  # not 0,5 or 1,2,3
+    return text.replace(",", "") if thousands else text
 
 
 # -------------------------------------------------------------------------------------------------
