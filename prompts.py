@@ -28,10 +28,6 @@ import torch
 import parallel
 from errors import BadInput, nearest, say, shorten
 
-# what others write into a message that is not to be learned, such as "weight": 0
-NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
-# where others keep the thoughts of an assistant's message; many chat templates do not read them
-THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
 NO_UTF8 = re.compile("[\ud800-\udfff]")  # what Python reads where bytes are no UTF-8
 # how chat templates begin a turn: a string that has it is a chat that is rendered already
 CHAT_MARK = re.compile(
@@ -112,29 +108,11 @@ def dialogue(row, *completions):
     for field in completions:
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
-        for message in made[field] if isinstance(made[field], list) else ():
-            for key, value in beside_its_content(message).items():
-                raise BadInput(f"field {field!r}: " + (
-                    f"thoughts in {key!r} would not be learned; write them into 'content', as the "
-                    "model shall: <think>...</think>" if key in THOUGHTS_APART else
-                    f"{key!r} is {value!r}, but each answer in it is learned; end the prompt "
-                    "behind this one"))
-        if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
-                "assistant"}:
-            raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
+        if isinstance(made[field], list):
+            from options.chats import check_learned
+
+            check_learned(made[field], field)
     return made
-
-
-def beside_its_content(message):
-    """
-    {key: value} of an assistant's message that would be lost if its content is learned: thoughts,
-    and a mark that it is not to be learned. {} of others.
-    """
-    if message["role"] != "assistant":
-        return {}
-    thoughts = {key: message[key] for key in THOUGHTS_APART if message.get(key)}
-    return thoughts | {key: message[key] for key in NOT_LEARNED
-                       if message.get(key) not in (None, 1)}
 
 
 def text_or_messages(row, field):
@@ -143,20 +121,15 @@ def text_or_messages(row, field):
     if value is None:
         raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
                        f'one by --fields="THEIRS>{field}", or see data/convert.py')
-    messages = value if isinstance(value, list) else [dict(role="user", content=value)]
-    if not messages:
-        raise BadInput(f"field {field!r} is empty")
-    for number, message in enumerate(messages, 1):
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("tool_calls") or message.get(
-                "function_call"):
-            raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", "
-                           f"\"content\"}} messages of text, found {shorten(message)}")
-        if message.get("role") not in ("system", "user", "assistant"):
-            raise BadInput(f"field {field!r}, message {number}: the role is "
-                           f"{shorten(message.get('role'))}; wanted system, user or assistant")
-        if NO_UTF8.search(content) or not content and field == "prompt":
-            raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
+    if isinstance(value, list):
+        from options.chats import check_messages
+
+        check_messages(value, field)
+    elif not isinstance(value, str):
+        raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
+                       f"messages of text, found {shorten(value)}")
+    elif NO_UTF8.search(value) or not value and field == "prompt":
+        raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(value)}")
     return value
 
 

@@ -39,8 +39,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from answers import last_box  # noqa: E402
 from errors import BadInput  # noqa: E402
+from options.chats import beside_its_content  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
-from prompts import beside_its_content, dialogue, prompt_row, rename  # noqa: E402
+from prompts import dialogue, prompt_row, rename  # noqa: E402
 
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
