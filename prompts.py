@@ -157,12 +157,13 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None):
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
-    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
+    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut; a row of
+    which it leaves nothing, None, is dropped).
     length: a function of a row's ids, how many tokens they are. check: a function of the ids of all
     rows, such as check_pairs.
     """
     try:
-        found = encode(rows)
+        found = list(encode(rows))
     except BadInput:
         for number, row in enumerate(rows, 1):  # which one?
             try:
@@ -183,19 +184,29 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
                 "no row is short enough: change that key, or take a model with a longer context")
             raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see "
                            f"max_tokens or max_new_tokens); {hint}")
-    if max(lengths) > limit:
-        say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
-            f"tokens: {too_long}")
-    kept = [i for i, n in enumerate(lengths) if n <= limit or too_long == "cut"]
+    long = [i for i, n in enumerate(lengths) if n > limit]
+    for i in long:
+        found[i] = cut(found[i]) if too_long == "cut" else None
+    kept = [i for i, ids in enumerate(found) if ids is not None]
+    if long:
+        say(f"{path}: {len(long)} of {len(rows)} rows have more than {limit} tokens: {too_long}" + (
+            f"; {len(rows) - len(kept)} of them have no token left to learn, and are left out"
+            if too_long == "cut" and len(kept) < len(rows) else ""))
     if not kept:
         raise BadInput(f"{path}: no row is left; raise the limit of tokens")
     if rows.mix:
         rows.mix = rows.mix.keep(kept)
     rows[:] = [rows[i] for i in kept]
-    rows.ids = [cut(found[i]) if lengths[i] > limit else found[i] for i in kept]
+    rows.ids = [found[i] for i in kept]
     if isinstance(rows.ids[0], list):
         rows.ids = [array("i", ids) for ids in rows.ids]
     return rows
+
+
+def cut_example(example, limit):
+    """(ids, trained) of at most `limit` tokens; None if none of these is learned."""
+    ids, trained = (x[:limit] for x in example)
+    return (ids, trained) if any(trained[1:]) else None  # nothing predicts a text's first token
 
 
 def check_pairs(pairs, path, train_path):

@@ -21,8 +21,8 @@ import ranks
 from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
-                     right_pad, run_length, spread)
+from prompts import (batch_rows, cut_example, deal_rows, dialogue, encode_rows, hash_of_ids,
+                     read_rows, right_pad, run_length, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 
@@ -113,7 +113,7 @@ def read(path):
         read_rows(path, lambda row: dialogue(row, "completion"), system.fields), path,
         lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
                       for row in rows],
-        limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
+        limit, system.too_long, lambda example: cut_example(example, limit),
         lambda example: len(example[0]))
 
 

@@ -7,7 +7,8 @@ import torch
 from errors import BadInput
 from load import autocast
 from loss import add_up
-from prompts import batch_rows, deal_rows, dialogue, encode_rows, read_rows, right_pad
+from prompts import (batch_rows, cut_example, deal_rows, dialogue, encode_rows, read_rows,
+                     right_pad)
 
 
 def ptx_row(row):
@@ -32,7 +33,7 @@ class Ptx:
             read_rows(path, ptx_row, system.fields), path,
             lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
                           for row in rows],
-            limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
+            limit, system.too_long, lambda example: cut_example(example, limit),
             lambda example: len(example[0]))
         for _, trained in self.rows.ids:
             trained[0] = False  # nothing predicts a text's first token

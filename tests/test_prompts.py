@@ -7,8 +7,9 @@ import torch
 
 import parallel
 from errors import BadInput
-from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
+from prompts import (PADDING, Rows, batch_rows, cut_example, deal_rows, encode_prompts, encode_rows,
                      micro_batches, prompt_row, read_rows)
+
 from tiny import keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
@@ -53,6 +54,22 @@ def test_rows_that_are_too_long():
     assert [list(ids) for ids in encoded("cut").ids] == [[0, 1], [2, 3, 4], [0, 1, 2]]
     with pytest.raises(BadInput, match="no row is left"):
         encoded("drop", 1)
+
+
+def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
+    """Cut to 4 tokens; p: how many of a row's 6 are its prompt's. It is counted, and left out."""
+    def encoded(*prompts):
+        rows = Rows(dict(p=p) for p in prompts)
+        return encode_rows(rows, "a", lambda rows: [
+            ([*range(6)], [False] * row["p"] + [True] * (6 - row["p"])) for row in rows], 4, "cut",
+            lambda example: cut_example(example, 4), lambda example: len(example[0]))
+
+    rows = encoded(3, 4, 1, 5, 0)
+    assert rows == [dict(p=3), dict(p=1), dict(p=0)] and "2 of them" in capsys.readouterr().out
+    assert rows.ids[0] == ([0, 1, 2, 3], [False] * 3 + [True])
+    with pytest.raises(BadInput, match="no row is left"):
+        encoded(4, 5)
+    assert cut_example(([5], [True]), 1) is None  # nothing predicts a first token
 
 
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():

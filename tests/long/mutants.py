@@ -35,7 +35,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "range(iteration, iteration + batch_size)", "test_prompts", "epochs"),
     ("prompts.py", "(order[number::size] for", "(order[number * len(order) // size:] for",
      "test_prompts", "cards"),
-    ("prompts.py", "enumerate(lengths) if n <= limit", "enumerate(lengths) if n < limit",
+    ("prompts.py", "enumerate(lengths) if n > limit", "enumerate(lengths) if n >= limit",
      "test_prompts", "too_long"),
     ("prompts.py", "(t >= 0) & (t < longest)", "t >= 0", "test_prompts", "micro"),
     ("tokenizer.py", "[self.eos_id] * ends", "[self.eos_id]", "test_tokenizer", "toys"),
