@@ -94,20 +94,20 @@ class Tokenizer:
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
         text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
-        found = [n for n in range(len(ids)) if ids[n:n + len(text)] == text]
-        self.bos_ids = ids[:min(found, default=0)]
-        # SentencePiece puts a blank in front of a text, and takes one away from the text of ids;
+        found = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
+        self.bos_ids = ids[:next(found, 0)]
+        # many put a blank in front of a text, and SentencePiece takes it away from the text of ids:
         # not so behind a mark
         self.mark = self.encode_texts([MARK])[0]
-        self.adds_blank = self.text_of(self.mark + self.encode_texts(["a"])[0]) == f"{MARK} a"
+        text = self.text_of(self.mark + self.encode_texts(["a"])[0])
+        self.adds_blank = text.endswith(f"{MARK} a")
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.skipped_id = self.messages_of = None
         self.template = hf.get_chat_template() if hf.chat_template else None
         if self.system_prompt and not self.template:
-            raise BadInput("system_prompt: the tokenizer has no chat template; give one with "
-                           "--chat_template=FILE")
-        # all tokens in a template such as <|im_end|> become special in the run: otherwise a message
+            raise BadInput("system_prompt: there is no chat template; type --chat_template=FILE")
+        # tokens in a template such as <|im_end|> become special in the run: otherwise a message
         # with one would end a turn. Others, such as <think>, are tokens in a message, too
         self.plain = [t for t in hf.added_tokens_decoder.values() if not t.special
                       and t.content in (self.template or "") and re.fullmatch(MARKUP, t.content)]
@@ -318,7 +318,7 @@ class Tokenizer:
         unseen = self.unseen()
         kept = [i for i in ids if i not in unseen]
         if behind and self.adds_blank:
-            return self.text_of(self.mark + kept)[1:]
+            return self.text_of(self.mark + kept).partition(MARK)[2]
         return self.text_of(kept)
 
     def decode_response(self, ids, prompt=None):
