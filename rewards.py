@@ -268,7 +268,7 @@ def by_rules(rules, batch):
 def model_scores(reward_model, mine, total, micro_batch_size, system, device):
     """The reward model's scores of this rank's responses. total: how many all ranks have."""
     tokenizer, texts = reward_model.tokenizer, mine.get("dialogues", mine["completions"])
-    if "dialogues" in mine and not tokenizer.template:  # of several turns: just their texts
+    if "dialogues" in mine and not tokenizer.chats:  # of several turns: just their texts
         texts = ["".join(message["content"] for message in messages) for messages in texts]
     sequences = tokenizer.encode_scored(
         [row["prompt"] for row in mine["rows"]], texts, mine["finished"].tolist(),

@@ -87,12 +87,12 @@ class Tools:
                 key: {k: v for k, v in one.items() if k != "description"}
                 | (dict(nullable=True) if its[key].default is None else {})
                 for key, one in schema["parameters"]["properties"].items()}
-        if not re.search(r"\btools\b", tokenizer.template or ""):
+        if not re.search(r"\btools\b", tokenizer.chats.template if tokenizer.chats else ""):
             raise BadInput(f"{where}: {tokenizer.path} has no variable tools, so the policy would "
                            "not read what tools there are; give a template that has it, such as "
                            "--chat_template=options/templates/chatml.jinja")
-        tokenizer.kwargs["tools"] = self.schemas
-        self.harmony = "<|channel|>" in tokenizer.template
+        tokenizer.chats.kwargs["tools"] = self.schemas
+        self.harmony = "<|channel|>" in tokenizer.chats.template
         self.process = None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
 

@@ -208,10 +208,10 @@ def test_a_template_that_leaves_a_message_out(ours, tmp_path):
             chats += [(ours("qwen2.5", chat_template=path, system_prompt="s"), messages[1:])]
         for t, chat in chats:
             if role is None:
-                assert t.chat_ids(chat)
+                assert t.chats.ids_of(chat)
             else:
                 with pytest.raises(BadInput, match=f"{role}'s .*--chat_template"):
-                    t.chat_ids(chat)
+                    t.chats.ids_of(chat)
 
 
 def test_the_row_whose_message_a_template_leaves_out_is_named(world, tmp_path):
@@ -287,7 +287,7 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
     for text in t.specials:
         assert not special & {*t.encode_texts([f"a {text}{text} b"])[0]}
         assert t.decode(t.encode_texts([f"a {text} b"])[0]) == f"a {text} b"
-        if t.template:  # in everybody's messages
+        if t.chats:  # in everybody's messages
             plain, evil = (
                 [[i for i in ids if i in special] for ids in (
                     t.encode_scored([[user(a)]], [[assistant(b)]]) + t.encode_prompts([[user(a)]]))]
