@@ -220,6 +220,12 @@ class Tokenizer:
         """The text of ids with all of their special tokens."""
         return text_of(self.hf, ids)
 
+    def text_behind(self, ids):
+        """The text of ids that continue a text: their first blank stays."""
+        if not self.adds_blank:
+            return self.text_of(ids)
+        return self.text_of(self.mark + ids).partition(MARK)[2]
+
     def unseen(self):
         """The ids that no text shows: special ends, and padding that is in no stop string."""
         pad = self.text_of([self.pad_id]) if self.stop_strings else ""
@@ -234,9 +240,7 @@ class Tokenizer:
         """
         unseen = self.unseen()
         kept = [i for i in ids if i not in unseen]
-        if behind and self.adds_blank:
-            return self.text_of(self.mark + kept).partition(MARK)[2]
-        return self.text_of(kept)
+        return self.text_behind(kept) if behind else self.text_of(kept)
 
     def decode_response(self, ids, prompt=None):
         """

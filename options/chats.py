@@ -160,10 +160,13 @@ class Chats:
             whole = self.ids_of(messages[:i + 1])
             end = next((n for n in range(len(open_ids), len(whole))
                         if whole[n] in tokenizer.eos_ids), 0)
-            learned = text_of(self.hf, whole[len(open_ids):end]).strip()
+            learned = tokenizer.text_behind(whole[len(open_ids):end])
             said = message["content"].removeprefix(prompt[-1]["content"] if i < len(prompt) else "")
-            if whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids or not end or (
-                    learned != text_of(self.hf, tokenizer.encode_texts([said])[0]).strip()):
+            # as its letters come back, perhaps in NFC; the template may add blanks, and strip those
+            # behind it, but no indentation
+            wanted = tokenizer.text_behind(tokenizer.encode_behind([said])[0])
+            same = learned.strip() == wanted.strip() and learned.rstrip().endswith(wanted.rstrip())
+            if not same or not end or whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids:
                 raise BadInput(f"the chat template of {self.path} does not write the assistant's "
                                f"{shorten(said)} as it stands, with an end behind it, but "
                                f"{shorten(text_of(self.hf, whole[len(open_ids):end + 1]))}; type "
@@ -178,7 +181,7 @@ class Chats:
         if last["role"] != "assistant":
             return self.ids_of(messages, add_generation_prompt=True)
         ids = self.ids_of(messages, continue_final_message=True)
-        if not text_of(self.hf, ids).rstrip().endswith(last["content"].strip()):
+        if not text_of(self.hf, ids).rstrip().endswith(last["content"].rstrip()):
             raise BadInput(f"the chat template of {self.path} changes the assistant's "
                            f"{shorten(last['content'])}, which the response shall continue")
         return ids

@@ -59,9 +59,14 @@ ROWS = {  # (prompt, completion, which families learn it)
     "several answers": (
         [user("What is 1+2?")],
         [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], MOST),
-    "blanks": ([user("  two  spaces \n")],
-               [assistant("  Sure!\n "), user("\t"), assistant(" user\n")], MOST),
-    "a line break": ([user("a")], [assistant("\n b")], ["llama3.2", "mistral", "gemma"]),
+    "blanks behind": ([user("  two  spaces \n")],
+                      [assistant("Sure!\n "), user("\t"), assistant("user\n")], MOST),
+    # those before a text are learned, too, or the row is refused: many templates trim
+    "indented": ([user("code?")], [assistant("    return x")], ["qwen2.5"]),
+    "indented later": ([user("a")], [assistant("b"), user("c"), assistant("\tif x:\n")],
+                       ["qwen2.5"]),
+    "one blank": ([user("a")], [assistant(" b")], ["qwen2.5", "mistral"]),  # mistral's own
+    "a line break": ([user("a")], [assistant("\n b")], []),
     "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")],
                 MOST),
     "thoughts": ([user("1+2?")], [assistant(THOUGHT)], others.CHATS),
@@ -122,9 +127,10 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
     rows = [(prompt, completion, name in families)
             for prompt, completion, families in ROWS.values()]
     if name != "qwen3":
-        # a first line break would be one token with that of Qwen2.5's header
-        rows += [(chat[:n], chat[n:], name != "qwen2.5" or not any(
-            m["content"][0] == "\n" for m in chat[n::2])) for chat, n in nonsense(name)]
+        # a first line break would be one token with that of Qwen2.5's header; others trim
+        kept = dict.fromkeys(others.CHATS, r"\S") | {"qwen2.5": "[^\n]", "mistral": r" ?\S"}
+        rows += [(chat[:n], chat[n:], all(re.match(rf"{kept[name]}|\s*\Z", m["content"])
+                                          for m in chat[n::2])) for chat, n in nonsense(name)]
     for prompt, completion, learned in rows:
         if learned:
             assert_as_transformers(t, name, prompt, completion)
@@ -139,6 +145,9 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
     assert ids == ids_of(whole)[:len(ids)]
     # a blank at the beginning of a text is lost in SentencePiece's manner
     assert [x.strip() for x in spans(t, ids, trained)] == ["is 3." + t.hf.decode(ids[-1:])]
+    if name not in ("qwen2.5", "qwen3"):
+        with pytest.raises(BadInput, match="changes"):
+            t.encode_prompts([[user("a"), assistant("    return")]])
     if name == "qwen3":  # its empty thoughts are then the prompt's
         t = ours(name, template_kwargs="enable_thinking=False")
         assert spans(t, *t.encode_learned([user("a")], [assistant("b")])) == ["b<|im_end|>"]
@@ -230,7 +239,7 @@ CAFE = "caf\u00e9", "cafe\u0301"
 @pytest.mark.parametrize("script, family, pairs, ties", [
     ("rm.py", "qwen2.5", [(dict(content="b", name="x"), dict(content="b")),
                           (dict(content="b"), dict(content="b ")), CAFE], [2, 4]),  # NFC
-    ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "\n b ")], [2])])
+    ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "b \n ")], [2])])
 def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family, pairs, ties):
     """Counted, with the numbers of their rows in the file; refused if all are."""
     rows = [dict(prompt=[user("a")], **{
