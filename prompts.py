@@ -29,9 +29,6 @@ import parallel
 from errors import BadInput, nearest, say, shorten
 
 NO_UTF8 = re.compile("[\ud800-\udfff]")  # what Python reads where bytes are no UTF-8
-# how chat templates begin a turn: a string that has it is a chat that is rendered already
-CHAT_MARK = re.compile(
-    r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>")
 
 
 class Rows(list):
@@ -144,6 +141,7 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
     limit = min(limit, system.max_prompt_tokens or limit)
+    tokenizer.say_marks(rows, ["prompt"], path)
     bos = tokenizer.bos_ids
 
     def front_cut(ids):
@@ -152,6 +150,21 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 
     return encode_rows(rows, path, lambda rows: tokenizer.encode_prompts(
         [row["prompt"] for row in rows]), limit, system.too_long, front_cut)
+
+
+def encode_demonstrations(rows, path, tokenizer, limit, too_long):
+    """
+    Give Rows the (ids, trained) of each prompt and completion, as Tokenizer.encode_learned. What is
+    too long is cut at its end; without a token that is learned it is left out.
+    """
+    def cut(example):
+        ids, trained = (x[:limit] for x in example)
+        return (ids, trained) if any(trained[1:]) else None  # nothing predicts a first token
+
+    tokenizer.say_marks(rows, ["prompt", "completion"], path)
+    return encode_rows(rows, path, lambda rows: [
+        tokenizer.encode_learned(row["prompt"], row["completion"]) for row in rows], limit,
+        too_long, cut, lambda example: len(example[0]))
 
 
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None):
@@ -173,10 +186,6 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
         raise
     if check:
         check(found)
-    strings = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
-    if marks := [mark[0] for mark in map(CHAT_MARK.search, strings) if mark]:
-        say(f"warning: {path}: {len(marks)} prompts have {marks[0]} in them, read as plain text; "
-            "for a chat give messages, and the template writes such marks")
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
@@ -201,12 +210,6 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
     if isinstance(rows.ids[0], list):
         rows.ids = [array("i", ids) for ids in rows.ids]
     return rows
-
-
-def cut_example(example, limit):
-    """(ids, trained) of at most `limit` tokens; None if none of these is learned."""
-    ids, trained = (x[:limit] for x in example)
-    return (ids, trained) if any(trained[1:]) else None  # nothing predicts a text's first token
 
 
 def check_pairs(pairs, path, train_path):

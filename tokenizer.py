@@ -14,11 +14,15 @@ import ast
 import contextlib
 import glob
 import os
+import re
+from collections import Counter
 from itertools import islice
 
 from configurator import read_json, write_json
-from errors import BadInput, first_line, shorten
+from errors import BadInput, first_line, say, shorten
 
+# how the chat templates of many families begin a turn
+TURNS = r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>"
 MARK = "\x01"  # a character that SentencePiece never joins with the next ones
 
 
@@ -206,6 +210,23 @@ class Tokenizer:
         ids = self.bos_ids + self.encode_texts([prompt])[0]
         more = self.encode_behind([completion])[0] + [self.eos_id]
         return ids + more, [False] * len(ids) + [True] * len(more)
+
+    def say_marks(self, rows, fields, path):
+        """
+        Say how many rows spell special tokens in these fields, strings or messages. They are read
+        as letters, and mostly somebody has rendered a chat, or written an EOS behind a text.
+        """
+        names = sorted(self.specials, key=len, reverse=True)
+        marks = re.compile("|".join([TURNS, *(re.escape(s) for s in names if len(s) > 2)]))
+        found = Counter()  # {mark: in how many rows it is the first}
+        for row in rows:
+            texts = [x["content"] if isinstance(x, dict) else x for field in fields
+                     for x in (row[field] if isinstance(row[field], list) else [row[field]])]
+            found.update([mark[0] for mark in map(marks.search, texts) if mark][:1])
+        if found:
+            say(f"warning: {path}: {found.total()} of {len(rows)} rows have special tokens in them "
+                f"that are read as plain text, mostly {found.most_common(1)[0][0]}; give chats as "
+                "messages, and texts without an EOS: the run writes such marks itself")
 
     def need_chats(self):
         """The chats, of messages. Raises BadInput where there is no template."""

@@ -7,8 +7,8 @@ import torch
 
 import parallel
 from errors import BadInput
-from prompts import (PADDING, Rows, batch_rows, cut_example, deal_rows, encode_prompts, encode_rows,
-                     micro_batches, prompt_row, read_rows)
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_demonstrations, encode_prompts,
+                     encode_rows, micro_batches, prompt_row, read_rows)
 
 from tiny import keys_of_system, write
 
@@ -57,24 +57,27 @@ def test_rows_that_are_too_long():
 
 
 def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
-    """Cut to 4 tokens; p: how many of a row's 6 are its prompt's. It is counted, and left out."""
-    def encoded(*prompts):
-        rows = Rows(dict(p=p) for p in prompts)
-        return encode_rows(rows, "a", lambda rows: [
-            ([*range(6)], [False] * row["p"] + [True] * (6 - row["p"])) for row in rows], 4, "cut",
-            lambda example: cut_example(example, 4), lambda example: len(example[0]))
+    """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
+    tokenizer = SimpleNamespace(say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
+        [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
 
-    rows = encoded(3, 4, 1, 5, 0)
-    assert rows == [dict(p=3), dict(p=1), dict(p=0)] and "2 of them" in capsys.readouterr().out
-    assert rows.ids[0] == ([0, 1, 2, 3], [False] * 3 + [True])
+    def encoded(*texts):
+        rows = Rows(dict(prompt=prompt, completion=text) for prompt, text in texts)
+        return encode_demonstrations(rows, "a", tokenizer, 4, "cut")
+
+    rows = encoded(("abc", "de"), ("abcd", "e"), ("a", "bcdef"), ("abcdef", ""), ("abc", ""))
+    assert [row["prompt"] for row in rows] == ["abc", "a", "abc"]
+    assert rows.ids[0] == ([*b"abcd"], [False] * 3 + [True])
+    said = capsys.readouterr().out
+    assert "4 of 5" in said and "2 of them" in said and rows.ids[2][0] == [*b"abc", 0]
     with pytest.raises(BadInput, match="no row is left"):
-        encoded(4, 5)
-    assert cut_example(([5], [True]), 1) is None  # nothing predicts a first token
+        encoded(("abcd", "e"), ("abcdefg", "h"))
 
 
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
-    tokenizer = SimpleNamespace(bos_ids=[1], encode_prompts=lambda texts: [
-        [1, *text.encode()] for text in texts])
+    tokenizer = SimpleNamespace(
+        bos_ids=[1], say_marks=lambda *_: None,
+        encode_prompts=lambda texts: [[1, *text.encode()] for text in texts])
     models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
     rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))
     encode_prompts(rows, "a", models, 5, keys_of_system(too_long="cut"))

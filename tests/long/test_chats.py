@@ -18,7 +18,6 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load
-from prompts import Rows, encode_rows
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
 from tiny import assert_one_line, keys_of_system, run
@@ -347,16 +346,40 @@ def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
     assert hf.encode("a</s>a", add_special_tokens=False) == [*letter, end, *letter]
 
 
-def test_a_chat_that_is_a_string_already_is_said(ours, capsys):
-    """Its marks stay plain text: once a file, and not of messages or other angle brackets."""
-    t = ours("qwen2.5")
-    for prompts, count in ((["<|im_start|>user\nhi<|im_end|>", "a", "<start_of_turn>user"], 2),
-                           (["<think>", "a <| b |>", [user("<|im_start|>")]], 0)):
-        rows = Rows(dict(prompt=prompt) for prompt in prompts)
-        encode_rows(rows, "my.jsonl", lambda rows: t.encode_prompts(
-            [row["prompt"] for row in rows]), 99, "error", None)
-        said = capsys.readouterr().out
-        assert (f"my.jsonl: {count} prompts have <|im_start|>" in said) is (count > 0), said
+SPELLED = [  # a family, rows of a file; how many of them are counted, and a mark of the first
+    ("qwen2.5", [dict(prompt="<|im_start|>user\nhi<|im_end|>"), dict(prompt="a"),
+                 dict(prompt="<start_of_turn>user")], 2, "<|im_start|>"),  # also of other families
+    ("mistral", [dict(prompt="<s>[INST] hi [/INST]")], 1, "<s>"),
+    ("mistral", [dict(prompt="a", completion="yes</s>"), dict(prompt="a", completion="b")], 1,
+     "</s>"),
+    ("gemma", [dict(prompt="a", chosen="b", rejected="c<eos>")], 1, "<eos>"),
+    ("pythia", [dict(prompt="a<|endoftext|>", completion="b<|endoftext|>")], 1, "<|endoftext|>"),
+    ("llama3.2", [dict(prompt="<|begin_of_text|>a"), dict(prompt="<|eot_id|>b")] * 2, 4, ""),
+    ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")]),
+               dict(prompt=[user("<|endoftext|>"), assistant("x")])], 2, ""),
+    ("qwen3", [dict(prompt="<think>", completion="a <| b |>"), dict(prompt=[user("<im_end>")]),
+               dict(prompt="</s> [INST]")], 0, "")]
+
+
+@pytest.mark.parametrize("name, rows, count, mark", SPELLED)
+def test_special_tokens_in_a_text_are_said(ours, capsys, name, rows, count, mark):
+    """They stay plain text; once a file, with the number of rows; not tokens such as <think>."""
+    fields = ["prompt", *[f for f in ("completion", "chosen", "rejected") if f in rows[0]]]
+    ours(name).say_marks([dict.fromkeys(fields, "") | row for row in rows], fields, "my.jsonl")
+    said = capsys.readouterr().out
+    assert mark in said
+    assert f"my.jsonl: {count} of {len(rows)} rows" in said if count else not said
+
+
+def test_what_a_run_says_of_special_tokens(folders, world, tmp_path):
+    """In the fields that a script reads: not in the others."""
+    rows = [dict(prompt="a", completion="b<eos>", answer="c<eos>", chosen="b<eos>", rejected="c")]
+    path = tiny.jsonl(tmp_path / "rows.jsonl", rows * 3)
+    for script, key, said in (("sft.py", "train_path", True), ("rm.py", "train_path", True),
+                              ("ppo.py", "prompts_path", False)):
+        keys = tiny.keys_of(world, script, max_iters=1, **{key: path})
+        result = run(script, tmp_path / script, keys)
+        assert result.codes == [0] and ("3 of 3 rows have special" in result.out[0]) == said, result
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):
