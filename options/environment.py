@@ -45,7 +45,7 @@ def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, n
     Environment.converse. Token t of a response has the same uniform, whichever turn it is in.
     """
     if policy.tokenizer not in made:
-        made[policy.tokenizer] = Environment(system, policy.tokenizer)
+        made[policy.tokenizer] = open_environment(system, policy.tokenizer)
     length = uniforms.shape[1]
 
     def sample(contexts, which, used):
@@ -59,27 +59,40 @@ def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, n
         return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, sample)
 
 
-class Environment:
-    """It answers the policy. Raises BadInput where the functions or the template do not fit."""
+def open_environment(system, tokenizer):
+    """
+    The Environment of a run. Its tools become known to the tokenizer's template, and it tells the
+    tokenizer's responses apart into messages. Raises BadInput where functions or template do not
+    fit.
+    """
+    tools = None
+    if system.environment and system.tools:
+        raise BadInput(f"environment = {system.environment!r} and tools are both given, and tools "
+                       "are an environment, too; leave one out: your environment can call the "
+                       "functions itself")
+    if system.tools:
+        from options.tools import Tools
 
-    def __init__(self, system, tokenizer):
+        tools = Tools(system, tokenizer)
+        tokenizer.chats.kwargs["tools"] = tools.schemas
+    environment = Environment(system, tokenizer, tools)
+    tokenizer.messages_of = environment.messages_of
+    return environment
+
+
+class Environment:
+    """It answers the policy: a function of the user's, or tools. Raises BadInput."""
+
+    def __init__(self, system, tokenizer, tools=None):
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
-        self.timeout, self.tools = system.reward_timeout, None
+        self.timeout, self.tools = system.reward_timeout, tools
         self.thread = ThreadPoolExecutor(1)  # nobody waits for ever for a function that hangs
         self.name = f"environment = {system.environment!r}"
-        if system.environment and system.tools:
-            raise BadInput("environment and tools are both given, and tools are an environment, "
-                           "too; leave one out: your environment can call the functions itself")
-        if system.tools:
-            from options.tools import Tools
-
-            self.tools = Tools(system, tokenizer)
-        else:
+        if not tools:
             self.env = load_function(system.environment, ".", self.name)
             self.seeded = "seed" in inspect.signature(self.env).parameters
-        check_template(tokenizer, "tool" if system.tools else "user", self.tools)
+        check_template(tokenizer, "tool" if tools else "user", tools)
         self.frames = frames(tokenizer)
-        tokenizer.messages_of = self.messages_of
 
     # ----------------------------------------------------------------------------------------------
     # sampling

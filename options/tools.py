@@ -66,7 +66,7 @@ KINDS = dict(boolean=bool, integer=int, number=float, string=str, array=list, ob
 
 
 class Tools:
-    """The tools of this rank. They become known to the template. Raises BadInput."""
+    """The tools of this rank. schemas: what the template is told of them. Raises BadInput."""
 
     def __init__(self, system, tokenizer):
         from transformers.utils import get_json_schema
@@ -91,7 +91,6 @@ class Tools:
             raise BadInput(f"{where}: {tokenizer.path} has no variable tools, so the policy would "
                            "not read what tools there are; give a template that has it, such as "
                            "--chat_template=options/templates/chatml.jinja")
-        tokenizer.chats.kwargs["tools"] = self.schemas
         self.harmony = "<|channel|>" in tokenizer.chats.template
         self.process = None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
