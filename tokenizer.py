@@ -60,27 +60,13 @@ def read_folder(path):
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
                        "files there, and set eos_token in its tokenizer_config.json")
-    use_parts_of_file(hf, path)
+    # transformers' own class reads tokenizer.json as it is; many families' make it anew
+    if type(hf).__name__ != "TokenizersBackend" or "[INST]" in hf.get_vocab() or (
+            {"add_prefix_space", "fix_mistral_regex"} & hf.init_kwargs.keys()):
+        from options.tokenizer_kinds import use_parts_of_file
+
+        use_parts_of_file(hf, path)
     return hf
-
-
-def use_parts_of_file(hf, path):
-    """
-    Cut texts as tokenizer.json says. Version 5 of transformers makes the tokenizers of some classes
-    anew, with their family's rules: SmolLM2 would read other ids for the line breaks in "\\n\\n1".
-    """
-    from transformers.utils import cached_file
-
-    file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    backend, blank = getattr(hf, "backend_tokenizer", None), hf.init_kwargs.get("add_prefix_space")
-    read = type(backend).from_file(file) if file and backend and not blank else None
-    if read and (blank is None or "ByteLevel" in repr(read.decoder)):  # else the settings count
-        for part in ("normalizer", "pre_tokenizer", "decoder", "model"):
-            setattr(backend, part, getattr(read, part))
-    if backend and backend.token_to_id("[INST]") and "{1,3}" in repr(backend.pre_tokenizer):
-        from options.tiktoken_files import use_words_of_tekken
-
-        use_words_of_tekken(hf, path)
 
 
 def text_of(hf, ids):
