@@ -9,7 +9,7 @@ The batch is a dict of lists with an entry for each response. For two responses 
         completions=["<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579", "501"],
     )
     accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
-    format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
+    thinks(batch)    # [1.0, 0.0]: only the first one thinks
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
 the batch also has the tensors of sample_batch; `seconds`, which all rules together may take; and
@@ -17,7 +17,6 @@ the batch also has the tensors of sample_batch; `seconds`, which all rules toget
 messages.
 """
 import math
-import re
 import sys
 import threading
 import traceback
@@ -25,8 +24,8 @@ import traceback
 import torch
 
 import parallel
-from answers import (answers_of, behind_thoughts, final_answer, marks_of, same_answer,
-                     say_unknown_marks, whole_responses)
+from answers import (answers_of, final_answer, marks_of, same_answer, say_unknown_marks,
+                     whole_responses)
 from errors import BadInput, Stop, first_line, place_of, say, shorten
 from load import autocast
 from model import no_grad_forwards
@@ -46,27 +45,6 @@ def accuracy(batch):
         right = answer is not None and same_answer(*answers_of(response, answer))
         scores.append(math.nan if answer is None else float(right))
     return torch.tensor(scores)
-
-
-def format(batch):
-    """
-    (B,): 1.0 where the response is <think>...</think>, or the like, and then an answer that is not
-    blank, bare or in <answer>...</answer>, and nothing else; else 0.0. Each tag comes once, in this
-    order; a <think> may end the prompt. The format reward of DeepSeek-R1 (arXiv 2501.12948, section
-    2.2.2).
-    """
-    return torch.tensor([float(is_formatted(response)) for response in whole_responses(batch)])
-
-
-def is_formatted(text):
-    marks, tags = marks_of(text), re.findall("</?answer>", text)
-    if [opens for opens, _ in marks] != [True, False]:
-        return False
-    before, answer = text[:marks[0][1].start()], (behind_thoughts(text) or "").strip()
-    if tags:
-        whole = re.fullmatch("<answer>(.*)</answer>", answer, re.DOTALL)
-        answer = whole[1].strip() if whole and len(tags) == 2 else ""
-    return not before.strip() and answer != ""
 
 
 def thinks(batch):
@@ -173,8 +151,10 @@ def built_in(name):
     if name == "code":
         from grading.programs import code
         return code
-    return dict(accuracy=accuracy, format=format, thinks=thinks, length=length,
-                environment=environment).get(name)
+    if name == "format":
+        from grading.forms import format
+        return format
+    return dict(accuracy=accuracy, thinks=thinks, length=length, environment=environment).get(name)
 
 
 def check_rows(terms, rows, path):

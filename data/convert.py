@@ -37,8 +37,8 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from answers import last_box  # noqa: E402
 from errors import BadInput  # noqa: E402
+from grading.forms import last_box  # noqa: E402
 from options.chats import beside_its_content  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
 from prompts import dialogue, prompt_row, rename  # noqa: E402

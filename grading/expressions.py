@@ -24,8 +24,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from answers import answers_of, plain, same_answer, whole_responses
+from answers import answers_of, same_answer, whole_responses
 from errors import BadInput, Stop
+from grading.forms import letters
 from grading.sandbox import cpus_of_a_rank, use_all_cpus
 
 SECONDS = 10  # for one pair; math-verify itself stops reading after 5, and comparing after 5
@@ -122,7 +123,7 @@ def verdict(given, truth):
 
 def read(answer):
     """An answer -> its formula, name and unit: "so $x = 5$ cm" -> ("5", "x", "cm")."""
-    text = plain(answer).translate(str.maketrans(SYMBOLS))
+    text = letters(answer).translate(str.maketrans(SYMBOLS))
     for pattern, by in WRITING:
         text = pattern.sub(by, text)
     text, name, unit = text[LEAD.match(text).end():].strip(), "", ""

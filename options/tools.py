@@ -45,8 +45,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from answers import THOUGHTS
 from errors import BadInput, first_line, shorten
+from grading.marks import THOUGHTS
 from options.user_code import load_function
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -6,7 +6,7 @@ import torch
 
 from errors import BadInput
 from load import load
-from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows, format,
+from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows,
                      last_real, length, reward_terms, score_sequences, thinks)
 from tiny import keys_of_system, write
 
@@ -71,6 +71,8 @@ FORMATS = {
 
 
 def test_format_and_thinks():
+    from grading.forms import format
+
     for score, texts in FORMATS.items():
         assert format(batch_of(texts)).tolist() == [score] * len(texts)
     assert thinks(batch_of(["<think></think>", "</think><think>", "<think>"])).tolist() == [1, 0, 0]
