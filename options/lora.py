@@ -294,6 +294,11 @@ def read_adapter(folder):
     if odd:
         raise BadInput(f"{config}: {shorten(odd[0])} = {shorten(settings[odd[0]])} is not "
                        "supported; merge the adapter with peft, and give the merged model")
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if revision not in (None, "", "main") and not os.path.isdir(str(base)):  # folders have none
+        raise BadInput(f"{config}: the adapter was trained on the revision {revision} of {base}, "
+                       f"which is not read; type: hf download {base} --revision {revision} "
+                       "--local-dir DIR, and write DIR as base_model_name_or_path")
     return settings, tensors, None if shift is None else float(shift)
 
 

@@ -81,7 +81,7 @@ def answer(rows, where, first=0):
 
 def as_row(text):
     """A row of data with this text as its prompt: a chat message, if there is a chat template."""
-    return prompt_row(dict(prompt=[dict(role="user", content=text)] if policy.tokenizer.template
+    return prompt_row(dict(prompt=[dict(role="user", content=text)] if policy.tokenizer.chats
                            else text))
 
 

@@ -176,8 +176,18 @@ def test_other_adapters_are_refused(tmp_path):
         config.write_text(json.dumps(settings | more))
         with pytest.raises(BadInput):
             loaded(tmp_path / "adapter")
-    config.write_text(json.dumps(settings))
-    loaded(tmp_path / "adapter")
+    # of a base on the hub another state has other weights; a folder is what it is
+    for revision in ("refs/pr/7", "v1.0"):
+        for name in ("some/model", None):
+            config.write_text(json.dumps(settings | dict(
+                revision=revision, base_model_name_or_path=name)))
+            with pytest.raises(BadInput, match=f"revision {revision} of {name}"):
+                loaded(tmp_path / "adapter")
+            with pytest.raises(BadInput, match=revision):
+                load_adapted(base, f"{tmp_path}/adapter")
+    for revision in (None, "main", "", "v1.0"):
+        config.write_text(json.dumps(settings | dict(revision=revision)))
+        loaded(tmp_path / "adapter")
     with pytest.raises(BadInput, match="down_proj"):
         Adapted(base, "lm", 2, 4, targets="nothing")
     with pytest.raises(BadInput, match="another"):
