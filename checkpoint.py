@@ -314,7 +314,8 @@ def fill_optimizer(model, optimizer, tensors):
         name, _, key = full_name.rpartition(".")
         p = model.get_parameter(name)
         if key != "step" and t.is_floating_point():
-            t = t.to(p.dtype)  # the run that saved it may have had another dtype
+            # the run that saved it may have had another dtype; states have 32 bits at least
+            t = t.to(torch.promote_types(p.dtype, torch.float32))
         # an integer step is adamw8bit's; torch's are floats
         optimizer.state[p][key] = t.to(p.device) if t.is_floating_point() or t.dim() else int(t)
 

@@ -47,7 +47,8 @@ def make_optimizer(model, name, system, lr, betas, eps):
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
         fused=parallel.role == "train")  # others never step
-    if of_model(system.optim, name) not in ("", "adamw"):
+    narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
+    if narrow or of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
 
         kind, settings = other_optimizer(model, system, name, lr, betas, eps)

@@ -30,7 +30,7 @@ report_to = ""  # empty = only log.jsonl; each must be installed
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # * 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
-master_weights = True  # False: train bfloat16 weights; half the memory, but small steps are lost
+master_weights = True  # False: train bfloat16 weights: 2 bytes each less, small steps are lost
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 # the kernels of attention; flash attention is a package for GPUs, and for 16 bits
 attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attention_3]
