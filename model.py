@@ -39,10 +39,9 @@ class Model(nn.Module):
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
     compiled = None  # the trunk as torch.compile makes it
 
-    def __init__(self, hf, head="lm", path="", tokenizer=None, file_dtype=None):
+    def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
         self.hf, self.head, self.path, self.tokenizer = hf.eval(), head, path, tokenizer
-        self.file_dtype = file_dtype or hf.config.dtype  # of the weights in the file
         # is added to every scalar; rm.py measures it and saves it in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn

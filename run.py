@@ -181,11 +181,12 @@ class Run:
 
     def finish(self, next_step):
         """A collective: save the trained models, and leave together with the other ranks."""
+        dtype = self.system.save_dtype
         for name in self.trained:
-            save_final(self.out_dir, name, self.trained[name])  # COLLECTIVE
+            save_final(self.out_dir, name, self.trained[name], dtype)  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                save_final(self.out_dir, "ema_policy", self.models["policy"])  # COLLECTIVE
+                save_final(self.out_dir, "ema_policy", self.models["policy"], dtype)  # COLLECTIVE
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -298,7 +299,8 @@ class Run:
         record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
         if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
             self.state["best_score"] = score
-            save_final(self.out_dir, "best_policy", self.models["policy"])  # COLLECTIVE
+            save_final(  # COLLECTIVE
+                self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
         say(f"eval {self.iteration}: " + "  ".join(
             f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))

@@ -23,6 +23,7 @@ system_prompt = ""  # the system message of chats that have none
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to keep [>= 1]
+save_dtype = "auto"  # of finished models; auto: no bit is lost [auto | float32 | bfloat16]
 sync_check_interval = 10  # iterations between checks that all ranks have the same models [>= 1]
 # other places for the log: "tensorboard", "wandb", "trackio"; several with commas between
 report_to = ""  # empty = only log.jsonl; each must be installed
