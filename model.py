@@ -178,6 +178,21 @@ class Model(nn.Module):
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
 
 
+def vectors_of(model):
+    """
+    The parameters that are vectors, also where a tensor has one for each expert or head: beside
+    tensors with a matrix for each, as a bias (gpt-oss), or in a norm (Cohere).
+    """
+    vectors = set()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        stacked = any(p.dim() == 3 for p in own.values())
+        norm = "norm" in type(module).__name__.lower()
+        vectors |= {p for name, p in own.items()
+                    if p.dim() < 2 + stacked or norm or "bias" in name}
+    return vectors
+
+
 def check_head(hf, path):
     """
     Raise BadInput where a language model's head and embedding differ, and its settings call them

@@ -14,6 +14,7 @@ import torch
 
 from configurator import of_model
 from errors import BadInput
+from model import vectors_of
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
 # With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and the learning
@@ -47,8 +48,9 @@ def other_optimizer(model, system, name, lr, betas, eps):
                                eps=(1e-15, FLOOR), foreach=False)
     if kind == "muon":
         head = model.hf.get_output_embeddings()
-        apart = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-        return functools.partial(Muon, {*apart, getattr(head, "weight", None)}), dict(
+        apart = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        apart |= {getattr(head, "weight", None), *vectors_of(model)}
+        return functools.partial(Muon, apart), dict(
             lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
     if any(p.requires_grad and p.dtype.itemsize == 2 for p in model.parameters()):
         raise BadInput("optim: adamw8bit wants gradients in the dtype of the weights, and those of "
