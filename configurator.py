@@ -40,6 +40,8 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
 SCRIPTS = "ppo.py", "grpo.py", "sft.py", "rm.py"
+# keys of text that is no path, so a ~ in it is a ~
+TEXTS = "prompt", "answer", "system_prompt", "stop_strings", "template_kwargs"
 # what a user reads, and not the names of Python's types
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -118,7 +120,17 @@ def read_arguments(keys, argv):
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
+        if isinstance(value, str) and name not in TEXTS:
+            overrides[name] = (from_home(value), where)
     return overrides
+
+
+def from_home(text):
+    """
+    ~/out -> /home/me/out, also in lists: a,0.5*~/b.jsonl. bash does it only for a word that begins
+    with ~, which --out_dir=~/out does not: the run would make a folder with the name ~.
+    """
+    return re.sub(r"(^|[,*:]\s*)(~[^,]*)", lambda m: m[1] + os.path.expanduser(m[2]), text)
 
 
 def read_keys(file):

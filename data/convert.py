@@ -38,6 +38,7 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from answers import last_box  # noqa: E402
+from configurator import from_home  # noqa: E402
 from errors import BadInput  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
 from prompts import beside_its_content, dialogue, prompt_row, rename  # noqa: E402
@@ -64,6 +65,7 @@ def parser_of(doc):
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error
+    parser.register("type", None, from_home)  # of arguments that are texts
     return parser
 
 
