@@ -129,8 +129,11 @@ class Model(nn.Module):
     def recompute(self):
         """
         Gradient checkpointing, transformers' own: the backward pass computes each layer again. A
-        step takes a third longer, and far less memory.
+        step takes a third longer, and far less memory. Raises BadInput where a family has none.
         """
+        if not self.hf.supports_gradient_checkpointing:
+            raise BadInput(f"{self.path}: transformers' {type(self.hf).__name__} has no gradient "
+                           "checkpointing; type --gradient_checkpointing=False")
         # transformers before 5.23 has another name for it
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)

@@ -347,6 +347,16 @@ def test_what_is_saved_is_what_was_computed(tmp_path, keys, name):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "short").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("lora", ["", "2"])
+@pytest.mark.parametrize("kind", ["jetmoe", "openai-gpt"])
+def test_a_family_without_gradient_checkpointing(tmp_path, kind, lora):
+    settings = EXPERTS | dict(kv_channels=8) if kind == "jetmoe" else GPT
+    path = written(tmp_path, random_model(kind, settings))
+    with pytest.raises(BadInput, match=f"{path}.* --gradient_checkpointing=False"):
+        load(path, "policy", keys_of_system(gradient_checkpointing=True, lora=lora), CPU,
+             trained=True)
+
+
 @torch.no_grad()
 def test_scores_are_float32_under_autocast(tmp_path):
     """Scores around 100 in steps of much less than 1/2, which would be those of bfloat16."""
