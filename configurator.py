@@ -11,7 +11,8 @@ A config file is Python; each public name in it must be a key of the script, als
 (import math as _math). This is looked at before it is run. `--help` prints every key with its
 default and its comment; a * in a comment: most runs set this key. The brackets at the end of a
 comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
-begins as "with tools: " is of a key that has no effect unless the key tools is set, too.
+begins as "with tools: " is of a key that has no effect unless the key tools is set, too: it must
+not be 0, False, or, of texts, the default.
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
 configuration is kept as JSON (read_json, write_json).
@@ -90,14 +91,19 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     for name, (value, where) in overrides.items():
         beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
         others = [other for other in beside.groups() if other] if beside else ()
-        if value != keys[name].default and others and all(
-                config[other] == keys[other].default for other in others):
+        if value != keys[name].default and others and not any(
+                is_on(config.get(other), keys.get(other)) for other in others):
             raise BadInput(f"{name} ({where}) has no effect without {' or '.join(others)}")
     script_globals.update({name: config[name] for name in own})
     if speaks:
         print_settings(keys, overrides)
     return config, SimpleNamespace(**{name: config.get(name, key.default)
                                       for name, key in more.items()})
+
+
+def is_on(value, key):
+    """Whether a key is set: a text is not the default, any other value is not 0."""
+    return value != key.default if isinstance(value, str) else bool(value)
 
 
 def read_arguments(keys, argv):

@@ -25,8 +25,11 @@ def dtypes(system):
 
     In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
     used, but no vectors. So frozen matrices can be stored rounded: the results are the same.
-    master_weights=False: every weight is bfloat16, and there is no autocast.
+    master_weights=False: every weight is bfloat16, and there is no autocast. Raises BadInput.
     """
+    if not system.master_weights and system.dtype != "bfloat16":
+        raise BadInput("master_weights = False: the weights themselves are trained in 16 bits; "
+                       "type --dtype=bfloat16")
     if system.dtype not in SHORT:
         return getattr(torch, system.dtype), None
     if not system.master_weights:

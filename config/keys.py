@@ -63,7 +63,7 @@ weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 # of ppo.py and grpo.py alone
 
 # models beside the four
-ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
+ref_path = ""  # with kl_coef: the reference, if it is another model; empty = policy_path
 share_base = False  # all models are adapters on one trunk, policy_path; also reward_path
 judge_path = ""  # a language model that is asked how good a response is: the reward judge
 judge_template = "yes_no"  # with judge_path: its question: yes_no, rubric, a file; docs/data.md
@@ -88,4 +88,4 @@ max_turns = 8  # with environment or tools: turns of the policy in a response [1
 reward_timeout = 300  # an iteration's seconds for rules; at most half of timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 save_rollouts = 0  # all responses of every so many iterations go to rollouts.jsonl; 0 = none [>= 0]
-keep_best = False  # also save out_dir/best_policy, the policy with the best held-out score so far
+keep_best = False  # with eval_path: out_dir/best_policy, the policy with the best score so far
