@@ -29,7 +29,7 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -181,15 +181,13 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     alone(delete_older)
 
 
-def save_final(out_dir, name, model):
+def save_final(out_dir, name, model, dtype="auto"):
     """
-    A collective: write a finished model to out_dir/name, complete or not at all, in the dtype of
-    the model that the run began with. A LoRA adapter is merged into it, and also saved by itself,
-    in out_dir/name_adapter.
+    A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
+    merged into it, and also saved by itself, in out_dir/name_adapter. dtype: auto: each weight as
+    it was computed, or float32, or bfloat16: that loses changes below 1/512 of a weight, which may
+    be most of a run's.
     """
-    narrow = model.hf.dtype == torch.float32 and model.file_dtype in (torch.bfloat16, torch.float16)
-    dtype = model.file_dtype if narrow else model.hf.dtype
-
     def write(folder):
         hf, tensors = model.hf, {}
         names = dict(hf.named_buffers())  # of these some are saved
@@ -197,15 +195,21 @@ def save_final(out_dir, name, model):
         for n, t in [*hf.named_parameters(), *state.items()]:
             t = model.merged(n, parallel.whole(t))  # COLLECTIVE
             if parallel.rank_and_size()[0] == 0:
-                tensors[n] = t.to(dtype if t.is_floating_point() else t.dtype).contiguous()
+                fixed = dtype == "auto" or not t.is_floating_point()
+                tensors[n] = t.to(t.dtype if fixed else getattr(torch, dtype)).contiguous()
 
         def save():
+            kind = reduce(  # the widest: transformers gives it to all
+                torch.promote_types, {tensors[n].dtype for n, _ in hf.named_parameters()})
             # transformers would only write on rank 0 of all ranks; with roles the first of a role
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
             file = os.path.join(folder, "config.json")
-            write_json(file, read_json(file) | {"dtype": str(dtype).removeprefix("torch.")})
+            kind = str(kind).removeprefix("torch.")
+            write_json(file, read_json(file) | {"dtype": kind})
+            size = sum(t.nbytes for t in tensors.values())
+            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.1f} MB in {kind}")
 
         alone(save)
 
@@ -314,7 +318,8 @@ def fill_optimizer(model, optimizer, tensors):
         name, _, key = full_name.rpartition(".")
         p = model.get_parameter(name)
         if key != "step" and t.is_floating_point():
-            t = t.to(p.dtype)  # the run that saved it may have had another dtype
+            # the run that saved it may have had another dtype; states have 32 bits at least
+            t = t.to(torch.promote_types(p.dtype, torch.float32))
         # an integer step is adamw8bit's; torch's are floats
         optimizer.state[p][key] = t.to(p.device) if t.is_floating_point() or t.dim() else int(t)
 

@@ -38,10 +38,9 @@ class Model(nn.Module):
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
     compiled = None  # the trunk as torch.compile makes it
 
-    def __init__(self, hf, head="lm", path="", tokenizer=None, file_dtype=None):
+    def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
         self.hf, self.head, self.path, self.tokenizer = hf.eval(), head, path, tokenizer
-        self.file_dtype = file_dtype or hf.config.dtype  # of the weights in the file
         # is added to every scalar; rm.py measures it and saves it in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
@@ -129,8 +128,11 @@ class Model(nn.Module):
     def recompute(self):
         """
         Gradient checkpointing, transformers' own: the backward pass computes each layer again. A
-        step takes a third longer, and far less memory.
+        step takes a third longer, and far less memory. Raises BadInput where a family has none.
         """
+        if not self.hf.supports_gradient_checkpointing:
+            raise BadInput(f"{self.path}: transformers' {type(self.hf).__name__} has no gradient "
+                           "checkpointing; type --gradient_checkpointing=False")
         # transformers before 5.23 has another name for it
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
@@ -176,6 +178,21 @@ class Model(nn.Module):
         shorter = [each["original_max_position_embeddings"] for each in kinds
                    if each.get("rope_type") == "longrope"]
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
+
+
+def vectors_of(model):
+    """
+    The parameters that are vectors, also where a tensor has one for each expert or head: beside
+    tensors with a matrix for each, as a bias (gpt-oss), or in a norm (Cohere).
+    """
+    vectors = set()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        stacked = any(p.dim() == 3 for p in own.values())
+        norm = "norm" in type(module).__name__.lower()
+        vectors |= {p for name, p in own.items()
+                    if p.dim() < 2 + stacked or norm or "bias" in name}
+    return vectors
 
 
 def check_head(hf, path):

@@ -70,6 +70,7 @@ def environment(batch):
 BUILT_IN = ("accuracy", "math", "format", "thinks", "length", "code", "environment", "judge",
             "reward_model")
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}  # fields of the rows
+KEYS = {"reward_model": "reward_path", "judge": "judge_path"}  # which model it is
 
 
 def reward_terms(spec, config=None, folder="."):
@@ -79,7 +80,8 @@ def reward_terms(spec, config=None, folder="."):
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
     A reward of weight 0 is only logged. A model's reward has the function None. FILE.py:FUNCTION is
-    the user's; FILE is relative to `folder`. config: all keys, to be checked, too. Raises BadInput.
+    the user's; FILE is relative to `folder`. config: all keys: those of the rewards are checked,
+    too. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -105,41 +107,14 @@ def reward_terms(spec, config=None, folder="."):
         if name in [known for _, known, _ in terms]:
             raise BadInput(f"{where}: {name!r} is given twice; keep one")
         terms.append((factor, name, function))
-    if config:
-        check_keys(config, [name for _, name, _ in terms])
+    names = [name for _, name, _ in terms]
+    for name, key in KEYS.items() if config else ():
+        if bool(config[key]) != (name in names):
+            raise BadInput(f"{key} = {config[key]!r}, and {where}: type --reward_functions={name} "
+                           f"with --{key}=FOLDER, or neither of the two")
+    if config and "environment" in names and not config["environment"] and not config["tools"]:
+        raise BadInput(f"{where}: there is no environment; type --environment=FILE.py:FUNCTION")
     return terms
-
-
-def check_keys(config, rewards):
-    """Raise BadInput where a key has no effect beside the others. rewards: their names."""
-    def refuse(wrong, key, why):
-        if wrong:
-            raise BadInput(f"{key} = {config[key]!r}: {why}")
-
-    refuse(not config["prompts_path"], "prompts_path", "give it a file of prompts to train on")
-    for key, name in ("reward_path", "reward_model"), ("judge_path", "judge"):
-        refuse(config[key] and name not in rewards, key, f"reward_functions does not name {name}; "
-               f"type --reward_functions={name}, or --{key}=")
-    refuse("judge" in rewards and not config["judge_path"], "judge_path", "which model judges?")
-    refuse(config["ref_path"] and not config["kl_coef"], "ref_path", "kl_coef = 0: no reference")
-    refuse(config["keep_best"] and not config["eval_path"], "keep_best", "give it an eval_path")
-    turns = config["environment"] or config["tools"]
-    refuse("environment" in rewards and not turns, "reward_functions", "there is no environment")
-    refuse(config["num_minibatches"] > config["batch_size"], "num_minibatches",
-           "some of them would be empty; lower it")
-    refuse(not config["master_weights"] and config["dtype"] != "bfloat16", "master_weights",
-           "the weights themselves are trained in 16 bits; type --dtype=bfloat16")
-    if "group_size" in config:  # in grpo.py
-        refuse(config["batch_size"] % config["group_size"], "batch_size",
-               f"no multiple of group_size = {config['group_size']}; it counts responses")
-        refuse(config["kl_coef"] and config["kl_in"] == "loss" and config["kl_estimator"] == "k1",
-               "kl_estimator", "with kl_in = 'loss' it is no penalty: the gradient of k1 is 0 on "
-               "average; type --kl_estimator=k2")
-        refuse(config["refill_by"] and config["refill_by"] not in rewards, "refill_by",
-               f"none of the rewards, {', '.join(rewards)}")
-    tp = config["generate_tp"]
-    refuse(parallel.rank_and_size()[1] % tp or tp > 1 and turns, "generate_tp",
-           "it must divide the number of ranks, and goes with no environment or tools")
 
 
 def built_in(name):

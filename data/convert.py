@@ -37,6 +37,7 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from configurator import from_home  # noqa: E402
 from errors import BadInput  # noqa: E402
 from grading.forms import last_box  # noqa: E402
 from options.chats import beside_its_content  # noqa: E402
@@ -65,6 +66,7 @@ def parser_of(doc):
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error
+    parser.register("type", None, from_home)  # of arguments that are texts
     return parser
 
 

@@ -85,7 +85,7 @@ class Adapted(OnTrunk):
             # nn.Module must not register them: they belong to the base
             self.__dict__.update(hf=base.hf, base=base)
             self.head, self.path, self.tokenizer = head, base.path, base.tokenizer
-            self.file_dtype, self.score_shift, self.new_head = base.file_dtype, 0.0, False
+            self.score_shift, self.new_head = 0.0, False
         self.rank, self.alpha = rank, alpha
         self.adapters = nn.ModuleDict()  # {name of the linear map in the trunk, with / for .: LoRA}
         generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ import math
 import os
 from statistics import fmean
 
-from configurator import read_json
+from configurator import from_home, read_json
 from errors import BadInput
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
@@ -34,15 +34,18 @@ def as_in_run(argv, key, default, keys):
     several runs the first one that sets a key counts.
     """
     typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
-    taken = {}
-    for path in typed.get(key, default).split(","):
+    taken, empty = {}, {}
+    for path in from_home(typed.get(key, default)).split(","):
         file = os.path.join(os.path.dirname(os.path.realpath(path.strip())), "config.json")
         try:
             run = read_json(file) if os.path.isfile(file) else {}
         except ValueError as e:
             raise BadInput(f"{file} is damaged ({e}); type another --{key}") from e
         if "out_dir" in run:  # else it is not of a run
-            taken = {name: run[theirs] for name, theirs in keys.items() if run.get(theirs)} | taken
+            known = {name: run[theirs] for name, theirs in keys.items() if theirs in run}
+            taken = {name: x for name, x in known.items() if x != ""} | taken
+            empty |= {name: x for name, x in known.items() if x == ""}
+    taken = empty | taken  # empty in all runs: as for eval_path, the tool's default is not theirs
     asked = taken | typed
     if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none
         taken.pop("max_turns", None)  # it would have no effect

@@ -4,13 +4,14 @@ import itertools
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
 from types import SimpleNamespace
 
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
-from tools.runs import ASKED, as_in_run
+from tools.runs import ASKED, JUDGED, as_in_run
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -164,7 +165,31 @@ def trained(world, tmp_path_factory):
         temperature=0.9, max_new_tokens=14, max_turns=3, seed=4, reward_timeout=77))
 
 
-def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
+def test_zeros_and_empty_keys_of_runs_are_theirs(world, tmp_path):
+    """A run without an eval_path: not the toy's file; seed 0: not seed 1."""
+    def asked(**runs):
+        for name, keys in runs.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            write(tmp_path / name / "config.json", json.dumps(dict(out_dir=name) | keys))
+        paths = ",".join(f"{tmp_path}/{name}/policy" for name in runs)
+        given = as_in_run([f"--policies={paths}"], "policies", "", ASKED | JUDGED)
+        return dict(arg[2:].split("=", 1) for arg in given[:-1])
+
+    sft = dict(seed=3, fields="a>prompt", val_path="v.jsonl")  # it has no eval_path
+    none = dict(seed=0, eval_path="", fields="", max_prompt_tokens=0, stop_strings="")
+    some = dict(seed=5, eval_path="e.jsonl", fields="", stop_strings="x")
+    assert asked(one=none) == dict(seed="0", prompts_path="", fields="", max_prompt_tokens="0",
+                                   stop_strings="")
+    assert asked(one=sft) == dict(seed="3", fields="a>prompt")
+    assert asked(one=sft, two=none)["prompts_path"] == ""
+    both = asked(one=none, two=some)
+    assert (both["seed"], both["prompts_path"], both["stop_strings"]) == ("0", "e.jsonl", "x")
+    shutil.copytree(world.policy, tmp_path / "one" / "policy")
+    result = tool("eval", tmp_path, dict(policies=f"{tmp_path}/one/policy"))
+    assert_one_line(result, "eval.py", "prompts_path")
+
+
+def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
     """What is not typed is the run's: sample 0 of each prompt is what its last evaluation saw."""
     result = tool("eval", tmp_path, dict(policies=f"{trained}/policy", samples=2, out="eval"))
     assert result.codes == [0], result
@@ -180,6 +205,9 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
         asked = as_in_run(["--temperature=0.5"], "policies", f"{trained}/{folder}", ASKED)
         assert {"--max_turns=3", "--reward_timeout=77", "--max_new_tokens=14"} < set(asked)
         assert asked[-1] == "--temperature=0.5" and sum("temperature" in arg for arg in asked) == 1
+    monkeypatch.setenv("HOME", os.path.dirname(trained))
+    home = as_in_run(["--policies=~/out/policy"], "policies", "none", ASKED)
+    assert {"--max_turns=3", "--max_new_tokens=14"} < set(home)
     typed_one = tool("eval", tmp_path, dict(
         policies=f"{trained}/policy", samples=0, out="eval", max_new_tokens=3, limit=2,
         environment="", reward_functions="length"))

@@ -69,8 +69,6 @@ def test_each_shared_key_is_read_by_somebody():
                 read.add(node.attr)
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "config":
                 read |= {ast.unparse(node.slice).strip("'")}
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "refuse":
-                read |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     assert not read_keys(f"{ROOT}/config/keys.py").keys() - read
 
 
