@@ -25,7 +25,7 @@ import textwrap
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, read_json  # noqa: E402
-from errors import BadInput  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
 from tools.runs import read_records, response_of, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -175,8 +175,8 @@ if out.endswith(".html"):
     text = page_of(choose(metrics) or logged)
     with open(out, "w", encoding="utf-8") as f:
         f.write(text)
-    print(f"saved {out}; open it in a browser")
+    print(visible(f"saved {out}; open it in a browser"))
 elif out:
     titles = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
     draw([(metric, (metric,)) for metric in choose(metrics)] or titles)
-    print(f"saved {out} (thick: held-out prompts, thin: training batches)")
+    print(visible(f"saved {out} (thick: held-out prompts, thin: training batches)"))
