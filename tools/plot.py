@@ -133,10 +133,10 @@ def page_of(wanted):
         curves = {metric: points(logs[name], metric) for metric in wanted}
         files = [os.path.join(folder, f"{kind}.jsonl") for kind in ("samples", "rollouts")]
         samples = [one | dict(trained="rollouts" in file, text=response_of(one))
-                   for file in files if os.path.exists(file) for one in read_records(file)]
+                   for file in files if os.path.isfile(file) for one in read_records(file)]
         file = os.path.join(folder, "config.json")
         pages.append(dict(name=name, samples=samples,
-                          config=read_json(file) if os.path.exists(file) else {},
+                          config=read_json(file) if os.path.isfile(file) else {},
                           curves={metric: curve for metric, curve in curves.items() if curve}))
     # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
     # sample can end the script or begin a tag. JSON reads \u003c as the same character.
