@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import rewards
-from answers import final_answer, same_answer
 from errors import BadInput
 from grading import programs
 from grading.programs import check_tests, extract_code, judge, same, same_output
@@ -83,12 +82,14 @@ def test_the_program_is_found():
     assert extract_code("```cpp\nint x;\n```") == "```cpp\nint x;\n```"  # the whole text, then
 
 
+ROW = dict(rows=[dict(answer="1")])
 TOOLS = SimpleNamespace(types=dict(f=dict(a={}, b={})))
 READERS = dict(  # what reads a policy's text, and how such texts begin
     code=(extract_code, "", "```python\n", "<think>", "<answer>"),
-    answer=(final_answer, "", "\\boxed{", "<answer>", "<|channel|>"),
-    format=(rewards.is_formatted, "", "<think></think><answer>"),
-    number=(lambda text: same_answer(text, "1"), "", "1"),
+    accuracy=(lambda text: rewards.built_in("accuracy")(ROW | dict(completions=[text])), "", "1",
+              "\\boxed{", "<answer>", "<|channel|>"),
+    format=(lambda text: rewards.built_in("format")(ROW | dict(completions=[text])), "",
+            "<think></think><answer>"),
     printed=(lambda text: same_output(text.encode(), text[:-1].encode()), "", "1."),
     returned=(lambda text: judge(text.encode(), 1), "", "1", '"'),
     calls=(lambda text: [tools.Tools.parsed(TOOLS, call) for call in tools.written_in(text)], "",
@@ -101,8 +102,8 @@ PIECES = [*"`~ #1.,;e-+/$\\\"{}[]()<>|=xoH\r\n\t", *"""
     ``` ~~~ ~~~` ```x x``` ```python python 1. <think> </think> <answer> </answer> [THINK] [/THINK]
     <| <|channel|> <|channel|>final <|channel|>analysis <|end|> <|end|><|start|> <tool_call>
     </tool_call> <tool_call>{ <tool_call><function= <function=f> <parameter=a> </parameter>
-    <parameter=b> \\boxed{ \\boxed #### {,} 1,000 1/ to= ◁ Here """.split(), "``` ", "```\n",
-    "- ```\n", "x```\n", " " * 9999 + "\n", "Here is my", "```\n</think>\n~~~\n"]
+    <parameter=b> \\boxed{ \\boxed \\begin{a} \\end{a} #### {,} 1,000 1/ to= ◁ Here """.split(),
+    "``` ", "```\n", "- ```\n", "x```\n", " " * 9999 + "\n", "Here is my", "```\n</think>\n~~~\n"]
 
 
 @pytest.mark.parametrize("name", READERS)
