@@ -60,7 +60,7 @@ PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.p
 MARKERS = re.compile(r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*")  # of lists
 CLOSING = re.compile(r"([^\S\n]*)(`{3,}+|~{3,}+)[^\S\n]*")  # a fence at the beginning of a line
 MARK = re.compile(f"{MARKS.pattern}|</?answer>")  # around thoughts and answers
-OUTSIDE = re.compile(rf"[^\S\n]*(?:{MARK.pattern}|(?x:{FRAMES.pattern}))")
+AROUND = re.compile(rf"[^\S\n]*(?:</?answer>|(?x:{FRAMES.pattern}))")
 
 
 def extract_code(completion):
@@ -91,11 +91,11 @@ def searched(text):
     A block begins with three or more backticks or tildes, behind markers of lists; with a Python
     tag or without a tag behind any text. The tags are "python", "" and others. It ends with a fence
     of at least as many and without a tag, indented by less than 4 columns more. Models forget this
-    fence: so a fence with a tag begins a new block, and a block that is not closed ends before a
-    line that begins with a mark, or with the text.
+    fence: so a fence with a tag begins a new block, and a block that is not closed ends with the
+    text, or before a line that begins with <answer>, </answer> or what else models write around it.
 
-    Marks of thoughts, <answer> and what else models write around an answer only count outside of
-    blocks: a program may print them. In thoughts only the mark of their end counts.
+    These marks and those of thoughts only count outside of blocks: a program may print them. In
+    thoughts only the mark of their end counts.
     """
     lines, blocks, answer, in_answer = [], [], None, False
     # of the block that is open: its fence, its indentation; where to go on if it is not closed
@@ -110,7 +110,8 @@ def searched(text):
         if opened:
             fence, line = CLOSING.match(text, at), text[at:end]
             if fence and fence[2].startswith(opened) and len(fence[1]) < margin + 4 and (
-                    fence.end() == end or OUTSIDE.match(text, fence.end())):
+                    fence.end() == end or MARK.match(text, fence.end())
+                    or AROUND.match(text, fence.end())):
                 lines.append(text[at:fence.end()])
                 opened, at = "", fence.end() + (fence.end() == end)
                 continue
@@ -120,7 +121,7 @@ def searched(text):
                 blocks.append((tag, []))
                 opened, margin, back = fence, len(before), None
             else:
-                back = back or OUTSIDE.match(text, at) and (at, len(blocks[-1][1]))
+                back = back or AROUND.match(text, at) and (at, len(blocks[-1][1]))
                 blocks[-1][1].append(line)
             lines.append(line)
             at = end + 1

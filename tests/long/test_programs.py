@@ -65,7 +65,7 @@ CASES += [(text, program) for program in (TALKS, MARKED) for text in (
     f"{block(program)}<|END_RESPONSE|>\nthat is it", f"```\n{DRAFT}\n{block(program)}",
     f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>\n{block(program)}</answer>")]
 CASES += [
-    (f"```python\n{TALKS}", TALKS),  # cut off
+    (f"```python\n{TALKS}", TALKS), ("```python\ns = 1\n<think>", "s = 1\n<think>"),  # cut off
     (f"<answer>```python\n{F}\n</answer>", F), (f"```python\n{F}\n<|END_RESPONSE|>\nso", F),
     (f"```\nnotes\n<answer>\n{F}\n</answer>", f"\n{F}\n"),  # a block that is not closed
     (f"{block(DRAFT)}</think>{block()}", F), (f"{block(TALKS)}\n</think>\n{block()}", F)]
