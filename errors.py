@@ -64,8 +64,8 @@ def report_error(kind, error, trace):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1)
     if code is not None:
-        where, message = f" (rank {rank})" if rank else "", visible(" ".join(message.split()))
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {message}",
+        where, message = f" (rank {rank})" if rank else "", visible(message)
+        print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
               file=sys.__stderr__, flush=True)
     sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
@@ -93,6 +93,16 @@ def say(message):
         print(visible(message), flush=True)
 
 
+def visible(text):
+    r"""
+    A text as a terminal may have it: control characters (all but line breaks and tabs), and those
+    that turn the direction of writing, as \x1b. In a text of a policy, or in the name of a folder,
+    they could move the cursor, write over other lines, or type for the user.
+    """
+    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+                  "\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
+
+
 def first_line(error):
     """An exception's class and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
@@ -116,16 +126,6 @@ def shorten(value):
     """repr, cut to 60 characters, for error lines."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."
-
-
-def visible(text):
-    r"""
-    A text as a terminal may have it: control characters (all but line breaks and tabs), and those
-    that turn the direction of writing, as \x1b. In a text of a policy, or in the name of a folder,
-    they could move the cursor, write over other lines, or type for the user.
-    """
-    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
-                  "\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
 
 
 sys.excepthook = report_error
