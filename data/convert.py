@@ -38,7 +38,7 @@ import urllib.request
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import from_home  # noqa: E402
-from errors import BadInput  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
 from grading.forms import last_box  # noqa: E402
 from options.chats import beside_its_content  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
@@ -305,7 +305,7 @@ def main():
     names = [name, f"{name}_val"] if args.val else [name, name]
     write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left))
     if left:
-        print(f"left out: the columns {', '.join(sorted(left))}")
+        print(visible(f"left out: the columns {', '.join(sorted(left))}"))
 
 
 if __name__ == "__main__":
