@@ -27,7 +27,8 @@ rounds = 2  # turns of each: quartet, peer, quartet, peer [>= 1]
 steps = 4  # timed steps of a turn, after one to warm up (TRL: two) [>= 1]
 ppo_python = ""  # interpreter of an environment with TRL 1.12
 grpo_python = ""  # with TRL 1.16
-# --device_type=cuda --dtype=bfloat16: on a GPU, with a Llama of 1B parameters
+# --device_type=cuda --dtype=bfloat16: on a GPU, with a Llama of 1B parameters. --compile=True: all
+# compile their layers
 config, system = configure(globals(), "config/keys.py", device_type="cpu")
 # --------------------------------------------------------------------------------------------------
 PROMPTS, LENGTH, NEW, MOST = 32, 32, 128, 32
@@ -60,7 +61,8 @@ def of_trl(script, folder, micro_batch_size):
     python = config[f"{script}_python"]
     done = subprocess.run([python, os.path.join(ROOT, "runs", "peers", "trl_steps.py"), script,
                            folder, str(steps), str(micro_batch_size), str(PROMPTS), str(NEW),
-                           system.device_type, system.dtype],
+                           system.device_type, system.dtype,
+                           "compile" if system.compile else "eager"],
                           capture_output=True, text=True,
                           preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
     if done.returncode:
