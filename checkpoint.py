@@ -83,8 +83,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
         for key in must_match:
             if (before.get(key) or "") != (config.get(key) or ""):
                 raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
-                               f"{config.get(key)!r}; choose another --out_dir, or delete the "
-                               "old run")
+                               f"{config.get(key)!r}; delete it, or choose another --out_dir")
         if folder and state["iteration"] > max_iters:
             raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
                            "--max_iters, or another --out_dir")
@@ -131,10 +130,8 @@ def cut_logs(out_dir, iteration):
         kept = []
         with open(file, encoding="utf-8", errors="replace") as f:
             for line in f:
-                try:
+                with contextlib.suppress(ValueError):
                     kept += [line] if json.loads(line)["iteration"] < iteration else []
-                except ValueError:
-                    pass
         with open_new(file + ".tmp") as f:
             f.writelines(kept)
         os.replace(file + ".tmp", file)
