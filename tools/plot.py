@@ -28,8 +28,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, ROOT)
 
-from configurator import configure, read_json, read_keys  # noqa: E402
-from errors import BadInput  # noqa: E402
+from configurator import configure, open_new, read_json, read_keys  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
 from tools.runs import read_records, response_of, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -157,9 +157,9 @@ def page_of(wanted):
         curves = {metric: points(logs[name], metric) for metric in wanted}
         files = [os.path.join(folder, f"{kind}.jsonl") for kind in ("samples", "rollouts")]
         samples = [one | dict(trained="rollouts" in file, text=response_of(one))
-                   for file in files if os.path.exists(file) for one in read_records(file)]
+                   for file in files if os.path.isfile(file) for one in read_records(file)]
         file = os.path.join(folder, "config.json")
-        keys = read_json(file) if os.path.exists(file) else {}
+        keys = read_json(file) if os.path.isfile(file) else {}
         shown.append(dict(name=name, samples=samples, config=keys, changed=changed_in(keys),
                           curves={metric: curve for metric, curve in curves.items() if curve}))
     # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
@@ -218,17 +218,17 @@ if out:
 if out.endswith(".html"):
     while True:
         text = page_of(choose(metrics) or logged)
-        with open(out + ".tmp", "w", encoding="utf-8") as f:
+        with open_new(out + ".tmp") as f:
             f.write(text)
         os.replace(out + ".tmp", out)  # a browser never reads half of it
         if not watch:
             break
-        print(f"{time.strftime('%X')}: wrote {out}; open it in a browser. Ctrl-C ends this",
+        print(visible(f"{time.strftime('%X')}: wrote {out}; open it in a browser. Ctrl-C ends this"),
               flush=True)
         time.sleep(watch)
         logs, logged = read_logs()
-    print(f"saved {out}; open it in a browser")
+    print(visible(f"saved {out}; open it in a browser"))
 elif out:
     titles = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
     draw([(metric, (metric,)) for metric in choose(metrics)] or titles)
-    print(f"saved {out}")
+    print(visible(f"saved {out}"))
