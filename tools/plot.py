@@ -223,7 +223,7 @@ if out.endswith(".html"):
         os.replace(out + ".tmp", out)  # a browser never reads half of it
         if not watch:
             break
-        print(visible(f"{time.strftime('%X')}: wrote {out}; open it in a browser. Ctrl-C ends this"),
+        print(visible(f"{time.strftime('%X')}: wrote {out} for a browser; Ctrl-C ends this"),
               flush=True)
         time.sleep(watch)
         logs, logged = read_logs()
