@@ -1,5 +1,8 @@
 """course/: an empty exercise says what to do, right functions pass, each mistake is named."""
 import importlib
+import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +16,7 @@ from loss import kl_estimate
 from model import scaled_logits
 
 sys.path.insert(0, f"{ROOT}/course")
-check = importlib.import_module("check")
+check, clinic = (importlib.import_module(name) for name in ("check", "clinic"))
 LESSONS = {n: importlib.import_module(f"checks.lesson{n}").CHECKS
            for n in range(1, check.LESSONS + 1)}
 FUNCTIONS = [(n, name) for n, checks in LESSONS.items() for name in checks]
@@ -93,8 +96,8 @@ def test_right_functions_pass_and_each_mistake_is_named(number, name):
 def test_a_shortcut_that_is_none():
     """The length, the politeness and the wrong sign are told apart."""
     said = [check.verdict(score, LESSONS[6]["score"]) for score in (
-        lambda text: len(text), lambda text: text.startswith("certainly"), lambda text: -text.count(","),
-        lambda text: 0, lambda text: text.count("step"))]
+        lambda text: len(text), lambda text: text.startswith("certainly"),
+        lambda text: -text.count(","), lambda text: 0, lambda text: text.count("step"))]
     for words, told in zip(("7 of 10", "6 of 10", "wrong way round", "", "pairs.py"), said,
                            strict=True):
         assert words in told != ""
@@ -117,3 +120,40 @@ def test_an_empty_exercise_says_what_to_do():
                           stdout=subprocess.PIPE)
     assert said.returncode == 1 and f"{check.LESSONS} failed" in said.stdout
     assert "Traceback" not in said.stdout
+
+
+def test_the_clinic(tmp_path):
+    """Two patients; how many are right, and not which; a program that is mended, and one not."""
+    def call(program, *argv):
+        return subprocess.run([sys.executable, f"{ROOT}/course/{program}", *argv], cwd=tmp_path,
+                              text=True, capture_output=True)
+
+    assert "clinic.py" in call("check.py", "8").stderr
+    made = call("clinic.py", "--patients=2", "--seed=3")
+    assert made.returncode == 0, made
+    folder, letters = tmp_path / "out" / "clinic", clinic.patients_of(3, 2)
+    for patient in (1, 2):
+        files = {path.name for path in (folder / f"patient_{patient}").iterdir()}
+        assert files == {"log.jsonl", "samples.jsonl"}
+    assert "answers.txt" in call("check.py", "8").stderr
+    wrong = "A" if letters[1] != "A" else "B"
+    (folder / "answers.txt").write_text(f"1 {letters[0]}\n2 {wrong}\n")
+    said = call("check.py", "8")
+    assert said.returncode == 1 and "1 of 2" in said.stdout and "not mended" in said.stdout
+    assert not re.search(r"patient [12]\b.*(wrong|right)", said.stdout)
+    patient = json.loads((folder / "key.json").read_text())["patient"]
+    file = clinic.FAULTS[letters[patient - 1]][1][0]
+    shutil.copy(f"{ROOT}/{file}", folder / "program" / file)
+    (folder / "answers.txt").write_text("\n".join(
+        f"{i} {letter.lower()}" for i, letter in enumerate(letters, 1)))
+    said = call("check.py", "8")
+    assert said.returncode == 0 and "2 of 2" in said.stdout, said
+
+
+def test_each_seed_has_a_program_to_mend_and_each_letter_a_meaning():
+    for number in range(50):
+        letters = clinic.patients_of(number, 6)
+        assert len(set(letters)) == 6
+        assert any(clinic.FAULTS[letter][1] for letter in letters)
+    with open(f"{ROOT}/course/lesson8.md", encoding="utf-8") as f:
+        assert re.findall(r"(?m)^\| ([A-Z]) \|", f.read()) == [*clinic.FAULTS]
