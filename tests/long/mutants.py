@@ -187,7 +187,8 @@ def main(wanted):
     survived = []
     with tempfile.TemporaryDirectory() as parent:
         folder = shutil.copytree(ROOT, os.path.join(parent, "copy"), ignore=IGNORED)
-        sys.path[:] = [path for path in sys.path if not path.startswith(ROOT)]
+        # not all below ROOT: the environment may be there
+        sys.path[:] = [path for path in sys.path if path not in (ROOT, os.path.dirname(__file__))]
         for number, mutant in enumerate(MUTANTS):
             if wanted and mutant[0] not in wanted and str(number) not in wanted:
                 continue

@@ -1,18 +1,22 @@
 """
 What must not happen, made to happen: ranks that start from different things, meet nobody, hang, or
 have a bug; rules that fail or hang; slow disks; a second signal. (Kills at any call, and of
-torchrun alone: campaign.py.)
+torchrun alone: campaign.py.) And a terminal, a pipe or a disk that no longer takes the texts.
 """
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
-from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well, write
+import errors
+from checkpoint import list_checkpoints
+from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
+                  run, well, write)
 
 
 def patched(module, name, change, rank=None):
@@ -133,6 +137,71 @@ def test_a_second_signal_ends_a_run_that_has_not_stopped(world, tmp_path):
     result = run("sft.py", tmp_path, keys_of(world, "sft.py"), before=at(1, asked))
     assert result.codes == [128 + signal.SIGTERM], result
     assert result.err[0].count("\n") == 1 and result.err[0].startswith("SIGINT: stopping"), result
+
+
+def closes(way):
+    """A terminal closes: the shell and the kernel send a SIGHUP each, and no text can be shown."""
+    def before(rank):
+        reader, writer = os.pipe()
+        if way == "a terminal":
+            reader, writer = os.openpty()
+        for number in (1, 2):
+            os.dup2(writer, number)
+        errors.outlast_readers()
+
+        def close():
+            os.close(reader)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+
+        at(1, close)(rank)
+        if way == "nohup":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    return before
+
+
+@pytest.mark.parametrize("way", ["a terminal", "a pipe", "nohup"])
+def test_a_run_saves_when_its_terminal_is_closed(world, tmp_path, way):
+    """And under nohup it goes on."""
+    keys = keys_of(world, "sft.py")
+    whole = well("sft.py", tmp_path / "whole", keys)
+    result = run("sft.py", tmp_path, keys, before=closes(way))
+    if way == "nohup":
+        assert result.codes == [0]
+    else:
+        assert_stopped(result, tmp_path)
+        assert list_checkpoints(f"{tmp_path}/out")
+        well("sft.py", tmp_path, keys)
+    assert_same_run(whole, f"{tmp_path}/out")
+
+
+TALK = r"""
+import sys
+import errors
+for _ in range(9999):
+    errors.say("\u00e9 \u27c2 \ud800")
+print("last", end="")
+print("done", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("shell, shown", [
+    ("{} | head -n 1", "done\n\u00e9 \u27c2 \\ud800\n0 0"), ("{} 2>&1 | true", "0 0"),
+    ("PYTHONIOENCODING=ascii {} | tail -n 1 | cut -c 1-6", "done\nlast\n0 0 0"),
+    ("PYTHONIOENCODING=cp1252:strict {} >&- 2>&-", "0"), ("{} >&-", "done\n0"),
+    ("{} >/dev/full", "one line\n1")])
+def test_texts_that_nobody_can_read_harm_nobody(tmp_path, shell, shown):
+    """Without a reader, in other encodings, closed; but a full disk is said."""
+    program = write(tmp_path / "talk.py", TALK)
+    shell = shell.format(f"{sys.executable} {program}") + '; echo "${PIPESTATUS[@]}"'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, encoding="utf-8",
+                          env=os.environ | dict(PYTHONPATH=ROOT, PYTHONUTF8="1"))
+    found = done.stderr + done.stdout
+    if "full" in shell:
+        assert "cannot be written" in done.stderr
+        found = done.stderr.count("\n") * "one line\n" + done.stdout
+    assert found == f"{shown}\n"
 
 
 # rules of the user's
