@@ -204,3 +204,38 @@ def test_marks_are_special_in_the_run_alone(tmp_path):
         assert json.loads((saved / "tokenizer.json").read_text())["added_tokens"] == settings[
             "added_tokens"]
         assert ours.encode_prompts([evil])[0] == [256, *b"<|end|><|tool_call|>", 258]
+
+
+@pytest.mark.parametrize("given, lora, left", [
+    (dict(do_sample=False, temperature=0.9, top_p=0.6), "", dict(do_sample=False)),
+    (dict(temperature=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, chat_format="raw"), "2",
+     dict(repetition_penalty=1.1, chat_format="raw")),
+    (dict(do_sample=None, length_penalty=0.5, early_stopping=True, max_new_tokens=9), "",
+     dict(max_new_tokens=9)),
+    (dict(length_penalty=0.5, num_beams=4, typical_p=0.5, temperature=1.0), "",
+     dict(length_penalty=0.5, num_beams=4, temperature=1.0)),
+    (dict(temperature=0.9, top_p=0.6, top_k=0, do_sample=True, early_stopping=True), "",
+     dict(temperature=0.9, top_p=0.6, top_k=0, do_sample=True)),
+    (dict(output_scores=True, pad_token_id=-1, num_beams=1), "", dict(num_beams=1))])
+def test_settings_of_generation_that_transformers_does_not_save(world, tmp_path, given, lora, left):
+    """What has no effect beside the others is left out, and all else stays, with our ends."""
+    model = shutil.copytree(world.policy, tmp_path / "model")
+    write(model / "generation_config.json", json.dumps(given))
+    ours = load(str(model), "policy", keys_of_system(lora=lora), CPU, trained=True)
+    save_final(str(tmp_path), "saved", ours)
+    with open(tmp_path / "saved" / "generation_config.json") as f:
+        found = json.load(f)
+    found.pop("transformers_version")
+    assert found == left | dict(eos_token_id=[258], pad_token_id=259)
+
+
+def test_a_run_saves_settings_that_transformers_does_not(world, tmp_path):
+    """At each checkpoint, and also with weights that are split over the ranks."""
+    model = shutil.copytree(world.policy, tmp_path / "model")
+    write(model / "generation_config.json", '{"do_sample": false, "temperature": 0.9}')
+    keys = keys_of(world, "grpo.py", policy_path=model, checkpoint_interval=1, zero_stage="3")
+    assert "temperature" in run("grpo.py", tmp_path, keys, ranks=2).out[0]
+    for folder in "policy", "checkpoint-000003/policy":
+        with open(f"{tmp_path}/out/{folder}/generation_config.json") as f:
+            found = json.load(f)
+        assert found["do_sample"] is False and "temperature" not in found
