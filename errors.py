@@ -128,27 +128,21 @@ class Output(io.FileIO):
         try:
             return super().write(text)
         except OSError as e:
-            if e.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal
-                raise
-            return len(text)
+            if e.errno in (errno.EPIPE, errno.EIO):  # EIO: of a terminal
+                return len(text)
+            raise
 
 
 def outlast_readers():
-    """
-    Let stdout and stderr survive their readers, and texts that their encoding cannot write. Those
-    that another program has put in their place, such as pytest or a notebook, stay as they are.
-    """
+    """Let stdout and stderr survive their readers, and letters that their encoding has not."""
     for name in "stdout", "stderr":
-        old = getattr(sys, name)
-        if old is None:  # it was closed when the program began
-            new = open(os.devnull, "w", errors="backslashreplace")
-        elif old is getattr(sys, f"__{name}__"):
-            new = io.TextIOWrapper(io.BufferedWriter(Output(old.fileno(), "w", closefd=False)),
-                                   old.encoding, "backslashreplace", line_buffering=True)
-        else:
-            continue
-        setattr(sys, name, new)
-        setattr(sys, f"__{name}__", new)
+        old = getattr(sys, name)  # None: it is closed
+        if old is getattr(sys, f"__{name}__"):  # else it is pytest's, or a notebook's
+            raw = Output(old.fileno() if old else os.open(os.devnull, os.O_WRONLY), "w",
+                         closefd=False)
+            new = io.TextIOWrapper(io.BufferedWriter(raw), old and old.encoding,
+                                   "backslashreplace", line_buffering=True)
+            sys.__dict__.update({name: new, f"__{name}__": new})
 
 
 outlast_readers()

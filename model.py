@@ -20,7 +20,6 @@ b rows, T tokens in the longest row, R in the longest response, n tokens that ar
 vocabulary, d width of a state.
 """
 import contextlib
-import copy
 import inspect
 import os
 
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from configurator import read_json, write_json
-from errors import BadInput, say
+from errors import BadInput
 
 
 class Model(nn.Module):
@@ -167,25 +166,14 @@ class Model(nn.Module):
         write_json(file, with_older_names(read_json(file)))
         tokenizer.save(folder)
 
-    def leave_out_unsavable(self):
-        """
-        Take from the generation config what transformers reads and refuses to save: settings that
-        have no effect beside the others, such as a temperature without do_sample.
-        """
-        given = self.hf.generation_config
-        kept = type(given)()
-        for name in 2 * [*vars(given)]:  # twice: a temperature is good when do_sample is there
-            without = copy.copy(kept)
-            setattr(kept, name, getattr(given, name))
-            try:
-                kept.validate(strict=True)
-            except ValueError:
-                kept = without
-        self.hf.generation_config = kept
-        left_out = [name for name in vars(given) if vars(kept).get(name) != getattr(given, name)]
-        if left_out:
-            say(f"{self.path}: transformers saves no generation_config.json with these settings "
-                f"beside its others: {', '.join(left_out)}; they are left out")
+    def become_savable(self):
+        """Some generation configs are read by transformers, which then refuses to save them."""
+        try:
+            self.hf.generation_config.validate(strict=True)
+        except ValueError:
+            from options.generation_config import leave_out_unsavable
+
+            leave_out_unsavable(self)
 
     @property
     def max_positions(self):

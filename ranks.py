@@ -107,17 +107,12 @@ def on_requests(handler):
 
 
 def on_signal(number, frame):
-    """
-    One of REQUESTS: the run stops where it can (stop_agreed); a second one ends it at once, but not
-    a SIGHUP: for one closed terminal the shell and the kernel send one each.
-    """
+    """One of REQUESTS: the run stops where it can (stop_agreed); a second one ends it at once."""
     global stop
-    if stop:
-        if number != signal.SIGHUP:
-            os._exit(128 + number)
-        return
-    stop = True
-    if os.environ.get("RANK", "0") == "0":
+    if stop and number != signal.SIGHUP:  # of one closed terminal shell and kernel send one each
+        os._exit(128 + number)
+    first, stop = not stop, True
+    if first and os.environ.get("RANK", "0") == "0":
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
                 f"{errors.phase}); send it again to stop at once\n")
         with contextlib.suppress(OSError):  # a closed terminal, or pipe

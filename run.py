@@ -27,7 +27,7 @@ import parallel
 import ranks
 from audit import audit
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
-from configurator import of_model
+from configurator import of_model, paths_in
 from errors import BadInput, Stop, say
 from loss import gap, gap_limit, summarize
 from rollout import texts_of
@@ -91,8 +91,11 @@ class Run:
                 raise BadInput("this rank has other settings, data or torch than rank 0")
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
+            frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
+                      if name not in optimizers}
+            frozen |= {path: key for key, path in paths_in(config, ("judge_path", "teacher"))}
             folder, saved = open_folder(  # COLLECTIVE
-                out_dir, config, must_match, token_ids, max_iters)
+                out_dir, config, must_match, token_ids, max_iters, frozen)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:

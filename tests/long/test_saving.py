@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import checkpoint
 from byte_tokenizer import write_byte_tokenizer
+from errors import BadInput
 from checkpoint import damage, find_checkpoint, list_checkpoints, save_checkpoint, save_final
 from load import load
 from test_families import EXPERTS, GPT, HEADS, LLAMA3, LONGROPE, SIZES, random_model, rope, written
@@ -48,8 +49,9 @@ def test_a_run_goes_on_in_another_dtype(world, tmp_path):
 
 @pytest.fixture
 def out(tmp_path):
-    write(tmp_path / "config.json", json.dumps(dict(out_dir="out")))
-    return tmp_path
+    os.mkdir(tmp_path / "out")
+    write(tmp_path / "out" / "config.json", json.dumps(dict(out_dir="out")))
+    return tmp_path / "out"
 
 
 def save(out, iteration, keep=9, **state):
@@ -92,6 +94,92 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(out, monkeypatch):
         str(out), dict(out_dir="out", script="ppo.py"), [], 10**7)
     assert os.path.basename(folder) == "checkpoint-000003" and state == dict(iteration=3)
     assert sorted(os.listdir(out)) == [".lock", "checkpoint-000003", "config.json"]
+
+
+OTHERS = ["policy", "value_model", "best_policy", "ema_policy", "reward_model", "policy_adapter",
+          "checkpoint-000100", "checkpoint-1234567", ".tmp-policy", ".old-checkpoint-000001",
+          ".gone-checkpoint-000002", ".tmp-ema_policy_adapter", "log.jsonl", "samples.jsonl",
+          "rollouts.jsonl", "config.json"]
+FREE = ["eval", "checkpoint-100", "checkpoint-best", ".tmp-mine", ".old-photos", ".gone-fishing",
+        "policy.bak", "my_policy", "policies", ".tmp", "notes.jsonl", ".old-policy-2"]
+
+
+def begin(folder, **config):
+    config = dict(out_dir=str(folder), script="sft.py") | config
+    return checkpoint.begin_or_resume(str(folder), config, [], 10**7)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_folder_with_such_a_name_is_no_out_dir(tmp_path, name):
+    """Unless its config.json is a run's: of others nothing is written, moved or deleted."""
+    if name.endswith(("json", "jsonl")):
+        write(tmp_path / name, "{}")
+    else:
+        os.mkdir(tmp_path / name)
+        write(tmp_path / name / "mine", "x")
+    for text in None, "{}", "no JSON", "[]", '{"model_type": "gpt2"}':
+        if text:
+            write(tmp_path / "config.json", text)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(BadInput, match="out_dir"):
+            begin(tmp_path)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_beside_a_run_is_left_alone(out):
+    """At its start, and when it deletes what it has saved; a link's folder is not the link."""
+    for name in FREE:
+        os.mkdir(out / name)
+        write(out / name / "mine", "x")
+    for name in ("policy", "checkpoint-000003", ".tmp-policy", ".gone-checkpoint-000001"):
+        os.mkdir(out.parent / f"far-{name}")
+        write(out.parent / f"far-{name}" / "mine", "x")
+        os.symlink(out.parent / f"far-{name}", out / name)
+    with pytest.raises(BadInput, match="none of the checkpoints is good"):
+        begin(out)
+    os.remove(out / "checkpoint-000003")
+    save(out, 1)
+    os.rename(out / "checkpoint-000001", out.parent / "far-checkpoint-000001")
+    os.symlink(out.parent / "far-checkpoint-000001", out / "checkpoint-000001")
+    assert begin(out)[1] == dict(iteration=1)
+    assert not os.path.lexists(out / ".tmp-policy")
+    save(out, 2, keep=1)
+    checkpoint.put_in_place(lambda folder: write(f"{folder}/new", "y"), str(out / "policy"))
+    assert sorted(os.listdir(out)) == sorted([*FREE, ".lock", "checkpoint-000002", "config.json",
+                                              "policy"])
+    assert os.listdir(out / "policy") == ["new"]
+    for folder in [*out.parent.glob("far-*"), *(out / name for name in FREE)]:
+        assert (folder / "mine").exists() or damage(str(folder)) is None
+
+
+@pytest.mark.parametrize("key", ["policy_path", "ref_path", "reward_path", "judge_path", "teacher",
+                                 "init_from", "tokenizer_path", "prompts_path", "eval_path"])
+@pytest.mark.parametrize("path", [
+    ".", "policy", "policy/sub", "checkpoint-000100/policy", "../out", "link", "../link/policy",
+    "x,policy", " policy , y", "samples.jsonl"])
+def test_a_run_replaces_none_of_its_own_models(out, monkeypatch, key, path):
+    monkeypatch.chdir(out)
+    for name in ("policy/sub", "checkpoint-000100/policy", "other"):
+        os.makedirs(name)
+    write("samples.jsonl", "{}")
+    os.symlink("policy", "link")
+    os.symlink(out, "../link")
+    before = sorted(out.rglob("*"))
+    with pytest.raises(BadInput, match=key):
+        begin(".", **{key: path})
+    assert sorted(out.rglob("*")) == before
+
+
+def test_models_in_other_places_of_out_dir(out, monkeypatch):
+    """Above it, below it, beside it: a run begins."""
+    monkeypatch.chdir(out)
+    for name in ("base", "new/policy", "policy.bak"):
+        os.makedirs(name)
+    write("new/config.json", json.dumps(dict(out_dir="new")))
+    os.rmdir("new/policy")
+    for path in ("base", "policy.bak", "..", "/", "new", "gpt2", "OWNER/policy", "policy"):
+        begin(".", policy_path=path)
+        begin("new", policy_path="base", value_init="policy", optim="policy")
 
 
 def test_damage_of_every_kind_is_seen(out):
