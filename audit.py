@@ -2,6 +2,7 @@
 The audit: are the weights the same on all ranks, finite, and, if frozen, unchanged? And on the
 disk: are checkpoints as they were saved, and frozen models as they were when the run began?
 """
+import contextlib
 import hashlib
 import os
 import re
@@ -96,8 +97,10 @@ def hash_of_model(path):
     if not os.path.isdir(path):  # a name on the hub
         from huggingface_hub import try_to_load_from_cache
 
-        file = try_to_load_from_cache(path, "config.json")
-        return hash_of_model(os.path.dirname(file)) if isinstance(file, str) else None
+        with contextlib.suppress(ValueError):  # of a wrong name: it is refused where it is loaded
+            file = try_to_load_from_cache(path, "config.json")
+            return hash_of_model(os.path.dirname(file)) if isinstance(file, str) else None
+        return None
     found = hashes(path, r"[^/]+\.safetensors|config\.json")
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         from options.lora import base_of

@@ -241,7 +241,7 @@ class Started:
             sys.stderr.flush()
             os._exit(code)
 
-    def wait(self, seconds=100):
+    def wait(self, seconds=300):
         """Wait until all ranks have ended, at most so long: .codes, .out and .err of each rank."""
         end, left, codes = time.time() + seconds, dict(enumerate(self.pids)), {}
         while left:

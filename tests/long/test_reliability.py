@@ -79,7 +79,7 @@ def test_a_rank_that_meets_nobody_ends_after_the_timeout(world, tmp_path, rank):
     said = result.err[0].splitlines()  # before it torch complains of the socket
     assert result.codes == [1] and "timeout = 2" in said[-1], result
     assert len(said) == 1 or rank == 1 and "sft.py" not in "".join(said[:-1]), said
-    assert time.time() - began < 30
+    assert time.time() - began < 90
 
 
 # ranks that hang or have a bug; slow disks
@@ -272,7 +272,8 @@ def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
     shutil.copytree(model, hub / "snapshots" / "0f")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
-    assert hash_of_model("a/b") in known and hash_of_model("a/other") is None
+    assert hash_of_model("a/b") in known
+    assert {hash_of_model(name) for name in ("a/other", "/none", "../a", "a b", "a/b/c")} == {None}
     for file in ("config.json", "model-00002-of-00002.safetensors"):
         with open(model / file, "a") as f:
             f.write(" ")
