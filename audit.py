@@ -71,9 +71,9 @@ def checksum(t):
 def damage(folder):
     """A folder's damage in a few words; None if every file is as it was saved."""
     try:
-        manifest, found = read_json(os.path.join(folder, "manifest.json")), hashes(folder)
+        found, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
     except (OSError, ValueError) as e:
-        return f"its manifest.json is missing or damaged: {e}"
+        return f"a file is damaged, or its manifest.json missing: {e}"
     odd = [name for name in manifest if manifest[name] != found.get(name)]
     return f"{odd[0]} is missing or damaged" if odd else None
 
@@ -109,13 +109,18 @@ def hash_of_model(path):
     return hashlib.sha256(str(found).encode()).hexdigest()
 
 
-def hashes(folder, names=r"(?!manifest\.json).*"):
-    """{file: sha256} of the files of a folder whose names match; several at a time."""
+def hashes(folder, names=".*"):
+    """
+    {file: sha256} of the files of a folder whose names match; several at a time. Raises OSError for
+    a pipe.
+    """
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
                    for d, _, found in os.walk(folder) for f in found)
     files = list(filter(re.compile(names).fullmatch, files))
 
     def sha256(name):
+        if not os.path.isfile(os.path.join(folder, name)):  # reading it would never end
+            raise OSError(f"{name} is no plain file")
         with open(os.path.join(folder, name), "rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 
