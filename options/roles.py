@@ -62,8 +62,7 @@ def begin(system):
     # gloo also on GPUs, where NCCL would keep the GPU waiting
     way = dist.new_group(timeout=parallel.PATIENCE, backend="gloo")
     if mine != "train":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ranks.on_requests(signal.SIG_IGN)
     if "score" in first:
         parallel.does = dict(generate=("sample",), score=("score",)).get(mine, parallel.does)
 
