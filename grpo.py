@@ -41,6 +41,7 @@ import torch
 
 import parallel
 import ranks
+from errors import BadInput
 from groups import (flat_groups, group_advantages, gspo_log_ratio, summarize_groups,
                     token_weights)
 from load import autocast, load_policy, load_ref_policy, load_reward_model
@@ -113,12 +114,24 @@ seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "config/keys.py")
+if not prompts_path:
+    raise BadInput("prompts_path is empty; type --prompts_path=FILE")
+if num_minibatches > batch_size:
+    raise BadInput(f"num_minibatches = {num_minibatches}: some would be empty; lower it")
+if batch_size % group_size:
+    raise BadInput(f"batch_size = {batch_size}: no multiple of group_size = {group_size}; it "
+                   "counts responses")
+if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1":
+    raise BadInput("kl_estimator = 'k1': with kl_in = 'loss' it is no penalty: the gradient of k1 "
+                   "is 0 on average; type --kl_estimator=k2")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the models, the data, the optimizer; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
-terms = reward_terms(reward_functions, config)  # [(weight, name, function)]; checks all keys
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
+if refill_by and refill_by not in reward_names:
+    raise BadInput(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(reward_names)}")
 
 # the policy: the SFT model, which is trained
 policy = load_policy(policy_path, system, device, seed)

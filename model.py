@@ -38,10 +38,9 @@ class Model(nn.Module):
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
     compiled = None  # the trunk as torch.compile makes it
 
-    def __init__(self, hf, head="lm", path="", tokenizer=None, file_dtype=None):
+    def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
         self.hf, self.head, self.path, self.tokenizer = hf.eval(), head, path, tokenizer
-        self.file_dtype = file_dtype or hf.config.dtype  # of the weights in the file
         # is added to every scalar; rm.py measures it and saves it in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
@@ -129,8 +128,11 @@ class Model(nn.Module):
     def recompute(self):
         """
         Gradient checkpointing, transformers' own: the backward pass computes each layer again. A
-        step takes a third longer, and far less memory.
+        step takes a third longer, and far less memory. Raises BadInput where a family has none.
         """
+        if not self.hf.supports_gradient_checkpointing:
+            raise BadInput(f"{self.path}: transformers' {type(self.hf).__name__} has no gradient "
+                           "checkpointing; type --gradient_checkpointing=False")
         # transformers before 5.23 has another name for it
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
@@ -178,6 +180,21 @@ class Model(nn.Module):
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
 
 
+def vectors_of(model):
+    """
+    The parameters that are vectors, also where a tensor has one for each expert or head: beside
+    tensors with a matrix for each, as a bias (gpt-oss), or in a norm (Cohere).
+    """
+    vectors = set()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        stacked = any(p.dim() == 3 for p in own.values())
+        norm = "norm" in type(module).__name__.lower()
+        vectors |= {p for name, p in own.items()
+                    if p.dim() < 2 + stacked or norm or "bias" in name}
+    return vectors
+
+
 def check_head(hf, path):
     """
     Raise BadInput where a language model's head and embedding differ, and its settings call them
@@ -188,6 +205,22 @@ def check_head(hf, path):
             head.weight is not hf.get_input_embeddings().weight):
         raise BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
                        "of embeddings, but its weights have both, and they differ; write false")
+
+
+def check_index(path, config):
+    """
+    Raise BadInput where the list of a model's files of weights names others than safetensors in its
+    own folder: transformers would read a pickle, or a file of another folder.
+    """
+    from transformers.utils import cached_file
+
+    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
+        file = name.endswith(".json") and cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False)
+        for part in set(read_json(file)["weight_map"].values()) if file else ():
+            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
+                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
+                               "folder; convert the model with save_pretrained")
 
 
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):

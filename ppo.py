@@ -38,6 +38,7 @@ import torch
 
 import parallel
 import ranks
+from errors import BadInput
 from gae import compute_gae
 from load import autocast, load_policy, load_ref_policy, load_reward_model, load_value_model
 from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
@@ -109,11 +110,15 @@ seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "config/keys.py")
+if not prompts_path:
+    raise BadInput("prompts_path is empty; type --prompts_path=FILE")
+if num_minibatches > batch_size:
+    raise BadInput(f"num_minibatches = {num_minibatches}: some would be empty; lower it")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the four models, the data, the optimizers; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
-terms = reward_terms(reward_functions, config)  # [(weight, name, function)]; checks all keys
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
 
 # the policy: the SFT model, which is trained

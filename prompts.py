@@ -28,14 +28,7 @@ import torch
 import parallel
 from errors import BadInput, nearest, say, shorten
 
-
-# what others write into a message that is not to be learned, such as "weight": 0
-NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
-# where others keep the thoughts of an assistant's message; many chat templates do not read them
-THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
-# how chat templates begin a turn: a string that has it is a chat that is rendered already
-CHAT_MARK = re.compile(
-    r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>")
+NO_UTF8 = re.compile("[\ud800-\udfff]")  # what Python reads where bytes are no UTF-8
 
 
 class Rows(list):
@@ -98,10 +91,11 @@ def rename(row, fields):
 def prompt_row(row):
     """A row with a prompt to answer, its answer as text; other fields as they are, for rewards."""
     row = row | {"prompt": text_or_messages(row, "prompt")}
-    if isinstance(row.get("answer"), (int, float)):
-        row["answer"] = repr(row["answer"]).removesuffix(".0")
-    elif not isinstance(row.get("answer", ""), (str, type(None))):
-        raise BadInput(f"field 'answer' must be a string or a number, found {row['answer']!r}")
+    answer = row.get("answer")
+    if isinstance(answer, int) or isinstance(answer, float) and math.isfinite(answer):
+        row["answer"] = repr(answer).removesuffix(".0")
+    elif answer is not None and (not isinstance(answer, str) or NO_UTF8.search(answer)):
+        raise BadInput(f"field 'answer' must be UTF-8 text or a number, found {shorten(answer)}")
     return row
 
 
@@ -111,29 +105,11 @@ def dialogue(row, *completions):
     for field in completions:
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
-        for message in made[field] if isinstance(made[field], list) else ():
-            for key, value in beside_its_content(message).items():
-                raise BadInput(f"field {field!r}: " + (
-                    f"thoughts in {key!r} would not be learned; write them into 'content', as the "
-                    "model shall: <think>...</think>" if key in THOUGHTS_APART else
-                    f"{key!r} is {value!r}, but each answer in it is learned; end the prompt "
-                    "behind this one"))
-        if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
-                "assistant"}:
-            raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
+        if isinstance(made[field], list):
+            from options.chats import check_learned
+
+            check_learned(made[field], field)
     return made
-
-
-def beside_its_content(message):
-    """
-    {key: value} of an assistant's message that would be lost if its content is learned: thoughts,
-    and a mark that it is not to be learned. {} of others.
-    """
-    if message["role"] != "assistant":
-        return {}
-    thoughts = {key: message[key] for key in THOUGHTS_APART if message.get(key)}
-    return thoughts | {key: message[key] for key in NOT_LEARNED
-                       if message.get(key) not in (None, 1)}
 
 
 def text_or_messages(row, field):
@@ -142,20 +118,15 @@ def text_or_messages(row, field):
     if value is None:
         raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
                        f'one by --fields="THEIRS>{field}", or see data/convert.py')
-    messages = value if isinstance(value, list) else [dict(role="user", content=value)]
-    if not messages:
-        raise BadInput(f"field {field!r} is empty")
-    for number, message in enumerate(messages, 1):
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("tool_calls") or message.get(
-                "function_call"):
-            raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", "
-                           f"\"content\"}} messages of text, found {shorten(message)}")
-        if message.get("role") not in ("system", "user", "assistant"):
-            raise BadInput(f"field {field!r}, message {number}: the role is "
-                           f"{shorten(message.get('role'))}; wanted system, user or assistant")
-        if re.search("[\ud800-\udfff]", content) or not content and field == "prompt":
-            raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
+    if isinstance(value, list):
+        from options.chats import check_messages
+
+        check_messages(value, field)
+    elif not isinstance(value, str):
+        raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
+                       f"messages of text, found {shorten(value)}")
+    elif NO_UTF8.search(value) or not value and field == "prompt":
+        raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(value)}")
     return value
 
 
@@ -174,6 +145,7 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
     limit = min(limit, system.max_prompt_tokens or limit)
+    tokenizer.say_marks(rows, ["prompt"], path)
     bos = tokenizer.bos_ids
 
     def front_cut(ids):
@@ -184,15 +156,31 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         [row["prompt"] for row in rows]), limit, system.too_long, front_cut)
 
 
+def encode_demonstrations(rows, path, tokenizer, limit, too_long):
+    """
+    Give Rows the (ids, trained) of each prompt and completion, as Tokenizer.encode_learned. What is
+    too long is cut at its end; without a token that is learned it is left out.
+    """
+    def cut(example):
+        ids, trained = (x[:limit] for x in example)
+        return (ids, trained) if any(trained[1:]) else None  # nothing predicts a first token
+
+    tokenizer.say_marks(rows, ["prompt", "completion"], path)
+    return encode_rows(rows, path, lambda rows: [
+        tokenizer.encode_learned(row["prompt"], row["completion"]) for row in rows], limit,
+        too_long, cut, lambda example: len(example[0]))
+
+
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None):
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
-    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
+    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut; a row of
+    which it leaves nothing, None, is dropped).
     length: a function of a row's ids, how many tokens they are. check: a function of the ids of all
     rows, such as check_pairs.
     """
     try:
-        found = encode(rows)
+        found = list(encode(rows))
     except BadInput:
         for number, row in enumerate(rows, 1):  # which one?
             try:
@@ -202,10 +190,6 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
         raise
     if check:
         check(found)
-    strings = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
-    if marks := [mark[0] for mark in map(CHAT_MARK.search, strings) if mark]:
-        say(f"warning: {path}: {len(marks)} prompts have {marks[0]} in them, read as plain text; "
-            "for a chat give messages, and the template writes such marks")
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
@@ -213,16 +197,20 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
                 "no row is short enough: change that key, or take a model with a longer context")
             raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see "
                            f"max_tokens or max_new_tokens); {hint}")
-    if max(lengths) > limit:
-        say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
-            f"tokens: {too_long}")
-    kept = [i for i, n in enumerate(lengths) if n <= limit or too_long == "cut"]
+    long = [i for i, n in enumerate(lengths) if n > limit]
+    for i in long:
+        found[i] = cut(found[i]) if too_long == "cut" else None
+    kept = [i for i, ids in enumerate(found) if ids is not None]
+    if long:
+        say(f"{path}: {len(long)} of {len(rows)} rows have more than {limit} tokens: {too_long}" + (
+            f"; {len(rows) - len(kept)} of them have no token left to learn, and are left out"
+            if too_long == "cut" and len(kept) < len(rows) else ""))
     if not kept:
         raise BadInput(f"{path}: no row is left; raise the limit of tokens")
     if rows.mix:
         rows.mix = rows.mix.keep(kept)
     rows[:] = [rows[i] for i in kept]
-    rows.ids = [cut(found[i]) if lengths[i] > limit else found[i] for i in kept]
+    rows.ids = [found[i] for i in kept]
     if isinstance(rows.ids[0], list):
         rows.ids = [array("i", ids) for ids in rows.ids]
     return rows

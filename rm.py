@@ -115,6 +115,7 @@ def encode(rows, path, fields, model):
         return list(zip(*(model.tokenizer.encode_scored(prompts, [row[field] for row in rows])
                           for field in fields), strict=True))
 
+    model.tokenizer.say_marks(rows, ["prompt", *fields], path)
     limit = min(model.max_positions, max_tokens or model.max_positions)
     return encode_rows(rows, path, encode_all, limit, system.too_long, None,
                        lambda sequences: max(map(len, sequences)),

@@ -21,7 +21,7 @@ import ranks
 from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
+from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
                      right_pad, run_length, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
@@ -109,12 +109,8 @@ def read(path):
     [F, F, F, F, T, T].
     """
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
-    return encode_rows(
-        read_rows(path, lambda row: dialogue(row, "completion"), system.fields), path,
-        lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
-                      for row in rows],
-        limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
-        lambda example: len(example[0]))
+    rows = read_rows(path, lambda row: dialogue(row, "completion"), system.fields)
+    return encode_demonstrations(rows, path, policy.tokenizer, limit, system.too_long)
 
 
 train_rows, eval_examples = read(train_path), []

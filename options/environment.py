@@ -32,9 +32,9 @@ import torch
 import parallel
 import ranks
 from errors import BadInput, Stop, first_line, place_of, shorten
+from options.chats import joined
 from options.user_code import load_function
 from rollout import as_batch, response_seeds
-from tokenizer import joined
 
 made = {}  # {tokenizer: its Environment}
 
@@ -45,7 +45,7 @@ def environment_of(system, tokenizer):
     and on all ranks, for those that only score read dialogues, too. Raises BadInput.
     """
     if tokenizer not in made:
-        made[tokenizer] = Environment(system, tokenizer)
+        made[tokenizer] = open_environment(system, tokenizer)
     return made[tokenizer]
 
 
@@ -68,27 +68,40 @@ def converse(policy, rows, prompts, uniforms, width, respond, system, noise, nam
         return environment.converse(rows, prompts, noise, names, length, width, sample)
 
 
-class Environment:
-    """It answers the policy. Raises BadInput where the functions or the template do not fit."""
+def open_environment(system, tokenizer):
+    """
+    The Environment of a run. Its tools become known to the tokenizer's template, and it tells the
+    tokenizer's responses apart into messages. Raises BadInput where functions or template do not
+    fit.
+    """
+    tools = None
+    if system.environment and system.tools:
+        raise BadInput(f"environment = {system.environment!r} and tools are both given, and tools "
+                       "are an environment, too; leave one out: your environment can call the "
+                       "functions itself")
+    if system.tools:
+        from options.tools import Tools
 
-    def __init__(self, system, tokenizer):
+        tools = Tools(system, tokenizer)
+        tokenizer.chats.kwargs["tools"] = tools.schemas
+    environment = Environment(system, tokenizer, tools)
+    tokenizer.messages_of = environment.messages_of
+    return environment
+
+
+class Environment:
+    """It answers the policy: a function of the user's, or tools. Raises BadInput."""
+
+    def __init__(self, system, tokenizer, tools=None):
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
-        self.timeout, self.tools = system.reward_timeout, None
+        self.timeout, self.tools = system.reward_timeout, tools
         self.thread = ThreadPoolExecutor(1)  # nobody waits for ever for a function that hangs
         self.name = f"environment = {system.environment!r}"
-        if system.environment and system.tools:
-            raise BadInput("environment and tools are both given, and tools are an environment, "
-                           "too; leave one out: your environment can call the functions itself")
-        if system.tools:
-            from options.tools import Tools
-
-            self.tools = Tools(system, tokenizer)
-        else:
+        if not tools:
             self.env = load_function(system.environment, ".", self.name)
             self.seeded = "seed" in inspect.signature(self.env).parameters
-        check_template(tokenizer, "tool" if system.tools else "user", self.tools)
+        check_template(tokenizer, "tool" if tools else "user", tools)
         self.frames = frames(tokenizer)
-        tokenizer.messages_of = self.messages_of
 
     # ----------------------------------------------------------------------------------------------
     # sampling
@@ -211,7 +224,7 @@ class Environment:
 
     def said(self, ids, prompt, turn):
         """The text of a turn of the policy. Turn 0 continues the prompt; without a template all."""
-        goes_on = turn == 0 or not self.tokenizer.template
+        goes_on = turn == 0 or not self.tokenizer.chats
         return self.tokenizer.decode_response(ids, prompt if goes_on else None)
 
     def messages_of(self, ids, own, prompt=None):
@@ -228,7 +241,7 @@ class Environment:
             if own[start]:
                 messages.append(dict(role="assistant",
                                      content=self.said(part, prompt, len(messages))))
-            elif self.tokenizer.template:  # its marks are a part of the text
+            elif self.tokenizer.chats:  # its marks are a part of the text
                 messages.append(self.unframed(self.tokenizer.text_of(part)))
             else:
                 messages.append(self.unframed(self.tokenizer.decode(part, behind=True)))
@@ -278,14 +291,14 @@ def between(tokenizer, message, ended=True):
     one begins. ended: whether the turn has its end; one that a stop string has ended gets it here.
     Without a template they are the ids of the content.
     """
-    if not tokenizer.template:
+    if not tokenizer.chats:
         return [tokenizer.eos_id] * (not ended) + tokenizer.encode_behind([message["content"]])[0]
-    before = tokenizer.chat_ids(ASKED)
-    ends = [n for n, i in enumerate(before) if i in tokenizer.turn_ends]
+    before = tokenizer.chats.ids_of(ASKED)
+    ends = [n for n, i in enumerate(before) if i in tokenizer.chats.turn_ends]
     if not ends:
         raise BadInput(f"{tokenizer.path} writes no end behind an assistant's message, so turns "
                        "cannot be told apart; give one with --chat_template=FILE")
-    ids = tokenizer.chat_ids([*ASKED, message], add_generation_prompt=True)
+    ids = tokenizer.chats.ids_of([*ASKED, message], add_generation_prompt=True)
     if ids[:ends[-1] + 1] != before[:ends[-1] + 1]:
         raise BadInput(f"{tokenizer.path} writes an assistant's message in another way when "
                        f"another one follows; {advice(tokenizer)}")
@@ -296,7 +309,7 @@ def advice(tokenizer):
     """For error lines: the key to type where a template does not keep earlier turns."""
     ours = {"<|channel|>": "harmony.jinja", "<function=": "qwen3.5.jinja",
             "": "chatml.jinja for a model of the Qwen family"}
-    file = next(file for mark, file in ours.items() if mark in tokenizer.template)
+    file = next(file for mark, file in ours.items() if mark in tokenizer.chats.template)
     return (f"type --chat_template=options/templates/{file}, or give a FILE that keeps earlier "
             "turns as they were written")
 
@@ -308,20 +321,21 @@ def check_template(tokenizer, role, tools=None):
     unless tools, the run's, read a call as the template has written it. role: who answers the
     policy, user or tool.
     """
-    if not tokenizer.template:
+    if not tokenizer.chats:
         return
     asked, reply = dict(role="user", content="a"), dict(role=role, content="c")
     if role == "tool":
         reply["name"] = "f"
-    prompt = tokenizer.chat_ids([asked], add_generation_prompt=True)
+    prompt = tokenizer.chats.ids_of([asked], add_generation_prompt=True)
     extra = between(tokenizer, reply)
     for answer in answers(tokenizer.text_of(prompt).rstrip(), role, tools):
-        one = tokenizer.chat_ids([asked, answer])
+        one = tokenizer.chats.ids_of([asked, answer])
         if "reasoning_content" in answer and "why" not in tokenizer.text_of(one):
             continue  # it does not know this field
-        tail, whole = one[len(prompt):], tokenizer.chat_ids([asked, answer, reply, answer])
+        tail, whole = one[len(prompt):], tokenizer.chats.ids_of([asked, answer, reply, answer])
         ends = [n for n, i in enumerate(tail) if i in tokenizer.eos_ids]
-        last = [n for n in ends if tail[n] in tokenizer.turn_ends] or ends  # or the end of a call
+        # the turn's end, or that of a call
+        last = [n for n in ends if tail[n] in tokenizer.chats.turn_ends] or ends
         own = tail[:max(last, default=-1) + 1]  # the answer as the policy would sample it
         if one[:len(prompt)] == prompt and (not own or tokenizer.eos_ids.intersection(own[:-1])):
             raise BadInput(f"{tokenizer.path} writes a turn as {tokenizer.text_of(tail)!r}, and "

@@ -98,10 +98,11 @@ def read(path):
                 for row in rows]
 
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
-    return encode_rows(
-        read_rows(path, lambda row: dialogue(row, *PAIR), system.fields), path, encode, limit,
-        system.too_long, None, lambda pair: max(len(ids) for ids, _ in pair),
-        lambda pairs: check_pairs(pairs, path, train_path))
+    rows = read_rows(path, lambda row: dialogue(row, *PAIR), system.fields)
+    policy.tokenizer.say_marks(rows, ["prompt", *PAIR], path)
+    return encode_rows(rows, path, encode, limit, system.too_long, None,
+                       lambda pair: max(len(ids) for ids, _ in pair),
+                       lambda pairs: check_pairs(pairs, path, train_path))
 
 
 train_rows, eval_pairs = read(train_path), []

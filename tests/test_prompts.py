@@ -8,8 +8,8 @@ import torch
 import parallel
 from errors import BadInput
 from loss import masked_sum
-from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
-                     micro_batches, prompt_row, read_rows)
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_demonstrations, encode_prompts,
+                     encode_rows, micro_batches, prompt_row, read_rows)
 from tiny import keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
@@ -28,6 +28,8 @@ def test_rows_of_a_file(tmp_path):
     ('{"prompt": "a"', ["line 2"]), ('["a"]', ["object"]), ('{"question": "a"}', ["question"]),
     ('{"prompt": ""}', ["empty"]), ('{"prompt": 7}', ["7"]), ('{"prompt": []}', ["empty"]),
     ('{"prompt": "\\ud800"}', ["UTF-8"]), ('{"prompt": "a", "answer": ["b"]}', ["'answer'"]),
+    ('{"prompt": "a", "answer": 1e400}', ["inf"]), ('{"prompt": "a", "answer": NaN}', ["nan"]),
+    ('{"prompt": "a", "answer": "caf\udce9"}', ["UTF-8"]),
     ('{"prompt": [{"role": "bot", "content": "a"}]}', ["bot", "assistant"]),
     ('{"prompt": [{"role": "user", "content": null}]}', ["content"]), ("caf\udce9", ["line 2"])])
 def test_a_bad_row_is_one_line_that_names_it(tmp_path, line, words):
@@ -54,9 +56,28 @@ def test_rows_that_are_too_long():
         encoded("drop", 1)
 
 
+def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
+    """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
+    tokenizer = SimpleNamespace(say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
+        [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
+
+    def encoded(*texts):
+        rows = Rows(dict(prompt=prompt, completion=text) for prompt, text in texts)
+        return encode_demonstrations(rows, "a", tokenizer, 4, "cut")
+
+    rows = encoded(("abc", "de"), ("abcd", "e"), ("a", "bcdef"), ("abcdef", ""), ("abc", ""))
+    assert [row["prompt"] for row in rows] == ["abc", "a", "abc"]
+    assert rows.ids[0] == ([*b"abcd"], [False] * 3 + [True])
+    said = capsys.readouterr().out
+    assert "4 of 5" in said and "2 of them" in said and rows.ids[2][0] == [*b"abc", 0]
+    with pytest.raises(BadInput, match="no row is left"):
+        encoded(("abcd", "e"), ("abcdefg", "h"))
+
+
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
-    tokenizer = SimpleNamespace(bos_ids=[1], encode_prompts=lambda texts: [
-        [1, *text.encode()] for text in texts])
+    tokenizer = SimpleNamespace(
+        bos_ids=[1], say_marks=lambda *_: None,
+        encode_prompts=lambda texts: [[1, *text.encode()] for text in texts])
     models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
     rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))
     encode_prompts(rows, "a", models, 5, keys_of_system(too_long="cut"))

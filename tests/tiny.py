@@ -29,6 +29,8 @@ MARKERS, EOS, PAD, VOCABULARY = ["<think>", "</think>"], 258, 259, 264
 ENDS = [257, EOS]  # generation_config.json names a second token that ends a response
 PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
            "12", "é"]
+# <think> alone is no answer
+ANSWERS = {prompt: PROMPTS[5 * i % 12].strip("<>") for i, prompt in enumerate(PROMPTS)}
 RULES = """
 import os
 
@@ -145,7 +147,7 @@ def build(folder):
     for i, prompt in enumerate(PROMPTS):
         right, wrong = PROMPTS[5 * i % 12], PROMPTS[(7 * i + 3) % 12] * (1 + i % 2)
         more = dict(margin=i / 5, confidence=0.5 + i / 40) if i % 3 else {}
-        kinds["rl"].append(dict(prompt=prompt, answer=right))
+        kinds["rl"].append(dict(prompt=prompt, answer=ANSWERS[prompt]))
         kinds["sft"].append(dict(prompt=prompt, completion=right * (1 + i % 2)))
         kinds["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong) | more)
     kinds["pairs"].append(dict(prompt="tie", chosen="ab", rejected="ab"))

@@ -17,7 +17,7 @@ import torch
 import transformers
 from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput, Stop
-from options.environment import Environment, between, check_template
+from options.environment import between, check_template, open_environment
 from options.tools import Tools
 from tokenizer import load_tokenizer
 
@@ -135,7 +135,7 @@ def tokenizer_of(tmp_path_factory):
 def environment_of(environment, tokenizer, **keys):
     """The environment of a run with these keys."""
     system = dict(environment=environment, tools="", max_turns=9, reward_timeout=9)
-    return Environment(SimpleNamespace(**system | keys), tokenizer)
+    return open_environment(SimpleNamespace(**system | keys), tokenizer)
 
 
 # templates
