@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
-from configurator import read_json, write_json
+from configurator import open_new, plain, read_json, write_json
 from errors import BadInput, Stop, say
 from parallel import alone
 
@@ -99,7 +99,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
 def lock(out_dir):
     """Lock out_dir/.lock for this process. If another one has it, wait a little for its end."""
     global lock_file
-    lock_file = open(os.path.join(out_dir, ".lock"), "a", encoding="utf-8")
+    lock_file = open(plain(os.path.join(out_dir, ".lock")), "a", encoding="utf-8")
     for attempt in range(LOCK_WAIT * 10):
         try:
             return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +125,8 @@ def append(out_dir, name, records):
 def cut_logs(out_dir, iteration):
     """Delete the lines of iterations that will be logged again, and lines that a kill has cut."""
     for file in (os.path.join(out_dir, name) for name in LOGS):
-        if not os.path.exists(file):
+        if not os.path.isfile(file):
+            plain(file)
             continue
         kept = []
         with open(file, encoding="utf-8", errors="replace") as f:
@@ -134,7 +135,7 @@ def cut_logs(out_dir, iteration):
                     kept += [line] if json.loads(line)["iteration"] < iteration else []
                 except ValueError:
                     pass
-        with open(file + ".tmp", "w", encoding="utf-8") as f:
+        with open_new(file + ".tmp") as f:
             f.writelines(kept)
         os.replace(file + ".tmp", file)
 
@@ -288,9 +289,9 @@ def number_of(folder):
 def damage(folder):
     """A folder's damage in a few words; None if every file is as it was saved."""
     try:
-        manifest, found = read_json(os.path.join(folder, "manifest.json")), hashes(folder)
+        found, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
     except (OSError, ValueError) as e:
-        return f"its manifest.json is missing or damaged: {e}"
+        return f"a file is damaged, or its manifest.json missing: {e}"
     odd = [name for name in manifest if manifest[name] != found.get(name)]
     return f"{odd[0]} is missing or damaged" if odd else None
 
@@ -388,11 +389,13 @@ def sync(path):
 
 
 def hashes(folder):
-    """{file: sha256} of all files of a folder but its manifest.json; several at a time."""
+    """{file: sha256} of all files of a folder; several at a time. Raises OSError for a pipe."""
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                   for d, _, names in os.walk(folder) for f in names if f != "manifest.json")
+                   for d, _, names in os.walk(folder) for f in names)
 
     def sha256(name):
+        if not os.path.isfile(os.path.join(folder, name)):  # reading it would never end
+            raise OSError(f"{name} is no plain file")
         with open(os.path.join(folder, name), "rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 

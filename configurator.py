@@ -308,6 +308,23 @@ def read_json(path):
 
 def write_json(path, value):
     """Replace a JSON file as a whole: another rank never reads a half-written file."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    with open_new(path + ".tmp") as f:
         json.dump(value, f, indent=2)
     os.replace(path + ".tmp", path)
+
+
+def open_new(path):
+    """
+    A new text file, open for writing. What had its name is removed, and not written to: in a folder
+    of others it may be a link to any file of the user's.
+    """
+    if os.path.lexists(path):
+        os.remove(path)
+    return open(path, "x", encoding="utf-8")  # O_EXCL: it follows no link that is made meanwhile
+
+
+def plain(path):
+    """A file's path; a link, pipe or device of its name, which could lead anywhere, is removed."""
+    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
+        os.remove(path)
+    return path

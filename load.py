@@ -13,7 +13,7 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput, first_line, nearest
-from model import Model, check_head, no_grad_forwards, scaled_logits
+from model import Model, check_head, check_index, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
@@ -123,6 +123,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         return read_merged(path, head, system, device, seed)
     try:
         config, how = settings_of(path, head, system)
+        check_index(path, config)
         hf, found = auto_class(head).from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True, **how)

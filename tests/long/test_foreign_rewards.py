@@ -163,7 +163,8 @@ def test_the_signature_of_trl(tmp_path):
     check_rows(terms, rows, "rows.jsonl")
     batch = dict(
         rows=rows, completions=["a", "bb", "ccc"], tokens=torch.arange(15).view(3, 5),
-        response_mask=torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]]).bool(), prompts=["<"] * 3)
+        response_mask=torch.tensor([
+            [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]).bool(), prompts=["<"] * 3)
     message = dict(role="assistant", content="<think>ccc")
     want = dict(prompts=["one", "two", CHAT], completions=["a", "bb", [message]],
                 answer=["1", None, "333"], level=[None, 2, None],

@@ -135,7 +135,7 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
     """README's cp -r: what needs an option is skipped, the rest is well."""
     for name in files():
         shutil.copy(os.path.join(ROOT, name), tmp_path)
-    for name in ("config", "data", "tests"):
+    for name in ("config", "data", "grading", "tests"):
         shutil.copytree(os.path.join(ROOT, name), tmp_path / name,
                         ignore=shutil.ignore_patterns("long", "__pycache__"))
     chosen = "bits and (ppo or grpo) or reward_functions or options"
