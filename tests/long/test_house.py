@@ -77,6 +77,37 @@ print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
     assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files
 
 
+PLAIN = """
+import sys
+from configurator import read_keys
+from types import SimpleNamespace
+from prompts import Rows, dialogue, encode_demonstrations, prompt_row
+from rewards import accuracy, thinks
+from tokenizer import load_tokenizer
+from data.byte_tokenizer import write_byte_tokenizer
+
+write_byte_tokenizer(sys.argv[1], ["<think>", "</think>"])
+system = SimpleNamespace(**{name: key.default for name, key in read_keys("config/keys.py").items()})
+tokenizer = load_tokenizer(sys.argv[1], system)
+row = prompt_row(dict(prompt="12+34=", answer="46"))
+tokenizer.encode_scored([row["prompt"]], ["46"], [True])
+rows = Rows([dialogue(row | dict(completion="46"), "completion")])
+encode_demonstrations(rows, "a", tokenizer, 9, "error")
+texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1,000", ""]
+batch = dict(completions=texts, rows=[row] * len(texts), prompts=["12+34="] * len(texts))
+assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
+assert not [name for name in sys.modules if name.startswith(("options", "grading"))]
+accuracy(dict(completions=["<answer>46</answer>"], rows=[row]))
+assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
+"""
+
+
+def test_plain_texts_load_no_chats_and_no_forms(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PLAIN, tmp_path], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_each_shared_key_is_read_by_somebody():
     """As system.KEY or config["KEY"]."""
     read = set()
