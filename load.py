@@ -13,10 +13,12 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput, first_line, nearest
-from model import Model, check_head, no_grad_forwards, scaled_logits
+from model import Model, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
+# the settings by which a model is a mixture of experts
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def dtypes(system):
@@ -129,7 +131,6 @@ def read_model(path, head, system, device="cpu", seed=0):
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
-    check_head(hf, path)
     model = Model(hf, head, path, file_dtype=file_dtype)
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
@@ -175,8 +176,12 @@ def settings_of(path, head, system):
     if attention == "eager" and dtype == torch.float64:
         raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
                        " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
-    return config, dict(dtype=dtype, attn_implementation=attention,
-                        **settings_of_experts(config, dtype))
+    how = dict(dtype=dtype, attn_implementation=attention)
+    if any(getattr(config.get_text_config(), name, None) for name in EXPERTS):
+        from options.families import settings_of_experts
+
+        how |= settings_of_experts(dtype)
+    return config, how
 
 
 def auto_class(head):
@@ -188,20 +193,10 @@ def auto_class(head):
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-def settings_of_experts(config, dtype):
-    """Arguments for transformers, where a model is a mixture of experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if not any(getattr(config.get_text_config(), name, None) for name in names):
-        return {}
-    from options.experts import settings
-
-    return settings(dtype)
-
-
 def check_tensors(found, hf, head, path):
     """
     Raise BadInput for tensors that are missing, of another shape, or not the model's, but for the
-    heads of a scalar model. found: the report of transformers.
+    heads of a scalar model; or for a head that the settings deny. found: transformers' report.
     """
     missing, extra = set(found["missing_keys"]), set(found["unexpected_keys"])
     if head == "lm" and "score.weight" in extra:
@@ -219,6 +214,12 @@ def check_tensors(found, hf, head, path):
         if names:
             raise BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such "
                            "in all); is the download complete?")
+    out = hf.get_output_embeddings()
+    if out and getattr(hf.config, "tie_word_embeddings", False) and (
+            out.weight is not hf.get_input_embeddings().weight):
+        from options.families import refuse_untied
+
+        refuse_untied(path)
 
 
 def draw_score_head(model, seed):

@@ -29,7 +29,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from configurator import read_json, write_json
-from errors import BadInput
+
+# the settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2
+SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 class Model(nn.Module):
@@ -63,11 +65,11 @@ class Model(nn.Module):
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
         logits = self.hf.get_output_embeddings()(states)
-        c = self.config
-        logits = logits * getattr(c, "logit_scale", 1.0)  # Cohere
-        logits = logits / getattr(c, "logits_scaling", 1.0)  # Granite
-        cap = getattr(c, "final_logit_softcapping", None)  # Gemma 2
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if any(getattr(self.config, name, None) for name in SCALES):
+            from options.families import rescaled
+
+            logits = rescaled(logits, self.config)
+        return logits
 
     def logprobs(self, tokens, target_mask, temperature=1.0, chunk=0, entropy=False):
         """
@@ -168,27 +170,14 @@ class Model(nn.Module):
 
     @property
     def max_positions(self):
-        """
-        How many tokens fit into the context. With longrope (Phi-3) fewer do: a longer row would
-        change the angles of the rows beside it.
-        """
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of layers
-        shorter = [each["original_max_position_embeddings"] for each in kinds
-                   if each.get("rope_type") == "longrope"]
-        return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
+        """How many tokens fit into the context."""
+        longest = getattr(self.config, "max_position_embeddings", None) or 2**20
+        rope = getattr(self.config, "rope_parameters", None)
+        if "longrope" in str(rope):
+            from options.families import longest_of_longrope
 
-
-def check_head(hf, path):
-    """
-    Raise BadInput where a language model's head and embedding differ, and its settings call them
-    one: transformers 5 then reads both, but its version 4 and vLLM, or a sharded model, only one.
-    """
-    head = hf.get_output_embeddings()
-    if head and getattr(hf.config, "tie_word_embeddings", False) and (
-            head.weight is not hf.get_input_embeddings().weight):
-        raise BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
-                       "of embeddings, but its weights have both, and they differ; write false")
+            longest = min(longest, longest_of_longrope(rope))
+        return longest
 
 
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
