@@ -13,12 +13,12 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput, first_line, nearest
-from model import Model, no_grad_forwards, scaled_logits
+from model import Model, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
 # the settings by which a model is a mixture of experts
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"]
 
 
 def dtypes(system):
@@ -177,7 +177,7 @@ def settings_of(path, head, system):
         raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
                        " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
     how = dict(dtype=dtype, attn_implementation=attention)
-    if any(getattr(config.get_text_config(), name, None) for name in EXPERTS):
+    if has_any(config, EXPERTS):
         from options.families import settings_of_experts
 
         how |= settings_of_experts(dtype)
@@ -236,10 +236,9 @@ def settle(model, system, trained, adapter=""):
     Decide requires_grad of each parameter: it says which are stepped and saved. A parameter that no
     text reaches stays frozen. The matrices of a frozen model get autocast's dtype.
     """
-    unread = unread_parameters(model) if trained else []
-    model.requires_grad_(trained and not adapter)
-    for p in unread:
-        p.requires_grad_(False)
+    read = read_by_texts(model.hf) if trained and not adapter else set()
+    for p in model.parameters():
+        p.requires_grad_(p in read)
     if trained and system.gradient_checkpointing:
         model.recompute()
     matrices = dtypes(system)[1]
@@ -248,34 +247,15 @@ def settle(model, system, trained, adapter=""):
             p.data = p.data.to(matrices)
 
 
-def unread_parameters(model):
-    """
-    The parameters of model.hf that no text reaches: a vision part, a bias that only chooses
-    experts. The graph of one forward pass has all others.
-    """
-    model.requires_grad_(True)
-    text = torch.arange(min(256, model.max_positions)) % model.config.vocab_size
-    with can_read(model), torch.enable_grad():
-        states = model.states(text[None].to(model.hf.device))[0]  # (256, d)
-        out = model.logits(states) if model.head == "lm" else model.scalars(states)
-    steps, seen, reached = [out.grad_fn], set(), set()
-    while steps:
-        step = steps.pop()
-        if step is not None and step not in seen:
-            seen.add(step)
-            reached.add(id(getattr(step, "variable", None)))  # the parameter, if the step has one
-            steps += [before for before, _ in step.next_functions]
-    return [p for p in model.hf.parameters() if id(p) not in reached]
+def read_by_texts(hf):
+    """The parameters that a text reaches: not those of a vision part, for example."""
+    parts = hf.get_decoder(), hf.get_output_embeddings(), getattr(hf, "score", None)
+    read = {p for part in parts if part is not None for p in part.parameters()}
+    if has_any(hf.config, [*EXPERTS, "add_cross_attention"]):
+        from options.families import unread
 
-
-@contextlib.contextmanager
-def can_read(model):
-    """A block that raises BadInput where the model's family reads or decodes in another way."""
-    try:
-        yield
-    except Exception as e:
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: {first_line(e)}") from e
+        read -= unread(hf)
+    return read
 
 
 def probe(model):
@@ -293,7 +273,7 @@ def probe(model):
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (2, 8)
     positions[0] += max(model.max_positions - 5, 0)  # 5 tokens of row 0 are read
     text = tokens[1:, 3:]
-    with can_read(model):
+    try:
         cache = decoding_cache(model.hf.config)
         # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
         logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
@@ -308,6 +288,9 @@ def probe(model):
         in_16_bits = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2
         if not gap <= (0.3 if in_16_bits else 1e-3):
             raise ValueError(f"read and decoded, a token's log-probs differ by {gap:.2g} nats")
+    except Exception as e:  # transformers raises anything
+        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
+                       f"{model.config.model_type}: {first_line(e)}") from e
 
 
 class OnTrunk(Model):

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from configurator import read_json, write_json
 
 # the settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2
-SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping"]
 
 
 class Model(nn.Module):
@@ -65,7 +65,7 @@ class Model(nn.Module):
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
         logits = self.hf.get_output_embeddings()(states)
-        if any(getattr(self.config, name, None) for name in SCALES):
+        if has_any(self.hf.config, SCALES):
             from options.families import rescaled
 
             logits = rescaled(logits, self.config)
@@ -243,6 +243,11 @@ def without_dropout(layer, checkpointed):
         return checkpointed(*args)
 
     return run
+
+
+def has_any(config, names):
+    """Whether a config of transformers has any of these settings for its texts."""
+    return any(getattr(config.get_text_config(), name, None) for name in names)
 
 
 @contextlib.contextmanager

@@ -53,3 +53,10 @@ def refuse_untied(path):
     """
     raise BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
                    "of embeddings, but its weights have both, and they differ; write false")
+
+
+def unread(hf):
+    """The parameters that no text reaches, although they are a part of the language model."""
+    parts = ("e_score_correction_bias",  # only chooses experts (Ernie 4.5)
+             "crossattention", "ln_cross_attn")  # read another model's states (GPT-2)
+    return {p for name, p in hf.named_parameters() if any(part in name for part in parts)}

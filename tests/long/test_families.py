@@ -25,7 +25,7 @@ import tiny
 from byte_tokenizer import write_byte_tokenizer
 from checkpoint import save_final
 from errors import BadInput
-from load import autocast, load, probe, unread_parameters
+from load import autocast, load, probe, read_by_texts
 from model import Model
 from prompts import right_pad
 from rollout import decoding_copy
@@ -344,11 +344,24 @@ def add_vision(folder):
     ("gpt2", GPT | dict(add_cross_attention=True), "crossattention|ln_cross_attn"),
     ("ernie4_5_moe", ERNIE, "e_score_correction_bias"),
     ("mixtral", EXPERTS | dict(num_local_experts=64, num_experts_per_tok=1), None)])
-def test_parameters_that_no_text_reaches(kind, settings, unread):
-    model = Model(random_model(kind, settings, noise=0))
-    names = {id(p): n for n, p in model.hf.named_parameters()}
-    assert [names[id(p)] for p in unread_parameters(model)] == [
-        n for n in names.values() if unread and re.search(unread, n)]
+def test_parameters_that_no_text_reaches(kind, settings, unread, tmp_path):
+    """By the graph of a forward pass; and in a folder that is loaded."""
+    hf = random_model(kind, settings, noise=0)
+    written(tmp_path, hf)
+    model = Model(hf)
+    states = model.states(torch.arange(min(256, model.max_positions))[None])
+    steps, seen = [hf.get_output_embeddings()(states).grad_fn], set()
+    while steps:
+        step = steps.pop()
+        if step is not None and step not in seen:
+            seen.add(step)
+            steps += [before for before, _ in step.next_functions]
+    reached = {getattr(step, "variable", None) for step in seen}
+    found = {n for n, p in hf.named_parameters() if p not in reached}
+    assert found == {n for n, _ in hf.named_parameters() if unread and re.search(unread, n)}
+    assert found == {n for n, p in hf.named_parameters() if p not in read_by_texts(hf)}
+    loaded = load(str(tmp_path), "policy", keys_of_system(), CPU, trained=True).hf
+    assert found == {n for n, p in loaded.named_parameters() if not p.requires_grad}
 
 
 # --------------------------------------------------------------------------------------------------
