@@ -21,14 +21,11 @@ vocabulary, d width of a state.
 """
 import contextlib
 import inspect
-import os
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-
-from configurator import read_json, write_json
 
 # the settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2
 SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping"]
@@ -150,10 +147,7 @@ class Model(nn.Module):
         return W
 
     def save_settings(self, folder):
-        """
-        Write config.json and the tokenizer's files, with the model's ends and its shift. Version 4
-        of transformers reads them, too.
-        """
+        """Write config.json and the tokenizer's files, with the model's ends and its shift."""
         hf, tokenizer = self.hf, self.tokenizer
         if self.head == "scalar":
             hf.config.score_shift = self.score_shift
@@ -164,8 +158,11 @@ class Model(nn.Module):
             hf.generation_config.pad_token_id = tokenizer.pad_id
             hf.generation_config.save_pretrained(folder)
         hf.config.save_pretrained(folder)
-        file = os.path.join(folder, "config.json")
-        write_json(file, with_older_names(read_json(file)))
+        if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
+            with contextlib.suppress(ModuleNotFoundError):  # in a fork without options
+                from options.older_readers import add_older_names
+
+                add_older_names(folder)
         tokenizer.save(folder)
 
     @property
@@ -266,39 +263,3 @@ def no_grad_forwards(models, device):
 def trunk_of(model):
     """The Model that has the trunk on which a model stands: mostly itself."""
     return model if model.base is None else trunk_of(model.base)
-
-
-# -------------------------------------------------------------------------------------------------
-# what transformers 4, and what is built on it, reads of a saved model
-
-# transformers 4's names of the angles' base, where layers have two the sliding ones' base, and the
-# part of a head that turns
-OLDER_NAMES = ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]
-OLDER_NAMES_OF_NEOX = ["rotary_emb_base", "", "rotary_pct"]
-
-
-def with_older_names(settings):
-    """
-    The settings of a config.json, and beside rope_parameters the names for them in transformers 4
-    and what is built on it: without them it would take a base of 10,000. Version 5 reads both.
-    """
-    parts = {name: with_older_names(part) for name, part in settings.items()
-             if isinstance(part, dict) and name.endswith("_config")}
-    rope, more = settings.get("rope_parameters"), {}
-    if rope:
-        kind = settings["model_type"]
-        full, sliding = (rope.get(f"{part}_attention") for part in ("full", "sliding"))
-        full = full or rope
-        scaling = {name: x for name, x in full.items()
-                   if name not in (*OLDER_NAMES, "type")}
-        if kind == "phi3":  # there it may have these three alone
-            scaling = dict(type=full["rope_type"]) | {name: x for name, x in scaling.items()
-                                                         if name in ("short_factor", "long_factor")}
-        more = dict(rope_scaling=None if full.get("rope_type", "default") == "default" else scaling)
-        values = (full.get("rope_theta"), (sliding or {}).get("rope_theta"),
-                  full.get("partial_rotary_factor"))
-        names = OLDER_NAMES_OF_NEOX if kind == "gpt_neox" else OLDER_NAMES
-        more |= {name: x for name, x in zip(names, values, strict=True) if name and x is not None}
-    if "num_local_experts" in settings:
-        more["num_experts"] = settings.get("num_experts", settings["num_local_experts"])
-    return settings | parts | more
