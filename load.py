@@ -4,7 +4,6 @@ is run, and no pickle is read. Two things are checked on the way: the tensors ar
 quartet can decode the family (`probe`).
 """
 import contextlib
-import copy
 import os
 
 import torch
@@ -293,32 +292,6 @@ def probe(model):
                        f"{model.config.model_type}: {first_line(e)}") from e
 
 
-class OnTrunk(Model):
-    """
-    A scalar head on the trunk of another Model, `base`, which owns the trunk's parameters; with
-    value_init="shared" the value model stands on the policy, and both losses train its trunk.
-    """
-
-    def __init__(self, base, seed=0):
-        nn.Module.__init__(self)
-        config = copy.deepcopy(base.hf.config)
-        config.num_labels = 1
-        with torch.device("meta"):  # the trunk that is made here is replaced by base's
-            hf = auto_class("scalar").from_config(config)
-        setattr(hf, hf.base_model_prefix, base.hf.base_model)
-        weight = base.hf.get_input_embeddings().weight
-        hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
-                             dtype=torch.promote_types(weight.dtype, torch.float32))
-        # nn.Module must not register them: they belong to the base
-        self.__dict__.update(hf=hf.eval(), base=base)
-        self.head, self.path, self.tokenizer = "scalar", base.path, base.tokenizer
-        self.file_dtype, self.score_shift, self.score = base.file_dtype, 0.0, hf.score
-        draw_score_head(self, seed)
-
-    def states(self, tokens):
-        return self.base.states(tokens)
-
-
 def load_policy(path, system, device, seed=0):
     """The SFT model, trained. With LoRA an adapter on it is trained instead."""
     return load(path, "policy", system, device, trained=True, seed=seed)
@@ -363,18 +336,19 @@ def load_reward_model(path, policy, system, device):
 def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     """The trained value model: see the key value_init. shared: a head on the policy's own trunk."""
     if value_init == "shared":  # both losses train the policy's trunk
+        from options.trunk import OnTrunk
+
         return OnTrunk(policy, seed=seed)
-    path = policy.path
     if value_init == "reward":
         if reward_model is None:
             raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
         if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
             raise BadInput("the reward model has another tokenizer than the policy, so no value "
                            "model can start as it; type --value_init=policy")
-        path = getattr(reward_model, "folder", reward_model.path)
     if system.share_base:
         from options.lora import value_on_trunk
 
-        return value_on_trunk(policy, path, value_init, system, seed)
-    return load(path, "value", system, device, head="scalar", trained=True,
+        return value_on_trunk(policy, reward_model, value_init, system, seed)
+    start = reward_model if value_init == "reward" else policy
+    return load(start.path, "value", system, device, head="scalar", trained=True,
                 tokenizer=policy.tokenizer, seed=seed)
