@@ -86,10 +86,9 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     if adapter and system.quantize == "4bit":
         from options.four_bits import quantize
 
-        quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
+        model = quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
     if system.compile:
-        # nn.Module must not register it: its parameters are registered already
-        model.__dict__["compiled"] = torch.compile(model.hf.base_model, dynamic=True)
+        model.compiled = torch.compile(model.trunk, dynamic=True)
     if head == "lm" and held:
         with autocast(system, device), no_grad_forwards([model], device):
             probe(model)

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
-    compiled = None  # the trunk as torch.compile makes it
+    compiled = None  # `trunk` as torch.compile makes it
 
     def __init__(self, hf, head="lm", path="", tokenizer=None, file_dtype=None):
         super().__init__()
@@ -56,8 +56,11 @@ class Model(nn.Module):
         """tokens (b, T), padded on the right -> the states that the head reads, (b, T, d)."""
         for layer in self.recomputed:
             layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        trunk = self.hf.base_model if self.compiled is None else self.compiled
-        return trunk(tokens, use_cache=False).last_hidden_state
+        return (self.compiled or self.trunk)(tokens)
+
+    def trunk(self, tokens):
+        """transformers' model without its head: tokens (b, T) -> states (b, T, d)."""
+        return self.hf.base_model(tokens, use_cache=False).last_hidden_state
 
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""

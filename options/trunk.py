@@ -52,4 +52,4 @@ def with_score_head(base):
     weight = base.hf.get_input_embeddings().weight
     hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
                          dtype=torch.promote_types(weight.dtype, torch.float32))
-    return hf.eval()
+    return hf
