@@ -10,6 +10,8 @@ from configurator import read_json, write_json
 # part of a head that turns
 OLDER_NAMES = ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]
 OLDER_NAMES_OF_NEOX = ["rotary_emb_base", "", "rotary_pct"]
+# the kinds that transformers 4 knows; version 5 refuses the older names of another one (Gemma 4)
+KINDS = ["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
 
 def add_older_names(folder):
@@ -25,11 +27,11 @@ def with_older_names(settings):
     """
     parts = {name: with_older_names(part) for name, part in settings.items()
              if isinstance(part, dict) and name.endswith("_config")}
-    rope, more = settings.get("rope_parameters"), {}
-    if rope:
+    rope, more = settings.get("rope_parameters") or {}, {}
+    full, sliding = (rope.get(f"{part}_attention") for part in ("full", "sliding"))
+    full = full or rope
+    if full and full.get("rope_type", "default") in KINDS:
         kind = settings["model_type"]
-        full, sliding = (rope.get(f"{part}_attention") for part in ("full", "sliding"))
-        full = full or rope
         scaling = {name: x for name, x in full.items()
                    if name not in (*OLDER_NAMES, "type")}
         if kind == "phi3":  # there it may have these three alone
