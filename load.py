@@ -47,14 +47,14 @@ def autocast(system, device):
 def matrices_of(model):
     """
     The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings, the biases of experts, matrices that the family keeps in 32 bits (routers), a scalar
-    head.
+    embeddings, the biases of experts, the decays of states (A_log), matrices that the family keeps
+    in 32 bits (routers), a scalar head.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     wide = {id(p) for m in tables for p in m.parameters()}
     if model.head == "scalar":
         wide.add(id(model.hf.score.weight))
-    kept = ("bias", *(model.hf._keep_in_fp32_modules_strict or ()))
+    kept = ("bias", "A_log", *(model.hf._keep_in_fp32_modules_strict or ()))
     return [p for name, p in model.named_parameters()
             if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
 

@@ -27,8 +27,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-# the settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2
-SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping"]
+# settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2, Falcon-H1
+SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier"]
 
 
 class Model(nn.Module):

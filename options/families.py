@@ -3,6 +3,7 @@ What some families of models need beside the others. load.py and model.py ask he
 such a model: its config.json names it.
 """
 import torch
+from transformers import DynamicCache
 
 from errors import BadInput
 
@@ -30,6 +31,7 @@ def settings_of_experts(dtype):
 def rescaled(logits, config):
     """The logits (n, V) of a family that does more behind its head: (n, V)."""
     logits = logits * getattr(config, "logit_scale", 1.0)  # Cohere
+    logits = logits * getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
     logits = logits / getattr(config, "logits_scaling", 1.0)  # Granite
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -60,3 +62,29 @@ def unread(hf):
     parts = ("e_score_correction_bias",  # only chooses experts (Ernie 4.5)
              "crossattention", "ln_cross_attn")  # read another model's states (GPT-2)
     return {p for name, p in hf.named_parameters() if any(part in name for part in parts)}
+
+
+# --------------------------------------------------------------------------------------------------
+# hybrids: layers of linear attention or state spaces, which keep a state, beside others that see
+# all tokens
+
+
+class HybridCache(DynamicCache):
+    """transformers' cache for the layers of a config, which can all be told which rows stay."""
+
+    def __init__(self, config):
+        """Raises ValueError where rows would differ from a text alone."""
+        super().__init__(config=config)
+        config = config.get_text_config()
+        if any(getattr(config, name, False) for name in ("conv_bias", "mamba_proj_bias")):
+            raise ValueError("its states have a bias, which padding on the left would add to them")
+        if config.dtype == torch.float64 and "conv" not in getattr(config, "layer_types", ()):
+            raise ValueError("its states are computed in float32; type --dtype=float32")
+
+    def batch_select_indices(self, indices):
+        """Keep only these rows, in this order; a row may come several times."""
+        for layer in self.layers:
+            if hasattr(layer, "conv_states"):  # its batch_select_indices knows of keys alone
+                layer.reorder_cache(indices)
+            else:
+                layer.batch_select_indices(indices)

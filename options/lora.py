@@ -31,6 +31,9 @@ from options.trunk import OnTrunk
 
 # a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
 ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
+# linear maps of which a family takes the weights, and asks no hook: in Jamba always, in the others
+# where their kernels are installed; there peft refuses adapters, too
+UNASKED = dict(jamba="mamba.dt_proj", falcon_h1="mamba.out_proj", nemotron_h="mixer.out_proj")
 in_use = None  # the Adapted that computes now
 
 
@@ -223,7 +226,8 @@ def adaptable(base, targets):
     """
     layers = set(base.layers()) & set(base.hf.get_decoder().modules())  # no vision part
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
-             if layer in layers for inner, module in layer.named_modules() if is_linear(module)]
+             if layer in layers for inner, module in layer.named_modules() if is_linear(module)
+             and inner != UNASKED.get(base.config.model_type)]
     routers = {name for name in names if ROUTERS & set(name.split("."))}
     matching = set()
     for target in filter(None, targets.split("+")):

@@ -288,7 +288,9 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
 
     def append(tokens):
         """The cache with so many tokens more, which no model has read."""
-        for layer in cache.layers if tokens > 0 else ():
+        # a layer that keeps a state alone does not grow
+        growing = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        for layer in growing if tokens > 0 else ():
             layer.update(*(t.new_empty(*t.shape[:2], tokens, t.shape[-1])
                            for t in (layer.keys, layer.values)))
 
