@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 import parallel
-from configurator import of_model
+from configurator import of_model, read_json
 from errors import BadInput, first_line, nearest
 from model import Model, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
@@ -26,8 +26,11 @@ def dtypes(system):
 
     In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
     used, but no vectors. So frozen matrices can be stored rounded: the results are the same.
-    master_weights=False: every weight is bfloat16, and there is no autocast.
+    master_weights=False: every weight is bfloat16, and there is no autocast. Raises BadInput.
     """
+    if not system.master_weights and system.dtype != "bfloat16":
+        raise BadInput("master_weights = False: the weights themselves are trained in 16 bits; "
+                       "type --dtype=bfloat16")
     if system.dtype not in SHORT:
         return getattr(torch, system.dtype), None
     if not system.master_weights:
@@ -120,7 +123,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         return read_merged(path, head, system, device, seed)
     try:
         config, how = settings_of(path, head, system)
-        file_dtype = config.dtype
+        check_index(path, config)
         hf, found = auto_class(head).from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True, **how)
@@ -129,7 +132,7 @@ def read_model(path, head, system, device="cpu", seed=0):
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
-    model = Model(hf, head, path, file_dtype=file_dtype)
+    model = Model(hf, head, path)
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in hf.named_parameters():
@@ -149,12 +152,11 @@ def outline(path, head, system):
 
         path = lowest_base(path)
     config, how = settings_of(path, head, system)
-    file_dtype = config.dtype
     with torch.device("meta"):
         hf = auto_class(head).from_config(config, **how)
     with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
         hf.generation_config = GenerationConfig.from_pretrained(path)
-    return Model(hf, head, path, file_dtype=file_dtype)
+    return Model(hf, head, path)
 
 
 def settings_of(path, head, system):
@@ -189,6 +191,22 @@ def auto_class(head):
     logging.set_verbosity_error()  # it warns of padding without a mask, see model.py's header
     logging.disable_progress_bar()
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+
+
+def check_index(path, config):
+    """
+    Raise BadInput where the list of a model's files of weights names others than safetensors in its
+    own folder: transformers would read a pickle, or a file of another folder.
+    """
+    from transformers.utils import cached_file
+
+    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
+        file = name.endswith(".json") and cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False)
+        for part in set(read_json(file)["weight_map"].values()) if file else ():
+            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
+                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
+                               "folder; convert the model with save_pretrained")
 
 
 def check_tensors(found, hf, head, path):

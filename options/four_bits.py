@@ -59,7 +59,7 @@ def quantize(model, device, dtype):
     if not found:
         raise BadInput(f"{model.path}: no matrix of its layers is of torch's class Linear, so none "
                        "can have 4 bits; leave quantize out")
-    small = InFourBits(model.hf, model.head, model.path, model.tokenizer, model.file_dtype)
+    small = InFourBits(model.hf, model.head, model.path, model.tokenizer)
     small.score_shift, small.new_head = model.score_shift, model.new_head
     small.recomputed = model.recomputed
     for module in small.modules():

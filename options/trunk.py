@@ -21,7 +21,7 @@ class OnTrunk(Model):
         """head: "scalar": a new head, drawn from seed, is the only own parameter; "lm": base's."""
         nn.Module.__init__(self)
         self.head, self.path, self.tokenizer = head, base.path, base.tokenizer
-        self.file_dtype, self.score_shift, self.new_head = base.file_dtype, 0.0, False
+        self.score_shift, self.new_head = 0.0, False
         # in a tuple, because nn.Module must not register them: they belong to the base
         self.borrowed = base, base.hf if head == "lm" else with_score_head(base)
         if head == "scalar":

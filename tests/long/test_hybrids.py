@@ -15,7 +15,7 @@ from load import load, probe
 from model import Model
 from options import decoding_graph
 from options.lora import peft_misreads
-from rollout import generate, response_uniforms
+from rollout import decode, response_uniforms
 from test_families import FAMILIES, HYBRIDS, random_model, rows_of_texts, save, written
 from test_lora import filled, said, said_by_peft
 from test_model import CPU
@@ -24,10 +24,9 @@ from tiny import keys_of_system, read_log, read_weights
 
 def sample(policy, prompts, uniforms, temperature=1.0):
     """[(ids, log-probs) of the response to each prompt]"""
-    out = generate(policy, prompts, uniforms.shape[1], temperature, uniforms)
-    ids = out["tokens"][:, -uniforms.shape[1]:]
-    return [(x[m].tolist(), p[m]) for x, p, m in zip(ids, out["sampler_logprobs"],
-                                                     out["response_mask"], strict=True)]
+    responses, logprobs, lengths, _ = decode(policy, prompts, uniforms, temperature)
+    return [(ids[:n].tolist(), p[:n])
+            for ids, p, n in zip(responses, logprobs, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
