@@ -92,8 +92,8 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
 
         quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
     if system.compile:
-        # nn.Module must not register it: its parameters are registered already
-        model.__dict__["compiled"] = torch.compile(model.hf.base_model, dynamic=True)
+        trunk = model.hf.base_model  # a function of it: nn.Module would register a second trunk
+        model.compiled = torch.compile(lambda tokens, **how: trunk(tokens, **how), dynamic=True)
     if head == "lm" and held:
         with autocast(system, device), no_grad_forwards([model], device):
             probe(model)

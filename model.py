@@ -36,7 +36,8 @@ class Model(nn.Module):
 
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
-    compiled = None  # the trunk as torch.compile makes it
+    compiled = None  # a function: the trunk as torch.compile makes it
+    in_full = None  # a function: a tensor that is stored in 4 bits, see options/four_bits.py
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
@@ -53,10 +54,9 @@ class Model(nn.Module):
 
     def states(self, tokens):
         """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
-        for layer in self.recomputed:
-            layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        trunk = self.hf.base_model if self.compiled is None else self.compiled
-        return trunk(tokens, use_cache=False).last_hidden_state
+        trunk = self.compiled or self.hf.base_model
+        with in_training(self.recomputed if torch.is_grad_enabled() else ()):
+            return trunk(tokens, use_cache=False).last_hidden_state
 
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
@@ -137,8 +137,8 @@ class Model(nn.Module):
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
         enable(dict(use_reentrant=False))
-        # transformers does it where a layer's flag `training` is set: `states` sets it. It is taken
-        # back before the layer runs: some have dropout of their own
+        # transformers does it where a layer's flag `training` is set: in_training sets it. While
+        # the layer runs it is not set: some have dropout of their own
         self.recomputed = [m for m in self.layers() if getattr(m, "gradient_checkpointing", False)]
         for layer in self.recomputed:
             layer._gradient_checkpointing_func = without_dropout(
@@ -146,7 +146,7 @@ class Model(nn.Module):
 
     def merged(self, name, W):
         """W, a whole tensor of self.hf with this name; with LoRA, plus its adapter."""
-        return W
+        return self.in_full(name, W) if self.in_full else W
 
     def save_settings(self, folder):
         """
@@ -286,6 +286,18 @@ def entropy_of(logprobs):
 def at_least_float32(x):
     """16 bits to float32: exp and log-softmax lose 0.07 nats in bfloat16. float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@contextlib.contextmanager
+def in_training(layers):
+    """A block in which these layers have the flag `training`, each by itself: see recompute."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def without_dropout(layer, checkpointed):

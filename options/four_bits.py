@@ -50,12 +50,12 @@ def quantize(model, device, dtype):
                        "can have 4 bits; leave quantize out")
     parameters = dict(model.hf.named_parameters())
 
-    def merged(name, W):
-        """Model.merged, for saved models: W, or the matrix that is stored in W in 4 bits."""
+    def whole(name, W):
+        """For Model.merged: W, or the matrix that is stored in W in 4 bits."""
         p = parameters.get(name)
         return in_full(p).cpu() if hasattr(p, "quant_state") else W
 
-    model.__dict__["merged"] = merged
+    model.in_full = whole
 
 
 def in_full(p):
