@@ -55,9 +55,8 @@ class Model(nn.Module):
 
     def states(self, tokens):
         """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
-        for layer in self.recomputed:
-            layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        return (self.compiled or self.trunk)(tokens)
+        with in_training(self.recomputed if torch.is_grad_enabled() else ()):
+            return (self.compiled or self.trunk)(tokens)
 
     def trunk(self, tokens):
         """transformers' model without its head: tokens (b, W) -> states (b, W, d)."""
@@ -142,8 +141,8 @@ class Model(nn.Module):
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
         enable(dict(use_reentrant=False))
-        # transformers does it where a layer's flag `training` is set: `states` sets it. It is taken
-        # back before the layer runs: some have dropout of their own
+        # transformers does it where a layer's flag `training` is set: in_training sets it. While
+        # the layer runs it is not set: some have dropout of their own
         self.recomputed = [m for m in self.layers() if getattr(m, "gradient_checkpointing", False)]
         for layer in self.recomputed:
             layer._gradient_checkpointing_func = without_dropout(
@@ -262,6 +261,18 @@ def entropy_of(logprobs):
 def at_least_float32(x):
     """16 bits to float32: exp and log-softmax lose 0.07 nats in bfloat16. float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@contextlib.contextmanager
+def in_training(layers):
+    """A block in which these layers have the flag `training`, each by itself: see recompute."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def without_dropout(layer, checkpointed):
