@@ -2,9 +2,11 @@
 The errors that a user sees: one line on stderr, and an exit code. A program imports this file
 before torch, which takes seconds: so Ctrl-C is one line even then.
 """
+import contextlib
 import difflib
 import errno
 import importlib.util
+import io
 import os
 import re
 import signal
@@ -64,10 +66,11 @@ def report_error(kind, error, trace):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1)
     if code is not None:
-        where = f" (rank {rank})" if rank else ""
+        where, message = f" (rank {rank})" if rank else "", visible(message)
         print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
               file=sys.__stderr__, flush=True)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # of a full disk, which is said above
+        sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
     os._exit(1 if code is None else code)
 
@@ -90,7 +93,17 @@ def lost(error):
 def say(message):
     """Print a message on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+        print(visible(message), flush=True)
+
+
+def visible(text):
+    r"""
+    A text as a terminal may have it: control characters (all but line breaks and tabs), and those
+    that turn the direction of writing, as \x1b. In a text of a policy, or in the name of a folder,
+    they could move the cursor, write over other lines, or type for the user.
+    """
+    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+                  "\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def first_line(error):
@@ -118,6 +131,31 @@ def shorten(value):
     return text if len(text) <= 60 else text[:60] + "..."
 
 
+class Output(io.FileIO):
+    """stdout or stderr: without a reader, in a closed pipe or terminal, a write does nothing."""
+
+    def write(self, text):
+        try:
+            return super().write(text)
+        except OSError as e:
+            if e.errno in (errno.EPIPE, errno.EIO):  # EIO: of a terminal
+                return len(text)
+            raise
+
+
+def outlast_readers():
+    """Let stdout and stderr survive their readers, and letters that their encoding has not."""
+    for name in "stdout", "stderr":
+        old = getattr(sys, name)  # None: it is closed
+        if old is getattr(sys, f"__{name}__"):  # else it is pytest's, or a notebook's
+            raw = Output(old.fileno() if old else os.open(os.devnull, os.O_WRONLY), "w",
+                         closefd=False)
+            new = io.TextIOWrapper(io.BufferedWriter(raw), old and old.encoding,
+                                   "backslashreplace", line_buffering=True)
+            sys.__dict__.update({name: new, f"__{name}__": new})
+
+
+outlast_readers()
 sys.excepthook = report_error
 if not importlib.util.find_spec("torch"):  # mostly the virtual environment is not active
     raise BadInput(f"{sys.executable} has no torch; type: source .venv/bin/activate")

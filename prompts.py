@@ -10,9 +10,9 @@ A row's texts are all strings, or all lists of messages; a completion's list con
 options/sources.py reads other files, and several files with weights. The rows of an iteration
 depend only on the seed and the iteration, so a run that resumes sees the same.
 
-A batch is a dict of tensors, with a row for each response: (B,) such as scores, (B, T) such as
-tokens, or (B, R) such as logprobs. T = P + R: a prompt, padded on the left to P tokens, and a
-response, padded on the right to R; rollout.generate has an example.
+A batch is a dict of tensors, with a row for each response: (B,) such as scores, or (B, T) such as
+tokens and logprobs; the head of rollout.py has an example. A micro-batch is a few of its rows and
+the columns that these use, (b, W).
 """
 import functools
 import hashlib
@@ -136,6 +136,10 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
     and max_new_tokens more must fit into the context of every model; the first one is the policy.
     """
     tokenizer = next(iter(models.values())).tokenizer
+    if system.environment or system.tools:  # tools stand in the prompts
+        from options.environment import environment_of
+
+        environment_of(system, tokenizer)
     limit = min(model.max_positions for model in models.values()) - max_new_tokens
     if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
@@ -321,66 +325,46 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
 def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
     """
     This rank's micro-batches of some rows of a batch, dicts like the batch; all ranks have equally
-    many, some without rows. Rows of about the same length come together. Rows [0, 1, 2] on one
-    rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
+    many, some without rows. Rows of about the same length come together, cut to the W columns of
+    the longest. Rows [0, 1, 2] on one rank, with micro_batch_size = 2, T = 6 and padding as a dot:
 
-        batch["tokens"]   5 6 7  8 9     of 5 tokens
-                          . . 1  2 .        2
-                          . 3 4  5 .        3
+        batch["tokens"]   5 6 7 8 9 .    of 5 tokens
+                          1 2 . . . .       2
+                          3 4 5 . . .       3
 
-        the first:        5 6 7 8 9      row 0
+        the first:        5 6 7 8 9      row 0, W = 5
                           3 4 5 . .      row 2
-        the second:       1 2            row 1
+        the second:       1 2            row 1, W = 2
     """
-    lengths = batch["attention_mask"].sum(1)[rows].tolist()
-    made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
+    lengths = batch["lengths"][rows].tolist()
+    made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)],
+                        max([lengths[i] for i in part], default=2))
             for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens))
     # to make one, the CPU waits for the GPU: on a GPU all are made before the training begins
     return list(made) if rows.is_cuda else made
 
 
-def micro_batch(batch, rows):
+def micro_batch(batch, rows, W):
     """
-    b rows of the batch, as the models read them: tokens (b, T), padded on the right, and
-    target_mask (b, T), True on the tokens that the policy sampled; R and T are as long as these
-    rows need. Without rows there is still one, without targets: sharded models run the forward on
-    all ranks.
+    b rows of the batch, and the first W columns of what has columns. Without rows there is still a
+    text of two tokens, none of which the policy sampled: sharded models run the forward on all
+    ranks. All else has no rows, so what is computed with it adds 0.
     """
-    mb = {name: x[rows] for name, x in batch.items() if name not in ("tokens", "attention_mask")}
-    R = batch["response_mask"].shape[1]
-    mask = batch["attention_mask"][rows]  # (b, P + R)
-    # tokens of the longest response, with its gaps in response_mask
-    longest = max(mask[:, -R:].sum(1).tolist(), default=1)
-    mb = {name: x[:, :longest] if x.dim() > 1 and x.shape[1] == R else x for name, x in mb.items()}
+    T = batch["tokens"].shape[1]
+    mb = {name: x[rows, :W] if x.shape[1:] == (T,) else x[rows] for name, x in batch.items()}
     if len(rows) == 0:
-        tokens = batch["tokens"].new_zeros(1, 2)
-        return mb | dict(tokens=tokens, target_mask=torch.zeros_like(tokens, dtype=torch.bool))
-    tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
-    column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
-    t = column - mask[:, :-R].sum(1)[:, None]  # (b, T): the place in the response, from 0 on
-    inside = (t >= 0) & (t < longest)
-    target_mask = inside & mb["response_mask"].gather(1, t.clamp(0, longest - 1))  # (b, T)
-    return mb | dict(tokens=tokens, target_mask=target_mask)
-
-
-def left_aligned(tokens, mask):
-    """
-    Moves rows to the left: [. . 1 2 .] and [. 3 4 5 .] -> [1 2 2] and [3 4 5]. Behind a row's
-    tokens the last one is repeated; no token sees it.
-    """
-    first, lengths = mask.int().argmax(1), mask.sum(1)  # (b,) each
-    column = torch.arange(max(lengths.tolist(), default=1), device=tokens.device)  # (T,)
-    column = torch.minimum(column, (lengths - 1).clamp(min=0)[:, None])  # (b, T)
-    return tokens.gather(1, first[:, None] + column)
+        mb |= {name: mb[name].new_zeros(1, W) for name in ("tokens", "response_mask")}
+    return mb
 
 
 def right_pad(sequences, pad_id):
     """
-    Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool,
-    made from lengths, not from ids: the pad id may be the EOS. Without sequences: a row of zeros.
+    Lists of token ids -> tokens (b, W) int64, padded on the right to the longest, and their mask
+    (b, W) bool, made from lengths, not from ids: the pad id may be the EOS. Without sequences: a
+    row of two zeros.
     """
     sequences = sequences or [[0, 0]]
-    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (B,)
+    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (b,)
     tokens = torch.full((len(sequences), int(lengths.max())), pad_id, dtype=torch.int64)
     for row, ids in enumerate(sequences):
         tokens[row, :len(ids)] = torch.tensor(ids)

@@ -25,11 +25,11 @@ import torch
 import errors
 import parallel
 import ranks
-from audit import audit
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
 from errors import BadInput, Stop, say
 from loss import gap, gap_limit, summarize
+from model import vectors_of
 from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
@@ -41,13 +41,15 @@ def make_optimizer(model, name, system, lr, betas, eps):
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=parameters)]
     if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
-        vectors = [p for p in parameters if p.dim() < 2]
-        groups = [dict(params=[p for p in parameters if p.dim() >= 2])]
+        small = vectors_of(model)
+        vectors = [p for p in parameters if p in small]
+        groups = [dict(params=[p for p in parameters if p not in small])]
         groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
         fused=parallel.role == "train")  # others never step
-    if of_model(system.optim, name) not in ("", "adamw"):
+    narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
+    if narrow or of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
 
         kind, settings = other_optimizer(model, system, name, lr, betas, eps)
@@ -77,7 +79,6 @@ class Run:
             from options.ema import MovingAverage
 
             self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
-        size = parallel.rank_and_size()[1]
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = self.warn_above = gap_limit(system.dtype, temperature)
         self.frozen = {}  # the frozen models' checksums, filled by the first audit
@@ -92,7 +93,7 @@ class Run:
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
-                out_dir, config, must_match, token_ids, max_iters)
+                out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
@@ -110,7 +111,7 @@ class Run:
             count = sum(p.numel() for p in model.parameters()) / 1e6
             say(f"{name:<12} {count:8.2f}M parameters  "
                 f"{'trained' if name in optimizers else 'frozen'}")
-        say(f"{size} rank(s) on {device.type}, {system.dtype}; "
+        say(f"{parallel.rank_and_size()[1]} rank(s) on {device.type}, {system.dtype}; "
             + (f"resuming from {folder}" if folder else f"writing to {out_dir}"))
 
     # iterations, checkpoints, and requests to stop
@@ -126,7 +127,7 @@ class Run:
             self.times.clear()
             interval, last = self.system.checkpoint_interval, iteration == self.max_iters
             if self.audit_is_due():
-                audit(self.models, self.frozen, iteration)  # COLLECTIVE
+                parallel.audit(self.models, self.frozen, iteration)  # COLLECTIVE
             if last or interval and iteration > self.start and iteration % interval == 0:
                 self.save()  # COLLECTIVE
             if not last:
@@ -150,7 +151,7 @@ class Run:
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
         if not self.audit_is_due():  # else these weights are checked already
-            audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
+            parallel.audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
             self.system.keep_checkpoints, self.kept)
@@ -180,11 +181,12 @@ class Run:
 
     def finish(self, next_step):
         """A collective: save the trained models, and leave together with the other ranks."""
-        for name in self.trained:
-            save_final(self.out_dir, name, self.trained[name])  # COLLECTIVE
+        for name, model in self.trained.items():
+            save_final(self.out_dir, name, model, self.system.save_dtype)  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                save_final(self.out_dir, "ema_policy", self.models["policy"])  # COLLECTIVE
+                save_final(  # COLLECTIVE
+                    self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -297,7 +299,8 @@ class Run:
         record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
         if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
             self.state["best_score"] = score
-            save_final(self.out_dir, "best_policy", self.models["policy"])  # COLLECTIVE
+            save_final(  # COLLECTIVE
+                self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
         say(f"eval {self.iteration}: " + "  ".join(
             f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))

@@ -8,7 +8,7 @@ torchrun --nproc_per_node=8 sft.py config/tldr_sft.py     # a hub model on 8 GPU
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
 resumes.
 
-b demonstrations in a micro-batch, T tokens in the longest, n trained tokens in all of them, d width
+b demonstrations in a micro-batch, W tokens in the longest, n trained tokens in all of them, d width
 of the model.
 """
 from configurator import configure  # first: it must be imported before torch
@@ -137,8 +137,8 @@ def my_micro_batches(examples):
 
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
-    tokens, _ = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, T)
-    target_mask, _ = right_pad([trained for _, trained in examples], 0)  # (b, T)
+    tokens, _ = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, W)
+    target_mask, _ = right_pad([trained for _, trained in examples], 0)  # (b, W)
     with autocast(system, device):
         return policy.logprobs(tokens.to(device), target_mask.bool().to(device),
                                chunk=system.head_chunk)[0]

@@ -37,7 +37,8 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from errors import BadInput  # noqa: E402
+from configurator import from_home  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
 from grading.forms import last_box  # noqa: E402
 from options.chats import beside_its_content  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
@@ -65,6 +66,7 @@ def parser_of(doc):
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error
+    parser.register("type", None, from_home)  # of arguments that are texts
     return parser
 
 
@@ -303,7 +305,7 @@ def main():
     names = [name, f"{name}_val"] if args.val else [name, name]
     write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left))
     if left:
-        print(f"left out: the columns {', '.join(sorted(left))}")
+        print(visible(f"left out: the columns {', '.join(sorted(left))}"))
 
 
 if __name__ == "__main__":

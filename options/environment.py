@@ -4,7 +4,7 @@ the policy goes on from there, in one response:
 
     prompt      user:       What is 37 * 46?
     response    assistant:  calc(37*46)          sampled: response_mask is True
-                user:       1702                 of the environment: attention_mask alone
+                user:       1702                 of the environment: response_mask is False
                 assistant:  1702                 sampled
 
 An environment is a function of the user's:
@@ -34,29 +34,38 @@ import ranks
 from errors import BadInput, Stop, first_line, place_of, shorten
 from options.chats import joined
 from options.user_code import load_function
-from rollout import left_pad, response_seeds
+from rollout import as_batch, response_seeds
 
 made = {}  # {tokenizer: its Environment}
 
 
-def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, noise, names):
+def environment_of(system, tokenizer):
     """
-    A collective: sampled responses as those of rollout.generate, of several turns each; see
-    Environment.converse. Token t of a response has the same uniform, whichever turn it is in.
+    The Environment of a run. It is made before the prompts are encoded, for tools stand in them,
+    and on all ranks, for those that only score read dialogues, too. Raises BadInput.
     """
-    if policy.tokenizer not in made:
-        made[policy.tokenizer] = open_environment(system, policy.tokenizer)
-    length = uniforms.shape[1]
+    if tokenizer not in made:
+        made[tokenizer] = open_environment(system, tokenizer)
+    return made[tokenizer]
+
+
+def converse(policy, rows, prompts, uniforms, width, respond, system, noise, names):
+    """
+    A collective: a batch as that of rollout.as_batch, of several turns in each response; see
+    Environment.converse. respond: the sampler of a turn, see rollout.sampling. Token t of a
+    response has the same uniform, whichever turn it is in.
+    """
+    environment, length = environment_of(system, policy.tokenizer), uniforms.shape[1]
 
     def sample(contexts, which, used):
         rooms = [length - n for n in used]
         column = torch.arange(max(rooms, default=length)) + torch.tensor(used).long()[:, None]
         # (n, max(rooms)). A response ends before column `length`: it uses none from behind the %
         rest = uniforms[list(which)].gather(1, column % length)
-        return respond(decoder, contexts, rest, rooms=rooms)
+        return respond(contexts, rest, rooms=rooms)
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
-        return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, sample)
+        return environment.converse(rows, prompts, noise, names, length, width, sample)
 
 
 def open_environment(system, tokenizer):
@@ -99,13 +108,13 @@ class Environment:
 
     def converse(self, rows, prompts, noise, names, length, width, sample):
         """
-        Responses of several turns to B prompts, in the form of rollout.generate, and turn_rewards
-        (B, R): the environment's reward for a turn, on the turn's last token. With tools also
-        failed_calls (B,), how many calls of a response were no good.
+        The batch of B prompts and their responses of several turns, as rollout.as_batch makes it,
+        and turn_rewards (B, T): the environment's reward for a turn, on the turn's last token. With
+        tools also failed_calls (B,), how many calls of a response were no good.
 
         rows: of the data, one for each prompt; noise, names: see rollout.sample_batch. length: R,
-        all tokens of a response together. width: P. sample: a function of (contexts, numbers of
-        their responses, tokens that these have so far) that samples one turn.
+        all tokens of a response together. width: see as_batch. sample: a function of (contexts,
+        numbers of their responses, tokens that these have so far) that samples one turn.
         """
         B, tokenizer = len(prompts), self.tokenizer
         ids, own, logprobs, paid = ([[] for _ in prompts] for _ in range(4))  # a number a token
@@ -114,19 +123,17 @@ class Environment:
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
             contexts, used = [[*prompts[i], *ids[i]] for i in live], [len(ids[i]) for i in live]
-            batch = sample(contexts, live, used)
-            dtype = batch["sampler_logprobs"].dtype
-            fresh, masks, old = (batch[name].tolist() for name in (
-                "tokens", "response_mask", "sampler_logprobs"))
+            turns = sample(contexts, live, used)  # as decode returns them
+            dtype, device = turns[1].dtype, turns[1].device  # of the log-probs
+            fresh, old, counts, ended = (x.tolist() for x in turns)
             asked, begun = [], []
             for n, i in enumerate(live):
-                count = sum(masks[n])
-                new = fresh[n][-len(masks[n]):][:count]
+                new = fresh[n][:counts[n]]
                 ids[i] += new
-                own[i] += [True] * count
-                paid[i] += [0.0] * count
-                logprobs[i] += old[n][:count]
-                if batch["finished"][n]:  # else the turn is cut, and has no reply
+                own[i] += [True] * len(new)
+                paid[i] += [0.0] * len(new)
+                logprobs[i] += old[n][:len(new)]
+                if ended[n]:  # else the turn is cut, and has no reply
                     text = self.said(new, rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
@@ -152,21 +159,19 @@ class Environment:
                 break
 
         def padded(lists, fill, dtype):
-            return torch.tensor([x + [fill] * (length - len(x)) for x in lists],
-                                dtype=dtype).view(B, length)
+            return torch.tensor([x + [fill] * (length - len(x)) for x in lists], dtype=dtype,
+                                device=device).view(B, length)
 
-        tokens, mask = left_pad(prompts, tokenizer.pad_id, width)  # (B, P) each
-        is_text = padded([[True] * len(x) for x in ids], False, torch.bool)  # (B, R)
-        sampled = dict(
-            tokens=torch.cat([tokens, padded(ids, tokenizer.pad_id, torch.int64)], 1),
-            attention_mask=torch.cat([mask, is_text], 1),
-            response_mask=padded(own, False, torch.bool),
-            sampler_logprobs=padded(logprobs, 0.0, dtype),
-            turn_rewards=padded(paid, 0.0, dtype),
-            finished=torch.tensor(finished, dtype=torch.bool))
+        pad_id = tokenizer.pad_id
+        lengths = torch.tensor([len(x) for x in ids], dtype=torch.int64, device=device)
+        finished = torch.tensor(finished, dtype=torch.bool, device=device)
+        batch = as_batch(
+            prompts, padded(ids, pad_id, torch.int64), padded(logprobs, 0.0, dtype), lengths,
+            finished, width, pad_id, sampled=padded(own, False, torch.bool),
+            turn_rewards=padded(paid, 0.0, dtype))
         if self.tools:
-            sampled["failed_calls"] = torch.tensor(failed, dtype=dtype)
-        return {name: t.to(batch["tokens"].device) for name, t in sampled.items()}
+            batch["failed_calls"] = torch.tensor(failed, dtype=dtype, device=device)
+        return batch
 
     def ask(self, dialogues, rows, names, failed, numbers, begun):
         """
@@ -373,12 +378,12 @@ def answers(prompt, role, tools):
 
 def figures_of_turns(batch):
     """The figures of a batch with several turns, for loss.summarize."""
-    mask = batch["response_mask"]
-    is_text = batch["attention_mask"][:, -mask.shape[1]:]  # (B, R)
+    mask = batch["response_mask"]  # (B, T)
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    tokens, own = batch["lengths"] - batch["begins"], mask.sum(1)  # (B,): of the response
     figures = dict(
         turns=(mask & ~before).sum(1).double().mean(),
-        environment_share=((is_text & ~mask).sum(1).double() / is_text.sum(1)).mean())
+        environment_share=((tokens - own).double() / tokens).mean())
     if "failed_calls" in batch:
         figures["failed_calls"] = batch["failed_calls"].double().mean()
     return figures

@@ -67,7 +67,7 @@ class Judge:
         self.answers, self.opening = self.find_answers()
 
     def scores(self, tokens, last):
-        """Questions (b, T), padded on the right, with their last tokens at `last` (b,) -> (b,)."""
+        """Questions (b, W), padded on the right, with their last tokens at `last` (b,) -> (b,)."""
         states = self.model.states(tokens)[torch.arange(len(tokens)), last]  # (b, d)
         logits = at_least_float32(self.model.logits(states))  # (b, V)
         return log_odds(logits[:, self.answers])

@@ -94,6 +94,26 @@ def test_a_wrong_argument_or_file_is_one_line_that_names_it(toy, arg, words):
     assert "\n" not in str(e.value) and all(word in str(e.value) for word in words), e.value
 
 
+def test_a_path_may_begin_at_home(toy, monkeypatch):
+    """bash leaves the ~ of --out_dir=~/o as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for typed, found in {
+            "~/o": "/home/me/o", "~": "/home/me", "'~/o'": "/home/me/o", "out/~/o": "out/~/o",
+            "~/a.jsonl,0.3*~/b.jsonl, ~/c~": "/home/me/a.jsonl,0.3*/home/me/b.jsonl, /home/me/c~",
+            "hf:~/set:main:train": "hf:/home/me/set:main:train", "a~/b,c~": "a~/b,c~", "~~~": "~~~",
+            "accuracy,-0.5*~/mine.py:f": "accuracy,-0.5*/home/me/mine.py:f",
+            "~nobody_has_this_name/o": "~nobody_has_this_name/o"}.items():
+        assert toy(f"--out_dir={typed}")["out_dir"] == found
+    write("config.py", "out_dir = '~/o'\n")
+    assert toy("config.py")["out_dir"] == "/home/me/o"
+    keys = read_keys(f"{ROOT}/config/keys.py") | read_keys(f"{ROOT}/grpo.py")
+    argv = [f"--{key}=~/x" for key in (
+        "policy_path", "prompts_path", "reward_functions", "environment", "tools", "chat_template",
+        "judge_template", "ref_path", "out_dir")]
+    found = read_arguments(keys, argv + ["--stop_strings=~/x", "--system_prompt=~/x"])
+    assert [value for value, _ in found.values()] == ["/home/me/x"] * len(argv) + ["~/x"] * 2
+
+
 def test_a_key_for_one_model():
     given = {"3": "3", "policy=3,value=2": "2", "policy=3": "", "1,value=3": "3", "": ""}
     assert {text: of_model(text, "value") for text in given} == given
@@ -112,6 +132,47 @@ def test_each_config_file_fits_its_script_and_each_default_its_range():
             with contextlib.suppress(BadInput):
                 said.append(read_arguments(keys, [file]))
         assert bool(said) == (os.path.basename(file) not in others), file
+
+
+@pytest.mark.parametrize("script, key, hint", [
+    ("ppo.py", "beta", "kl_coef"), ("ppo.py", "lr", "learning_rate"),
+    ("ppo.py", "num_generations", "group_size"), ("sft.py", "save_steps", "checkpoint_interval"),
+    ("grpo.py", "deepspeed", "zero_stage"), ("sft.py", "resume_from_checkpoint", "same command"),
+    ("grpo.py", "max_completion_length", "max_new_tokens"), ("grpo.py", "epsilon", "cliprange"),
+    ("rm.py", "bf16", "dtype=bfloat16"), ("grpo.py", "gradient_accumulation_steps", "batch_size"),
+    ("grpo.py", "use_vllm", "sampler=vllm"), ("sft.py", "model", "init_from"),
+    ("grpo.py", "actor_rollout_ref.rollout.n", "group_size"), ("grpo.py", "rollout.n", "group_"),
+    ("ppo.py", "actor_learning_rate", "learning_rate"), ("sft.py", "group_size", "of grpo.py"),
+    ("ppo.py", "batch_sise", "'batch_size'"), ("ppo.py", "temprature", "'temperature'"),
+    ("ppo.py", "foo", "--help"), ("ppo.py", "xyz_steps", "--help")])
+def test_an_unknown_key_is_told_of_the_right_one(script, key, hint):
+    keys = read_keys(f"{ROOT}/{script}") | read_keys(f"{ROOT}/config/keys.py")
+    for form in (f"--{key}=1", f"+{key}=1", f"{key}=1"):
+        with pytest.raises(BadInput) as said:
+            read_arguments(keys, [form])
+        assert key in str(said.value) and hint in str(said.value)
+        assert hint == "--help" or "--help" not in str(said.value)
+
+
+def test_the_page_of_foreign_names_is_made_of_the_table():
+    """And each key that it names is one."""
+    names = pytest.importorskip("options.foreign_names")
+    page = f"{ROOT}/docs/coming_from_trl.md"
+    if os.path.exists(page):  # not in a fork
+        assert open(page, encoding="utf-8").read() == names.page()
+    keys = set(read_keys(f"{ROOT}/config/keys.py")).union(
+        *(read_keys(f"{ROOT}/{name}.py") for name in ("ppo", "grpo", "sft", "rm")))
+    for table in names.NAMES.values():
+        for theirs, (ours, _) in table.items():
+            assert theirs not in keys, theirs
+            words = re.findall(r"(?<![-/.])\b[a-z_]+\b(?![./])", re.sub(r"=\S+|\(.*?\)", "", ours))
+            assert set(words) - {"nothing", "and", "or", "with", "torchrun"} <= keys, ours
+
+
+def test_a_key_that_a_config_file_sets_twice(toy):
+    write("twice.py", "count = 4\nrate = 2\n\ncount = 5\n")
+    with pytest.raises(BadInput, match="twice.py, line 4: count .* line 1"):
+        toy("twice.py")
 
 
 def test_each_command_of_the_docs_fits_its_script(monkeypatch):

@@ -117,10 +117,10 @@ def test_the_sum_of_rewards():
 
 
 def test_equal_texts_have_equal_scores():
-    """Only of one slot: equal prompts may have other answers. The mask decides, not the ids."""
+    """Only of one slot: equal prompts may have other answers. The length decides, not the ids."""
     tokens = torch.tensor([[1, 2], [1, 2], [1, 3], [1, 2], [1, 2]])
     batch = dict(tokens=tokens, slot=torch.tensor([0, 0, 0, 1, 0]),
-                 attention_mask=torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [1, 0]]).bool())
+                 lengths=torch.tensor([2, 2, 2, 2, 1]))
     scores = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
     assert torch.equal(alike_for_equal_texts(scores, batch), scores[[0, 0, 2, 3, 4]])
 

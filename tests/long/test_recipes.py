@@ -89,8 +89,8 @@ def wrong_sampler(rank):
 
     def sample_batch(*args, **more):
         batch = right(*args, **more)
-        q = batch["sampler_logprobs"]
-        token, t = batch["tokens"][:, -q.shape[1]:], torch.arange(q.shape[1])
+        q, token = batch["sampler_logprobs"], batch["tokens"]
+        t = torch.arange(q.shape[1]) - batch["begins"][:, None]  # the place in the response
         batch["sampler_logprobs"] = q + 0.9 * torch.sin((3 * token + t).to(q))
         return batch
 
