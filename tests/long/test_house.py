@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from configurator import read_keys
-from tiny import ROOT, keys_of, typed
+from tiny import ROOT, jsonl, keys_of, typed
 
 PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
 
@@ -66,7 +66,8 @@ files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.val
 files = [file for file in files if file.startswith({ROOT!r}) and not file.startswith(sys.prefix)]
 print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
 """
-    keys = keys_of(world, "ppo.py", max_iters=1)
+    prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="1+2="), dict(prompt="34+5=")])
+    keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts)
     result = subprocess.run(
         [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
         env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
