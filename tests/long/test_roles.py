@@ -104,7 +104,7 @@ def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(keys, tmp_path,
     assert os.path.isdir(tmp_path / "out" / f"checkpoint-00000{there}")
     # at the generator's first batch since then
     killed = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3, before=patched(
-        "rollout", "generate", once(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), rank=1))
+        "rollout", "decode", once(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), rank=1))
     assert killed.codes == [1, -signal.SIGKILL, 1], killed
     for said in (killed.err[0], killed.err[2]):
         assert said.count("\n") == 1 and "lost touch with another rank" in said, killed
@@ -119,7 +119,7 @@ def test_a_generator_that_hangs_ends_the_run_after_the_timeout(world, tmp_path):
     own = keys_of(world, "grpo.py", roles="train=1,generate=1", timeout=4, reward_timeout=3,
                   eval_path="")
     result = run("grpo.py", tmp_path, own, ranks=2,
-                 before=patched("rollout", "generate", once(1, hang), rank=1))
+                 before=patched("rollout", "decode", once(1, hang), rank=1))
     assert result.codes == [1, 9] and result.err[0].count("\n") == 1, result
     assert "lost touch with another rank" in result.err[0], result
 
