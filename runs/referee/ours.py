@@ -63,7 +63,7 @@ def graded(loss_of, b, at="logprobs"):
     return torch.cat([total.detach().double().view(1), leaf.grad[b.mask]])
 
 
-def page(name, words=""):
+def page(name, words="", numbers=()):
     """The Module of a page, with a recipe NAME.diff, or with a diff of docs/algorithms.md."""
     with open(f"{ROOT}/{name}", encoding="utf-8") as f:
         text = f.read()
@@ -79,6 +79,8 @@ def page(name, words=""):
         lines = [line for line in hunk.splitlines(keepends=True) if line[0] in " +-"]
         old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
         assert text.count(old) == 1, (words, old)
+        text = text.replace(old, new)
+    for old, new in numbers:
         text = text.replace(old, new)
     return Module(text, name)
 
@@ -235,6 +237,14 @@ def maxrl(b, epsilon=1e-4):
     return per_token(b, changed(b, "MaxRL") * (means + 1e-4) / (means + epsilon))
 
 
+def opo(b):
+    return per_token(b, changed(b, "OPO"))
+
+
+def pass_at_k(b):
+    return per_token(b, changed(b, "Pass@k"))
+
+
 # losses of a response -----------------------------------------------------------------------------
 
 def aggregation(kind, counted=True):
@@ -246,14 +256,21 @@ def aggregation(kind, counted=True):
     return total
 
 
-def prompt_mean(b):
-    space = dict(counted=b.mask, rows=torch.arange(len(b.mask)), group_size=G)
-    found = page("grpo.py", "ScaleRL").lines("weights, group = ", "weights = weights / weights.sum",
-                                             **FORMULAS | space)
+def token_sum(b):
+    found = page("grpo.py", "A sum over tokens").lines("weights = ", "weights = ", counted=b.mask,
+                                                       rows=torch.arange(len(b.mask)))
     return graded(lambda x: (x * found.weights)[b.mask].sum(), b)
 
 
-def grpo_loss(b, words="", kind="token-mean", low=LOW, high=HIGH, clamp=None, **keys):
+def prompt_mean(b):
+    space = dict(counted=b.mask, rows=torch.arange(len(b.mask)), group_size=G)
+    found = page("grpo.py", "Every prompt alike").lines(
+        "weights, group = ", "weights = weights / weights.sum", **FORMULAS | space)
+    return graded(lambda x: (x * found.weights)[b.mask].sum(), b)
+
+
+def grpo_loss(b, words="", kind="token-mean", low=LOW, high=HIGH, clamp=None, more=(), numbers=(),
+              **keys):
     weights = groups.token_weights(b.mask, kind, T)
     space = dict(importance="token", loss_type="grpo", importance_cap=0, cliprange=low, m=b.mask,
                  cliprange_high=high) | keys
@@ -261,9 +278,9 @@ def grpo_loss(b, words="", kind="token-mean", low=LOW, high=HIGH, clamp=None, **
     def total(logprobs):
         if clamp:
             logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
-        return page("grpo.py", words).lines(
+        return page("grpo.py", words, numbers).lines(
             "log_ratio = ", "pg_loss = ", **FORMULAS | space, logprobs=logprobs,
-            mb=dict(old_logprobs=b.old, advantages=b.advantages, weights=weights,
+            mb=dict(more, old_logprobs=b.old, advantages=b.advantages, weights=weights,
                     response_mask=b.mask, sampler_logprobs=b.sampler)).pg_loss
     return graded(total, b)
 
@@ -285,9 +302,42 @@ def sapo(b, kind="seq-mean-token-mean", clamp=None):
     return grpo_loss(b, "SAPO", kind, clamp=clamp)
 
 
+def gspo_weighted(b, own=False):
+    """GSPO with importance_cap; own: each token keeps its weight. The loss is the same."""
+    found = grpo_loss(b, kind="seq-mean-token-mean", importance="sequence", importance_cap=CAP)
+    return torch.cat([found[:1], gspo(b)[1:] * importance(b)]) if own else found
+
+
+def gmpo(b, empty=False):
+    return grpo_loss(b, "GMPO", "seq-mean-token-mean", 0.4, 0.4, importance="sequence")
+
+
+def covariance(b, words, name, numbers=()):
+    """A snippet that chooses tokens of the batch; the log-probs of sampling are those of now."""
+    batch = dict(advantages=b.advantages, sampler_logprobs=b.logprobs)
+    page("grpo.py", words, numbers).lines(
+        "batch['counted'] = ", f"batch['{name}'] = ", **FORMULAS, batch=batch, counted=b.mask,
+        permutation=lambda n, *_: torch.arange(n), seed=0, iteration=0)
+    return grpo_loss(b, words, high=LOW, more={name: batch[name]})
+
+
+def kl_cov(b):
+    return covariance(b, "KL-Cov", "pays")
+
+
+def clip_cov(b):
+    """With all in the range drawn. The gradient alone: verl's loss also has what PPO clips."""
+    return covariance(b, "Clip-Cov", "stays", [("0.0002 *", "1.0 *")])[1:]
+
+
 def importance(b):
-    mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler)
+    mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
     return loss.importance_weights(mb, CAP)[b.mask]
+
+
+def response_weight(b):
+    mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
+    return page("loss.py", "One weight for a response").importance_weights(mb, CAP)[b.mask]
 
 
 # the rest -----------------------------------------------------------------------------------------
@@ -337,18 +387,26 @@ ROWS = {
     "Dr. GRPO": (dr_grpo, "the same", "2503.20783, 3.2"),
     "RLOO": (rloo, "the same", "2402.14740, eq. 7"),
     "REINFORCE++": (reinforce, "gae.py, values of 0; loss.py", "2501.03262"),
-    "the same, baseline": (reinforce_baseline, "docs/algorithms.md", "2501.03262"),
+    "REINFORCE++ baseline": (reinforce_baseline, "docs/algorithms.md", "2501.03262"),
     "GDPO": (gdpo, "docs/algorithms.md", "2601.05242"),
     "MaxRL": (maxrl, "docs/algorithms.md", "2602.02710"),
+    "OPO": (opo, "docs/algorithms.md", "2505.23585"),
+    "pass@k": (pass_at_k, "docs/algorithms.md", "2503.19595"),
     "token-mean": (aggregation("token-mean"), "groups.py: token_weights", "2503.14476, eq. 12"),
     "seq-mean-token-mean": (aggregation("seq-mean-token-mean"), "the same", "2402.03300, eq. 3"),
     "seq-mean-token-sum": (aggregation("seq-mean-token-sum-norm"), "the same",
                            "2503.20783, listing 1"),
-    "prompt mean": (prompt_mean, "docs/algorithms.md: ScaleRL", "2510.13786, section 4"),
+    "a sum over tokens": (token_sum, "docs/algorithms.md", ""),
+    "prompt mean": (prompt_mean, "docs/algorithms.md", "2510.13786, section 4"),
     "GSPO": (gspo, "grpo.py; groups.py", "2507.18071, eq. 5 to 7"),
     "CISPO": (cispo, "grpo.py", "2506.13585, eq. 4, 5"),
     "SAPO": (sapo, "docs/algorithms.md", "2511.20347"),
+    "GMPO": (gmpo, "docs/algorithms.md", "2507.20673"),
+    "KL-Cov": (kl_cov, "docs/algorithms.md", "2505.22617"),
+    "Clip-Cov": (clip_cov, "docs/algorithms.md", "2505.22617"),
     "importance weights": (importance, "loss.py: importance_weights", "Yao et al., 2025"),
+    "one for a response": (response_weight, "docs/algorithms.md", "the same"),
+    "GSPO, with weights": (gspo_weighted, "grpo.py", "the same"),
     "DAPO's length": (length, "rewards.py: length", "2503.14476, eq. 13"),
     "pair loss": (pair_loss, "rm.py: preference_loss", "2009.01325, 3.4"),
     "DPO": (dpo, "recipes/dpo.py", "2305.18290, eq. 7"),

@@ -5,6 +5,7 @@ import glob
 import os
 import subprocess
 import sys
+import textwrap
 
 # Python looks for modules in this file's folder; ours are two folders above it.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -91,6 +92,13 @@ def compare(row, adapter, choices):
     return named if (rest := apart(choices)) < EQUAL else "**not explained**", plain, rest
 
 
+def in_columns(rows):
+    """The lines of a table, which is one also to the eye. rows: lists of texts, the head first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+
+
 cells, columns, absent = {}, [], []  # {(row, column): (text, distance, distance)}
 for name, (package, version, function) in TRAINERS.items():
     if not (path := wheel_of(package, version)):
@@ -118,18 +126,19 @@ if absent:
     lines += [f"Left out, because the wheel could not be had: {', '.join(absent)}.\n"]
 for first in range(0, len(columns), 3):
     part = columns[first:first + 3]
-    lines += [f"| formula | {' | '.join(part)} |", "|---" * (len(part) + 1) + "|"]
-    lines += [f"| {row} | {' | '.join(cells.get((row, one), ('',))[0] for one in part)} |"
-              for row in ROWS if any((row, one) in cells for one in part)] + [""]
-lines += ["## The choices", "", "Distances in quartet's formula without -> with the choices of the "
-          "cell; numbers of papers are arXiv's.", ""]
+    table = [[row, *(cells.get((row, one), [""])[0] for one in part)] for row in ROWS
+             if any((row, one) in cells for one in part)]
+    lines += [*in_columns([["formula", *part], *table]), ""]
+lines += ["## The choices", "", "Distances without -> with the choices of a cell in quartet's "
+          "formula; papers by their numbers.", ""]
 for name, (_, text) in CHOICES.items():
     seen = [f"  - {row}, {column.rpartition(' ')[0]}: {one:.0e} -> {two:.0e}"
             for (row, column), (said, one, two) in cells.items() if f"`{name}`" in said]
-    lines += [f"- **{name}**: {text}", *seen] if seen else []
-lines += ["", "## Where the formulas stand", "", "| formula | in quartet | source (arXiv) |",
-          "|---|---|---|", *(f"| {row} | {place} | {source} |"
-                             for row, (_, place, source) in ROWS.items())]
+    said = textwrap.fill(f"- **{name}**: {text}", 100, subsequent_indent="  ")
+    lines += [said, *seen] if seen else []
+places = [[row, *where] for row, (_, *where) in ROWS.items()]
+lines += ["", "## Where the formulas stand", "",
+          *in_columns([["formula", "in quartet", "source (arXiv)"], *places])]
 with open(page, "w", encoding="utf-8") as f:
     f.write("\n".join(lines) + "\n")
 say(f"{page}: {equal} of {len(cells)} pairs are equal" + "".join(

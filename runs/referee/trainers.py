@@ -46,6 +46,8 @@ CHOICES = {
     "empty rows": (dict(empty=True), "a row without tokens is one of the n of a mean over rows"),
     "no gradient": (dict(through=True), "a clipped token has none; CISPO's has that of its "
                     "log-prob (2506.13585, eq. 4)"),
+    "own weights": (dict(own=True), "each token keeps its importance weight, by GSPO-token's "
+                    "gradient (2507.18071, 4.3); in quartet it has the mean of its response's"),
     "n + 1e-5": (dict(more=1e-5), "for the number of tokens"),
     "sum of a row": (dict(sums=True), "a mean over rows of sums over tokens")}
 
@@ -80,16 +82,25 @@ def verl(w):
         return lambda b: at(b, getattr(c, f"compute_{name}_outcome_advantage")(
             b.last * b.scores[:, None], b.m, index=b.index, **keys)[0])
 
-    def policy(name, kind="token-mean", low=LOW, high=HIGH, figure=""):
+    def policy(name, kind="token-mean", low=LOW, high=HIGH, figure="", weighted=False):
+        cov = Given(clip_cov_ratio=1.0, clip_cov_ub=5.0, clip_cov_lb=1.0, kl_cov_ratio=0.0002,
+                    ppo_kl_coef=1.0)
         config = Given(clip_ratio=EPS, clip_ratio_low=low, clip_ratio_high=high, tau_pos=1.0,
-                       tau_neg=1.05, global_batch_info={}, get=lambda key, default: 3.0)
+                       tau_neg=1.05, global_batch_info={}, policy_loss=cov,
+                       get=lambda key, default: 3.0)
 
         def loss(b, x):
+            weights = back(b, weight("token")(b)) if weighted else None
             return getattr(c, f"compute_policy_loss_{name}")(
-                b.old, x, b.advantages, b.m, kind, config)
+                b.old, x, b.advantages, b.m, kind, config, weights)
         if figure:
             return lambda b: torch.tensor([loss(b, b.logprobs)[1][figure]])
         return lambda b: graded(lambda x: loss(b, x)[0], b)
+
+    def weight(level):
+        module = w["verl/trainer/ppo/rollout_corr_helper.py"]
+        return lambda b: at(b, module.compute_rollout_correction_weights(
+            b.old - b.sampler, b.m, level, CAP)[0])
 
     def gdpo(b):
         return at(b, c.compute_gdpo_outcome_advantage(
@@ -123,16 +134,20 @@ def verl(w):
         "Dr. GRPO": (advantage("grpo", norm_adv_by_std_in_grpo=False),),
         "REINFORCE++": (lambda b: at(b, c.compute_reinforce_plus_plus_outcome_advantage(
             b.rewards * b.m, b.m, Given(gamma=1.0))[0]), "n - 1"),
-        "the same, baseline": (advantage("reinforce_plus_plus_baseline"), "by tokens", "n - 1"),
+        "REINFORCE++ baseline": (advantage("reinforce_plus_plus_baseline"), "by tokens", "n - 1"),
         "GDPO": (gdpo, "by tokens", "eps 1e-6", "n - 1"),
         "token-mean": (mean("token-mean"),), "seq-mean-token-mean": (mean("seq-mean-token-mean"),),
         "seq-mean-token-sum": (lambda b: mean("seq-mean-token-sum-norm", loss_scale_factor=2 * T,
                                               global_batch_size=len(b.m))(b),),
         "GSPO": (policy("gspo", "seq-mean-token-mean"),), "CISPO": (policy("cispo", low=1.0),),
         "SAPO": (policy("sapo"), "ratio < e^20"), "DAPO's length": (length,),
-        "importance weights": (lambda b: at(b, w[
-            "verl/trainer/ppo/rollout_corr_helper.py"].compute_rollout_correction_weights(
-            b.old - b.sampler, b.m, "token", CAP)[0]),),
+        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),),
+        "GSPO, with weights": (policy("gspo", "seq-mean-token-mean", weighted=True),
+                               "own weights"),
+        "OPO": (advantage("opo"),), "GMPO": (policy("geo_mean", low=0.4, high=0.4),),
+        "pass@k": (advantage("grpo_passk", config=dict(norm_adv_by_std_in_grpo=False)),),
+        "KL-Cov": (policy("kl_cov"),), "Clip-Cov": (lambda b: policy("clip_cov", high=LOW)(b)[1:],),
+        "a sum over tokens": (mean("seq-mean-token-sum"),),
         "entropy": (lambda b: at(b, f.entropy_from_logits(b.logits)),)}
 
 
@@ -190,7 +205,7 @@ def openrlhf(w):
         "GRPO": (advantage("group_norm"), "eps 1e-9"), "Dr. GRPO": (advantage("dr_grpo"),),
         "RLOO": (advantage("rloo"),),
         "REINFORCE++": (lambda b: white(b, method("get_cumulative_returns", b.rewards, b.m, 1.0)),),
-        "the same, baseline": (lambda b: white(b, back(b, advantage("reinforce_baseline")(b))),
+        "REINFORCE++ baseline": (lambda b: white(b, back(b, advantage("reinforce_baseline")(b))),
                                "by tokens"),
         "token-mean": (lambda b: graded(lambda x: m.aggregate_loss(x, b.m), b),),
         "seq-mean-token-mean": (lambda b: graded(lambda x: m.aggregate_loss(x, b.m, False), b),),
@@ -210,6 +225,11 @@ def skyrl(w):
         return lambda b: at(b, getattr(p, f"compute_{name}advantage")(
             token_level_rewards=b.last * (b.scores if name != "maxrl_" else b.right)[:, None],
             response_mask=b.m, index=b.index, **keys)[0])
+
+    def weight(level):
+        caps = Given(token_tis_ratio_clip_high=CAP, sequence_tis_ratio_clip_high=CAP)
+        return lambda b: at(b, w[folder + "off_policy_correction_utils.py"].compute_tis_ratio(
+            b.old, b.sampler, b.m, level, caps)[0].expand_as(b.m))
 
     def scaled(b, x, kind):  # it divides advantages, and then adds up losses
         return p.apply_loss_reduction_to_advantages_minibatch(
@@ -255,9 +275,7 @@ def skyrl(w):
         "GSPO": (policy("gspo_policy_loss", "sequence_mean"),),
         "CISPO": (policy("compute_policy_loss_cispo"),),
         "SAPO": (policy("sapo_policy_loss", "sequence_mean"), "ratio < e^20"),
-        "importance weights": (lambda b: at(b, w[
-            folder + "off_policy_correction_utils.py"].compute_tis_ratio(
-            b.old, b.sampler, b.m, "token", Given(token_tis_ratio_clip_high=CAP))[0]),),
+        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),),
         "entropy": (lambda b: at(b, w[folder + "torch_utils.py"].chunked_entropy_from_logits(
             b.logits)),)}
 
@@ -321,11 +339,14 @@ def losses(module):
     """The losses of TRL, and of ms-swift, which has taken them over."""
     last = "if self.loss_type in ['grpo', 'sapo']"
 
-    def lines(b, kind, first="log_ratio = ", high=LOW, level="token", delta=None, **given):
+    def lines(b, kind, first="log_ratio = ", high=LOW, level="token", delta=None, weigh=False,
+              **given):
+        weights = (b.old - b.sampler).exp().clamp(max=CAP)
         trainer = Given(
             importance_sampling_level=level, loss_type=kind, epsilon_low=LOW, epsilon_high=high,
             beta=0.0, off_policy_mask_threshold=None, off_policy_sequence_mask_delta=None,
-            use_vllm=False, rollout_importance_sampling_mode=None, tau_pos=1.0, tau_neg=1.05,
+            use_vllm=weigh, vllm_importance_sampling_correction=True, tau_pos=1.0, tau_neg=1.05,
+            rollout_importance_sampling_mode="token_truncate" if weigh else None,
             max_completion_length=2 * T, current_gradient_accumulation_steps=1, _has_teacher=False,
             model=Given(training=True), accelerator=Given(num_processes=1),
             _undo_gradient_accumulation_scaling=lambda loss: loss,
@@ -334,8 +355,9 @@ def losses(module):
         tokens = b.mask.sum()
         return module.lines(
             first, last, self=trainer, old_per_token_logps=b.old, mask=b.m, completion_mask=b.m,
-            advantages=b.advantages, entropy_mask=None, rollout_is_weights=None, per_token_kl=None,
-            mode="train", inputs=dict(num_items_in_batch=tokens),
+            advantages=b.advantages, entropy_mask=None, per_token_kl=None, mode="train",
+            rollout_is_weights=weights if weigh else None,
+            inputs=dict(num_items_in_batch=tokens, importance_sampling_ratio=weights),
             grpo_batch=Given(num_items_in_batch=tokens),
             WINDOW_NORMALIZED_LOSS_TYPES=("cispo", "dapo", "fipo"), **given).loss
 
@@ -356,6 +378,7 @@ def losses(module):
         "clip fraction": (fraction,), "token-mean": (mean("bnpo"),),
         "seq-mean-token-mean": (mean("grpo"), "empty rows"),
         "seq-mean-token-sum": (mean("dr_grpo"),),
+        "GSPO, with weights": (policy("grpo", high=HIGH, level="sequence", weigh=True),),
         "GSPO": (policy("grpo", high=HIGH, level="sequence"),),
         "CISPO": (policy("cispo", high=1 + HIGH),), "SAPO": (policy("sapo"),)}
 
@@ -379,7 +402,7 @@ def swift(w):
         **each("k3", k3, "KL <= 10"),
         "GRPO": (advantage(),), "Dr. GRPO": (advantage(scale_rewards="none"),),
         "RLOO": (advantage(advantage_estimator="rloo", scale_rewards="none"),),
-        "the same, baseline": (advantage(advantage_estimator="reinforce_plus_plus",
+        "REINFORCE++ baseline": (advantage(advantage_estimator="reinforce_plus_plus",
                                          scale_rewards="batch"),),
         "GDPO": (advantage(0.5, scale_rewards="gdpo"), "eps 1e-8"),
         "importance weights": (lambda b: at(b, trainer.method(
@@ -402,13 +425,13 @@ def trl(w):
             self=owner, num_generations=G, device="cpu", unscorable_mask=b.scores.isnan(),
             rewards_per_func=torch.stack([b.scores, b.other], 1)).advantages)
 
-    def weights(b):
-        return at(b, trainer.lines(
-            "mask = completion_mask", "if self.vllm_importance_sampling_mode in", self=Given(
-                vllm_importance_sampling_mode="token_truncate",
-                vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=CAP),
+    def weight(level):
+        owner = Given(vllm_importance_sampling_mode=f"{level}_truncate",
+                      vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=CAP)
+        return lambda b: at(b, trainer.lines(
+            "mask = completion_mask", "if self.vllm_importance_sampling_mode in", self=owner,
             completion_mask=b.m, tool_mask=None, old_per_token_logps=b.old,
-            sampling_per_token_logps=b.sampler).vllm_importance_sampling_ratio)
+            sampling_per_token_logps=b.sampler).vllm_importance_sampling_ratio.expand_as(b.m))
 
     return losses(trainer) | {
         **each("k3", lambda x, ref, kind: trainer.lines(
@@ -418,7 +441,8 @@ def trl(w):
         "RLOO": (lambda b: per_token(b, w["trl/trainer/rloo_trainer.py"].lines(
             "grouped_rewards = ", "advantages = torch.nan_to_num", rewards=b.scores,
             num_generations=G, self=Given(normalize_advantages=False)).advantages),),
-        "GDPO": (advantage("normalize_then_sum", 0.5),), "importance weights": (weights,),
+        "GDPO": (advantage("normalize_then_sum", 0.5),),
+        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),),
         "DAPO's length": (lambda b: torch.tensor(w[
             "trl/rewards/other_rewards.py"]._SoftOverlongPunishment(100, 20)(
             [[0] * n for n in STEPS])),),

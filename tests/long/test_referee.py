@@ -57,7 +57,7 @@ def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
     assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(
         "not explained: DPO, OpenRLHF 0.11.2"), done.stderr
     page = (tmp_path / "page.md").read_text()
-    cells = dict(re.findall(r"^\| ([\w ]+) \| ([^|]*) \|$", page, re.MULTILINE))
+    cells = dict(re.findall(r"^\| (\w[\w ]*?) +\| ([^|]*?) +\|$", page, re.MULTILINE))
     assert cells.pop("pair loss").startswith("equal (")
     assert cells == {"formula": "OpenRLHF 0.11.2",
                      "DPO": "**not explained**",
