@@ -251,15 +251,16 @@ def aggregation(kind, counted=True):
     def total(b, empty=False):
         weights = groups.token_weights(b.mask, kind, 2 * T)
         if empty:  # rows without tokens count
-            weights = weights * b.mask.any(1).sum() / len(b.mask)
+            weights = weights * b.mask.any(1).double().mean()
         return graded(lambda x: (x * weights)[b.mask].sum(), b)
     return total
 
 
-def token_sum(b):
+def token_sum(b, empty=False):
     found = page("grpo.py", "A sum over tokens").lines("weights = ", "weights = ", counted=b.mask,
                                                        rows=torch.arange(len(b.mask)))
-    return graded(lambda x: (x * found.weights)[b.mask].sum(), b)
+    share = b.mask.any(1).double().mean() if empty else 1
+    return graded(lambda x: (x * found.weights * share)[b.mask].sum(), b)
 
 
 def prompt_mean(b):
@@ -392,12 +393,12 @@ ROWS = {
     "MaxRL": (maxrl, "docs/algorithms.md", "2602.02710"),
     "OPO": (opo, "docs/algorithms.md", "2505.23585"),
     "pass@k": (pass_at_k, "docs/algorithms.md", "2503.19595"),
-    "token-mean": (aggregation("token-mean"), "groups.py: token_weights", "2503.14476, eq. 12"),
+    "token-mean": (aggregation("token-mean"), "groups.py: token_weights", "see there"),
     "seq-mean-token-mean": (aggregation("seq-mean-token-mean"), "the same", "2402.03300, eq. 3"),
-    "seq-mean-token-sum": (aggregation("seq-mean-token-sum-norm"), "the same",
-                           "2503.20783, listing 1"),
-    "a sum over tokens": (token_sum, "docs/algorithms.md", ""),
-    "prompt mean": (prompt_mean, "docs/algorithms.md", "2510.13786, section 4"),
+    "seq-mean-token-sum-norm": (aggregation("seq-mean-token-sum-norm"), "the same",
+                                "2503.20783, listing 1"),
+    "seq-mean-token-sum": (token_sum, "docs/algorithms.md", ""),
+    "prompt mean": (prompt_mean, "docs/algorithms.md", "2503.14476, eq. 12"),
     "GSPO": (gspo, "grpo.py; groups.py", "2507.18071, eq. 5 to 7"),
     "CISPO": (cispo, "grpo.py", "2506.13585, eq. 4, 5"),
     "SAPO": (sapo, "docs/algorithms.md", "2511.20347"),

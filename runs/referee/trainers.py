@@ -137,8 +137,8 @@ def verl(w):
         "REINFORCE++ baseline": (advantage("reinforce_plus_plus_baseline"), "by tokens", "n - 1"),
         "GDPO": (gdpo, "by tokens", "eps 1e-6", "n - 1"),
         "token-mean": (mean("token-mean"),), "seq-mean-token-mean": (mean("seq-mean-token-mean"),),
-        "seq-mean-token-sum": (lambda b: mean("seq-mean-token-sum-norm", loss_scale_factor=2 * T,
-                                              global_batch_size=len(b.m))(b),),
+        "seq-mean-token-sum-norm": (lambda b: mean(
+            "seq-mean-token-sum-norm", loss_scale_factor=2 * T, global_batch_size=len(b.m))(b),),
         "GSPO": (policy("gspo", "seq-mean-token-mean"),), "CISPO": (policy("cispo", low=1.0),),
         "SAPO": (policy("sapo"), "ratio < e^20"), "DAPO's length": (length,),
         "importance weights": (weight("token"),), "one for a response": (weight("sequence"),),
@@ -147,7 +147,7 @@ def verl(w):
         "OPO": (advantage("opo"),), "GMPO": (policy("geo_mean", low=0.4, high=0.4),),
         "pass@k": (advantage("grpo_passk", config=dict(norm_adv_by_std_in_grpo=False)),),
         "KL-Cov": (policy("kl_cov"),), "Clip-Cov": (lambda b: policy("clip_cov", high=LOW)(b)[1:],),
-        "a sum over tokens": (mean("seq-mean-token-sum"),),
+        "seq-mean-token-sum": (mean("seq-mean-token-sum"),),
         "entropy": (lambda b: at(b, f.entropy_from_logits(b.logits)),)}
 
 
@@ -270,7 +270,7 @@ def skyrl(w):
             b.rewards * b.m, b.m, 1.0)[0]), "n - 1", "gap resets"),
         "MaxRL": (advantage("maxrl_"), "eps 1e-6"), "token-mean": (mean("token_mean"),),
         "seq-mean-token-mean": (mean("sequence_mean"), "empty rows"),
-        "seq-mean-token-sum": (mean("seq_mean_token_sum_norm"),),
+        "seq-mean-token-sum-norm": (mean("seq_mean_token_sum_norm"),),
         "prompt mean": (mean("prompt_mean"),),
         "GSPO": (policy("gspo_policy_loss", "sequence_mean"),),
         "CISPO": (policy("compute_policy_loss_cispo"),),
@@ -335,8 +335,8 @@ def areal(w):
         "SFT": (sft, "n + 1e-5")}
 
 
-def losses(module):
-    """The losses of TRL, and of ms-swift, which has taken them over."""
+def losses(module, token_sum=""):
+    """The losses of TRL, and of ms-swift, which has taken them over. token_sum: a loss_type."""
     last = "if self.loss_type in ['grpo', 'sapo']"
 
     def lines(b, kind, first="log_ratio = ", high=LOW, level="token", delta=None, weigh=False,
@@ -373,11 +373,12 @@ def losses(module):
             advantages=b.advantages, self=Given(epsilon_low=EPS, epsilon_high=EPS)
         ).is_region_clipped).double().mean()
 
-    return {
+    more = {"seq-mean-token-sum": (mean(token_sum), "empty rows")} if token_sum else {}
+    return more | {
         "clipped loss": (policy(),), "dual clip": (policy(delta=3.0),),
         "clip fraction": (fraction,), "token-mean": (mean("bnpo"),),
         "seq-mean-token-mean": (mean("grpo"), "empty rows"),
-        "seq-mean-token-sum": (mean("dr_grpo"),),
+        "seq-mean-token-sum-norm": (mean("dr_grpo"),),
         "GSPO, with weights": (policy("grpo", high=HIGH, level="sequence", weigh=True),),
         "GSPO": (policy("grpo", high=HIGH, level="sequence"),),
         "CISPO": (policy("cispo", high=1 + HIGH),), "SAPO": (policy("sapo"),)}
@@ -433,7 +434,7 @@ def trl(w):
             completion_mask=b.m, tool_mask=None, old_per_token_logps=b.old,
             sampling_per_token_logps=b.sampler).vllm_importance_sampling_ratio.expand_as(b.m))
 
-    return losses(trainer) | {
+    return losses(trainer, "luspo") | {
         **each("k3", lambda x, ref, kind: trainer.lines(
             "per_token_kl = ", "per_token_kl = ", per_token_logps=x, ref_per_token_logps=ref
         ).per_token_kl),
