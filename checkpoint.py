@@ -29,14 +29,14 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
-from configurator import read_json, write_json
+from configurator import open_new, plain, read_json, write_json
 from errors import BadInput, Stop, say
 from parallel import alone
 
@@ -99,7 +99,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
 def lock(out_dir):
     """Lock out_dir/.lock for this process. If another one has it, wait a little for its end."""
     global lock_file
-    lock_file = open(os.path.join(out_dir, ".lock"), "a", encoding="utf-8")
+    lock_file = open(plain(os.path.join(out_dir, ".lock")), "a", encoding="utf-8")
     for attempt in range(LOCK_WAIT * 10):
         try:
             return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +125,8 @@ def append(out_dir, name, records):
 def cut_logs(out_dir, iteration):
     """Delete the lines of iterations that will be logged again, and lines that a kill has cut."""
     for file in (os.path.join(out_dir, name) for name in LOGS):
-        if not os.path.exists(file):
+        if not os.path.isfile(file):
+            plain(file)
             continue
         kept = []
         with open(file, encoding="utf-8", errors="replace") as f:
@@ -134,7 +135,7 @@ def cut_logs(out_dir, iteration):
                     kept += [line] if json.loads(line)["iteration"] < iteration else []
                 except ValueError:
                     pass
-        with open(file + ".tmp", "w", encoding="utf-8") as f:
+        with open_new(file + ".tmp") as f:
             f.writelines(kept)
         os.replace(file + ".tmp", file)
 
@@ -181,15 +182,13 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     alone(delete_older)
 
 
-def save_final(out_dir, name, model):
+def save_final(out_dir, name, model, dtype="auto"):
     """
-    A collective: write a finished model to out_dir/name, complete or not at all, in the dtype of
-    the model that the run began with. A LoRA adapter is merged into it, and also saved by itself,
-    in out_dir/name_adapter.
+    A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
+    merged into it, and also saved by itself, in out_dir/name_adapter. dtype: auto: each weight as
+    it was computed, or float32, or bfloat16: that loses changes below 1/512 of a weight, which may
+    be most of a run's.
     """
-    narrow = model.hf.dtype == torch.float32 and model.file_dtype in (torch.bfloat16, torch.float16)
-    dtype = model.file_dtype if narrow else model.hf.dtype
-
     def write(folder):
         hf, tensors = model.hf, {}
         names = dict(hf.named_buffers())  # of these some are saved
@@ -197,15 +196,21 @@ def save_final(out_dir, name, model):
         for n, t in [*hf.named_parameters(), *state.items()]:
             t = model.merged(n, parallel.whole(t))  # COLLECTIVE
             if parallel.rank_and_size()[0] == 0:
-                tensors[n] = t.to(dtype if t.is_floating_point() else t.dtype).contiguous()
+                fixed = dtype == "auto" or not t.is_floating_point()
+                tensors[n] = t.to(t.dtype if fixed else getattr(torch, dtype)).contiguous()
 
         def save():
+            kind = reduce(  # the widest: transformers gives it to all
+                torch.promote_types, {tensors[n].dtype for n, _ in hf.named_parameters()})
             # transformers would only write on rank 0 of all ranks; with roles the first of a role
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
             file = os.path.join(folder, "config.json")
-            write_json(file, read_json(file) | {"dtype": str(dtype).removeprefix("torch.")})
+            kind = str(kind).removeprefix("torch.")
+            write_json(file, read_json(file) | {"dtype": kind})
+            size = sum(t.nbytes for t in tensors.values())
+            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.1f} MB in {kind}")
 
         alone(save)
 
@@ -284,9 +289,9 @@ def number_of(folder):
 def damage(folder):
     """A folder's damage in a few words; None if every file is as it was saved."""
     try:
-        manifest, found = read_json(os.path.join(folder, "manifest.json")), hashes(folder)
+        found, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
     except (OSError, ValueError) as e:
-        return f"its manifest.json is missing or damaged: {e}"
+        return f"a file is damaged, or its manifest.json missing: {e}"
     odd = [name for name in manifest if manifest[name] != found.get(name)]
     return f"{odd[0]} is missing or damaged" if odd else None
 
@@ -314,7 +319,8 @@ def fill_optimizer(model, optimizer, tensors):
         name, _, key = full_name.rpartition(".")
         p = model.get_parameter(name)
         if key != "step" and t.is_floating_point():
-            t = t.to(p.dtype)  # the run that saved it may have had another dtype
+            # the run that saved it may have had another dtype; states have 32 bits at least
+            t = t.to(torch.promote_types(p.dtype, torch.float32))
         # an integer step is adamw8bit's; torch's are floats
         optimizer.state[p][key] = t.to(p.device) if t.is_floating_point() or t.dim() else int(t)
 
@@ -383,11 +389,13 @@ def sync(path):
 
 
 def hashes(folder):
-    """{file: sha256} of all files of a folder but its manifest.json; several at a time."""
+    """{file: sha256} of all files of a folder; several at a time. Raises OSError for a pipe."""
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                   for d, _, names in os.walk(folder) for f in names if f != "manifest.json")
+                   for d, _, names in os.walk(folder) for f in names)
 
     def sha256(name):
+        if not os.path.isfile(os.path.join(folder, name)):  # reading it would never end
+            raise OSError(f"{name} is no plain file")
         with open(os.path.join(folder, name), "rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 

@@ -11,7 +11,8 @@ A config file is Python; each public name in it must be a key of the script, als
 (import math as _math). This is looked at before it is run. `--help` prints every key with its
 default and its comment; a * in a comment: most runs set this key. The brackets at the end of a
 comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
-begins as "with tools: " is of a key that has no effect unless the key tools is set, too.
+begins as "with tools: " is of a key that has no effect unless the key tools is set, too: it must
+not be 0, False, or, of texts, the default.
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
 configuration is kept as JSON (read_json, write_json).
@@ -40,6 +41,8 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
 SCRIPTS = "ppo.py", "grpo.py", "sft.py", "rm.py"
+# keys of text that is no path, so a ~ in it is a ~
+TEXTS = "prompt", "answer", "system_prompt", "stop_strings", "template_kwargs"
 # what a user reads, and not the names of Python's types
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -88,14 +91,19 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     for name, (value, where) in overrides.items():
         beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
         others = [other for other in beside.groups() if other] if beside else ()
-        if value != keys[name].default and others and all(
-                config[other] == keys[other].default for other in others):
+        if value != keys[name].default and others and not any(
+                is_on(config.get(other), keys.get(other)) for other in others):
             raise BadInput(f"{name} ({where}) has no effect without {' or '.join(others)}")
     script_globals.update({name: config[name] for name in own})
     if speaks:
         print_settings(keys, overrides)
     return config, SimpleNamespace(**{name: config.get(name, key.default)
                                       for name, key in more.items()})
+
+
+def is_on(value, key):
+    """Whether a key is set: a text is not the default, any other value is not 0."""
+    return value != key.default if isinstance(value, str) else bool(value)
 
 
 def read_arguments(keys, argv):
@@ -118,7 +126,17 @@ def read_arguments(keys, argv):
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
+        if isinstance(value, str) and name not in TEXTS:
+            overrides[name] = (from_home(value), where)
     return overrides
+
+
+def from_home(text):
+    """
+    ~/out -> /home/me/out, also in lists: a,0.5*~/b.jsonl. bash does it only for a word that begins
+    with ~, which --out_dir=~/out does not: the run would make a folder with the name ~.
+    """
+    return re.sub(r"(^|[,*:]\s*)(~[^,]*)", lambda m: m[1] + os.path.expanduser(m[2]), text)
 
 
 def read_keys(file):
@@ -290,6 +308,23 @@ def read_json(path):
 
 def write_json(path, value):
     """Replace a JSON file as a whole: another rank never reads a half-written file."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    with open_new(path + ".tmp") as f:
         json.dump(value, f, indent=2)
     os.replace(path + ".tmp", path)
+
+
+def open_new(path):
+    """
+    A new text file, open for writing. What had its name is removed, and not written to: in a folder
+    of others it may be a link to any file of the user's.
+    """
+    if os.path.lexists(path):
+        os.remove(path)
+    return open(path, "x", encoding="utf-8")  # O_EXCL: it follows no link that is made meanwhile
+
+
+def plain(path):
+    """A file's path; a link, pipe or device of its name, which could lead anywhere, is removed."""
+    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
+        os.remove(path)
+    return path

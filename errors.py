@@ -53,8 +53,8 @@ def report_error(kind, error, trace):
         code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
                             "rollout_batch_size, or the model's size")
     elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
-        code, message = 2, (f"a key of this run needs a file that is not in this folder "
-                            f"({message}); copy it from quartet, or do without that key")
+        code, message = 2, (f"this run needs a file that is not in this folder "
+                            f"({message}); copy it from quartet, or do without its key")
     # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
     if code is None:
         traceback.print_exception(error, file=sys.__stderr__)
@@ -64,7 +64,7 @@ def report_error(kind, error, trace):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1)
     if code is not None:
-        where = f" (rank {rank})" if rank else ""
+        where, message = f" (rank {rank})" if rank else "", visible(message)
         print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
               file=sys.__stderr__, flush=True)
     sys.stdout.flush()
@@ -90,7 +90,17 @@ def lost(error):
 def say(message):
     """Print a message on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+        print(visible(message), flush=True)
+
+
+def visible(text):
+    r"""
+    A text as a terminal may have it: control characters (all but line breaks and tabs), and those
+    that turn the direction of writing, as \x1b. In a text of a policy, or in the name of a folder,
+    they could move the cursor, write over other lines, or type for the user.
+    """
+    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+                  "\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def first_line(error):

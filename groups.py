@@ -13,7 +13,7 @@ config/ has a file of keys for each of them (dr_grpo.py, ...).
   GSPO       one ratio for all tokens of a response          gspo_log_ratio     2507.18071, eq. 7
   CISPO      a clipped weight instead of a clipped loss      grpo.py's loop     2506.13585, eq. 4
 
-B responses, G of them (a group) to each prompt, side by side; R the longest response.
+B responses, G of them (a group) to each prompt, side by side, in T columns: the head of rollout.py.
 """
 import torch
 
@@ -78,8 +78,8 @@ def gspo_log_ratio(log_ratio, response_mask):
     GSPO (arXiv 2507.18071, equation 7): the log of one ratio for the whole response, the geometric
     mean of its tokens' ratios. Two tokens with the ratios 2 and 8 both get sqrt(2 * 8) = 4.
 
-    log_ratio: (B, R), log p - log p_old of each token, 0 where the mask is False. response_mask:
-    (B, R) bool; the whole response must be in its row. Returns (B, R): the mean of a row at each of
+    log_ratio: (B, T), log p - log p_old of each token, 0 where the mask is False. response_mask:
+    (B, T) bool; the whole response must be in its row. Returns (B, T): the mean of a row at each of
     its tokens, 0 elsewhere.
 
     With the aggregation "seq-mean-token-mean" the tokens' losses, which are all the same, average
@@ -92,10 +92,10 @@ def gspo_log_ratio(log_ratio, response_mask):
 
 def token_weights(mask, aggregation, max_length):
     """
-    The weight of each token, (B, R) float64: the loss of an optimizer step is the sum of weight *
+    The weight of each token, (B, T) float64: the loss of an optimizer step is the sum of weight *
     loss over its tokens.
 
-    mask: (B, R) bool of the *whole* step, of all micro-batches and ranks: True on the tokens that
+    mask: (B, T) bool of the *whole* step, of all micro-batches and ranks: True on the tokens that
     count. max_length: the most tokens that a response may have.
     n is the number of responses that have tokens that count.
 

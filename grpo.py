@@ -16,14 +16,16 @@ One iteration: take batch_size / group_size prompts;
     5) metrics, and a line in the log.
 
     model          output                  trained   starts as
-    policy         logprobs (B, R)         yes       policy_path, the SFT model
-    ref_policy     ref_logprobs (B, R)     no        the same; none when kl_coef = 0
+    policy         logprobs (B, T)         yes       policy_path, the SFT model
+    ref_policy     ref_logprobs (B, T)     no        the same; none when kl_coef = 0
     reward_model   scores (B,)             no        reward_path, where reward_functions names it
     judge          scores (B,)             no        judge_path, where reward_functions names it
 
-B responses of an iteration, a prompt's side by side; P prompt length, R response length,
-T = P + R. response_mask (B, R) is True on the tokens that the policy sampled. COLLECTIVE marks a
-line that all ranks must reach together. The sections are those of ppo.py, in the same order.
+B responses of an iteration, a prompt's side by side, in T columns: the tokens of the longest prompt
++ max_new_tokens. A number that belongs to a token stands in the token's column; rollout.py has an
+example. response_mask (B, T) is True on the tokens that the policy sampled. A micro-batch is a few
+rows, cut to the columns that these rows use, (b, W). COLLECTIVE marks a line that all ranks must
+reach together. The sections are those of ppo.py, in the same order.
 
 With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). The changes of its relatives
 are in groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see
@@ -38,6 +40,7 @@ import torch
 
 import parallel
 import ranks
+from errors import BadInput
 from groups import (flat_groups, group_advantages, gspo_log_ratio, summarize_groups,
                     token_weights)
 from load import autocast, load_policy, load_ref_policy, load_reward_model
@@ -110,12 +113,24 @@ seed = 1  # decides prompts, sampling and minibatches [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "config/keys.py")
+if not prompts_path:
+    raise BadInput("prompts_path is empty; type --prompts_path=FILE")
+if num_minibatches > batch_size:
+    raise BadInput(f"num_minibatches = {num_minibatches}: some would be empty; lower it")
+if batch_size % group_size:
+    raise BadInput(f"batch_size = {batch_size}: no multiple of group_size = {group_size}; it "
+                   "counts responses")
+if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1":
+    raise BadInput("kl_estimator = 'k1': with kl_in = 'loss' it is no penalty: the gradient of k1 "
+                   "is 0 on average; type --kl_estimator=k2")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the models, the data, the optimizer; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
-terms = reward_terms(reward_functions, config)  # [(weight, name, function)]; checks all keys
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
+if refill_by and refill_by not in reward_names:
+    raise BadInput(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(reward_names)}")
 
 # the policy: the SFT model, which is trained
 policy = load_policy(policy_path, system, device, seed)
@@ -162,7 +177,7 @@ my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
 
 
 def forward(model, mb):
-    """A model's log-prob and entropy at each response token of a micro-batch, (b, R) each."""
+    """A model's log-prob and entropy at each response token of a micro-batch, (b, W) each."""
     with autocast(system, device):
         return response_logprobs(model, mb, temperature, system.head_chunk, entropy_coef > 0)
 
@@ -246,7 +261,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         batch, flat = refill(  # COLLECTIVE
             batch, flat, compared, group_size, train_rows, rows_of(iteration), rollout, seed,
             iteration, max_refills, policy.tokenizer.pad_id)
-    mask = batch["response_mask"]  # (B, R)
+    mask = batch["response_mask"]  # (B, T)
 
     # 2) read: the log-probs of policy and reference, before any update
     run.enter("score")
@@ -255,19 +270,19 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     scores = shape_scores(batch)  # (B,)
     if kl_coef > 0 and kl_in == "reward":  # the KL of all tokens is a part of the score
-        kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, R)
+        kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, T)
         scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
     parallel.check_finite(dict(advantages=advantages))
-    batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, R)
-    counted = mask  # (B, R): the tokens that are trained on
+    batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, T)
+    counted = mask  # (B, T): the tokens that are trained on
     if truncated == "mask":
         counted = counted & batch["finished"][:, None]
     if max_refills > 0:  # groups that are flat even now are left out, as if they were not there
         counted = counted & ~flat.repeat_interleave(group_size)[:, None]
     learns = (counted & (batch["advantages"] != 0)).any(1)  # (B,): the responses that teach
     batch["counted"] = counted
-    batch["weights"] = torch.zeros_like(batch["sampler_logprobs"])  # (B, R): filled before a step
+    batch["weights"] = torch.zeros_like(batch["sampler_logprobs"])  # (B, T): filled before a step
 
     # 4) update: a few clipped steps on the policy
     run.enter("update")
@@ -276,7 +291,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sums = dict.fromkeys(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
                          torch.zeros(2, dtype=torch.float64, device=device))
     sampler_gap, ratio_gap, norms = None, 0.0, {}  # as they are without a step
-    old_logprobs = torch.zeros_like(batch["weights"])  # (B, R): this rank's rows, 0 in others
+    old_logprobs = torch.zeros_like(batch["weights"])  # (B, T): this rank's rows, 0 in others
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(num_iterations):
         for rows in minibatches(iteration, epoch):
@@ -285,16 +300,16 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 continue
             # the loss of the whole step is the sum of weight * token loss, over all micro-batches
             # and ranks. In GRPO all responses weigh the same, and so do the tokens of a response
-            weights = token_weights(counted[rows], aggregation, max_new_tokens)  # (rows, R)
+            weights = token_weights(counted[rows], aggregation, max_new_tokens)  # (rows, T)
             batch["weights"][rows] = weights.to(batch["weights"])
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
 
             for mb in my_micro_batches(batch, rows):
-                m = mb["counted"]  # (b, R)
+                m = mb["counted"]  # (b, W)
 
                 # the policy: how much likelier is each token now, and is that good?
-                logprobs, entropy = forward(policy, mb)  # (b, R) each
+                logprobs, entropy = forward(policy, mb)  # (b, W) each
                 if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now
                     mb["old_logprobs"] = logprobs.detach()
                     old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
@@ -305,7 +320,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 clipped_ratio = ratio.clamp(1 - cliprange, 1 + cliprange_high)
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * clipped_ratio
-                pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
+                pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, W)
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 if loss_type == "cispo":  # REINFORCE with a weight: clipping bounds the gradient
                     pg_losses = -mb["advantages"] * clipped_ratio.detach() * logprobs

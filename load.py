@@ -13,7 +13,7 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput, first_line, nearest
-from model import Model, check_head, no_grad_forwards, scaled_logits
+from model import Model, check_head, check_index, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
@@ -25,8 +25,11 @@ def dtypes(system):
 
     In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
     used, but no vectors. So frozen matrices can be stored rounded: the results are the same.
-    master_weights=False: every weight is bfloat16, and there is no autocast.
+    master_weights=False: every weight is bfloat16, and there is no autocast. Raises BadInput.
     """
+    if not system.master_weights and system.dtype != "bfloat16":
+        raise BadInput("master_weights = False: the weights themselves are trained in 16 bits; "
+                       "type --dtype=bfloat16")
     if system.dtype not in SHORT:
         return getattr(torch, system.dtype), None
     if not system.master_weights:
@@ -120,7 +123,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         return read_merged(path, head, system, device, seed)
     try:
         config, how = settings_of(path, head, system)
-        file_dtype = config.dtype
+        check_index(path, config)
         hf, found = auto_class(head).from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True, **how)
@@ -130,7 +133,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
     check_head(hf, path)
-    model = Model(hf, head, path, file_dtype=file_dtype)
+    model = Model(hf, head, path)
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in hf.named_parameters():
@@ -150,12 +153,11 @@ def outline(path, head, system):
 
         path = lowest_base(path)
     config, how = settings_of(path, head, system)
-    file_dtype = config.dtype
     with torch.device("meta"):
         hf = auto_class(head).from_config(config, **how)
     with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
         hf.generation_config = GenerationConfig.from_pretrained(path)
-    return Model(hf, head, path, file_dtype=file_dtype)
+    return Model(hf, head, path)
 
 
 def settings_of(path, head, system):
@@ -328,7 +330,7 @@ class OnTrunk(Model):
         # nn.Module must not register them: they belong to the base
         self.__dict__.update(hf=hf.eval(), base=base)
         self.head, self.path, self.tokenizer = "scalar", base.path, base.tokenizer
-        self.file_dtype, self.score_shift, self.score = base.file_dtype, 0.0, hf.score
+        self.score_shift, self.score = 0.0, hf.score
         draw_score_head(self, seed)
 
     def states(self, tokens):

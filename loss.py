@@ -4,7 +4,7 @@ and in rm.py. They add up the losses of the tokens, and divide by one count: the
 the whole optimizer step, over all micro-batches and all ranks. In a mean of the micro-batches'
 means a token in a micro-batch of few tokens would count more.
 
-B responses, R the longest response.
+B responses in T columns, b of them in the W columns of a micro-batch: see the head of rollout.py.
 """
 import math
 
@@ -23,7 +23,7 @@ def masked_mean(x, mask):
 
 def masked_whiten(x, mask):
     """
-    x (B, R), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
+    x (B, T), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
     elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF). Of the batch of all
     ranks: if each rank whitened its own share, each would have another objective.
     """
@@ -35,7 +35,7 @@ def masked_whiten(x, mask):
 def gap(log_ratio, mask, dtype):
     """
     The distance of log-probs that should be equal, a scalar tensor in nats. log_ratio: their
-    difference, (B, R). In 32 and 64 bits it is the largest absolute difference where mask is True;
+    difference, (B, T). In 32 and 64 bits it is the largest absolute difference where mask is True;
     in 16 bits the mean, because rounding alone makes single differences large.
     """
     log_ratio = torch.where(mask, log_ratio.detach().abs(), 0)
@@ -54,14 +54,14 @@ def gap_limit(dtype, temperature):
 
 def importance_weights(mb, cap):
     """
-    The factor of each token's policy loss, (b, R), where the sampler's probabilities q differ a
+    The factor of each token's policy loss, (b, W), where the sampler's probabilities q differ a
     little from the probabilities p of the training forward, as in 16 bits: min(p / q, cap),
     truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you
     off-policy RL training", 2025), without a gradient; 1 if cap = 0. PPO's ratio is another one:
     the policy's probability now / p, both by the training forward (decoupled PPO, arXiv
     2505.24298).
 
-    mb: old_logprobs, log p; sampler_logprobs, log q; (b, R) each. For q = 0.2, 0.5 and p = 0.3, 0.4
+    mb: old_logprobs, log p; sampler_logprobs, log q; (b, W) each. For q = 0.2, 0.5 and p = 0.3, 0.4
     the weights are 1.5, 0.8, and with cap = 1.3 they are 1.3, 0.8.
     """
     if cap == 0:
@@ -71,7 +71,7 @@ def importance_weights(mb, cap):
 
 def kl_estimate(logprobs, ref_logprobs, kind):
     """
-    Estimates of KL(policy || reference) at each token, (B, R), from the one token that the policy
+    Estimates of KL(policy || reference) at each token, (B, T), from the one token that the policy
     sampled (Schulman, joschu.net/blog/kl-approx.html). p and q are its probabilities under policy
     and reference:
 
@@ -107,7 +107,7 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
 
 
 def explained_variance(values, returns, mask):
-    """The share of the returns' variance (B, R) that the values predict: 1 is perfect."""
+    """The share of the returns' variance (B, T) that the values predict: 1 is perfect."""
     return 1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8)
 
 
@@ -117,7 +117,7 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
     nats a response, estimated from the sampled tokens (k1). Of several reward_names the mean of
     each, over the responses to which it applies; "scored": the share of responses with a score.
     """
-    mask = batch["response_mask"]  # (B, R)
+    mask = batch["response_mask"]  # (B, T)
     figures = dict(scores=mean_of(batch["scores"]))
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
@@ -162,7 +162,7 @@ def mean_of(scores):
 
 def add_up(sums, mask, tensors):
     """
-    Add tensors {name: (b, R)} of a micro-batch to sums {name: (sum, count)}: the sum where the mask
+    Add tensors {name: (b, W)} of a micro-batch to sums {name: (sum, count)}: the sum where the mask
     is True, and the number of these places; see parallel.all_reduce_metrics.
     """
     for name, x in tensors.items():

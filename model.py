@@ -16,8 +16,7 @@ Many texts at a time are rows that are padded on the right. A token sees only th
 so padding behind a text changes nothing, and no mask is needed. There is no dropout: every model
 stays in eval mode, because a policy must give the same token the same probability twice.
 
-b rows, T tokens in the longest row, R in the longest response, n tokens that are read, V
-vocabulary, d width of a state.
+b rows, W tokens in the longest row, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
 import inspect
@@ -39,10 +38,9 @@ class Model(nn.Module):
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
     compiled = None  # the trunk as torch.compile makes it
 
-    def __init__(self, hf, head="lm", path="", tokenizer=None, file_dtype=None):
+    def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
         self.hf, self.head, self.path, self.tokenizer = hf.eval(), head, path, tokenizer
-        self.file_dtype = file_dtype or hf.config.dtype  # of the weights in the file
         # is added to every scalar; rm.py measures it and saves it in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
@@ -54,7 +52,7 @@ class Model(nn.Module):
         return self.hf.config.get_text_config()
 
     def states(self, tokens):
-        """tokens (b, T), padded on the right -> the states that the head reads, (b, T, d)."""
+        """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
         for layer in self.recomputed:
             layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
         trunk = self.hf.base_model if self.compiled is None else self.compiled
@@ -72,7 +70,7 @@ class Model(nn.Module):
     def logprobs(self, tokens, target_mask, temperature=1.0, chunk=0, entropy=False):
         """
         Log-probs of n tokens, and the entropies of their distributions, (n,) in at least float32.
-        tokens: (b, T), padded on the right. target_mask: (b, T) bool, True on the n tokens, never
+        tokens: (b, W), padded on the right. target_mask: (b, W) bool, True on the n tokens, never
         on the first of a row. entropy: False gives 0. chunk: how many tokens have logits at a time,
         0 = all; the backward pass computes them again. The logits of all tokens, (n, V), are often
         the largest tensor of a run: 4.2 GB for 8 responses of 1,024 tokens and 128,256 ids.
@@ -130,8 +128,11 @@ class Model(nn.Module):
     def recompute(self):
         """
         Gradient checkpointing, transformers' own: the backward pass computes each layer again. A
-        step takes a third longer, and far less memory.
+        step takes a third longer, and far less memory. Raises BadInput where a family has none.
         """
+        if not self.hf.supports_gradient_checkpointing:
+            raise BadInput(f"{self.path}: transformers' {type(self.hf).__name__} has no gradient "
+                           "checkpointing; type --gradient_checkpointing=False")
         # transformers before 5.23 has another name for it
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
@@ -179,6 +180,21 @@ class Model(nn.Module):
         return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
 
 
+def vectors_of(model):
+    """
+    The parameters that are vectors, also where a tensor has one for each expert or head: beside
+    tensors with a matrix for each, as a bias (gpt-oss), or in a norm (Cohere).
+    """
+    vectors = set()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        stacked = any(p.dim() == 3 for p in own.values())
+        norm = "norm" in type(module).__name__.lower()
+        vectors |= {p for name, p in own.items()
+                    if p.dim() < 2 + stacked or norm or "bias" in name}
+    return vectors
+
+
 def check_head(hf, path):
     """
     Raise BadInput where a language model's head and embedding differ, and its settings call them
@@ -191,32 +207,48 @@ def check_head(hf, path):
                        "of embeddings, but its weights have both, and they differ; write false")
 
 
+def check_index(path, config):
+    """
+    Raise BadInput where the list of a model's files of weights names others than safetensors in its
+    own folder: transformers would read a pickle, or a file of another folder.
+    """
+    from transformers.utils import cached_file
+
+    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
+        file = name.endswith(".json") and cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False)
+        for part in set(read_json(file)["weight_map"].values()) if file else ():
+            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
+                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
+                               "folder; convert the model with save_pretrained")
+
+
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
     """
-    Log-prob and entropy of each response token, (b, R) both, in the distribution that is sampled. 0
-    where the mask is False: other numbers could overflow in exp there, and a NaN would spread into
-    the gradients. chunk, entropy: see Model.logprobs.
+    Log-prob and entropy of each token that the policy sampled, (b, W) both, in the distribution
+    that is sampled. 0 where the mask is False: other numbers could overflow in exp there, and a NaN
+    would spread into the gradients. chunk, entropy: see Model.logprobs.
     """
-    found = policy.logprobs(mb["tokens"], mb["target_mask"], temperature, chunk, entropy)
+    found = policy.logprobs(mb["tokens"], mb["response_mask"], temperature, chunk, entropy)
     return tuple(in_rows(x, mb["response_mask"]) for x in found)
 
 
 def response_values(value_model, mb):
-    """The value of the state before each response token, (b, R); 0 where the mask is False."""
-    return in_rows(value_model.values(mb["tokens"], mb["target_mask"]), mb["response_mask"])
+    """The value of the state before each sampled token, (b, W); 0 where the mask is False."""
+    return in_rows(value_model.values(mb["tokens"], mb["response_mask"]), mb["response_mask"])
 
 
 def in_rows(x, mask):
-    """x, n numbers, put in order where mask (b, R) is True (n times); 0 elsewhere."""
+    """x, n numbers, put in order where mask (b, W) is True (n times); 0 elsewhere."""
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 def states_before(states, target_mask):
     """
-    The states that choose the target tokens: states (b, T, d), target_mask (b, T) bool -> (n, d).
+    The states that choose the target tokens: states (b, W, d), target_mask (b, W) bool -> (n, d).
     The state of a token chooses the next one: only here are the two shifted against each other.
     """
-    before = F.pad(target_mask[:, 1:], (0, 1))  # (b, T): one place to the left
+    before = F.pad(target_mask[:, 1:], (0, 1))  # (b, W): one place to the left
     # flat, with row numbers: the backward pass of states[before] would add number by number
     return states.flatten(0, 1).index_select(0, before.flatten().nonzero().squeeze(1))
 

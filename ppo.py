@@ -14,16 +14,17 @@ One iteration: take batch_size prompts;
     5) metrics, and a line in the log.
 
     model          output                  trained   starts as
-    policy         logprobs (B, R)         yes       policy_path, the SFT model
-    ref_policy     ref_logprobs (B, R)     no        the same; none when kl_coef = 0
+    policy         logprobs (B, T)         yes       policy_path, the SFT model
+    ref_policy     ref_logprobs (B, T)     no        the same; none when kl_coef = 0
     reward_model   scores (B,)             no        reward_path; or rules instead, or beside it
     judge          scores (B,)             no        judge_path, where reward_functions names it
-    value_model    values (B, R)           yes       reward model or policy (value_init)
+    value_model    values (B, T)           yes       reward model or policy (value_init)
 
-B responses in an iteration, P prompt length, R response length, T = P + R. A batch is a dict of
-tensors: tokens (B, T), response_mask (B, R), index (B,), ... A micro-batch is a few of its rows,
-(b, ...), cut to the columns that these rows use. response_mask is True on the tokens that the
-policy sampled; index is the number of the row, 0 to B - 1.
+B responses in an iteration; T columns, the tokens of the longest prompt + max_new_tokens. A batch
+is a dict of tensors: tokens (B, T), response_mask (B, T), index (B,), ... A number that belongs to
+a token stands in the token's column; rollout.py has an example. response_mask is True on the tokens
+that the policy sampled; index is the number of the row, 0 to B - 1. A micro-batch is a few of the
+rows, cut to the columns that these rows use, (b, W).
 
 COLLECTIVE marks a line that all ranks must reach together, because there they exchange data.
 N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031).
@@ -36,6 +37,7 @@ import torch
 
 import parallel
 import ranks
+from errors import BadInput
 from gae import compute_gae
 from load import autocast, load_policy, load_ref_policy, load_reward_model, load_value_model
 from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
@@ -107,11 +109,15 @@ seed = 1  # decides prompts, sampling, minibatches and a new value head [>= 0]
 
 # system: the keys that are not of the algorithm, such as system.dtype and system.lora
 config, system = configure(globals(), "config/keys.py")
+if not prompts_path:
+    raise BadInput("prompts_path is empty; type --prompts_path=FILE")
+if num_minibatches > batch_size:
+    raise BadInput(f"num_minibatches = {num_minibatches}: some would be empty; lower it")
 # -------------------------------------------------------------------------------------------------
 # set-up: the ranks, the four models, the data, the optimizers; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
-terms = reward_terms(reward_functions, config)  # [(weight, name, function)]; checks all keys
+terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
 
 # the policy: the SFT model, which is trained
@@ -164,7 +170,7 @@ my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
 
 
 def forward(model, mb):
-    """The value of the state before each response token, or its log-prob and entropy: (b, R)."""
+    """The value of the state before each response token, or its log-prob and entropy: (b, W)."""
     with autocast(system, device):
         if model is value_model:
             return response_values(model, mb)
@@ -238,7 +244,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
-    mask = batch["response_mask"]  # (B, R)
+    mask = batch["response_mask"]  # (B, T)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
     read(batch, minibatches(iteration))  # COLLECTIVE
@@ -246,17 +252,17 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 3) rewards: the KL costs at every token, the score comes with the last one
     scores = shape_scores(batch)  # (B,)
-    kl = torch.zeros_like(batch["old_logprobs"])  # (B, R)
+    kl = torch.zeros_like(batch["old_logprobs"])  # (B, T)
     if kl_coef > 0:
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)
-    rewards = -kl_coef * kl  # (B, R)
+    rewards = -kl_coef * kl  # (B, T)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
     if "turn_rewards" in batch:  # the score contains them: each moves to the end of its turn
         rewards += batch["turn_rewards"]
         rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
-    advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, R) each
+    advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, T) each
     batch["returns"] = returns
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
     parallel.check_finite(dict(rewards=rewards, returns=returns, advantages=batch["advantages"]))
@@ -279,14 +285,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 ptx.add_gradients(run.loss_scale, iteration, steps, sums)
 
             for mb in my_micro_batches(batch, rows):
-                m = mb["response_mask"]  # (b, R)
+                m = mb["response_mask"]  # (b, W)
 
                 # the policy: how much likelier is each token now, and is that good?
-                logprobs, entropy = forward(policy, mb)  # (b, R) each
+                logprobs, entropy = forward(policy, mb)  # (b, W) each
                 ratio = (logprobs - mb["old_logprobs"]).exp()
                 pg_losses1 = -mb["advantages"] * ratio
                 pg_losses2 = -mb["advantages"] * ratio.clamp(1 - cliprange, 1 + cliprange)
-                pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, R)
+                pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, W)
                 pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
                 pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if 0
                 pg_loss = masked_sum(pg_losses, m) / token_count
@@ -296,12 +302,12 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 del pg_loss, entropy  # free the policy's graph before the value model's is built
 
                 # the value model: squared error, with the new value kept near the old one
-                values = forward(value_model, mb)  # (b, R)
+                values = forward(value_model, mb)  # (b, W)
                 change = values - mb["values"]
                 clipped_values = mb["values"] + change.clamp(-value_range, value_range)
                 vf_losses1 = (values - mb["returns"]) ** 2
                 vf_losses2 = (clipped_values - mb["returns"]) ** 2
-                vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2)  # (b, R)
+                vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2)  # (b, W)
                 # within the range, rounding alone may make losses2 the larger
                 vf_clipped = (vf_losses2 > vf_losses1) & (change.abs() > value_range)
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count

@@ -10,9 +10,9 @@ A row's texts are all strings, or all lists of messages; a completion's list con
 options/sources.py reads other files, and several files with weights. The rows of an iteration
 depend only on the seed and the iteration, so a run that resumes sees the same.
 
-A batch is a dict of tensors, with a row for each response: (B,) such as scores, (B, T) such as
-tokens, or (B, R) such as logprobs. T = P + R: a prompt, padded on the left to P tokens, and a
-response, padded on the right to R; rollout.generate has an example.
+A batch is a dict of tensors, with a row for each response: (B,) such as scores, or (B, T) such as
+tokens and logprobs; the head of rollout.py has an example. A micro-batch is a few of its rows and
+the columns that these use, (b, W).
 """
 import functools
 import hashlib
@@ -28,14 +28,7 @@ import torch
 import parallel
 from errors import BadInput, nearest, say, shorten
 
-
-# what others write into a message that is not to be learned, such as "weight": 0
-NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
-# where others keep the thoughts of an assistant's message; many chat templates do not read them
-THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
-# how chat templates begin a turn: a string that has it is a chat that is rendered already
-CHAT_MARK = re.compile(
-    r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>")
+NO_UTF8 = re.compile("[\ud800-\udfff]")  # what Python reads where bytes are no UTF-8
 
 
 class Rows(list):
@@ -98,10 +91,11 @@ def rename(row, fields):
 def prompt_row(row):
     """A row with a prompt to answer, its answer as text; other fields as they are, for rewards."""
     row = row | {"prompt": text_or_messages(row, "prompt")}
-    if isinstance(row.get("answer"), (int, float)):
-        row["answer"] = repr(row["answer"]).removesuffix(".0")
-    elif not isinstance(row.get("answer", ""), (str, type(None))):
-        raise BadInput(f"field 'answer' must be a string or a number, found {row['answer']!r}")
+    answer = row.get("answer")
+    if isinstance(answer, int) or isinstance(answer, float) and math.isfinite(answer):
+        row["answer"] = repr(answer).removesuffix(".0")
+    elif answer is not None and (not isinstance(answer, str) or NO_UTF8.search(answer)):
+        raise BadInput(f"field 'answer' must be UTF-8 text or a number, found {shorten(answer)}")
     return row
 
 
@@ -111,29 +105,11 @@ def dialogue(row, *completions):
     for field in completions:
         if type(made[field]) is not type(made["prompt"]):
             raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
-        for message in made[field] if isinstance(made[field], list) else ():
-            for key, value in beside_its_content(message).items():
-                raise BadInput(f"field {field!r}: " + (
-                    f"thoughts in {key!r} would not be learned; write them into 'content', as the "
-                    "model shall: <think>...</think>" if key in THOUGHTS_APART else
-                    f"{key!r} is {value!r}, but each answer in it is learned; end the prompt "
-                    "behind this one"))
-        if isinstance(made[field], list) and {made[field][0]["role"], made[field][-1]["role"]} != {
-                "assistant"}:
-            raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
+        if isinstance(made[field], list):
+            from options.chats import check_learned
+
+            check_learned(made[field], field)
     return made
-
-
-def beside_its_content(message):
-    """
-    {key: value} of an assistant's message that would be lost if its content is learned: thoughts,
-    and a mark that it is not to be learned. {} of others.
-    """
-    if message["role"] != "assistant":
-        return {}
-    thoughts = {key: message[key] for key in THOUGHTS_APART if message.get(key)}
-    return thoughts | {key: message[key] for key in NOT_LEARNED
-                       if message.get(key) not in (None, 1)}
 
 
 def text_or_messages(row, field):
@@ -142,20 +118,15 @@ def text_or_messages(row, field):
     if value is None:
         raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
                        f'one by --fields="THEIRS>{field}", or see data/convert.py')
-    messages = value if isinstance(value, list) else [dict(role="user", content=value)]
-    if not messages:
-        raise BadInput(f"field {field!r} is empty")
-    for number, message in enumerate(messages, 1):
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("tool_calls") or message.get(
-                "function_call"):
-            raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", "
-                           f"\"content\"}} messages of text, found {shorten(message)}")
-        if message.get("role") not in ("system", "user", "assistant"):
-            raise BadInput(f"field {field!r}, message {number}: the role is "
-                           f"{shorten(message.get('role'))}; wanted system, user or assistant")
-        if re.search("[\ud800-\udfff]", content) or not content and field == "prompt":
-            raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
+    if isinstance(value, list):
+        from options.chats import check_messages
+
+        check_messages(value, field)
+    elif not isinstance(value, str):
+        raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
+                       f"messages of text, found {shorten(value)}")
+    elif NO_UTF8.search(value) or not value and field == "prompt":
+        raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(value)}")
     return value
 
 
@@ -165,11 +136,16 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
     and max_new_tokens more must fit into the context of every model; the first one is the policy.
     """
     tokenizer = next(iter(models.values())).tokenizer
+    if system.environment or system.tools:  # tools stand in the prompts
+        from options.environment import environment_of
+
+        environment_of(system, tokenizer)
     limit = min(model.max_positions for model in models.values()) - max_new_tokens
     if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
     limit = min(limit, system.max_prompt_tokens or limit)
+    tokenizer.say_marks(rows, ["prompt"], path)
     bos = tokenizer.bos_ids
 
     def front_cut(ids):
@@ -180,15 +156,31 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         [row["prompt"] for row in rows]), limit, system.too_long, front_cut)
 
 
+def encode_demonstrations(rows, path, tokenizer, limit, too_long):
+    """
+    Give Rows the (ids, trained) of each prompt and completion, as Tokenizer.encode_learned. What is
+    too long is cut at its end; without a token that is learned it is left out.
+    """
+    def cut(example):
+        ids, trained = (x[:limit] for x in example)
+        return (ids, trained) if any(trained[1:]) else None  # nothing predicts a first token
+
+    tokenizer.say_marks(rows, ["prompt", "completion"], path)
+    return encode_rows(rows, path, lambda rows: [
+        tokenizer.encode_learned(row["prompt"], row["completion"]) for row in rows], limit,
+        too_long, cut, lambda example: len(example[0]))
+
+
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None):
     """
     Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
-    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut).
+    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut; a row of
+    which it leaves nothing, None, is dropped).
     length: a function of a row's ids, how many tokens they are. check: a function of the ids of all
     rows, such as check_pairs.
     """
     try:
-        found = encode(rows)
+        found = list(encode(rows))
     except BadInput:
         for number, row in enumerate(rows, 1):  # which one?
             try:
@@ -198,10 +190,6 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
         raise
     if check:
         check(found)
-    strings = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
-    if marks := [mark[0] for mark in map(CHAT_MARK.search, strings) if mark]:
-        say(f"warning: {path}: {len(marks)} prompts have {marks[0]} in them, read as plain text; "
-            "for a chat give messages, and the template writes such marks")
     lengths = [length(ids) for ids in found]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
@@ -209,16 +197,20 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
                 "no row is short enough: change that key, or take a model with a longer context")
             raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see "
                            f"max_tokens or max_new_tokens); {hint}")
-    if max(lengths) > limit:
-        say(f"{path}: {sum(n > limit for n in lengths)} of {len(rows)} rows have more than {limit} "
-            f"tokens: {too_long}")
-    kept = [i for i, n in enumerate(lengths) if n <= limit or too_long == "cut"]
+    long = [i for i, n in enumerate(lengths) if n > limit]
+    for i in long:
+        found[i] = cut(found[i]) if too_long == "cut" else None
+    kept = [i for i, ids in enumerate(found) if ids is not None]
+    if long:
+        say(f"{path}: {len(long)} of {len(rows)} rows have more than {limit} tokens: {too_long}" + (
+            f"; {len(rows) - len(kept)} of them have no token left to learn, and are left out"
+            if too_long == "cut" and len(kept) < len(rows) else ""))
     if not kept:
         raise BadInput(f"{path}: no row is left; raise the limit of tokens")
     if rows.mix:
         rows.mix = rows.mix.keep(kept)
     rows[:] = [rows[i] for i in kept]
-    rows.ids = [cut(found[i]) if lengths[i] > limit else found[i] for i in kept]
+    rows.ids = [found[i] for i in kept]
     if isinstance(rows.ids[0], list):
         rows.ids = [array("i", ids) for ids in rows.ids]
     return rows
@@ -333,66 +325,46 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
 def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
     """
     This rank's micro-batches of some rows of a batch, dicts like the batch; all ranks have equally
-    many, some without rows. Rows of about the same length come together. Rows [0, 1, 2] on one
-    rank, with micro_batch_size = 2, T = 5, R = 2 and padding as a dot:
+    many, some without rows. Rows of about the same length come together, cut to the W columns of
+    the longest. Rows [0, 1, 2] on one rank, with micro_batch_size = 2, T = 6 and padding as a dot:
 
-        batch["tokens"]   5 6 7  8 9     of 5 tokens
-                          . . 1  2 .        2
-                          . 3 4  5 .        3
+        batch["tokens"]   5 6 7 8 9 .    of 5 tokens
+                          1 2 . . . .       2
+                          3 4 5 . . .       3
 
-        the first:        5 6 7 8 9      row 0
+        the first:        5 6 7 8 9      row 0, W = 5
                           3 4 5 . .      row 2
-        the second:       1 2            row 1
+        the second:       1 2            row 1, W = 2
     """
-    lengths = batch["attention_mask"].sum(1)[rows].tolist()
-    made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)])
+    lengths = batch["lengths"][rows].tolist()
+    made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)],
+                        max([lengths[i] for i in part], default=2))
             for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens))
     # to make one, the CPU waits for the GPU: on a GPU all are made before the training begins
     return list(made) if rows.is_cuda else made
 
 
-def micro_batch(batch, rows):
+def micro_batch(batch, rows, W):
     """
-    b rows of the batch, as the models read them: tokens (b, T), padded on the right, and
-    target_mask (b, T), True on the tokens that the policy sampled; R and T are as long as these
-    rows need. Without rows there is still one, without targets: sharded models run the forward on
-    all ranks.
+    b rows of the batch, and the first W columns of what has columns. Without rows there is still a
+    text of two tokens, none of which the policy sampled: sharded models run the forward on all
+    ranks. All else has no rows, so what is computed with it adds 0.
     """
-    mb = {name: x[rows] for name, x in batch.items() if name not in ("tokens", "attention_mask")}
-    R = batch["response_mask"].shape[1]
-    mask = batch["attention_mask"][rows]  # (b, P + R)
-    # tokens of the longest response, with its gaps in response_mask
-    longest = max(mask[:, -R:].sum(1).tolist(), default=1)
-    mb = {name: x[:, :longest] if x.dim() > 1 and x.shape[1] == R else x for name, x in mb.items()}
+    T = batch["tokens"].shape[1]
+    mb = {name: x[rows, :W] if x.shape[1:] == (T,) else x[rows] for name, x in batch.items()}
     if len(rows) == 0:
-        tokens = batch["tokens"].new_zeros(1, 2)
-        return mb | dict(tokens=tokens, target_mask=torch.zeros_like(tokens, dtype=torch.bool))
-    tokens = left_aligned(batch["tokens"][rows], mask)  # (b, T)
-    column = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
-    t = column - mask[:, :-R].sum(1)[:, None]  # (b, T): the place in the response, from 0 on
-    inside = (t >= 0) & (t < longest)
-    target_mask = inside & mb["response_mask"].gather(1, t.clamp(0, longest - 1))  # (b, T)
-    return mb | dict(tokens=tokens, target_mask=target_mask)
-
-
-def left_aligned(tokens, mask):
-    """
-    Moves rows to the left: [. . 1 2 .] and [. 3 4 5 .] -> [1 2 2] and [3 4 5]. Behind a row's
-    tokens the last one is repeated; no token sees it.
-    """
-    first, lengths = mask.int().argmax(1), mask.sum(1)  # (b,) each
-    column = torch.arange(max(lengths.tolist(), default=1), device=tokens.device)  # (T,)
-    column = torch.minimum(column, (lengths - 1).clamp(min=0)[:, None])  # (b, T)
-    return tokens.gather(1, first[:, None] + column)
+        mb |= {name: mb[name].new_zeros(1, W) for name in ("tokens", "response_mask")}
+    return mb
 
 
 def right_pad(sequences, pad_id):
     """
-    Lists of token ids -> tokens (B, T) int64, padded on the right, and attention_mask (B, T) bool,
-    made from lengths, not from ids: the pad id may be the EOS. Without sequences: a row of zeros.
+    Lists of token ids -> tokens (b, W) int64, padded on the right to the longest, and their mask
+    (b, W) bool, made from lengths, not from ids: the pad id may be the EOS. Without sequences: a
+    row of two zeros.
     """
     sequences = sequences or [[0, 0]]
-    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (B,)
+    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (b,)
     tokens = torch.full((len(sequences), int(lengths.max())), pad_id, dtype=torch.int64)
     for row, ids in enumerate(sequences):
         tokens[row, :len(ids)] = torch.tensor(ids)

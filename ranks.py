@@ -62,6 +62,10 @@ def init(system):
         from options.roles import begin
 
         begin(system)  # COLLECTIVE
+    if system.generate_tp > 1:  # some of the ranks sample together
+        from options.tensor_parallel import check_ranks
+
+        check_ranks(system)
     return device
 
 

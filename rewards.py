@@ -9,15 +9,14 @@ The batch is a dict of lists with an entry for each response. For two responses 
         completions=["<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579", "501"],
     )
     accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
-    format(batch)    # [1.0, 0.0]: only the first one thinks, and then answers
+    thinks(batch)    # [1.0, 0.0]: only the first one thinks
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
-the batch also has the tensors of sample_batch; `seconds`, which all rules together may take; and
-`limits` of programs. Of several turns the completion is the last one, and `dialogues` has all
-messages.
+the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which all rules together
+may take; and `limits` of programs. Of several turns the completion is the last one, and `dialogues`
+has all messages.
 """
 import math
-import re
 import sys
 import threading
 import traceback
@@ -25,9 +24,9 @@ import traceback
 import torch
 
 import parallel
-from answers import (behind_thoughts, final_answer, marks_of, same_answer, say_unknown_marks,
+from answers import (answers_of, final_answer, marks_of, same_answer, say_unknown_marks,
                      whole_responses)
-from errors import BadInput, Stop, first_line, place_of, say
+from errors import BadInput, Stop, first_line, place_of, say, shorten
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
@@ -43,30 +42,9 @@ def accuracy(batch):
     scores = []
     for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
         answer = row.get("answer")
-        right = answer is not None and same_answer(final_answer(response), final_answer(answer))
+        right = answer is not None and same_answer(*answers_of(response, answer))
         scores.append(math.nan if answer is None else float(right))
     return torch.tensor(scores)
-
-
-def format(batch):
-    """
-    (B,): 1.0 where the response is <think>...</think>, or the like, and then an answer that is not
-    blank, bare or in <answer>...</answer>, and nothing else; else 0.0. Each tag comes once, in this
-    order; a <think> may end the prompt. The format reward of DeepSeek-R1 (arXiv 2501.12948, section
-    2.2.2).
-    """
-    return torch.tensor([float(is_formatted(response)) for response in whole_responses(batch)])
-
-
-def is_formatted(text):
-    marks, tags = marks_of(text), re.findall("</?answer>", text)
-    if [opens for opens, _ in marks] != [True, False]:
-        return False
-    before, answer = text[:marks[0][1].start()], (behind_thoughts(text) or "").strip()
-    if tags:
-        whole = re.fullmatch("<answer>(.*)</answer>", answer, re.DOTALL)
-        answer = whole[1].strip() if whole and len(tags) == 2 else ""
-    return not before.strip() and answer != ""
 
 
 def thinks(batch):
@@ -80,9 +58,8 @@ def length(batch):
     (B,): DAPO's soft overlong punishment (arXiv 2503.14476, equation 13; the last fifth as in its
     section 4.1). With R = 100: up to 80 tokens give 0, 90 tokens -0.5, 100 tokens -1.
     """
-    mask = batch["response_mask"]  # (B, R)
-    R = mask.shape[1]
-    return ((R - mask.sum(1).float()) / (R / 5) - 1).clamp(-1, 0)
+    R, lengths = batch["max_new_tokens"], batch["response_mask"].sum(1).float()  # (B,)
+    return ((R - lengths) / (R / 5) - 1).clamp(-1, 0)
 
 
 def environment(batch):
@@ -93,6 +70,7 @@ def environment(batch):
 BUILT_IN = ("accuracy", "math", "format", "thinks", "length", "code", "environment", "judge",
             "reward_model")
 NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}  # fields of the rows
+KEYS = {"reward_model": "reward_path", "judge": "judge_path"}  # which model it is
 
 
 def reward_terms(spec, config=None, folder="."):
@@ -102,7 +80,8 @@ def reward_terms(spec, config=None, folder="."):
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
     A reward of weight 0 is only logged. A model's reward has the function None. FILE.py:FUNCTION is
-    the user's; FILE is relative to `folder`. config: all keys, to be checked, too. Raises BadInput.
+    the user's; FILE is relative to `folder`. config: all keys: those of the rewards are checked,
+    too. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -128,41 +107,14 @@ def reward_terms(spec, config=None, folder="."):
         if name in [known for _, known, _ in terms]:
             raise BadInput(f"{where}: {name!r} is given twice; keep one")
         terms.append((factor, name, function))
-    if config:
-        check_keys(config, [name for _, name, _ in terms])
+    names = [name for _, name, _ in terms]
+    for name, key in KEYS.items() if config else ():
+        if bool(config[key]) != (name in names):
+            raise BadInput(f"{key} = {config[key]!r}, and {where}: type --reward_functions={name} "
+                           f"with --{key}=FOLDER, or neither of the two")
+    if config and "environment" in names and not config["environment"] and not config["tools"]:
+        raise BadInput(f"{where}: there is no environment; type --environment=FILE.py:FUNCTION")
     return terms
-
-
-def check_keys(config, rewards):
-    """Raise BadInput where a key has no effect beside the others. rewards: their names."""
-    def refuse(wrong, key, why):
-        if wrong:
-            raise BadInput(f"{key} = {config[key]!r}: {why}")
-
-    refuse(not config["prompts_path"], "prompts_path", "give it a file of prompts to train on")
-    for key, name in ("reward_path", "reward_model"), ("judge_path", "judge"):
-        refuse(config[key] and name not in rewards, key, f"reward_functions does not name {name}; "
-               f"type --reward_functions={name}, or --{key}=")
-    refuse("judge" in rewards and not config["judge_path"], "judge_path", "which model judges?")
-    refuse(config["ref_path"] and not config["kl_coef"], "ref_path", "kl_coef = 0: no reference")
-    refuse(config["keep_best"] and not config["eval_path"], "keep_best", "give it an eval_path")
-    turns = config["environment"] or config["tools"]
-    refuse("environment" in rewards and not turns, "reward_functions", "there is no environment")
-    refuse(config["num_minibatches"] > config["batch_size"], "num_minibatches",
-           "some of them would be empty; lower it")
-    refuse(not config["master_weights"] and config["dtype"] != "bfloat16", "master_weights",
-           "the weights themselves are trained in 16 bits; type --dtype=bfloat16")
-    if "group_size" in config:  # in grpo.py
-        refuse(config["batch_size"] % config["group_size"], "batch_size",
-               f"no multiple of group_size = {config['group_size']}; it counts responses")
-        refuse(config["kl_coef"] and config["kl_in"] == "loss" and config["kl_estimator"] == "k1",
-               "kl_estimator", "with kl_in = 'loss' it is no penalty: the gradient of k1 is 0 on "
-               "average; type --kl_estimator=k2")
-        refuse(config["refill_by"] and config["refill_by"] not in rewards, "refill_by",
-               f"none of the rewards, {', '.join(rewards)}")
-    tp = config["generate_tp"]
-    refuse(parallel.rank_and_size()[1] % tp or tp > 1 and turns, "generate_tp",
-           "it must divide the number of ranks, and goes with no environment or tools")
 
 
 def built_in(name):
@@ -173,8 +125,10 @@ def built_in(name):
     if name == "code":
         from grading.programs import code
         return code
-    return dict(accuracy=accuracy, format=format, thinks=thinks, length=length,
-                environment=environment).get(name)
+    if name == "format":
+        from grading.forms import format
+        return format
+    return dict(accuracy=accuracy, thinks=thinks, length=length, environment=environment).get(name)
 
 
 def check_rows(terms, rows, path):
@@ -186,6 +140,9 @@ def check_rows(terms, rows, path):
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
                                    f"{field!r}; the row has {', '.join(row)}; rename one by "
                                    f'--fields="THEIRS>{field}"')
+                if field == "answer" and not same_answer(*[final_answer(row[field], lines=0)] * 2):
+                    raise BadInput(f"{path}, row {number}: no response could equal the answer "
+                                   f"{shorten(row[field])}; correct the row, or leave it out")
         if hasattr(function, "check_rows"):
             function.check_rows(rows, path)
 
@@ -213,7 +170,9 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     share = parallel.share(B)
     mine = {name: t[share.start:share.stop] for name, t in batch.items()}
     mine |= texts_of(mine, rows, policy.tokenizer)
-    mine |= dict(seconds=system.reward_timeout, limits=dict(timeout=system.code_seconds))
+    longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
+    mine |= dict(max_new_tokens=longest, seconds=system.reward_timeout,
+                 limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
@@ -265,7 +224,7 @@ def by_rules(rules, batch):
 def model_scores(reward_model, mine, total, micro_batch_size, system, device):
     """The reward model's scores of this rank's responses. total: how many all ranks have."""
     tokenizer, texts = reward_model.tokenizer, mine.get("dialogues", mine["completions"])
-    if "dialogues" in mine and not tokenizer.template:  # of several turns: just their texts
+    if "dialogues" in mine and not tokenizer.chats:  # of several turns: just their texts
         texts = ["".join(message["content"] for message in messages) for messages in texts]
     sequences = tokenizer.encode_scored(
         [row["prompt"] for row in mine["rows"]], texts, mine["finished"].tolist(),
@@ -292,7 +251,7 @@ def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     for part in parts + [[]] * (forwards - len(parts)):
         # padding is behind each text, so any id is right. Without texts: one row
-        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, T) each
+        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, W) each
         found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
         if part:
             scores[part] = found.to(dtype)
@@ -309,7 +268,7 @@ def add_scores(batch, terms):
             parallel.check_finite({f"reward/{name}": batch[f"reward/{name}"]})
             batch[f"reward/{name}"] = alike_for_equal_texts(batch[f"reward/{name}"], batch)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
-    if "turn_rewards" in batch:  # (B, R): with the weight that they have in the scores
+    if "turn_rewards" in batch:  # (B, T): with the weight that they have in the scores
         weights = [weight for weight, name, _ in terms if name == "environment"]
         batch["turn_rewards"] = sum(weights) * batch["turn_rewards"]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
@@ -329,9 +288,10 @@ def alike_for_equal_texts(scores, batch):
     of a model's output depend on the other rows of the micro-batch: 0.1234567 or 0.1234568. A group
     of equal responses teaches nothing, but GRPO would learn from such differences.
     """
-    seen = torch.where(batch["attention_mask"], batch["tokens"], -1)  # (B, T): -1 is no token
-    if "slot" in batch:  # equal prompts may have different answers in the data
-        seen = torch.cat([seen, batch["slot"][:, None]], 1)
+    column = torch.arange(batch["tokens"].shape[1], device=scores.device)  # (T,)
+    seen = torch.where(column < batch["lengths"][:, None], batch["tokens"], -1)  # -1 is no token
+    # equal prompts may have different answers in the data: those of two slots are not compared
+    seen = torch.cat([seen, batch["slot"][:, None]], 1)  # (B, T + 1)
     _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
     # for each text, by its number, the first row that has it
     row = torch.arange(len(text), device=text.device)

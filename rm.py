@@ -11,7 +11,7 @@ Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, a
 out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py, in the
 same order.
 
-b examples in a micro-batch; k completions in an example, 2 in a pair; T tokens in the longest of
+b examples in a micro-batch; k completions in an example, 2 in a pair; W tokens in the longest of
 them.
 """
 from configurator import configure  # first: it must be imported before torch
@@ -115,6 +115,7 @@ def encode(rows, path, fields, model):
         return list(zip(*(model.tokenizer.encode_scored(prompts, [row[field] for row in rows])
                           for field in fields), strict=True))
 
+    model.tokenizer.say_marks(rows, ["prompt", *fields], path)
     limit = min(model.max_positions, max_tokens or model.max_positions)
     return encode_rows(rows, path, encode_all, limit, system.too_long, None,
                        lambda sequences: max(map(len, sequences)),

@@ -1,5 +1,6 @@
 """
-Prompts -> sampled responses; and what reads them: the rewards (texts_of) and models (read_batch).
+Prompts -> a batch of sampled responses; and what reads it: the rewards (texts_of) and models
+(read_batch).
 
 How one response is sampled:
 
@@ -19,10 +20,23 @@ The uniforms of a response come from a random generator of its own, with a seed 
 response's name: (seed, purpose, iteration, slot in the batch, sample number). So the response does
 not depend on the others, or on the rank that decodes it, and no random state is ever saved.
 
-B responses, P prompt length, R the longest response, V vocabulary.
+The layout of a batch, which all that follows reads: a row is a text, from column 0 on: prompt,
+response, padding. A number that belongs to a token stands in the token's column, and one mask says
+which tokens the policy sampled. The prompt "123+456=", the response "579" and R = 6, in the toy's
+tokenizer (a token for each byte, EOS is 258, pad is 259), beside a prompt of 9 tokens:
+
+    tokens         49 50 51 43 52 53 54 61   53 55 57 258 259 259 259    (B, T)
+    response_mask   F  F  F  F  F  F  F  F    T  T  T   T   F   F   F    (B, T)
+    begins          8, the column in which the response begins           (B,)
+    lengths        12, the tokens of prompt and response                 (B,)
+
+With an environment its words stand in the response, too: there response_mask is False.
+
+B responses, R = max_new_tokens, T = R + the tokens of the batch's longest prompt, V vocabulary.
 """
 import contextlib
 import copy
+import functools
 import hashlib
 
 import torch
@@ -60,98 +74,70 @@ def response_seeds(seed, purpose, iteration, slots, samples=None):
     return seeds
 
 
-def left_pad(prompts, pad_id, width=None):
+def left_pad(prompts):
     """
-    Lists of token ids -> tokens (B, P) int64, padded on the left, and attention_mask (B, P) bool.
-    width: P; None: the longest prompt. The prompts [5, 6, 7] and [8] with pad_id 0:
+    Lists of token ids -> tokens (n, P) int64, padded on the left to the longest, and their mask
+    (n, P) bool. Only a decoding has its rows so: they end in the same column, where each gets its
+    next token. The prompts [5, 6, 7] and [8]:
 
-        tokens   5 6 7     attention_mask   T T T
-                 0 0 8                      F F T
+        tokens   5 6 7     mask   T T T
+                 0 0 8            F F T
     """
-    width = max([len(p) for p in prompts], default=1) if width is None else width
-    tokens = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
+    width = max(len(ids) for ids in prompts)
+    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise BadInput(f"prompt {row} is empty")
-        tokens[row, width - len(prompt):] = torch.as_tensor(prompt)
-        mask[row, width - len(prompt):] = True
+    for row, ids in enumerate(prompts):
+        tokens[row, width - len(ids):] = torch.as_tensor(ids)
+        mask[row, width - len(ids):] = True
     return tokens, mask
 
 
-@torch.no_grad()
-def generate(policy, prompts, max_new_tokens, temperature=1.0, uniforms=None, seed=0, batch_size=0,
-             prompt_width=None, rooms=None, stop=None, graphs=False):
+# faster than no_grad; training may use what as_batch makes of the results
+@torch.inference_mode()
+def decode(policy, prompts, uniforms, temperature=1.0, rooms=None, stop=None, graphs=False,
+           at_once=0):
     """
-    Sample one response to each prompt: it ends with any of the tokenizer's eos_ids, or a stop
+    Sample one response to each of n prompts: it ends with any of the tokenizer's eos_ids, or a stop
     string, and this token belongs to it.
 
-    prompts: lists of token ids. max_new_tokens: R. temperature: 0 = always the most likely token.
-    uniforms: (B, R); None: they are made from `seed`. batch_size: how many responses decode at
-    once, 0 = all; memory only. prompt_width: P; None: the longest prompt. rooms: how many tokens
-    each response may have; None: R. stop: called before each token; if it returns True, the
-    responses stay incomplete, because the caller is about to leave. graphs: True: on an NVIDIA GPU
-    the steps are CUDA graphs; "compiled": of kernels that torch.compile makes.
+    prompts: lists of token ids. uniforms: (n, R), R is the longest response. temperature: 0 =
+    always the most likely token. rooms: how many tokens each response may have; None: R. stop:
+    called before each token; if it returns True, the responses stay incomplete, because the caller
+    is about to leave. graphs: True: on an NVIDIA GPU the steps are CUDA graphs; "compiled": of
+    kernels that torch.compile makes. at_once: how many responses decode together, 0 = all; memory
+    only.
 
-    Returns a dict, with T = P + R:
-        tokens (B, T) int64: the prompt padded on the left, the response padded on the right;
-        attention_mask (B, T) bool: True on prompt and response;
-        response_mask (B, R) bool: True on sampled tokens, the EOS included;
-        sampler_logprobs (B, R): log-probs of the sampled tokens, in at least float32;
-        finished (B,) bool: whether the response ended with an EOS or a stop string.
-
-    The prompt "123+456=" and the response "579" with R = 6, in the toy's tokenizer (a token for
-    each byte, EOS is 258, pad is 259):
-
-        tokens           49 50 51 43 52 53 54 61    53 55 57 258 259 259
-        attention_mask    T  T  T  T  T  T  T  T     T  T  T   T   F   F
-        response_mask                                T  T  T   T   F   F
-    """
-    device, pad_id = policy.hf.device, policy.tokenizer.pad_id
-    tokens, mask = (x.to(device) for x in left_pad(prompts, pad_id, prompt_width))  # (B, P) each
-    B, R = len(prompts), max_new_tokens
-    rooms = torch.full((B,), R) if rooms is None else torch.tensor(rooms)  # (B,)
-    longest = int((mask.sum(1).cpu() + rooms).max()) if B else 0
-    if longest > policy.max_positions:
-        raise BadInput(f"a prompt of {longest - R} tokens and max_new_tokens = {R} exceed the "
-                       f"model's context of {policy.max_positions}")
-    if uniforms is None:
-        uniforms = response_uniforms(seed, "generate", 0, range(B), R)
-    responses = torch.full((B, R), pad_id, dtype=torch.int64, device=device)
-    wide = torch.promote_types(policy.hf.dtype, torch.float32)
-    logprobs = torch.zeros(B, R, dtype=wide, device=device)
-    lengths, finished = responses.new_zeros(B), responses.new_zeros(B).bool()
-    rooms, at_once = rooms.to(device), batch_size or max(B, 1)
-    for start in range(0, B, at_once):
-        part = slice(start, start + at_once)
-        sampled = [t[part] for t in (responses, logprobs, lengths, finished)]  # filled by decode
-        decode(policy, prompts[part], uniforms[part].to(device), temperature, sampled, rooms[part],
-               stop, graphs)
-    # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
-    response_mask = torch.arange(R, device=device) < lengths[:, None]
-    return dict(
-        tokens=torch.cat([tokens, responses], 1),
-        attention_mask=torch.cat([mask, response_mask], 1),
-        response_mask=response_mask,
-        sampler_logprobs=logprobs,
-        finished=finished)
-
-
-# faster than no_grad; training may use the tensors `sampled`, which are made outside of it
-@torch.inference_mode()
-def decode(policy, prompts, uniforms, temperature, sampled, rooms, stop=None, graphs=False):
-    """
-    Sample a response to each of n prompts together. sampled: tensors for the results: responses and
-    logprobs (n, R), lengths and finished (n,). rooms: (n,), the most tokens of each. See generate.
+    Returns responses (n, R) int64, padded on the right; the log-probs of their tokens (n, R), in at
+    least float32; their lengths (n,); and finished (n,) bool, whether a response ended with an EOS
+    or a stop string. Raises BadInput where a prompt is empty or does not fit.
     """
     from decoding_cache import decoding_cache  # transformers is slow to import
 
-    responses, logprobs, lengths, finished = sampled
-    tokenizer, device, (n, R) = policy.tokenizer, uniforms.device, uniforms.shape
+    n, R = uniforms.shape
+    if n > at_once > 0:
+        starts = range(0, n, at_once)
+        parts = [decode(policy, prompts[i:i + at_once], uniforms[i:i + at_once], temperature,
+                        rooms and rooms[i:i + at_once], stop, graphs) for i in starts]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+    rooms, tokenizer, device = rooms or [R] * n, policy.tokenizer, policy.hf.device
+    for row, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
+        if not ids:
+            raise BadInput(f"prompt {row} is empty")
+        if len(ids) + room > policy.max_positions:
+            raise BadInput(f"a prompt of {len(ids)} tokens and max_new_tokens = {room} exceed the "
+                           f"model's context of {policy.max_positions}")
+    responses = torch.full((n, R), tokenizer.pad_id, dtype=torch.int64, device=device)
+    wide = torch.promote_types(policy.hf.dtype, torch.float32)
+    logprobs = torch.zeros(n, R, dtype=wide, device=device)
+    lengths, finished = responses.new_zeros(n), responses.new_zeros(n).bool()
+    if n == 0:  # of more ranks than responses
+        return responses, logprobs, lengths, finished
+
+    uniforms, rooms = uniforms.to(device), torch.tensor(rooms, device=device)  # (n, R), (n,)
     eos = torch.tensor(sorted(tokenizer.eos_ids), dtype=torch.int64, device=device)
     # read each of the D different prompts once, even if it gets several responses
     numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    tokens, mask = (x.to(device) for x in left_pad(list(numbers), 0))  # (D, P) each
+    tokens, mask = (x.to(device) for x in left_pad(list(numbers)))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
     padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
     cache, steps = decoding_cache(policy.hf.config), None
@@ -198,6 +184,7 @@ def decode(policy, prompts, uniforms, temperature, sampled, rooms, stop=None, gr
                 token[:, None], cache, *((mask, next_position) if padded else ()))
             token, logprob = draw(logits, uniforms[live, t + 1], temperature, tokenizer)
         next_position = next_position + 1
+    return responses, logprobs, lengths, finished
 
 
 def draw(logits, uniform, temperature, tokenizer=None):
@@ -226,15 +213,48 @@ def choose(probs, uniform):
     return i.clamp(max=probs.shape[1] - 1)
 
 
+def as_batch(prompts, responses, logprobs, lengths, finished, width, pad_id, sampled=None, **more):
+    """
+    The batch of b prompts and their responses, in the layout of the header.
+
+    prompts: lists of token ids. responses, ..., finished: as `decode` returns them. width: the
+    tokens of the longest prompt, on whichever rank it is: so T = width + R is the same on all.
+    sampled: (b, R) bool, the tokens that the policy sampled; None: all. more: {name: (b, R)}.
+
+    Returns a dict: tokens, response_mask, sampler_logprobs and `more`, (b, T) each; begins, lengths
+    and finished (b,).
+    """
+    (b, R), device = responses.shape, responses.device
+    begins = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=device)  # (b,)
+    t = torch.arange(R, device=device)
+    # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
+    sampled = t < lengths[:, None] if sampled is None else sampled
+    column = begins[:, None] + t  # (b, R): where each token of a response stands
+
+    def in_columns(x):
+        return torch.zeros(b, width + R, dtype=x.dtype, device=device).scatter_(1, column, x)
+
+    tokens = torch.full((b, width + R), pad_id, dtype=torch.int64)
+    for row, ids in enumerate(prompts):
+        tokens[row, :len(ids)] = torch.as_tensor(ids)
+    return dict(
+        tokens=tokens.to(device).scatter_(1, column, responses),
+        begins=begins,
+        lengths=begins + lengths,
+        response_mask=in_columns(sampled),
+        finished=finished.clone(),
+        **{name: in_columns(x) for name, x in dict(more, sampler_logprobs=logprobs).items()})
+
+
 def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
                  samples=1, slots=None):
     """
-    A collective: the batch of an iteration, as `generate` returns it, on all ranks; each of them
+    A collective: the batch of an iteration, as `as_batch` makes it, on all ranks; each of them
     samples its share. rows: all Rows of the data. row_numbers: the numbers of the rows that get
     `samples` responses each. slots: the places of these rows in the batch; None: 0, 1, ... noise:
     (seed, purpose, iteration), which decides a response's uniforms with its slot and sample.
 
-    Columns (B,) beside those of generate: index, 0 to B - 1; row, the number of the data row that a
+    Columns (B,) beside those of as_batch: index, 0 to B - 1; row, the number of the data row that a
     response answers, so rows[batch["row"][i]] is that of response i; slot, the place of that row.
     """
     if "sample" not in parallel.does:  # ranks of another role have done it
@@ -246,42 +266,50 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     row = [number for number in row_numbers for _ in range(samples)]
     slot = [place for place in slots for _ in range(samples)]
     sample = list(range(samples)) * len(row_numbers)
-    width = max(len(rows.ids[number]) for number in row_numbers)  # one P for all ranks
-    rank, size = parallel.rank_and_size()
-    B, tp = len(row), system.generate_tp
+    width = max(len(rows.ids[number]) for number in row_numbers)  # the same T on all ranks
+    B, tp, (rank, size) = len(row), system.generate_tp, parallel.rank_and_size()
     mine = parallel.share(B)  # the numbers of this rank's responses
     numbers = parallel.share(B, rank // tp, size // tp)  # of what tp ranks decode together
     ids = [rows.ids[row[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
-
-    def respond(decoder, contexts, uniforms, width=None, rooms=None):
-        return generate(
-            decoder, contexts, uniforms.shape[1], temperature, uniforms, prompt_width=width,
-            rooms=rooms, batch_size=system.rollout_batch_size,
-            stop=None if tp > 1 else lambda: ranks.stop,  # tp ranks must take the same steps
-            graphs=system.cuda_graphs and device.type == "cuda" and tp == 1
-            and not trunk_of(policy).elsewhere and ("compiled" if system.compile else True))
-
-    if system.sampler == "vllm":  # another engine samples, with the policy's weights
-        from options.vllm import responder
-
-        respond = responder(  # noqa: F811  COLLECTIVE
-            policy, system, device, temperature, response_seeds(*noise, *names))
-    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
+    seeds = response_seeds(*noise, *names)
+    with sampling(policy, temperature, seeds, system, device) as respond:  # COLLECTIVE
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 
             sampled = converse(  # COLLECTIVE
-                policy, decoder, [rows[row[i]] for i in numbers], ids, uniforms, width, respond,
-                system, noise, names)
+                policy, [rows[row[i]] for i in numbers], ids, uniforms, width, respond, system,
+                noise, names)
         else:
-            sampled = respond(decoder, ids, uniforms, width)
+            sampled = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
     sampled = {name: t[mine.start - numbers.start:][:len(mine)] for name, t in sampled.items()}
     batch = parallel.gather_rows(sampled, B)  # COLLECTIVE
     for name, column in dict(index=range(B), row=row, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
     return batch
+
+
+@contextlib.contextmanager
+def sampling(policy, temperature, seeds, system, device):
+    """
+    A collective: the block in which the policy samples. It gives a sampler, respond(prompts,
+    uniforms, rooms=None), which returns what `decode` returns, whoever decodes: the policy, a copy
+    of it (decoding_copy), or another engine. seeds: of the responses, for one with its own noise.
+    """
+    if system.sampler == "vllm":
+        from options.vllm import responder
+
+        yield responder(policy, system, device, temperature, seeds)  # COLLECTIVE
+        return
+    together = system.generate_tp > 1  # these ranks must take the same steps
+    graphs = system.cuda_graphs and device.type == "cuda" and not (
+        together or trunk_of(policy).elsewhere)
+    with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
+        yield functools.partial(
+            decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
+            stop=None if together else lambda: ranks.stop,
+            graphs=graphs and ("compiled" if system.compile else True))
 
 
 @contextlib.contextmanager
@@ -297,15 +325,14 @@ def decoding_copy(policy, system, device):
 
         yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
         return
-    if trunk_of(policy).elsewhere and system.sampler == "own":  # sharded
+    if trunk_of(policy).elsewhere:  # sharded
         from options.shards import gathered
 
         with gathered(trunk_of(policy)):  # COLLECTIVE
             yield policy
         return
-    if matrices in (None, policy.hf.dtype) or policy.base is not None or system.sampler == "vllm":
-        # an adapter's trunk is frozen, and has its matrices in that dtype already
-        yield policy
+    if matrices in (None, policy.hf.dtype) or policy.base is not None:
+        yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
         return
     # deepcopy copies the modules, but takes buffers and parameters from `memo`
     memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
@@ -325,18 +352,18 @@ def texts_of(batch, rows, tokenizer):
     For the rewards: the data rows of a part of a batch, and the texts of its prompts and
     completions; see rewards.py.
     """
-    numbers, R = batch["row"].tolist(), batch["response_mask"].shape[1]
-    tokens, mask = batch["tokens"][:, -R:].cpu(), batch["response_mask"].cpu()  # one wait for a GPU
+    tokens, mask = batch["tokens"].cpu(), batch["response_mask"].cpu()  # one wait for a GPU
+    numbers = batch["row"].tolist()
     texts = dict(rows=[rows[number] for number in numbers],
                  prompts=[tokenizer.decode(rows.ids[number]) for number in numbers])
     texts["completions"] = [
         tokenizer.decode_response(ids[m].tolist(), row["prompt"])
         for row, ids, m in zip(texts["rows"], tokens, mask, strict=True)]
     if tokenizer.messages_of:
-        is_text = batch["attention_mask"][:, -R:].cpu()
+        spans = zip(batch["begins"].tolist(), batch["lengths"].tolist(), strict=True)
         texts["dialogues"] = [
-            tokenizer.messages_of(ids[t].tolist(), m[t].tolist(), row["prompt"])
-            for row, ids, m, t in zip(texts["rows"], tokens, mask, is_text, strict=True)]
+            tokenizer.messages_of(ids[i:j].tolist(), m[i:j].tolist(), row["prompt"])
+            for row, ids, m, (i, j) in zip(texts["rows"], tokens, mask, spans, strict=True)]
         texts["completions"] = [messages[-1]["content"] for messages in texts["dialogues"]]
     return texts
 
@@ -345,24 +372,24 @@ def read_batch(batch, readers, forward, micro_batches, device):
     """
     A collective: add the models' outputs at each response token to a batch, before an update.
     readers: {name of the column: model}; a model that is None, and a column that is there already,
-    are left out. forward: of (model, micro-batch), gives (b, R), or a tuple that begins with it.
+    are left out. forward: of (model, micro-batch), gives (b, W), or a tuple that begins with it.
     micro_batches: this rank's, the same in which the update trains: so equal weights give equal
     bits, and before the first step the ratio is exactly 1.
     """
     readers = {name: model for name, model in readers.items()
                if model is not None and name not in batch}
-    # (B, R) each; 0 in other ranks' rows, and behind the columns that a micro-batch uses
+    # (B, T) each; 0 in other ranks' rows, and behind the columns that a micro-batch uses
     columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
     with no_grad_forwards(readers.values(), device):
         for mb in micro_batches:
             for name, model in readers.items():
                 output = forward(model, mb)
-                output = output if torch.is_tensor(output) else output[0]  # (b, R)
+                output = output if torch.is_tensor(output) else output[0]  # (b, W)
                 columns[name][mb["index"], :output.shape[1]] = output
     add_columns(batch, columns)  # COLLECTIVE
 
 
 def add_columns(batch, columns):
-    """A collective: add columns to a batch: {name: (B, R)}, 0 in the rows of other ranks."""
+    """A collective: add columns to a batch: {name: (B, T)}, 0 in the rows of other ranks."""
     batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
     parallel.check_finite({name: batch[name] for name in columns})

@@ -30,6 +30,7 @@ from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, sa
 from configurator import of_model
 from errors import BadInput, Stop, say
 from loss import gap, gap_limit, summarize
+from model import vectors_of
 from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
@@ -41,13 +42,15 @@ def make_optimizer(model, name, system, lr, betas, eps):
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=parameters)]
     if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
-        vectors = [p for p in parameters if p.dim() < 2]
-        groups = [dict(params=[p for p in parameters if p.dim() >= 2])]
+        small = vectors_of(model)
+        vectors = [p for p in parameters if p in small]
+        groups = [dict(params=[p for p in parameters if p not in small])]
         groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
         fused=parallel.role == "train")  # others never step
-    if of_model(system.optim, name) not in ("", "adamw"):
+    narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
+    if narrow or of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
 
         kind, settings = other_optimizer(model, system, name, lr, betas, eps)
@@ -77,7 +80,6 @@ class Run:
             from options.ema import MovingAverage
 
             self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
-        size = parallel.rank_and_size()[1]
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = self.warn_above = gap_limit(system.dtype, temperature)
         self.frozen = {}  # the frozen models' checksums, filled by the first audit
@@ -110,7 +112,7 @@ class Run:
             count = sum(p.numel() for p in model.parameters()) / 1e6
             say(f"{name:<12} {count:8.2f}M parameters  "
                 f"{'trained' if name in optimizers else 'frozen'}")
-        say(f"{size} rank(s) on {device.type}, {system.dtype}; "
+        say(f"{parallel.rank_and_size()[1]} rank(s) on {device.type}, {system.dtype}; "
             + (f"resuming from {folder}" if folder else f"writing to {out_dir}"))
 
     # iterations, checkpoints, and requests to stop
@@ -180,11 +182,12 @@ class Run:
 
     def finish(self, next_step):
         """A collective: save the trained models, and leave together with the other ranks."""
-        for name in self.trained:
-            save_final(self.out_dir, name, self.trained[name])  # COLLECTIVE
+        for name, model in self.trained.items():
+            save_final(self.out_dir, name, model, self.system.save_dtype)  # COLLECTIVE
         if self.ema:
             with self.ema.in_place():
-                save_final(self.out_dir, "ema_policy", self.models["policy"])  # COLLECTIVE
+                save_final(  # COLLECTIVE
+                    self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -297,7 +300,8 @@ class Run:
         record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
         if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
             self.state["best_score"] = score
-            save_final(self.out_dir, "best_policy", self.models["policy"])  # COLLECTIVE
+            save_final(  # COLLECTIVE
+                self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
         say(f"eval {self.iteration}: " + "  ".join(
             f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))

@@ -8,7 +8,7 @@ torchrun --nproc_per_node=8 sft.py config/tldr_sft.py     # a hub model on 8 GPU
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
 resumes.
 
-b demonstrations in a micro-batch, T tokens in the longest, n trained tokens in all of them, d width
+b demonstrations in a micro-batch, W tokens in the longest, n trained tokens in all of them, d width
 of the model.
 """
 from configurator import configure  # first: it must be imported before torch
@@ -21,7 +21,7 @@ import ranks
 from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
+from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
                      right_pad, run_length, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
@@ -109,12 +109,8 @@ def read(path):
     [F, F, F, F, T, T].
     """
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
-    return encode_rows(
-        read_rows(path, lambda row: dialogue(row, "completion"), system.fields), path,
-        lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
-                      for row in rows],
-        limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
-        lambda example: len(example[0]))
+    rows = read_rows(path, lambda row: dialogue(row, "completion"), system.fields)
+    return encode_demonstrations(rows, path, policy.tokenizer, limit, system.too_long)
 
 
 train_rows, eval_examples = read(train_path), []
@@ -141,8 +137,8 @@ def my_micro_batches(examples):
 
 def completion_logprobs(examples):
     """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
-    tokens, _ = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, T)
-    target_mask, _ = right_pad([trained for _, trained in examples], 0)  # (b, T)
+    tokens, _ = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, W)
+    target_mask, _ = right_pad([trained for _, trained in examples], 0)  # (b, W)
     with autocast(system, device):
         return policy.logprobs(tokens.to(device), target_mask.bool().to(device),
                                chunk=system.head_chunk)[0]

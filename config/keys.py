@@ -23,6 +23,7 @@ system_prompt = ""  # the system message of chats that have none
 # checkpoints, and checks that the ranks agree
 checkpoint_interval = 50  # iterations between checkpoints; 0 = only at the end [>= 0]
 keep_checkpoints = 1  # how many checkpoints to keep [>= 1]
+save_dtype = "auto"  # of finished models; auto: no bit is lost [auto | float32 | bfloat16]
 sync_check_interval = 10  # iterations between checks that all ranks have the same models [>= 1]
 # other places for the log: "tensorboard", "wandb", "trackio"; several with commas between
 report_to = ""  # empty = only log.jsonl; each must be installed
@@ -30,7 +31,7 @@ report_to = ""  # empty = only log.jsonl; each must be installed
 # precision and device
 device_type = "auto"  # auto = a GPU if there is one [auto | cpu | cuda]
 dtype = "float32"  # * 16 bits: autocast; 64: for tests [float32 | bfloat16 | float16 | float64]
-master_weights = True  # False: train bfloat16 weights; half the memory, but small steps are lost
+master_weights = True  # False: train bfloat16 weights: 2 bytes each less, small steps are lost
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 # the kernels of attention; flash attention is a package for GPUs, and for 16 bits
 attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attention_3]
@@ -62,7 +63,7 @@ weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 # of ppo.py and grpo.py alone
 
 # models beside the four
-ref_path = ""  # the reference, if it is another model than policy_path; empty = policy_path
+ref_path = ""  # with kl_coef: the reference, if it is another model; empty = policy_path
 share_base = False  # all models are adapters on one trunk, policy_path; also reward_path
 judge_path = ""  # a language model that is asked how good a response is: the reward judge
 judge_template = "yes_no"  # with judge_path: its question: yes_no, rubric, a file; docs/data.md
@@ -87,4 +88,4 @@ max_turns = 8  # with environment or tools: turns of the policy in a response [1
 reward_timeout = 300  # an iteration's seconds for rules; at most half of timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 save_rollouts = 0  # all responses of every so many iterations go to rollouts.jsonl; 0 = none [>= 0]
-keep_best = False  # also save out_dir/best_policy, the policy with the best held-out score so far
+keep_best = False  # with eval_path: out_dir/best_policy, the policy with the best score so far

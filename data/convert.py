@@ -37,10 +37,12 @@ import urllib.request
 # Python looks for modules in this file's folder; ours are in the repository's, above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from answers import last_box  # noqa: E402
-from errors import BadInput  # noqa: E402
+from configurator import from_home  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
+from grading.forms import last_box  # noqa: E402
+from options.chats import beside_its_content  # noqa: E402
 from options.sources import hub_files, raw_rows  # noqa: E402
-from prompts import beside_its_content, dialogue, prompt_row, rename  # noqa: E402
+from prompts import dialogue, prompt_row, rename  # noqa: E402
 
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
@@ -64,6 +66,7 @@ def parser_of(doc):
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error
+    parser.register("type", None, from_home)  # of arguments that are texts
     return parser
 
 
@@ -252,7 +255,8 @@ def true_answer(answer):
     if "####" not in answer:
         return answer
     text = answer.rpartition("####")[2].strip()
-    return text.replace(",", "") if re.fullmatch(r"-?[\d,]*\.?\d+", text) else text
+    thousands = re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?", text)  # not 0,5 or 1,2,3
+    return text.replace(",", "") if thousands else text
 
 
 # -------------------------------------------------------------------------------------------------
@@ -301,7 +305,7 @@ def main():
     names = [name, f"{name}_val"] if args.val else [name, name]
     write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left))
     if left:
-        print(f"left out: the columns {', '.join(sorted(left))}")
+        print(visible(f"left out: the columns {', '.join(sorted(left))}"))
 
 
 if __name__ == "__main__":

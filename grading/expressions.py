@@ -24,8 +24,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from answers import final_answer, same_answer, whole_responses
+from answers import answers_of, same_answer, whole_responses
 from errors import BadInput, Stop
+from grading.forms import letters
 from grading.sandbox import cpus_of_a_rank, use_all_cpus
 
 SECONDS = 10  # for one pair; math-verify itself stops reading after 5, and comparing after 5
@@ -38,7 +39,7 @@ def math_answer(batch):
     `answer`, as for accuracy or by algebra; else 0.0. Algebra has 4/5 of batch["seconds"]; answers
     that are not compared then score 0, and a printed line says so.
     """
-    pairs = [(final_answer(text), final_answer(str(row["answer"])))
+    pairs = [answers_of(text, str(row["answer"]))
              for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
     verdicts = {pair: verdict(*pair) for pair in pairs}
     asked = [pair for pair in verdicts if verdicts[pair] not in (True, False)]
@@ -71,7 +72,7 @@ SYMBOLS = {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "−": "-", "–": "-",
                "·cdot ×times ÷div πpi ∞infty √sqrt ∪cup ∩cap ≤le ≥ge ≠ne ∈in ∅emptyset").split()}
 WRITING = [(re.compile(pattern), by) for pattern, by in [
     (r"\s*I hope it is correct\.?\s*$|\\!", ""),  # the first ends the solutions of Minerva's prompt
-    (r"\\\$|\bUSD\b|\$(?=\s?\d[^$]*$)", " dollar "), (r"\\?%", " percent "),
+    (r"\\\$|\bUSD\b|\$(?=\s?\.?\d[^$]*$)", " dollar "), (r"\\?%", " percent "),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)", " degree "),
     (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\\(?:left|right|displaystyle|[,;: ()\[\]])|[*`\"$]|\.\s*$", " "),
@@ -90,8 +91,14 @@ UNITS = {name: unit.split()[0] for unit in """
     """.replace("\n", ";").split(";") for name in unit.split()}
 # a last word: known as a unit, or a thing that is counted: 72 clips; but no part of a number
 LAST = re.compile(r"(.*?(?:(?<=\d)|(?<=[\s/])))([A-Za-z]+)(\^\{?[23]\}?)?\s*", re.DOTALL)
-THING = re.compile(r"(?!more|less|fewer|than|thousand|hundred|dozen|hal(?:f|ves)|quarter|third"
-                   r"|times|squared|cubed|plus|minus)(?![a-z]*(?:illion|ths?\b))[a-z]{4,}")
+THING = re.compile(r"""(?!(?:
+    more|less|fewer|than|hal[fv]|quarter|third|thou|hundred|dozen|lakh|lacs|crore|myriad|factorial
+    |doubled|tripled|quadrupled|twice|thrice|times|squared|cubed|plus|minus|negative|modulo|inverse
+    |reciprocal|binary|octal|hexadecimal|(?:gross|grand|scores?|root|[a-z]*fold
+    |(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh
+    |nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie))(?:s|es)?)\b
+    |[a-z]*illion|(?!months|paths)[a-z]*ths?\b))[a-z]{4,}""", re.VERBOSE)
+MIXED = re.compile(r"(?<![\d./^_])(?<!\d,(?=\d{3} ))(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")  # 3 1/2
 FUNCTIONS = ("sin cos tan cot sec csc log exp max min gcd lcm mod and left right begin end matrix "
              "pmatrix bmatrix vmatrix cases array").split()
 
@@ -116,7 +123,7 @@ def verdict(given, truth):
 
 def read(answer):
     """An answer -> its formula, name and unit: "so $x = 5$ cm" -> ("5", "x", "cm")."""
-    text = answer.translate(str.maketrans(SYMBOLS))
+    text = letters(answer).translate(str.maketrans(SYMBOLS))
     for pattern, by in WRITING:
         text = pattern.sub(by, text)
     text, name, unit = text[LEAD.match(text).end():].strip(), "", ""
@@ -133,6 +140,7 @@ def read(answer):
             break
         slash = "/" * before.endswith("/")
         text, unit = before.removesuffix("/").rstrip(), slash + (known or word) + power + unit
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
     return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text), name, unit  # 4 2 is not 42
 
 

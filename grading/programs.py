@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from answers import behind_thoughts, whole_responses
+from answers import FRAMES, MARKS, whole_responses
 from errors import BadInput, shorten
 from grading import sandbox
 
@@ -55,11 +55,12 @@ code.check_rows = check_code  # rewards.py calls it
 # --------------------------------------------------------------------------------------------------
 # the program in a completion
 
-# a line with a fence: the text before it, the fence, its tag
-FENCE = re.compile(r"(.*?)(`{3,}|~{3,})\s*([^`]*?)\s*")
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
 MARKERS = re.compile(r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*")  # of lists
+CLOSING = re.compile(r"([^\S\n]*)(`{3,}+|~{3,}+)[^\S\n]*")  # a fence at the beginning of a line
+MARK = re.compile(f"{MARKS.pattern}|</?answer>")  # around thoughts and answers
+AROUND = re.compile(rf"[^\S\n]*(?:</?answer>|(?x:{FRAMES.pattern}))")
 
 
 def extract_code(completion):
@@ -71,43 +72,97 @@ def extract_code(completion):
     (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a tag; the
     whole text. All its lines lose the indentation of the first line.
     """
-    text = behind_thoughts(completion)
-    if text is None:
+    found = searched(completion.replace("\r\n", "\n").replace("\r", "\n") + "\n")
+    if found is None:
         return None
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
-    last = dict(fenced_blocks(text))
-    lines = last.get("python", last.get("", text.split("\n")))
+    lines, blocks = found
+    last = dict(blocks)
+    lines = last.get("python", last.get("", lines))
     first = next(filter(str.strip, lines), "")
     indent = first[:len(first) - len(first.lstrip(" \t"))]
     return "\n".join(line[len(os.path.commonprefix([indent, line])):] for line in lines)
 
 
-def fenced_blocks(text):
+def searched(text):
     """
-    The fenced blocks of a text in order: [(tag, its lines)], with the tags "python", "" and others.
+    The part of a response that extract_code searches: (its lines, its fenced blocks [(tag, lines of
+    the block)]); None if the thinking never ends. text: with a line break at its end.
 
     A block begins with three or more backticks or tildes, behind markers of lists; with a Python
-    tag or without a tag behind any text. It ends with a fence of at least as many and without a
-    tag, indented by less than 4 columns more. Models forget this fence: so a fence with a tag
-    begins a new block, and a block that is not closed ends with the text.
+    tag or without a tag behind any text. The tags are "python", "" and others. It ends with a fence
+    of at least as many and without a tag, indented by less than 4 columns more. Models forget this
+    fence: so a fence with a tag begins a new block, and a block that is not closed ends with the
+    text, or before a line that begins with <answer>, </answer> or what else models write around it.
+
+    These marks and those of thoughts only count outside of blocks: a program may print them. In
+    thoughts only the mark of their end counts.
     """
-    blocks, opened, margin = [], "", 0
-    for line in text.split("\n"):
-        found = FENCE.fullmatch(line)
-        before, fence, tag = found.groups() if found else (line, "", "")
-        tag, indent = "python" if PYTHON.match(tag) else tag, len(MARKERS.match(line)[0])
-        bare = MARKERS.fullmatch(before) is not None
-        near = bare and not before.strip() and indent < margin + 4
-        if opened and near and fence.startswith(opened) and not tag:
-            opened = ""
-        elif opened and not (near and tag and (
-                fence.startswith(opened) or tag == "python" != blocks[-1][0])):
-            blocks[-1][1].append(line)
-        elif fence and (bare or tag in ("python", "")):
+    lines, blocks, answer, in_answer = [], [], None, False
+    # of the block that is open: its fence, its indentation; where to go on if it is not closed
+    opened, margin, back = "", 0, None
+    at, mark = 0, MARK.search(text)
+    while at < len(text) or opened and back:
+        if at == len(text):
+            (at, length), opened = back, ""
+            del lines[len(lines) - len(blocks[-1][1]) + length:], blocks[-1][1][length:]
+            mark = MARK.search(text, at)
+        end = text.index("\n", at)
+        if opened:
+            fence, line = CLOSING.match(text, at), text[at:end]
+            if fence and fence[2].startswith(opened) and len(fence[1]) < margin + 4 and (
+                    fence.end() == end or MARK.match(text, fence.end())
+                    or AROUND.match(text, fence.end())):
+                lines.append(text[at:fence.end()])
+                opened, at = "", fence.end() + (fence.end() == end)
+                continue
+            before, fence, tag = fence_in(line)
+            near = fence and not before.strip() and len(before) < margin + 4
+            if near and tag and (fence.startswith(opened) or tag == "python" != blocks[-1][0]):
+                blocks.append((tag, []))
+                opened, margin, back = fence, len(before), None
+            else:
+                back = back or AROUND.match(text, at) and (at, len(blocks[-1][1]))
+                blocks[-1][1].append(line)
+            lines.append(line)
+            at = end + 1
+            continue
+        while mark and (mark.start() < at or mark[0] == "</answer>" and not in_answer
+                        and mark.start() < end):
+            mark = MARK.search(text, max(at, mark.end()))
+        here = mark if mark and mark.start() < end else None
+        if here and here[0] != "</answer>":  # the end of thoughts, or else their beginning
+            if here.lastindex and here.lastindex % 2:
+                here = next((ends for ends in MARK.finditer(text, here.end())
+                             if ends.lastindex == here.lastindex + 1), None)
+                if here is None:
+                    return None
+            lines, blocks, answer, in_answer = [], [], None, here[0] == "<answer>"
+            at = here.end()
+            continue
+        line = FRAMES.sub("", text[at:here.start() if here else end])
+        at = here.end() if here else end + 1
+        lines.append(line)
+        before, fence, tag = fence_in(line)
+        if fence and (tag in ("python", "") or MARKERS.fullmatch(before)):
             blocks.append((tag, []))
-            opened, margin = fence, indent
-    return blocks
+            opened, margin, back = fence, len(MARKERS.match(line)[0]), None
+        if here and in_answer:
+            answer, lines, blocks, in_answer, opened = (lines, blocks), [], [], False, ""
+    return answer or (lines, blocks)
+
+
+def fence_in(line):
+    """(the text before the fence in a line, the fence, its tag); without one: (line, "", "")."""
+    before, tick, behind = line.rpartition("`")  # no tag has a backtick
+    before = (before + tick).rstrip("`")
+    fence, tag = line[len(before):len(line) - len(behind)], behind
+    if len(fence) < 3:
+        found = re.search("~{3,}", behind)
+        if not found:
+            return line, "", ""
+        before, fence, tag = line[:found.start() - len(behind)], found[0], behind[found.end():]
+    tag = tag.strip()
+    return before, fence, "python" if PYTHON.match(tag) else tag
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,7 +302,7 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
     source = code.encode("utf-8", "surrogatepass")
     reasons, wall, ending = [], sandbox.WALL_FACTOR * timeout, None
     if calls:
-        limit = sandbox.OUTPUT_LIMIT + 1024 * len(calls) + 2 * len(json.dumps(outputs))
+        limit = 1024 * len(calls) + room_for(json.dumps(outputs).encode())
         written, ending, seconds = sandbox.run_program(source, calls, b"", limit, timeout,
                                                        memory_mib, wall, end)
         wall -= seconds
@@ -258,14 +313,21 @@ def run_tests(code, tests, timeout=5, memory_mib=512, end=math.inf):
     for stdin, stdout in scripts:
         if ending in ("timeout", "out of time", "memory", "output limit"):
             break
-        limit = sandbox.OUTPUT_LIMIT + 2 * len(stdout)
-        written, ending, seconds = sandbox.run_program(source, None, stdin, limit, timeout,
-                                                       memory_mib, wall, end)
+        written, ending, seconds = sandbox.run_program(
+            source, None, stdin, room_for(stdout), timeout, memory_mib, wall, end)
         wall -= seconds
         reasons.append(ending or ("pass" if same_output(written, stdout) else "fail"))
     total, failed = len(outputs) + len(scripts), [why for why in reasons if why != "pass"]
     reason = "out of time" if "out of time" in failed else (failed or ["pass"])[0]
     return Verdict(reasons.count("pass"), total, reason)
+
+
+def room_for(wanted):
+    """
+    How many bytes of a program's output are read, where a test wants these. The output may be right
+    and longer: for 0.3 a program may write 0.30000000000000004, and no float has over 24 letters.
+    """
+    return sandbox.OUTPUT_LIMIT + 2 * len(wanted) + 24 * len(re.findall(rb"\d+", wanted))
 
 
 def judge(answer, want):

@@ -5,8 +5,9 @@ nothing is run.
 The limits of the program:
 - It is one process, without privileges, in namespaces of its own (for a process, only the things in
   its namespaces exist).
-- It sees the Python interpreter and the system's shared libraries, and can write no file. It sees
-  no network, no other process, no /proc, no /dev, and none of this process's environment variables.
+- It sees the Python interpreter, the system's shared libraries and time zones, and can write no
+  file. It sees no network, no other process, no /proc, no /dev, and none of this process's
+  environment variables.
 - The kernel limits its CPU time, memory, threads, open files and output.
 - A seccomp filter, which judges each system call, denies it more processes and the rarer services
   of the kernel.
@@ -41,6 +42,7 @@ import struct
 import subprocess
 import sys
 import time
+from zoneinfo import TZPATH
 
 from errors import BadInput, Stop, shorten
 
@@ -270,6 +272,7 @@ def isolation(as_root):
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     visible = {base_python()}
     visible |= {os.path.join(top, lib) for top in (home, "/usr", "/") for lib in ("lib", "lib64")}
+    visible |= {path for path in TZPATH if path.startswith((home, "/usr/")) and os.path.isdir(path)}
     parents = {str(parent) for path in visible for parent in pathlib.PurePath(path).parents} - {"/"}
     for path in sorted(parents | visible):  # sorted: a folder comes before its contents
         if os.path.islink(path):
@@ -301,6 +304,8 @@ DENIED = {
     "mq_open": (240, 180), "io_setup": (206, 0), "inotify_init": (253, None),
     "inotify_init1": (294, 26), "fanotify_init": (300, 262), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219), "seccomp": (317, 277),
+    # attributes of its stdin, a file in memory: each name could have 64 KiB of the kernel's
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     # pages that stay in a pipe or a socket after they are unmapped; sockets sent through sockets;
     # larger buffers of sockets
     "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "sendmsg": (46, 211),
@@ -378,8 +383,9 @@ def seccomp_filter():
 # the code that runs in there
 
 
-# What LeetCode's judge writes before a solution. Its star imports end with the built-in names, so
-# pow is not math's; and a module comes before a name in it, so bisect.bisect works.
+# What LeetCode's judge writes before a solution; to the program these names are built-in ones. The
+# star imports end with Python's built-in names, so pow is not math's; and a module comes before a
+# name in it, so bisect.bisect works.
 LIBRARY = ("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math",
            "random", "statistics", "itertools", "functools", "operator", "io", "sys", "json")
 LEETCODE = "\n".join([*(f"from {name} import *" for name in (*LIBRARY, "builtins")),
@@ -392,6 +398,7 @@ LEETCODE = "\n".join([*(f"from {name} import *" for name in (*LIBRARY, "builtins
 # code, but with it only its own answers.
 BOOTSTRAP = f"""
 import _json, builtins, marshal, posix, resource, sys
+from _symtable import DEF_IMPORT, DEF_LOCAL, symtable
 def refuse(x):
     raise TypeError
 def boot(job, null):
@@ -414,10 +421,16 @@ def boot(job, null):
     sys.argv = ["solution.py"]
     main = type(sys)("__main__" if calls is None else "solution")
     sys.modules[main.__name__] = main
-    if calls and (b"class Solution" in source or any("." in name for name, _ in calls)):
-        exec({LEETCODE!r}, vars(main))
+    main.__file__ = "/tmp/solution.py"
     try:
-        exec(compile(source, "solution.py", "exec"), vars(main))
+        code = compile(source, "solution.py", "exec")
+        bound = symtable(source, "solution.py", "exec").symbols if calls else {{}}
+        def binds(name, how):
+            return bound.get(name, 0) & how
+        if binds("Solution", DEF_LOCAL) or any("." in name for name, _ in calls or []):
+            main.__builtins__ = dict(vars(builtins))
+            exec({LEETCODE!r}, main.__builtins__)
+        exec(code, vars(main))
     except MemoryError:
         posix._exit({OUT_OF_MEMORY})
     if calls is None:
@@ -427,9 +440,12 @@ def boot(job, null):
     for name, arguments in calls:
         try:
             first, dot, method = name.partition(".")
-            if not dot and not hasattr(main, first) and hasattr(main, "Solution"):
-                first, dot, method = "Solution", ".", first
-            function = getattr(main, first)
+            function = vars(main).get(first)
+            own = binds(first, DEF_LOCAL) or getattr(function, "__module__", "") == "solution"
+            if not dot and not own and "Solution" in vars(main):
+                function, dot, method = main.Solution, ".", first
+            elif not own and not binds(first, DEF_IMPORT):  # a name of a star import
+                raise NameError
             if dot:
                 function = getattr(function(), method)
             line = "".join(encode(function(*arguments), 0))

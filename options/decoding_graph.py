@@ -34,7 +34,7 @@ last = stream = None  # the graph that was recorded last, and the stream on whic
 def steps_of(policy, cache, longest, temperature, compiled=False):
     """
     (cache, Steps) for a decoding by graphs; (cache, None) where a layer of the model does not see
-    all tokens. cache: empty. longest: the most columns that it may need. compiled: see generate.
+    all tokens. cache: empty. longest: the most columns that it may need. compiled: see decode.
     """
     full = all(type(layer) is RoomyLayer for layer in cache.layers)
     if off or not full or policy.config._attn_implementation != "sdpa":

@@ -21,7 +21,7 @@ class MovingAverage:
     """
 
     def __init__(self, model, decay):
-        self.decay = decay
+        self.model, self.decay = model, decay
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         self.begin()
@@ -37,16 +37,14 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def in_place(self):
-        """In this block, the model has the averages as its weights."""
-        with torch.no_grad():
-            kept = [my_part(p.detach()).clone() for p in self.parameters]
-            for p, average in zip(self.parameters, self.averages, strict=True):
-                my_part(p.detach()).copy_(average)
-            try:
-                yield
-            finally:
-                for p, t in zip(self.parameters, kept, strict=True):
-                    my_part(p.detach()).copy_(t)
+        """In this block, the model has the averages as its parameters: others, in their dtype."""
+        others = {p: torch.nn.Parameter(like(average, p)) for p, average in zip(
+            self.parameters, self.averages, strict=True)}
+        exchange(self.model, others)
+        try:
+            yield
+        finally:
+            exchange(self.model, {other: p for p, other in others.items()})
 
     def tensors(self):
         """{name: average}; of a sharded parameter this rank's part of it."""
@@ -59,6 +57,14 @@ class MovingAverage:
             return self.begin()
         for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
             parallel.fill(like(average, p), tensors[name])
+
+
+def exchange(model, others):
+    """Put others[p] in the place of each parameter p, in all modules that have it."""
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if p in others:
+                setattr(module, name, others[p])
 
 
 def like(t, p):

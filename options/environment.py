@@ -4,7 +4,7 @@ the policy goes on from there, in one response:
 
     prompt      user:       What is 37 * 46?
     response    assistant:  calc(37*46)          sampled: response_mask is True
-                user:       1702                 of the environment: attention_mask alone
+                user:       1702                 of the environment: response_mask is False
                 assistant:  1702                 sampled
 
 An environment is a function of the user's:
@@ -32,67 +32,89 @@ import torch
 import parallel
 import ranks
 from errors import BadInput, Stop, first_line, place_of, shorten
+from options.chats import joined
 from options.user_code import load_function
-from rollout import left_pad, response_seeds
-from tokenizer import joined
+from rollout import as_batch, response_seeds
 
 made = {}  # {tokenizer: its Environment}
 
 
-def converse(policy, decoder, rows, prompts, uniforms, width, respond, system, noise, names):
+def environment_of(system, tokenizer):
     """
-    A collective: sampled responses as those of rollout.generate, of several turns each; see
-    Environment.converse. Token t of a response has the same uniform, whichever turn it is in.
+    The Environment of a run. It is made before the prompts are encoded, for tools stand in them,
+    and on all ranks, for those that only score read dialogues, too. Raises BadInput.
     """
-    if policy.tokenizer not in made:
-        made[policy.tokenizer] = Environment(system, policy.tokenizer)
-    length = uniforms.shape[1]
+    if tokenizer not in made:
+        made[tokenizer] = open_environment(system, tokenizer)
+    return made[tokenizer]
+
+
+def converse(policy, rows, prompts, uniforms, width, respond, system, noise, names):
+    """
+    A collective: a batch as that of rollout.as_batch, of several turns in each response; see
+    Environment.converse. respond: the sampler of a turn, see rollout.sampling. Token t of a
+    response has the same uniform, whichever turn it is in.
+    """
+    environment, length = environment_of(system, policy.tokenizer), uniforms.shape[1]
 
     def sample(contexts, which, used):
         rooms = [length - n for n in used]
         column = torch.arange(max(rooms, default=length)) + torch.tensor(used).long()[:, None]
         # (n, max(rooms)). A response ends before column `length`: it uses none from behind the %
         rest = uniforms[list(which)].gather(1, column % length)
-        return respond(decoder, contexts, rest, rooms=rooms)
+        return respond(contexts, rest, rooms=rooms)
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
-        return made[policy.tokenizer].converse(rows, prompts, noise, names, length, width, sample)
+        return environment.converse(rows, prompts, noise, names, length, width, sample)
+
+
+def open_environment(system, tokenizer):
+    """
+    The Environment of a run. Its tools become known to the tokenizer's template, and it tells the
+    tokenizer's responses apart into messages. Raises BadInput where functions or template do not
+    fit.
+    """
+    tools = None
+    if system.environment and system.tools:
+        raise BadInput(f"environment = {system.environment!r} and tools are both given, and tools "
+                       "are an environment, too; leave one out: your environment can call the "
+                       "functions itself")
+    if system.tools:
+        from options.tools import Tools
+
+        tools = Tools(system, tokenizer)
+        tokenizer.chats.kwargs["tools"] = tools.schemas
+    environment = Environment(system, tokenizer, tools)
+    tokenizer.messages_of = environment.messages_of
+    return environment
 
 
 class Environment:
-    """It answers the policy. Raises BadInput where the functions or the template do not fit."""
+    """It answers the policy: a function of the user's, or tools. Raises BadInput."""
 
-    def __init__(self, system, tokenizer):
+    def __init__(self, system, tokenizer, tools=None):
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
-        self.timeout, self.tools = system.reward_timeout, None
+        self.timeout, self.tools = system.reward_timeout, tools
         self.thread = ThreadPoolExecutor(1)  # nobody waits for ever for a function that hangs
         self.name = f"environment = {system.environment!r}"
-        if system.environment and system.tools:
-            raise BadInput("environment and tools are both given, and tools are an environment, "
-                           "too; leave one out: your environment can call the functions itself")
-        if system.tools:
-            from options.tools import Tools
-
-            self.tools = Tools(system, tokenizer)
-        else:
+        if not tools:
             self.env = load_function(system.environment, ".", self.name)
             self.seeded = "seed" in inspect.signature(self.env).parameters
-        check_template(tokenizer, "tool" if system.tools else "user", self.tools)
+        check_template(tokenizer, "tool" if tools else "user", tools)
         self.frames = frames(tokenizer)
-        tokenizer.messages_of = self.messages_of
 
     # ----------------------------------------------------------------------------------------------
     # sampling
 
     def converse(self, rows, prompts, noise, names, length, width, sample):
         """
-        Responses of several turns to B prompts, in the form of rollout.generate, and turn_rewards
-        (B, R): the environment's reward for a turn, on the turn's last token. With tools also
-        failed_calls (B,), how many calls of a response were no good.
+        The batch of B prompts and their responses of several turns, as rollout.as_batch makes it,
+        and turn_rewards (B, T): the environment's reward for a turn, on the turn's last token. With
+        tools also failed_calls (B,), how many calls of a response were no good.
 
         rows: of the data, one for each prompt; noise, names: see rollout.sample_batch. length: R,
-        all tokens of a response together. width: P. sample: a function of (contexts, numbers of
-        their responses, tokens that these have so far) that samples one turn.
+        all tokens of a response together. width: see as_batch. sample: a function of (contexts,
+        numbers of their responses, tokens that these have so far) that samples one turn.
         """
         B, tokenizer = len(prompts), self.tokenizer
         ids, own, logprobs, paid = ([[] for _ in prompts] for _ in range(4))  # a number a token
@@ -101,19 +123,17 @@ class Environment:
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
             contexts, used = [[*prompts[i], *ids[i]] for i in live], [len(ids[i]) for i in live]
-            batch = sample(contexts, live, used)
-            dtype = batch["sampler_logprobs"].dtype
-            fresh, masks, old = (batch[name].tolist() for name in (
-                "tokens", "response_mask", "sampler_logprobs"))
+            sampled = sample(contexts, live, used)
+            dtype, device = sampled[1].dtype, sampled[1].device
             asked, begun = [], []
-            for n, i in enumerate(live):
-                count = sum(masks[n])
-                new = fresh[n][-len(masks[n]):][:count]
+            for n, (i, new, old, count, ended) in enumerate(zip(
+                    live, *(x.tolist() for x in sampled), strict=True)):
+                new = new[:count]
                 ids[i] += new
                 own[i] += [True] * count
                 paid[i] += [0.0] * count
-                logprobs[i] += old[n][:count]
-                if batch["finished"][n]:  # else the turn is cut, and has no reply
+                logprobs[i] += old[:count]
+                if ended:  # else the turn is cut, and has no reply
                     text = self.said(new, rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
@@ -139,21 +159,19 @@ class Environment:
                 break
 
         def padded(lists, fill, dtype):
-            return torch.tensor([x + [fill] * (length - len(x)) for x in lists],
-                                dtype=dtype).view(B, length)
+            return torch.tensor([x + [fill] * (length - len(x)) for x in lists], dtype=dtype,
+                                device=device).view(B, length)
 
-        tokens, mask = left_pad(prompts, tokenizer.pad_id, width)  # (B, P) each
-        is_text = padded([[True] * len(x) for x in ids], False, torch.bool)  # (B, R)
-        sampled = dict(
-            tokens=torch.cat([tokens, padded(ids, tokenizer.pad_id, torch.int64)], 1),
-            attention_mask=torch.cat([mask, is_text], 1),
-            response_mask=padded(own, False, torch.bool),
-            sampler_logprobs=padded(logprobs, 0.0, dtype),
-            turn_rewards=padded(paid, 0.0, dtype),
-            finished=torch.tensor(finished, dtype=torch.bool))
+        pad_id = tokenizer.pad_id
+        lengths = torch.tensor([len(x) for x in ids], dtype=torch.int64, device=device)
+        finished = torch.tensor(finished, dtype=torch.bool, device=device)
+        batch = as_batch(
+            prompts, padded(ids, pad_id, torch.int64), padded(logprobs, 0.0, dtype), lengths,
+            finished, width, pad_id, sampled=padded(own, False, torch.bool),
+            turn_rewards=padded(paid, 0.0, dtype))
         if self.tools:
-            sampled["failed_calls"] = torch.tensor(failed, dtype=dtype)
-        return {name: t.to(batch["tokens"].device) for name, t in sampled.items()}
+            batch["failed_calls"] = torch.tensor(failed, dtype=dtype, device=device)
+        return batch
 
     def ask(self, dialogues, rows, names, failed, numbers, begun):
         """
@@ -206,7 +224,7 @@ class Environment:
 
     def said(self, ids, prompt, turn):
         """The text of a turn of the policy. Turn 0 continues the prompt; without a template all."""
-        goes_on = turn == 0 or not self.tokenizer.template
+        goes_on = turn == 0 or not self.tokenizer.chats
         return self.tokenizer.decode_response(ids, prompt if goes_on else None)
 
     def messages_of(self, ids, own, prompt=None):
@@ -223,7 +241,7 @@ class Environment:
             if own[start]:
                 messages.append(dict(role="assistant",
                                      content=self.said(part, prompt, len(messages))))
-            elif self.tokenizer.template:  # its marks are a part of the text
+            elif self.tokenizer.chats:  # its marks are a part of the text
                 messages.append(self.unframed(self.tokenizer.text_of(part)))
             else:
                 messages.append(self.unframed(self.tokenizer.decode(part, behind=True)))
@@ -273,14 +291,14 @@ def between(tokenizer, message, ended=True):
     one begins. ended: whether the turn has its end; one that a stop string has ended gets it here.
     Without a template they are the ids of the content.
     """
-    if not tokenizer.template:
+    if not tokenizer.chats:
         return [tokenizer.eos_id] * (not ended) + tokenizer.encode_behind([message["content"]])[0]
-    before = tokenizer.chat_ids(ASKED)
-    ends = [n for n, i in enumerate(before) if i in tokenizer.turn_ends]
+    before = tokenizer.chats.ids_of(ASKED)
+    ends = [n for n, i in enumerate(before) if i in tokenizer.chats.turn_ends]
     if not ends:
         raise BadInput(f"{tokenizer.path} writes no end behind an assistant's message, so turns "
                        "cannot be told apart; give one with --chat_template=FILE")
-    ids = tokenizer.chat_ids([*ASKED, message], add_generation_prompt=True)
+    ids = tokenizer.chats.ids_of([*ASKED, message], add_generation_prompt=True)
     if ids[:ends[-1] + 1] != before[:ends[-1] + 1]:
         raise BadInput(f"{tokenizer.path} writes an assistant's message in another way when "
                        f"another one follows; {advice(tokenizer)}")
@@ -291,7 +309,7 @@ def advice(tokenizer):
     """For error lines: the key to type where a template does not keep earlier turns."""
     ours = {"<|channel|>": "harmony.jinja", "<function=": "qwen3.5.jinja",
             "": "chatml.jinja for a model of the Qwen family"}
-    file = next(file for mark, file in ours.items() if mark in tokenizer.template)
+    file = next(file for mark, file in ours.items() if mark in tokenizer.chats.template)
     return (f"type --chat_template=options/templates/{file}, or give a FILE that keeps earlier "
             "turns as they were written")
 
@@ -303,20 +321,21 @@ def check_template(tokenizer, role, tools=None):
     unless tools, the run's, read a call as the template has written it. role: who answers the
     policy, user or tool.
     """
-    if not tokenizer.template:
+    if not tokenizer.chats:
         return
     asked, reply = dict(role="user", content="a"), dict(role=role, content="c")
     if role == "tool":
         reply["name"] = "f"
-    prompt = tokenizer.chat_ids([asked], add_generation_prompt=True)
+    prompt = tokenizer.chats.ids_of([asked], add_generation_prompt=True)
     extra = between(tokenizer, reply)
     for answer in answers(tokenizer.text_of(prompt).rstrip(), role, tools):
-        one = tokenizer.chat_ids([asked, answer])
+        one = tokenizer.chats.ids_of([asked, answer])
         if "reasoning_content" in answer and "why" not in tokenizer.text_of(one):
             continue  # it does not know this field
-        tail, whole = one[len(prompt):], tokenizer.chat_ids([asked, answer, reply, answer])
+        tail, whole = one[len(prompt):], tokenizer.chats.ids_of([asked, answer, reply, answer])
         ends = [n for n, i in enumerate(tail) if i in tokenizer.eos_ids]
-        last = [n for n in ends if tail[n] in tokenizer.turn_ends] or ends  # or the end of a call
+        # the turn's end, or that of a call
+        last = [n for n in ends if tail[n] in tokenizer.chats.turn_ends] or ends
         own = tail[:max(last, default=-1) + 1]  # the answer as the policy would sample it
         if one[:len(prompt)] == prompt and (not own or tokenizer.eos_ids.intersection(own[:-1])):
             raise BadInput(f"{tokenizer.path} writes a turn as {tokenizer.text_of(tail)!r}, and "
@@ -359,12 +378,12 @@ def answers(prompt, role, tools):
 
 def figures_of_turns(batch):
     """The figures of a batch with several turns, for loss.summarize."""
-    mask = batch["response_mask"]
-    is_text = batch["attention_mask"][:, -mask.shape[1]:]  # (B, R)
+    mask = batch["response_mask"]  # (B, T)
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    tokens, own = batch["lengths"] - batch["begins"], mask.sum(1)  # (B,): of the response
     figures = dict(
         turns=(mask & ~before).sum(1).double().mean(),
-        environment_share=((is_text & ~mask).sum(1).double() / is_text.sum(1)).mean())
+        environment_share=((tokens - own).double() / tokens).mean())
     if "failed_calls" in batch:
         figures["failed_calls"] = batch["failed_calls"].double().mean()
     return figures

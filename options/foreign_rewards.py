@@ -122,8 +122,7 @@ def arguments_of(parameters, batch):
     given["completions"] = batch.get("dialogues") or [
         as_messages(row, text) for row, text in zip(rows, texts, strict=True)]
     if "tokens" in batch:
-        R = batch["response_mask"].shape[1]
-        given["completion_ids"] = [ids[-R:][mask].tolist() for ids, mask in zip(
+        given["completion_ids"] = [ids[mask].tolist() for ids, mask in zip(
             batch["tokens"], batch["response_mask"], strict=True)]
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return given

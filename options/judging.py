@@ -23,8 +23,8 @@ import parallel
 from errors import BadInput, say, shorten
 from load import autocast, load
 from model import at_least_float32, no_grad_forwards
+from options.chats import joined
 from rewards import score_sequences
-from tokenizer import joined
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
          "[Answer]\n{response}\n\n")
@@ -61,13 +61,13 @@ class Judge:
         self.base, self.elsewhere = model.base, model.elsewhere  # it is used like a reward model
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
-        self.chat = bool(tokenizer.template)
+        self.chat = bool(tokenizer.chats)
         self.text, self.words = self.read_template(judge_template)
         self.opening = []  # ids behind each question
         self.answers, self.opening = self.find_answers()
 
     def scores(self, tokens, last):
-        """Questions (b, T), padded on the right, with their last tokens at `last` (b,) -> (b,)."""
+        """Questions (b, W), padded on the right, with their last tokens at `last` (b,) -> (b,)."""
         states = self.model.states(tokens)[torch.arange(len(tokens)), last]  # (b, d)
         logits = at_least_float32(self.model.logits(states))  # (b, V)
         return log_odds(logits[:, self.answers])
@@ -125,8 +125,8 @@ class Judge:
         """The ids of a question with an answer behind it. ids: of the question alone."""
         if not self.chat:
             return self.encode_text(text + word)
-        more = self.tokenizer.chat_ids([dict(role="user", content=text),
-                                        dict(role="assistant", content=word)])
+        more = self.tokenizer.chats.ids_of([dict(role="user", content=text),
+                                            dict(role="assistant", content=word)])
         if more[:len(ids)] == ids:
             return more
         # the template writes a finished turn in another way

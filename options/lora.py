@@ -85,7 +85,7 @@ class Adapted(OnTrunk):
             # nn.Module must not register them: they belong to the base
             self.__dict__.update(hf=base.hf, base=base)
             self.head, self.path, self.tokenizer = head, base.path, base.tokenizer
-            self.file_dtype, self.score_shift, self.new_head = base.file_dtype, 0.0, False
+            self.score_shift, self.new_head = 0.0, False
         self.rank, self.alpha = rank, alpha
         self.adapters = nn.ModuleDict()  # {name of the linear map in the trunk, with / for .: LoRA}
         generator = torch.Generator().manual_seed(seed)
@@ -281,6 +281,8 @@ def read_adapter(folder):
     config, file = (os.path.join(folder, f"adapter_{x}") for x in ("config.json",
                                                                    "model.safetensors"))
     try:
+        if not os.path.isfile(file):
+            raise OSError(f"there is no file {file}")
         settings = dict(peft_type="LORA", r=8, lora_alpha=8) | read_json(config)
         with safe_open(file, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
@@ -294,6 +296,11 @@ def read_adapter(folder):
     if odd:
         raise BadInput(f"{config}: {shorten(odd[0])} = {shorten(settings[odd[0]])} is not "
                        "supported; merge the adapter with peft, and give the merged model")
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if revision not in (None, "", "main") and not os.path.isdir(str(base)):  # folders have none
+        raise BadInput(f"{config}: the adapter was trained on the revision {revision} of {base}, "
+                       f"which is not read; type: hf download {base} --revision {revision} "
+                       "--local-dir DIR, and write DIR as base_model_name_or_path")
     return settings, tensors, None if shift is None else float(shift)
 
 
@@ -352,17 +359,25 @@ def base_of(folder):
 def lowest_base(folder, unless=""):
     """
     base_of, of an adapter upon an adapter the last base. unless: a pattern; the way down ends at a
-    folder that has such a file. A folder without an adapter is its own base.
+    folder that has such a file. A folder without an adapter is its own base. Raises BadInput, also
+    where the way comes back to a folder.
     """
+    passed = set()
     while os.path.isfile(os.path.join(folder, "adapter_config.json")) and not (
             unless and glob.glob(os.path.join(glob.escape(folder), unless))):
-        folder = base_of(folder)
+        passed.add(os.path.realpath(folder))
+        base = base_of(folder)
+        if os.path.realpath(base) in passed:
+            raise BadInput(f"{folder}: its base, {base}, is itself or an adapter on it; write the "
+                           "model's path as base_model_name_or_path in its adapter_config.json")
+        folder = base
     return folder
 
 
 @torch.no_grad()
 def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
+    lowest_base(folder)  # there is one
     model = read_model(base_of(folder), head, system, device, seed)
     has_head = "base_model.model.score.weight" in read_adapter(folder)[1]
     if has_head and head == "lm":

@@ -1,6 +1,6 @@
 """
 The key optim: Adafactor, which keeps a sum a row and a column for each matrix; AdamW with states in
-8 bits, by the package bitsandbytes; and Muon for matrices.
+8 bits, by the package bitsandbytes; and Muon for matrices. And the AdamW of master_weights=False.
 
 torchao (0.18) has 8 bits, too: as many bytes, steps as close to those of fp32. But it compiles for
 each shape of matrix (5 to 14 seconds of a core, and a C++ compiler must be there), safetensors does
@@ -14,6 +14,7 @@ import torch
 
 from configurator import of_model
 from errors import BadInput
+from model import vectors_of
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
 # With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and the learning
@@ -23,13 +24,15 @@ FLOOR = 2.0**20
 
 def other_optimizer(model, system, name, lr, betas, eps):
     """
-    (class, its settings) of adafactor, adamw8bit or muon, by the key optim for the model `name`.
+    (class, its settings) of the key optim for the model `name`, but torch's own AdamW.
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
     AdamW's alone.
     """
     kind = of_model(system.optim, name)
+    if kind in ("", "adamw"):
+        return WideAdamW, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
     if kind not in ("adafactor", "adamw8bit", "muon"):
         raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit or muon, for "
                        "all models or as policy=adafactor,value=adamw")
@@ -45,15 +48,36 @@ def other_optimizer(model, system, name, lr, betas, eps):
                                eps=(1e-15, FLOOR), foreach=False)
     if kind == "muon":
         head = model.hf.get_output_embeddings()
-        apart = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-        return functools.partial(Muon, {*apart, getattr(head, "weight", None)}), dict(
+        apart = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        apart |= {getattr(head, "weight", None), *vectors_of(model)}
+        return functools.partial(Muon, apart), dict(
             lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+    if any(p.requires_grad and p.dtype.itemsize == 2 for p in model.parameters()):
+        raise BadInput("optim: adamw8bit wants gradients in the dtype of the weights, and those of "
+                       "master_weights = False are summed in float32; type --optim=adafactor")
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as e:
         raise BadInput("optim = 'adamw8bit' needs the package bitsandbytes: pip install "
                        "bitsandbytes") from e
     return AdamW8bit, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+
+
+class WideAdamW(torch.optim.AdamW):
+    """
+    torch's, with states in 32 bits for bfloat16 weights. Their second moment could never fall with
+    beta2 = 0.999: 0.001 of it is less than half a step of bfloat16.
+    """
+
+    def __init__(self, groups, **settings):
+        super().__init__(groups, **settings, foreach=False)  # the others want one dtype
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None and not self.state[p]:
+                self.state[p].update(step=torch.zeros(()), exp_avg=torch.zeros_like(p.grad),
+                                     exp_avg_sq=torch.zeros_like(p.grad))
+        super().step()
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -81,7 +105,7 @@ class Muon:
             for group in groups] for is_matrix in (True, False))
         common = dict(lr=lr, weight_decay=weight_decay)
         self.parts = [torch.optim.Muon(whole, adjust_lr_fn="match_rms_adamw", **common),
-                      torch.optim.AdamW(rest, betas=betas, eps=eps, **common)]
+                      WideAdamW(rest, betas=betas, eps=eps, **common)]
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         self.state = defaultdict(dict)  # of each parameter, as in torch's optimizers
         for part in self.parts:

@@ -7,7 +7,8 @@ import torch
 from errors import BadInput
 from load import autocast
 from loss import add_up
-from prompts import batch_rows, deal_rows, dialogue, encode_rows, read_rows, right_pad
+from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, read_rows,
+                     right_pad)
 
 
 def ptx_row(row):
@@ -28,12 +29,8 @@ class Ptx:
 
     def __init__(self, policy, config, system, device):
         path, limit = config["ptx_path"], policy.max_positions
-        self.rows = encode_rows(
-            read_rows(path, ptx_row, system.fields), path,
-            lambda rows: [policy.tokenizer.encode_learned(row["prompt"], row["completion"])
-                          for row in rows],
-            limit, system.too_long, lambda example: tuple(x[:limit] for x in example),
-            lambda example: len(example[0]))
+        self.rows = encode_demonstrations(read_rows(path, ptx_row, system.fields), path,
+                                          policy.tokenizer, limit, system.too_long)
         for _, trained in self.rows.ids:
             trained[0] = False  # nothing predicts a text's first token
         self.policy, self.config, self.system, self.device = policy, config, system, device

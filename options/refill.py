@@ -50,20 +50,20 @@ def replace_rows(batch, rows, fresh, pad_id):
     """
     The batch with some of its rows replaced: row rows[i] is row i of fresh.
 
-    batch, fresh: dicts of tensors with the same names. rows: a tensor of row numbers. If the P of
-    the two differ, the narrower tensors (., P + R) get columns of padding on the left. Example,
-    with R = 2 and pad_id 0: row 1 is replaced.
+    batch, fresh: dicts of tensors with the same names. rows: a tensor of row numbers. Where the T
+    of the two differ, the narrower ones (., T) get columns of padding. With pad_id 0, row 1 is
+    replaced:
 
-        batch["tokens"]   5 6  7 8      fresh["tokens"]   1 2 3  4 9      result   0 5 6  7 8
-                          0 5  9 9                                                 1 2 3  4 9
+        batch["tokens"]   5 6 7 8      fresh["tokens"]   1 2 3 4 9      result   5 6 7 8 0
+                          5 9 9 0                                                1 2 3 4 9
     """
-    width = max(batch["tokens"].shape[1], fresh["tokens"].shape[1])  # the wider P + R
+    T = max(batch["tokens"].shape[1], fresh["tokens"].shape[1])  # the wider one's
     replaced = {}
     for name, old in batch.items():
         new = fresh[name]
-        if name in ("tokens", "attention_mask"):
-            fill = pad_id if name == "tokens" else False
-            old = torch.nn.functional.pad(old, (width - old.shape[1], 0), value=fill)
-            new = torch.nn.functional.pad(new, (width - new.shape[1], 0), value=fill)
+        if old.shape[1:] != new.shape[1:]:
+            fill = pad_id if name == "tokens" else 0
+            old, new = (torch.nn.functional.pad(x, (0, T - x.shape[1]), value=fill)
+                        for x in (old, new))
         replaced[name] = old.index_copy(0, rows, new)
     return replaced

@@ -241,6 +241,10 @@ class Shards:
 
     def __init__(self, parameters):
         self.parameters = parameters
+        for p in parameters:
+            if p.dtype.itemsize == 2:  # FSDP adds the next micro-batch's to what it finds here
+                p.grad_dtype = None  # any
+                p.register_post_accumulate_grad_hook(in_32_bits)
 
     def parts(self):
         return [p.grad.to_local() for p in self.parameters if p.grad is not None]
@@ -262,6 +266,11 @@ class Shards:
         squares = sum(parallel.wide_norm(part) ** 2 for part in self.parts()).to(wire())
         dist.all_reduce(squares, group=parallel.group)
         return squares.sqrt()
+
+
+def in_32_bits(p):
+    """Give a parameter's first gradient of a step 32 bits: in them the others are added to it."""
+    p.grad = p.grad.float()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -319,9 +328,10 @@ def fill_by_name(optimizer, model, tensors):
         if p not in own:
             continue
         if key != "step":
-            t = t.to(p.dtype)  # the run that saved it may have had another dtype
+            # the run that saved it may have had another dtype; states have 32 bits at least
+            t = t.to(torch.promote_types(p.dtype, torch.float32))
         if t.shape == p.shape and is_shard(p):
-            whole, t = t, torch.empty_like(p, requires_grad=False)
+            whole, t = t, torch.empty_like(p, dtype=t.dtype, requires_grad=False)
             fill(t, whole)
         inner(optimizer).state[p][key] = my_part(t).cpu() if on_cpu else t.to(p.device)
 
@@ -346,11 +356,13 @@ class OffloadedAdamW(torch.optim.AdamW):
                 if p not in self.weights:
                     self.weights[p] = on_device.detach().cpu()  # of a model on the CPU: itself
                 weight = self.weights[p]
+                gradient = my_part(p.grad).cpu()  # float32, also of bfloat16 weights
                 if not state:
-                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight),
-                                 exp_avg_sq=torch.zeros_like(weight))
-                adamw([weight], [my_part(p.grad).cpu()], [state["exp_avg"]], [state["exp_avg_sq"]],
-                      [], [state["step"]], fused=True, amsgrad=False, maximize=False,
+                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(gradient),
+                                 exp_avg_sq=torch.zeros_like(gradient))
+                one = weight.dtype == gradient.dtype  # the fused kernel wants one dtype
+                adamw([weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]],
+                      [], [state["step"]], fused=one, foreach=False, amsgrad=False, maximize=False,
                       lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
                       weight_decay=group["weight_decay"], eps=group["eps"])
                 on_device.copy_(weight)

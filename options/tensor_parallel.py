@@ -20,6 +20,13 @@ from model import Model
 from parallel import fill, is_shard
 
 
+def check_ranks(system):
+    """Raise BadInput where the ranks cannot share copies."""
+    if parallel.rank_and_size()[1] % system.generate_tp or system.environment or system.tools:
+        raise BadInput(f"generate_tp = {system.generate_tp}: it must divide the number of ranks, "
+                       "and goes with no environment or tools")
+
+
 def split_copy(policy, dtype, device, n):
     """
     A collective: the split copy of a policy, with the policy's present weights. It is made at the

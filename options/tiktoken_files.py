@@ -4,7 +4,6 @@ tiktoken's encodings as tokenizers of transformers, with the same ids:
     --tokenizer_path=tiktoken:gpt2    an encoding that tiktoken knows by this name
     qwen.tiktoken in a model folder   a line a token: its bytes in base64, and its id
     encode_as(encoding, ...)          any tiktoken.Encoding
-    "fix_mistral_regex": true         in tokenizer_config.json: Tekken's words for Mistral's models
 
 Llama 3's tokenizer.model is such a file, too; transformers itself reads it, with tiktoken. In all
 cases a tokenizer.json is saved.
@@ -19,11 +18,6 @@ import tempfile
 
 from configurator import read_json
 from errors import BadInput, first_line
-
-# how Mistral's Tekken splits a text into words
-TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-          r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
-          r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def encode_as(encoding, markers=(), **special):
@@ -114,25 +108,6 @@ def from_folder(folder):
     except Exception as e:  # other files may hold anything
         raise BadInput(f"{file}: no usable tiktoken file beside its tokenizer_config.json "
                        f"({first_line(e)[:200]}); download both again") from e
-
-
-def use_words_of_tekken(hf, path):
-    """
-    Mistral's Tekken, where tokenizer.json has the words of cl100k, as some of Mistral's folders do:
-    its own words, where the setting fix_mistral_regex of transformers is true. That does it before
-    version 5 only; and it only warns where the setting is missing: then this raises BadInput.
-    """
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-
-    own = hf.init_kwargs.get("fix_mistral_regex")
-    if own is None:
-        raise BadInput(f"{path}: its tokenizer.json splits words otherwise than Mistral's models "
-                       'know them; write "fix_mistral_regex": true into tokenizer_config.json, or '
-                       "false for a model that was trained with this file")
-    if own:
-        hf.backend_tokenizer.pre_tokenizer = Sequence([
-            Split(Regex(TEKKEN), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 @contextlib.contextmanager

@@ -45,8 +45,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from answers import THOUGHTS
 from errors import BadInput, first_line, shorten
+from grading.marks import THOUGHTS
 from options.user_code import load_function
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -66,7 +66,7 @@ KINDS = dict(boolean=bool, integer=int, number=float, string=str, array=list, ob
 
 
 class Tools:
-    """The tools of this rank. They become known to the template. Raises BadInput."""
+    """The tools of this rank. schemas: what the template is told of them. Raises BadInput."""
 
     def __init__(self, system, tokenizer):
         from transformers.utils import get_json_schema
@@ -87,12 +87,11 @@ class Tools:
                 key: {k: v for k, v in one.items() if k != "description"}
                 | (dict(nullable=True) if its[key].default is None else {})
                 for key, one in schema["parameters"]["properties"].items()}
-        if not re.search(r"\btools\b", tokenizer.template or ""):
+        if not re.search(r"\btools\b", tokenizer.chats.template if tokenizer.chats else ""):
             raise BadInput(f"{where}: {tokenizer.path} has no variable tools, so the policy would "
                            "not read what tools there are; give a template that has it, such as "
                            "--chat_template=options/templates/chatml.jinja")
-        tokenizer.kwargs["tools"] = self.schemas
-        self.harmony = "<|channel|>" in tokenizer.template
+        self.harmony = "<|channel|>" in tokenizer.chats.template
         self.process = None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
 

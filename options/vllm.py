@@ -29,7 +29,6 @@ import torch
 import parallel
 import ranks
 from errors import BadInput, Lost, first_line
-from rollout import left_pad
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes
@@ -63,9 +62,9 @@ def whole_weights(policy, vocab_size):
 
 def responder(policy, system, device, temperature, seeds):
     """
-    A collective: the function that samples in the place of rollout.generate, with the policy's
-    present weights. seeds: of the responses; of a later turn they are made of its uniforms. The
-    first call starts vLLM, which stays with the policy. Raises BadInput.
+    A collective: vLLM as the sampler of rollout.sampling, with the policy's present weights. seeds:
+    of the responses; of a later turn they are made of its uniforms. The first call starts vLLM,
+    which stays with the policy. Raises BadInput.
     """
     if system.dtype not in DTYPES or system.generate_tp > 1:
         raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r} and generate_tp = "
@@ -89,9 +88,9 @@ def responder(policy, system, device, temperature, seeds):
             raise BadInput(refused.format(e)) from e
     vllm.take_weights(policy)  # COLLECTIVE
 
-    def respond(decoder, contexts, uniforms, width=None, rooms=None):
+    def respond(prompts, uniforms, rooms=None):
         own = seeds if rooms is None else (uniforms[:, 0] * 2**32).long().tolist()
-        return vllm.respond(contexts, uniforms.shape[1], temperature, own, width, rooms)
+        return vllm.respond(prompts, uniforms.shape[1], temperature, own, rooms)
 
     return respond
 
@@ -172,20 +171,17 @@ class VLLM:
             raise Lost("vLLM has not taken all weights that were sent to it: it has other names "
                        "for this model's tensors")
 
-    def respond(self, prompts, max_new_tokens, temperature, seeds, prompt_width, rooms=None):
+    def respond(self, prompts, max_new_tokens, temperature, seeds, rooms=None):
         """
-        A batch of B rows in the form of rollout.generate, see there. seeds: a number for each
-        response, which decides its noise.
+        What rollout.decode returns for n prompts: responses and log-probs (n, R), lengths and
+        finished (n,). seeds: a number for each response, which decides its noise.
         """
-        pad_id, eos_ids = self.tokenizer.pad_id, self.tokenizer.eos_ids
-        B, R = len(prompts), max_new_tokens
-        tokens, mask = left_pad(prompts, pad_id, prompt_width)  # (B, P) each
-        responses = torch.full((B, R), pad_id)
-        logprobs = torch.zeros(B, R)
-        lengths, finished = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
+        n, R = len(prompts), max_new_tokens
+        responses, logprobs = torch.full((n, R), self.tokenizer.pad_id), torch.zeros(n, R)
+        lengths, finished = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.bool)
         sampled = self.ask("sample", dict(
-            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=rooms or [R] * B,
-            temperature=temperature, eos_ids=sorted(eos_ids)), lambda: ranks.stop)
+            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=rooms or [R] * n,
+            temperature=temperature, eos_ids=sorted(self.tokenizer.eos_ids)), lambda: ranks.stop)
         for row, (ids, of_ids, ended) in enumerate(sampled or ()):
             if len(ids) < (rooms[row] if rooms else R) and not ended:
                 raise Lost(f"vLLM's cache has no room for a prompt of {len(prompts[row])} tokens "
@@ -194,14 +190,10 @@ class VLLM:
                 first = next((n for n in range(1, len(ids) + 1)
                               if self.tokenizer.has_stop(ids[:n])), None)
                 ended, ids = ended or first is not None, ids[:first]
-            n = len(ids)
-            responses[row, :n], logprobs[row, :n] = torch.tensor(ids), torch.tensor(of_ids[:n])
-            lengths[row], finished[row] = n, ended
-        response_mask = torch.arange(R) < lengths[:, None]
-        batch = dict(tokens=torch.cat([tokens, responses], 1),
-                     attention_mask=torch.cat([mask, response_mask], 1),
-                     response_mask=response_mask, sampler_logprobs=logprobs, finished=finished)
-        return {name: t.to(self.device) for name, t in batch.items()}
+            lengths[row], finished[row] = len(ids), ended
+            responses[row, :len(ids)] = torch.tensor(ids)
+            logprobs[row, :len(ids)] = torch.tensor(of_ids[:len(ids)])
+        return tuple(t.to(self.device) for t in (responses, logprobs, lengths, finished))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ torchrun --nproc_per_node=8 recipes/dpo.py --policy_path=hub/name --train_path=p
 Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
 resumes. This script has the sections of rm.py, in the same order.
 
-b pairs in a micro-batch; T tokens in the longest of their 2 b prompts with a completion.
+b pairs in a micro-batch; W tokens in the longest of their 2 b prompts with a completion.
 """
 import os
 import sys
@@ -98,10 +98,11 @@ def read(path):
                 for row in rows]
 
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
-    return encode_rows(
-        read_rows(path, lambda row: dialogue(row, *PAIR), system.fields), path, encode, limit,
-        system.too_long, None, lambda pair: max(len(ids) for ids, _ in pair),
-        lambda pairs: check_pairs(pairs, path, train_path))
+    rows = read_rows(path, lambda row: dialogue(row, *PAIR), system.fields)
+    policy.tokenizer.say_marks(rows, ["prompt", *PAIR], path)
+    return encode_rows(rows, path, encode, limit, system.too_long, None,
+                       lambda pair: max(len(ids) for ids, _ in pair),
+                       lambda pairs: check_pairs(pairs, path, train_path))
 
 
 train_rows, eval_pairs = read(train_path), []
@@ -133,12 +134,12 @@ def my_micro_batches(pairs):
 
 def completion_logprobs(model, pairs):
     """
-    Log-probs of the tokens of b pairs' completions, (2 b, T), of a pair first the chosen one, then
-    the rejected one; 0 elsewhere. And the mask of these tokens, (2 b, T).
+    Log-probs of the tokens of b pairs' completions, (2 b, W), of a pair first the chosen one, then
+    the rejected one; 0 elsewhere. And the mask of these tokens, (2 b, W).
     """
     sides = [side for pair in pairs for side in pair]
-    tokens, _ = right_pad([ids for ids, _ in sides], policy.tokenizer.pad_id)  # (2 b, T)
-    mask, _ = right_pad([trained for _, trained in sides], 0)  # (2 b, T)
+    tokens, _ = right_pad([ids for ids, _ in sides], policy.tokenizer.pad_id)  # (2 b, W)
+    mask, _ = right_pad([trained for _, trained in sides], 0)  # (2 b, W)
     tokens, mask = tokens.to(device), mask.bool().to(device)
     with autocast(system, device):
         return in_rows(model.logprobs(tokens, mask, chunk=system.head_chunk)[0], mask), mask
@@ -151,7 +152,7 @@ def read_reference(parts):
 
 
 def rewards_of(log_ratio, pairs):
-    """Rewards of b chosen and b rejected completions, (b,) each, from their log_ratio, (2 b, T)."""
+    """Rewards of b chosen and b rejected completions, (b,) each, from their log_ratio, (2 b, W)."""
     chosen, rejected = (beta * log_ratio.sum(1))[:2 * len(pairs)].view(-1, 2).unbind(1)
     # of two equal texts rounding may make one reward higher; it is a tie
     alike = torch.tensor([one == other for one, other in pairs], dtype=torch.bool, device=device)
@@ -208,7 +209,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     parallel.zero_gradients(gradients)
     sums, gaps = {}, []
     for pairs, ref_logprobs in zip(parts, theirs, strict=True):
-        logprobs, mask = completion_logprobs(policy, pairs)  # (2 b, T) each
+        logprobs, mask = completion_logprobs(policy, pairs)  # (2 b, W) each
         log_ratio = logprobs - ref_logprobs
         chosen, rejected = rewards_of(log_ratio, pairs)  # (b,) each
         # the larger the margin, the surer the chosen one is the better one; a label may be wrong

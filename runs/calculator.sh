@@ -12,5 +12,5 @@ step sft.py config/calculator_sft.py --seed="$seed"
 step grpo.py config/calculator_grpo.py --seed="$seed"
 step ppo.py config/calculator_ppo.py --seed="$seed"
 step tools/sample.py --policy_path=out/calculator_grpo/policy \
-    --prompts=data/calculator/rl_val.jsonl --limit=4 --seed="$seed"
+    --prompts=data/calculator/rl_val.jsonl --limit=4 --seed="$seed" --trust_code=True
 step tools/plot.py --runs=out/calculator_grpo,out/calculator_ppo --out=out/calculator.png

@@ -94,6 +94,26 @@ def test_a_wrong_argument_or_file_is_one_line_that_names_it(toy, arg, words):
     assert "\n" not in str(e.value) and all(word in str(e.value) for word in words), e.value
 
 
+def test_a_path_may_begin_at_home(toy, monkeypatch):
+    """bash leaves the ~ of --out_dir=~/o as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for typed, found in {
+            "~/o": "/home/me/o", "~": "/home/me", "'~/o'": "/home/me/o", "out/~/o": "out/~/o",
+            "~/a.jsonl,0.3*~/b.jsonl, ~/c~": "/home/me/a.jsonl,0.3*/home/me/b.jsonl, /home/me/c~",
+            "hf:~/set:main:train": "hf:/home/me/set:main:train", "a~/b,c~": "a~/b,c~", "~~~": "~~~",
+            "accuracy,-0.5*~/mine.py:f": "accuracy,-0.5*/home/me/mine.py:f",
+            "~nobody_has_this_name/o": "~nobody_has_this_name/o"}.items():
+        assert toy(f"--out_dir={typed}")["out_dir"] == found
+    write("config.py", "out_dir = '~/o'\n")
+    assert toy("config.py")["out_dir"] == "/home/me/o"
+    keys = read_keys(f"{ROOT}/config/keys.py") | read_keys(f"{ROOT}/grpo.py")
+    argv = [f"--{key}=~/x" for key in (
+        "policy_path", "prompts_path", "reward_functions", "environment", "tools", "chat_template",
+        "judge_template", "ref_path", "out_dir")]
+    found = read_arguments(keys, argv + ["--stop_strings=~/x", "--system_prompt=~/x"])
+    assert [value for value, _ in found.values()] == ["/home/me/x"] * len(argv) + ["~/x"] * 2
+
+
 def test_a_key_for_one_model():
     given = {"3": "3", "policy=3,value=2": "2", "policy=3": "", "1,value=3": "3", "": ""}
     assert {text: of_model(text, "value") for text in given} == given

@@ -104,6 +104,21 @@ def pickled(folder, tensors):
         pickle.dump(tensors, f)
 
 
+def listed(name):
+    """The list of the files with the weights names this one, which is a good one of its kind."""
+    def breaks(folder, tensors):
+        os.remove(f"{folder}/model.safetensors")
+        part = os.path.join(folder, name.format(folder))
+        if name.endswith(".bin"):
+            torch.save(tensors, part)
+        else:
+            save_file(tensors, part, {"format": "pt"})
+        with open(f"{folder}/model.safetensors.index.json", "w") as f:
+            json.dump(dict(metadata={}, weight_map=dict.fromkeys(tensors, name.format(folder))), f)
+
+    return breaks
+
+
 def with_code(folder, tensors):
     config = json.load(open(f"{folder}/config.json"))
     config |= dict(model_type="mine", auto_map=dict(AutoConfig="mine.C"))
@@ -116,6 +131,9 @@ BROKEN = {  # what is done to a folder; a word of the line
     "one is too many": (with_tensor("transformer.more", torch.clone), "more"),
     "another shape": (with_tensor(BIAS, lambda t: t[:5].clone()), BIAS),
     "NaN": (with_tensor(BIAS, lambda t: t * float("nan")), BIAS),
+    "a list of pickles": (listed("model-00001.bin"), "model-00001.bin"),
+    "a list with a file above": (listed("../model.safetensors"), "'../model.safetensors'"),
+    "and by its whole path": (listed("{}/../model.safetensors"), "model.safetensors'"),
     "a pickle": (pickled, "transformers"), "code": (with_code, ""),
     "no config": (lambda folder, _: os.remove(f"{folder}/config.json"), "config.json"),
     "cut off": (lambda folder, _: os.truncate(f"{folder}/model.safetensors", 1000), "")}

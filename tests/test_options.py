@@ -56,11 +56,11 @@ def test_refills():
         asked.append((purpose, list(numbers), list(slots)))
         scores = torch.tensor([[7.0, 7.0] if slot == 2 else [0.0, 1.0] for slot in slots]).flatten()
         n = len(scores)
-        return dict(tokens=torch.full((n, 5), 8), attention_mask=torch.ones(n, 5).bool(),
+        return dict(tokens=torch.full((n, 5), 8), response_mask=torch.ones(n, 5).bool(),
                     scores=scores, index=torch.arange(n), row=torch.tensor(
                         [i for i in numbers for _ in range(2)]))
 
-    batch = dict(tokens=torch.full((6, 4), 5), attention_mask=torch.ones(6, 4).bool(),
+    batch = dict(tokens=torch.full((6, 4), 5), response_mask=torch.ones(6, 4).bool(),
                  scores=torch.tensor([3.0, 3, 1, 2, 4, 4]), index=torch.arange(6),
                  row=torch.tensor([0, 0, 1, 1, 2, 2]))
     got, flat = refill(batch, torch.tensor([True, False, True]), lambda b: b["scores"], 2,
@@ -69,8 +69,8 @@ def test_refills():
                                                                  ("refill 1", [2])]
     assert asked[0][1][0] != 0 and asked[0][1][1] != 2 and flat.tolist() == [False, False, True]
     assert got["scores"].tolist() == [0, 1, 1, 2, 7, 7] and got["index"].tolist() == [*range(6)]
-    assert got["tokens"].tolist() == [[8] * 5] * 2 + [[0, 5, 5, 5, 5]] * 2 + [[8] * 5] * 2
-    assert got["attention_mask"][2].tolist() == [False, True, True, True, True]
+    assert got["tokens"].tolist() == [[8] * 5] * 2 + [[5, 5, 5, 5, 0]] * 2 + [[8] * 5] * 2
+    assert got["response_mask"][2].tolist() == [True, True, True, True, False]
     assert got["row"].tolist()[4:] == [asked[1][1][0]] * 2
 
 

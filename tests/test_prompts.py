@@ -7,8 +7,9 @@ import torch
 
 import parallel
 from errors import BadInput
-from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
-                     micro_batches, prompt_row, read_rows)
+from loss import masked_sum
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_demonstrations, encode_prompts,
+                     encode_rows, micro_batches, prompt_row, read_rows)
 from tiny import keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
@@ -27,6 +28,8 @@ def test_rows_of_a_file(tmp_path):
     ('{"prompt": "a"', ["line 2"]), ('["a"]', ["object"]), ('{"question": "a"}', ["question"]),
     ('{"prompt": ""}', ["empty"]), ('{"prompt": 7}', ["7"]), ('{"prompt": []}', ["empty"]),
     ('{"prompt": "\\ud800"}', ["UTF-8"]), ('{"prompt": "a", "answer": ["b"]}', ["'answer'"]),
+    ('{"prompt": "a", "answer": 1e400}', ["inf"]), ('{"prompt": "a", "answer": NaN}', ["nan"]),
+    ('{"prompt": "a", "answer": "caf\udce9"}', ["UTF-8"]),
     ('{"prompt": [{"role": "bot", "content": "a"}]}', ["bot", "assistant"]),
     ('{"prompt": [{"role": "user", "content": null}]}', ["content"]), ("caf\udce9", ["line 2"])])
 def test_a_bad_row_is_one_line_that_names_it(tmp_path, line, words):
@@ -53,9 +56,28 @@ def test_rows_that_are_too_long():
         encoded("drop", 1)
 
 
+def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
+    """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
+    tokenizer = SimpleNamespace(say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
+        [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
+
+    def encoded(*texts):
+        rows = Rows(dict(prompt=prompt, completion=text) for prompt, text in texts)
+        return encode_demonstrations(rows, "a", tokenizer, 4, "cut")
+
+    rows = encoded(("abc", "de"), ("abcd", "e"), ("a", "bcdef"), ("abcdef", ""), ("abc", ""))
+    assert [row["prompt"] for row in rows] == ["abc", "a", "abc"]
+    assert rows.ids[0] == ([*b"abcd"], [False] * 3 + [True])
+    said = capsys.readouterr().out
+    assert "4 of 5" in said and "2 of them" in said and rows.ids[2][0] == [*b"abc", 0]
+    with pytest.raises(BadInput, match="no row is left"):
+        encoded(("abcd", "e"), ("abcdefg", "h"))
+
+
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
-    tokenizer = SimpleNamespace(bos_ids=[1], encode_prompts=lambda texts: [
-        [1, *text.encode()] for text in texts])
+    tokenizer = SimpleNamespace(
+        bos_ids=[1], say_marks=lambda *_: None,
+        encode_prompts=lambda texts: [[1, *text.encode()] for text in texts])
     models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
     rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))
     encode_prompts(rows, "a", models, 5, keys_of_system(too_long="cut"))
@@ -96,25 +118,36 @@ def test_rows_are_dealt_like_cards(monkeypatch, ranks, size, most):
 
 
 def test_micro_batches_have_each_row_as_it_was():
-    """Of random rows with gaps in the response: own tokens from the first on, own columns."""
-    P, R, B = 7, 5, 23
-    drawn = torch.Generator().manual_seed(0)
-    prompts, responses = (torch.randint(1, most + 1, (B,), generator=drawn) for most in (P, R))
-    column = torch.arange(P + R)
-    mask = (column >= P - prompts[:, None]) & (column < P + responses[:, None])
-    sampled = mask[:, P:] & (torch.rand(B, R, generator=drawn) < 0.8)
-    batch = dict(tokens=torch.randint(0, 9, (B, P + R), generator=drawn), attention_mask=mask,
-                 response_mask=sampled, index=torch.arange(B),
-                 logprobs=torch.randn(B, R, generator=drawn))
+    """Of random rows with gaps in the response: the columns that the longest one of them uses."""
+    T, B, drawn = 12, 23, torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, T + 1, (B,), generator=drawn)
+    mask = torch.rand(B, T, generator=drawn) < 0.8
+    batch = dict(tokens=torch.randint(0, 9, (B, T), generator=drawn), index=torch.arange(B),
+                 response_mask=mask & (torch.arange(T) < lengths[:, None]), lengths=lengths,
+                 logprobs=torch.randn(B, T, generator=drawn), two=torch.randn(B, 2))
     seen, wanted = [], torch.tensor([4, 22, 0, *range(7, 20)])
     for mb in micro_batches(batch, wanted, 4):
-        for b, i in enumerate(mb["index"].tolist()):
-            seen.append(i)
-            p, r = int(prompts[i]), int(responses[i])
-            assert mb["tokens"][b, :p + r].tolist() == batch["tokens"][i][mask[i]].tolist()
-            targets = [False] * p + sampled[i, :r].tolist()
-            width = mb["tokens"].shape[1]
-            assert mb["target_mask"][b].tolist() == targets + [False] * (width - p - r)
-            assert torch.equal(mb["logprobs"][b, :r], batch["logprobs"][i, :r])
-        assert mb["tokens"].shape[1] == max(prompts[mb["index"]] + responses[mb["index"]])
+        rows, W = mb["index"], lengths[mb["index"]].max()
+        for name, x in mb.items():
+            of_row = batch[name][rows]
+            assert torch.equal(x, of_row[:, :W] if of_row.shape[1:] == (T,) else of_row), name
+        assert mb["response_mask"].sum() == batch["response_mask"][rows].sum()
+        seen += rows.tolist()
     assert sorted(seen) == sorted(wanted.tolist())
+
+
+def test_a_micro_batch_without_rows_adds_nothing(monkeypatch):
+    """A forward reads one text all the same; what is computed with it is 0, and in no row."""
+    batch = dict(tokens=torch.ones(1, 5, dtype=torch.int64), lengths=torch.tensor([5]),
+                 response_mask=torch.ones(1, 5).bool(), index=torch.arange(1),
+                 advantages=torch.ones(1, 5))
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(parallel, "rank_and_size", lambda rank=rank: (rank, 2))
+        parts += micro_batches(batch, batch["index"], 4)
+    first, empty = parts
+    assert first["tokens"].shape == (1, 5) and empty["tokens"].shape == (1, 2)
+    logprobs = torch.ones(empty["tokens"].shape, requires_grad=True)
+    loss = masked_sum(-empty["advantages"] * logprobs, empty["response_mask"])
+    loss.backward()
+    assert loss == 0 and not logprobs.grad.any() and len(empty["index"]) == 0

@@ -6,7 +6,7 @@ import torch
 
 from errors import BadInput
 from load import load
-from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows, format,
+from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows,
                      last_real, length, reward_terms, score_sequences, thinks)
 from tiny import keys_of_system, write
 
@@ -18,10 +18,13 @@ def batch_of(texts, answer=None, prompt="?"):
 
 
 DEEP = r"\frac{\sqrt{\frac{a^{2}}{b_{1}}}}{c}"
+MATRIX = "\\begin{pmatrix}\n1 & 2 \\\\\n3 & 4\n\\end{pmatrix}"
+OTHER = MATRIX.replace("3", "5")
 RIGHT = [  # answer, responses that are right, others that are wrong
     ("72", ["72", "72.0", "so\n\\boxed{72}", "<think>a</think>72", "#### 72", "<answer>72</answer>",
             "$72", "72.", "144/2", " 72 \n"], ["", "73", "72 or 73", "<think>72", "72\n73", "7 2"]),
     ("#### 1,234", ["1234", "1,234.0"], ["1.234", "12,34"]),
+    ("125", ["0125"], ["0,125", "1,25"]), ("1,2,3", ["1,2,3"], ["123"]), ("-1,234/2", ["-617"], []),
     ("\\boxed{\\frac{1}{2}}", ["\\boxed{\\frac{1}{2}}"], ["\\boxed{\\frac{1}{3}}"]),
     ("Paris", ["paris", "Paris."], ["Pari", ""]), ("-3/4", ["-0.75"], ["0.75", "-3/0"]),
     ("1e-05", ["0.00001", "1/100000", "1E-5"], ["1e5", "0.0001", "1e", "e-05"]),
@@ -29,6 +32,27 @@ RIGHT = [  # answer, responses that are right, others that are wrong
             rf"\boxed{{5}}, no: \fbox{{{DEEP}}} \boxed{{5"], [r"\boxed{5}"]),
     (r"\{1\}", [r"so \boxed{\{1\}}!", r"\boxed{ \boxed {\{1\}} }"], [r"\boxed{\{1\}",
                                                                     r"\boxed{}"]),
+    ("0.5", [".5", "$.50", "so\n.5", r"\boxed{.5}", "50e-2", "+.5."], [
+        "5", "50", "-.5", ".05", "..5"]),
+    ("5", ["$5", "5.", "5 .", "+5"], [".5", "-5", "- 5"]),
+    ("-0.50", ["-.5", "-$.50", "$-.5", "\u2212.5", "- 1/2"], [".5"]),
+    ("7/2", ["3 1/2", "3.5", "3  1 / 2"], ["31/2", "3 1", "-3 1/2"]),
+    ("-3 1/2", ["-3.5", "-7/2"], ["-5/2", "-2.5"]), ("31/2", ["15.5", "15 1/2"], ["3 1/2"]),
+    # letters that look the same, and what nobody sees
+    ("S\u00e3o Paulo", ["Sa\u0303o Paulo", "SA\u0303O\xa0PAULO.", "\u2060S\u00e3o Paulo"],
+     ["Sao Paulo"]),
+    ("42", ["42\u200b", "\ufeff42", "4\xad2", "\u200e42\u200f", "\u202a42\u202c"], ["4\u200b 2"]),
+    # several lines: all of a box, of a tag, of the row's answer; of bare text as many
+    (MATRIX, [rf"so \boxed{{{MATRIX}}}", f"<answer>\n{MATRIX}\n</answer>", f"it is\n\n{MATRIX}",
+              f"#### {MATRIX}", MATRIX.replace("\n", " ")], [
+        rf"\boxed{{{OTHER}}}", f"<answer>{OTHER}</answer>", f"it is\n{OTHER}", f"#### {OTHER}",
+        r"\boxed{\end{pmatrix}}", r"\end{pmatrix}", r"\begin{pmatrix}"]),
+    (rf"so \boxed{{{MATRIX}}}", [rf"\boxed{{{MATRIX}}}"], [rf"\boxed{{{OTHER}}}"]),
+    (f"so\n#### {MATRIX}", [rf"\boxed{{{MATRIX}}}"], [rf"\boxed{{{OTHER}}}"]),
+    ("1 2\n3 4", ["<answer>1 2\n3 4</answer>", "\\boxed{\n1 2\n3 4\n}", "grid:\n1 2\n\n3 4\n"], [
+        "3 4", "<answer>3 4</answer>", "\\boxed{5 6\n3 4}", "3 4\n1 2"]),
+    ("5", ["<answer>\n5\n</answer>", "\\boxed{\n5}", "#### \n5\nDone."], ["\\boxed{4\n5}",
+                                                                    "<answer>4\n5</answer>"]),
     ("12345", [r"12,\!345", r"12{,}345", r"12\,345", r"\boxed{1.2345e4}"], [r"12\,34\,5"])]
 
 
@@ -47,6 +71,8 @@ FORMATS = {
 
 
 def test_format_and_thinks():
+    from grading.forms import format
+
     for score, texts in FORMATS.items():
         assert format(batch_of(texts)).tolist() == [score] * len(texts)
     assert thinks(batch_of(["<think></think>", "</think><think>", "<think>"])).tolist() == [1, 0, 0]
@@ -70,6 +96,17 @@ def test_the_key_reward_functions(tmp_path):
         check_rows(reward_terms("accuracy"), [dict(answer="a"), dict(prompt="b")], "f.jsonl")
 
 
+@pytest.mark.parametrize("answer", ["", " \n", "so\n####", "#### \n", r"\boxed{}", "<think>5", ".",
+                                    "<answer> </answer>", "$$", "\u200b"])
+@pytest.mark.parametrize("reward", ["accuracy", "0.5*math"])
+def test_an_answer_that_nothing_can_equal(answer, reward, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # math-verify
+    with pytest.raises(BadInput, match="f.jsonl, row 2: .*could equal"):
+        check_rows(reward_terms(reward), [dict(answer="a"), dict(answer=answer)], "f.jsonl")
+    check_rows(reward_terms(reward), [dict(answer=x) for x in ("-", "0", "?", "nan")], "f.jsonl")
+    check_rows(reward_terms("format"), [dict(answer=answer)], "f.jsonl")  # nobody asks for it
+
+
 def test_the_sum_of_rewards():
     """What does not apply adds nothing; where nothing of a weight applies there is no score."""
     terms = [(2.0, "a", len), (-1.0, "b", len), (0.0, "c", len)]
@@ -80,10 +117,10 @@ def test_the_sum_of_rewards():
 
 
 def test_equal_texts_have_equal_scores():
-    """Only of one slot: equal prompts may have other answers. The mask decides, not the ids."""
+    """Only of one slot: equal prompts may have other answers. The length decides, not the ids."""
     tokens = torch.tensor([[1, 2], [1, 2], [1, 3], [1, 2], [1, 2]])
     batch = dict(tokens=tokens, slot=torch.tensor([0, 0, 0, 1, 0]),
-                 attention_mask=torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [1, 0]]).bool())
+                 lengths=torch.tensor([2, 2, 2, 2, 1]))
     scores = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
     assert torch.equal(alike_for_equal_texts(scores, batch), scores[[0, 0, 2, 3, 4]])
 

@@ -7,7 +7,7 @@ import transformers
 
 from errors import BadInput
 from load import load
-from rollout import draw, generate, response_uniforms
+from rollout import as_batch, decode, draw, response_uniforms
 from tiny import PAD, keys_of_system
 
 PROMPTS = [[97], [97, 98, 99], [97, 98, 99], [100] * 9, [256, 120], [98]]
@@ -38,24 +38,27 @@ def by_loop(theirs, prompt, uniforms, temperature, ends, strings, vocab_size=260
     ("policy", 0.7, [], 0), ("tied", 1.3, [], 2), ("policy", 1.0, ["ab", "x"], 3),
     ("tied", 0, [], 0)])
 @torch.no_grad()
-def test_generate_is_the_loop_of_the_header(world, folder, temperature, strings, batch_size):
-    """Unequal prompts, one of them twice, rows that end one by one, and parts of the batch."""
+def test_decode_is_the_loop_of_the_header(world, folder, temperature, strings, batch_size):
+    """
+    Unequal prompts, one of them twice, rows that end one by one, and parts of the batch. Each
+    number stands in its token's column, from column 0 on; for a longest prompt of 11 tokens.
+    """
     path, R = getattr(world, folder), 12
     system = keys_of_system(dtype="float64", stop_strings=str(strings) if strings else "")
     policy = load(path, "policy", system, torch.device("cpu"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     prompts = PROMPTS * 3
     u = uniforms(len(prompts), R)
-    out = generate(policy, prompts, R, temperature, u, batch_size=batch_size)
+    out = as_batch(prompts, *decode(policy, prompts, u, temperature, at_once=batch_size), 11, PAD)
     lengths = set()
     for row, prompt in enumerate(prompts):
         said, logprobs, finished = by_loop(theirs, prompt, u[row], temperature, (257, 258), strings)
-        n, before = len(said), 9 - len(prompt)
-        assert out["tokens"][row].tolist() == [PAD] * before + prompt + said + [PAD] * (R - n)
-        assert out["response_mask"][row].tolist() == [t < n for t in range(R)]
-        assert out["attention_mask"][row].tolist() == [before <= t < 9 + n for t in range(9 + R)]
-        assert out["sampler_logprobs"][row, :n].tolist() == pytest.approx(logprobs, abs=1e-12)
-        assert not out["sampler_logprobs"][row, n:].any()
+        p, n = len(prompt), len(said)
+        assert out["tokens"][row].tolist() == prompt + said + [PAD] * (11 + R - p - n)
+        assert (out["begins"][row], out["lengths"][row]) == (p, p + n)
+        assert out["response_mask"][row].tolist() == [p <= t < p + n for t in range(11 + R)]
+        assert out["sampler_logprobs"][row].tolist() == pytest.approx(
+            [0] * p + logprobs + [0] * (11 + R - p - n), abs=1e-12)
         assert out["finished"][row].item() == finished
         lengths.add(n)
     assert len(lengths) > 3 or temperature == 0
@@ -79,8 +82,8 @@ def test_bad_prompts_are_one_line(world, prompts):
     """An empty one; and one that leaves less than 3 tokens of a context of 64."""
     policy = load(world.policy, "policy", keys_of_system(), torch.device("cpu"))
     with pytest.raises(BadInput):
-        generate(policy, prompts, 3)
-    assert generate(policy, [[98] * 61], 3)["tokens"].shape == (1, 64)  # just fits
+        decode(policy, prompts, uniforms(len(prompts), 3))
+    assert decode(policy, [[98] * 61], uniforms(1, 3))[0].shape == (1, 3)  # just fits
 
 
 def test_uniforms_are_uniform_and_a_response_has_its_own():

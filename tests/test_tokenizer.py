@@ -2,12 +2,14 @@
 tokenizer.py: the toy's ids by hand; chats against transformers' apply_chat_template; a tokenizer in
 SentencePiece's manner; and text that spells a special token.
 """
+import json
 from functools import partial
 from itertools import groupby
 
 import pytest
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
+                        processors, trainers)
 
 from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput
@@ -123,6 +125,40 @@ def blanks(tmp_path_factory):
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>",
         eos_token="</s>").save_pretrained(folder)
     return load_tokenizer(str(folder), keys_of_system())
+
+
+BACKENDS = {  # pre-tokenizer, decoder: they write a blank in front of a text
+    "ByteLevel": (pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
+    "no words": (pre_tokenizers.ByteLevel(use_regex=False), decoders.ByteLevel()),
+    "words before": (pre_tokenizers.Sequence([
+        pre_tokenizers.ByteLevel(), pre_tokenizers.Split(" ", "isolated")]), decoders.ByteLevel()),
+    # by tokenizer_config.json
+    "GPT2Tokenizer": (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_byte_level_that_writes_a_blank(tmp_path, name):
+    """By its default: "a" and "b" are learned as "ab" all the same, and decoded so."""
+    pre, decoder = BACKENDS[name]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre, decoder
+    backend.train_from_iterator(["what is it? it is so", "ab a b !! !?"] * 3, trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    backend.save(f"{tmp_path}/tokenizer.json")
+    settings = dict(eos_token="<end>", tokenizer_class="PreTrainedTokenizerFast")
+    if name == "GPT2Tokenizer":
+        settings |= dict(tokenizer_class=name, add_prefix_space=True)
+    write(tmp_path / "tokenizer_config.json", json.dumps(settings))
+    t = load_tokenizer(str(tmp_path), keys_of_system())
+    assert t.adds_blank and t.text_of(t.encode_texts(["a"])[0]) == " a"
+    for prompt in ("a", "a ", "what?", "\n"):
+        for text in ("b", " b", "  b", "!", "\n b", "12", "\u00e9", "b ", "", "it is so", "\t"):
+            ids, trained = t.encode_learned(prompt, text)
+            start = trained.index(True)
+            assert ids[:start] == t.encode_prompts([prompt])[0] and all(trained[start:])
+            assert t.text_of(ids[:-1]).removeprefix(" ") == (prompt + text).removeprefix(" ")
+            assert t.decode_response(ids[start:], prompt) == text
 
 
 @pytest.mark.parametrize("text", ["it is", " it", "so", "  x", "é\n"])

@@ -29,6 +29,8 @@ MARKERS, EOS, PAD, VOCABULARY = ["<think>", "</think>"], 258, 259, 264
 ENDS = [257, EOS]  # generation_config.json names a second token that ends a response
 PROMPTS = ["a", "abc", "yes: ", "<think>", "dddd", "b c", "xyzzy!", "ab</think>cd", "z", "cab",
            "12", "é"]
+# <think> alone is no answer
+ANSWERS = {prompt: PROMPTS[5 * i % 12].strip("<>") for i, prompt in enumerate(PROMPTS)}
 RULES = """
 import os
 
@@ -145,7 +147,7 @@ def build(folder):
     for i, prompt in enumerate(PROMPTS):
         right, wrong = PROMPTS[5 * i % 12], PROMPTS[(7 * i + 3) % 12] * (1 + i % 2)
         more = dict(margin=i / 5, confidence=0.5 + i / 40) if i % 3 else {}
-        kinds["rl"].append(dict(prompt=prompt, answer=right))
+        kinds["rl"].append(dict(prompt=prompt, answer=ANSWERS[prompt]))
         kinds["sft"].append(dict(prompt=prompt, completion=right * (1 + i % 2)))
         kinds["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong) | more)
     kinds["pairs"].append(dict(prompt="tie", chosen="ab", rejected="ab"))
@@ -172,6 +174,16 @@ def keys_of(world, script, **changed):
            "rm.py": dict(init_from=world.policy, train_path=world.pairs_train,
                          val_path=world.pairs_val, demonstrations_path=world.sft_val)}
     return keys | own[script] | changed
+
+
+def answer(policy, prompts, R, uniforms=None, **how):
+    """The batch of responses of up to R tokens to these prompts. how: see rollout.decode."""
+    from rollout import as_batch, decode, response_uniforms
+
+    if uniforms is None:
+        uniforms = response_uniforms(0, "generate", 0, range(len(prompts)), R)
+    found = decode(policy, prompts, uniforms, **how)
+    return as_batch(prompts, *found, max(map(len, prompts)), policy.tokenizer.pad_id)
 
 
 def typed(keys):

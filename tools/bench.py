@@ -11,9 +11,15 @@ python tools/bench.py --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_
     --dtype=bfloat16
 
 First sampling, in turns with transformers' own generate on the same weights and prompts, and with
---compile=True also by compiled steps; then a training step, and what takes its time; then runs of
-ppo.py and grpo.py, with the seconds of each phase. Figures are medians.
+--compile=True also by compiled steps; then, if --work names it, a training step; then runs of
+ppo.py and grpo.py, with the seconds of each phase. Figures are medians. Of sampling and of the
+training step it also prints the operations that take longest.
+
+A share is that of the limit, the seconds that this machine needs at the least: for the products of
+matrices, as torch counts their operations, at the speed of one large product; of sampling, for the
+bytes that it must read at the speed of a copy, if that takes longer.
 """
+import functools
 import itertools
 import json
 import math
@@ -34,9 +40,9 @@ from configurator import configure  # noqa: E402  first: it must be imported bef
 import torch  # noqa: E402
 
 from errors import BadInput, Stop  # noqa: E402
-from load import auto_class, autocast, dtypes, load  # noqa: E402
+from load import auto_class, autocast, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
-from rollout import decoding_copy, generate  # noqa: E402
+from rollout import decode, decoding_copy, response_uniforms  # noqa: E402
 from run import make_optimizer  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -127,7 +133,7 @@ def sampling(folder, system, B, P, longest, repeats):
     """
     {"quartet", "compiled" (with the key compile) or "transformers": [(seconds, tokens), ...]}: how
     long each takes to answer B random prompts of P tokens, `repeats` times, in turns, so that a
-    slow moment hits all. And the bytes that a step must read: weights, and keys and values.
+    slow moment hits all. And a function that lets quartet do it once more.
     """
     device = choose_device(system.device_type)
     plain = SimpleNamespace(**vars(system) | dict(compile=False))  # the layers train nothing here
@@ -136,8 +142,9 @@ def sampling(folder, system, B, P, longest, repeats):
     prompts = torch.randint(0, eos, (B, P), generator=torch.Generator().manual_seed(0)).to(device)
 
     def quartet(decoder, graphs=system.cuda_graphs and device.type == "cuda"):
-        sampled = generate(decoder, prompts.tolist(), longest, graphs=graphs)
-        return sampled["response_mask"].sum().item()
+        uniforms = response_uniforms(0, "bench", 0, range(B), longest)
+        _, _, lengths, _ = decode(decoder, prompts.tolist(), uniforms, graphs=graphs)
+        return lengths.sum().item()
 
     def compiled(decoder):
         return quartet(decoder, "compiled")
@@ -152,29 +159,24 @@ def sampling(folder, system, B, P, longest, repeats):
                                   generation_config=settings)[:, P:]
         return (out != pad).sum().item()  # padding follows the EOS, and is never sampled
 
-    runners = (quartet, *((compiled,) if system.compile else ()), transformers)
-    took = {run.__name__: [] for run in runners}
-    for i, run in itertools.product(range(repeats + 1), runners):
+    def timed(run):
         began = time.perf_counter()
         with torch.no_grad(), autocast(system, device), decoding_copy(
                 policy, system, device) as decoder:
             tokens = run(decoder)  # an int: the device has finished
-            table = decoder.hf.get_input_embeddings().weight  # a step reads few of its rows
-            size = sum(p.nbytes for p in decoder.parameters() if p is not table)
+        return time.perf_counter() - began, tokens
+
+    runners = (quartet, *((compiled,) if system.compile else ()), transformers)
+    took = {run.__name__: [] for run in runners}
+    for i, run in itertools.product(range(repeats + 1), runners):
+        pair = timed(run)
         if i > 0:  # the first run is the warm-up
-            took[run.__name__].append((time.perf_counter() - began, tokens))
-    c, width = policy.config, dtypes(system)[1] or policy.hf.dtype
-    heads = 2 * c.num_hidden_layers * c.num_key_value_heads * c.hidden_size // c.num_attention_heads
-    return took, size + B * (P + longest // 2) * heads * width.itemsize
+            took[run.__name__].append(pair)
+    return took, lambda: timed(quartet)
 
 
 def update(folder, system, b, T, repeats):
-    """
-    A training step of b rows with T tokens: its median seconds, the floating-point operations of
-    its products with weights, and the ten kernels that take longest, [(seconds, name)].
-    """
-    from torch.profiler import profile
-
+    """Median seconds of a training step of b rows with T tokens, and a function that does one."""
     device, drawn = choose_device(system.device_type), torch.Generator().manual_seed(0)
     policy = load(os.path.join(folder, "policy"), "policy", system, device, trained=True)
     optimizer = make_optimizer(policy, "policy", system, 1e-12, (0.9, 0.95), 1e-8)
@@ -191,28 +193,101 @@ def update(folder, system, b, T, repeats):
         found[0][0].item()  # waits for the device
         return time.perf_counter() - began
 
-    seconds = [step() for _ in range(repeats + 1)][1:]  # the first one warms up
+    return statistics.median([step() for _ in range(repeats + 1)][1:]), step  # the first warms up
+
+
+def print_longest(work, device):
+    """The ten operations that take longest in a call of `work`, with their calls."""
+    from torch.profiler import profile
+
     with profile() as seen:
-        step()
+        work()
     kind = "device" if device.type == "cuda" else "cpu"
-    took = [(getattr(event, f"self_{kind}_time_total") / 1e6, event.key)
+    took = [(getattr(event, f"self_{kind}_time_total") / 1000, event.count, event.key)
             for event in seen.key_averages()  # not what launches a kernel: it has the same time
             if event.device_type.name.lower() == device.type]
-    weights = sum(p.numel() for p in policy.parameters())
-    weights -= policy.hf.get_input_embeddings().weight.numel()
-    return statistics.median(seconds), 6 * weights * b * T, sorted(took, reverse=True)[:10]
+    for milliseconds, count, name in sorted(took, reverse=True)[:10]:
+        print(f"    {milliseconds:.2f} ms in {count} {name[:80]}", flush=True)
 
 
-def bandwidth(device):
-    """Bytes a second that the device reads and writes in a copy."""
-    a, seconds = torch.ones(2**28 if device.type == "cuda" else 2**22, device=device), []
+# -------------------------------------------------------------------------------------------------
+# limits
+
+# of an iteration: how often all texts go through a trunk, and all response tokens through the head
+# of a language model; a backward pass counts twice. In PPO policy, reference, value and reward
+# model read, and four epochs train two models; in GRPO the reference reads
+PASSES = dict(ppo=dict(score=(4, 2), update=(4 * 3 * 2, 4 * 3)),
+              grpo=dict(score=(1, 1), update=(3, 3)), update=dict(update=(3, 3)), sampling={})
+
+
+def work_of(script, folder, B, P, R, longest, samples=1):
+    """
+    {phase: (FLOP, numbers)} of an iteration of ppo.py or grpo.py with the keys that `iterations`
+    has; of `update`: a training step; of `sampling`: the rollout alone. FLOP: of products of
+    matrices. numbers: how many a rollout's steps must read, of weights, and of keys and values so
+    far; elsewhere 0. B responses, of R tokens on average and `longest` at most, to prompts of P
+    tokens, `samples` of them to a prompt.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModel
+
+    c = AutoConfig.from_pretrained(os.path.join(folder, "policy"))
+    head = c.hidden_size * c.vocab_size  # weights, as many as the embeddings have
+    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.hidden_size // c.num_attention_heads
+    with FakeTensorMode(), torch.no_grad():  # tensors without memory: nothing is computed
+        trunk = AutoModel.from_config(c, attn_implementation="eager")  # the counter sees all of it
+        weights = sum(p.numel() for p in trunk.parameters())
+
+        def flop(T):
+            with FlopCounterMode(display=False) as counter:
+                trunk(torch.zeros(1, round(T), dtype=torch.int64), use_cache=False)
+            return counter.get_total_flops()
+
+        prompt, text = flop(P), flop(P + R)
+    decoding = B * (prompt / samples + text - prompt + R * 2 * head)
+    work = dict(rollout=(decoding, longest * weights + B * R * (P + R / 2) * kv))
+    work |= {phase: (B * (trunks * text + heads * R * 2 * head), 0)
+             for phase, (trunks, heads) in PASSES[script].items()}
+    return {"update": work["update"]} if script == "update" else work
+
+
+def limits(work, longest, system):
+    """{phase: the least seconds on this device} of what `work_of` gives, and their sum."""
+    device, dtype = choose_device(system.device_type), getattr(torch, system.dtype)
+    least = {}
+    for phase, (flop, numbers) in work.items():
+        nbytes = numbers * dtype.itemsize
+        least[phase] = flop / products(device, dtype)
+        if nbytes:
+            least[phase] = max(least[phase], nbytes / bandwidth(device, nbytes / longest))
+    return least | dict(iteration=sum(least.values()))
+
+
+@functools.cache
+def products(device, dtype):
+    """Floating-point operations a second of the device in a product of two large matrices."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    return 2 * n**3 / fastest(lambda: a @ b)
+
+
+def bandwidth(device, nbytes):
+    """Bytes a second that the device reads and writes in a copy that touches `nbytes`."""
+    a, b = torch.ones(2, max(round(nbytes / 2), 1), dtype=torch.uint8, device=device)
+    return 2 * a.nbytes / fastest(lambda: b.copy_(a))
+
+
+def fastest(work):
+    """The least seconds that a call of `work`, which gives a tensor, takes on its device."""
+    seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        for _ in range(10):
-            b = a.clone()
-        b[0].item()  # waits for the device
-        seconds.append(time.perf_counter() - began)
-    return 20 * a.nbytes / min(seconds)
+        for _ in range(5):
+            out = work()
+        out.flatten()[0].item()  # waits for the device
+        seconds.append((time.perf_counter() - began) / 5)
+    return min(seconds)
 
 
 def iterations(script, folder, keys):
@@ -256,42 +331,51 @@ if __name__ == "__main__":
                        "must be a multiple of the next, d_model an even one")
     if not all("=" in pair for pair in run_keys.split(",") if pair):
         raise BadInput(f"run_keys = {run_keys!r}: wanted key=value, with commas between several")
-    print(f"{choose_device(system.device_type).type}, {torch.get_num_threads()} CPU threads, torch "
-          f"{torch.__version__}; {batch_size} responses of up to {max_new_tokens} tokens to "
-          f"prompts of {prompt_length}")
+    device = choose_device(system.device_type)
+    speed = products(device, getattr(torch, system.dtype))
+    print(f"{device.type}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}, "
+          f"{speed / 1e12:.3g} TFLOP/s in a large product; {batch_size} responses of up to "
+          f"{max_new_tokens} tokens to prompts of {prompt_length}")
+
+    def share(needs, phase, seconds):
+        return f" ({limits(needs, max_new_tokens, system)[phase] / seconds:.0%})"
+
     with tempfile.TemporaryDirectory() as folder:
         sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
                      num_hidden_layers=n_layer, num_attention_heads=n_head,
                      num_key_value_heads=n_kv_head)
         make_models(folder, sizes, prompt_length, max_new_tokens,
                     2 / max_new_tokens if lengths == "real" else 0.0, system, "ppo" in work)
+        P, R = prompt_length, max_new_tokens
         if "sampling" in work:
-            took, size = sampling(
-                folder, system, batch_size, prompt_length, max_new_tokens, repeats)
+            took, again = sampling(folder, system, batch_size, P, R, repeats)
             for name, runs in took.items():
-                seconds = statistics.median(s for s, _ in runs)
-                print(f"  {name}: {seconds:.3f} s, "
-                      f"{statistics.median(n / s for s, n in runs):.0f} tokens/s", flush=True)
-                if lengths == "full":
-                    step = seconds / max_new_tokens
-                    print(f"    {1000 * step:.3f} ms a step, {size / step / 1e9:.0f} GB/s; a copy "
-                          f"has {bandwidth(choose_device(system.device_type)) / 1e9:.0f}")
+                seconds, tokens = map(statistics.median, zip(*runs, strict=True))
+                needs = work_of("sampling", folder, batch_size, P, tokens / batch_size, R)
+                read = needs["rollout"][1] * getattr(torch, system.dtype).itemsize
+                print(f"  {name}: {seconds:.3f} s{share(needs, 'rollout', seconds)}, "
+                      f"{tokens / seconds:.0f} tokens/s, {1000 * seconds / R:.2f} ms a step, "
+                      f"{read / seconds / 1e9:.0f} GB/s", flush=True)
+            print_longest(again, device)
         if "update" in work:
-            seconds, flops, longest = update(
-                folder, system, micro_batch_size, prompt_length + max_new_tokens, repeats)
-            print(f"  update: {seconds:.3f} s, {flops / seconds / 1e12:.2f} TFLOP/s in products "
-                  "with weights")
-            for took, name in longest:
-                print(f"    {1000 * took:.2f} ms {name[:80]}", flush=True)
+            seconds, again = update(folder, system, micro_batch_size, P + R, repeats)
+            # each token behind the first one is a target
+            needs = work_of("update", folder, micro_batch_size, 1, P + R - 1, R)
+            print(f"  update: {seconds:.3f} s{share(needs, 'update', seconds)}, "
+                  f"{needs['update'][0] / seconds / 1e12:.2f} TFLOP/s", flush=True)
+            print_longest(again, device)
         for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
-                        max_new_tokens=max_new_tokens, max_iters=repeats + 1, dtype=system.dtype,
-                        device_type=system.device_type)
+                        max_new_tokens=R, max_iters=repeats + 1, dtype=system.dtype,
+                        device_type=system.device_type, compile=system.compile)
             keys |= dict(group_size=4) if script == "grpo" else {}
             keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
             records = iterations(script, folder, keys)
-            seconds = [f"{phase} {statistics.median(r[f'time/{phase}'] for r in records):.3f} s"
-                       for phase in ("rollout", "score", "update", "iteration")]
             length = statistics.mean(r["objective/length"] for r in records)
-            print(f"  {script}.py: {', '.join(seconds)}; {length:.0f} tokens a response, "
+            needs = work_of(script, folder, batch_size, P, length, R, keys.get("group_size", 1))
+            seconds = {phase: statistics.median(r[f"time/{phase}"] for r in records)
+                       for phase in ("rollout", "score", "update", "iteration")}
+            phases = [f"{phase} {took:.3f} s{share(needs, phase, took)}"
+                      for phase, took in seconds.items()]
+            print(f"  {script}.py: {', '.join(phases)}; {length:.0f} tokens a response, "
                   f"peak {max(r['mem/peak_mib'] for r in records):.0f} MiB", flush=True)

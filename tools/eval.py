@@ -10,7 +10,8 @@ Each prompt is answered once greedily, and `samples` times at the temperature. I
 and leaves OUT.json, the table with all its digits, and OUT.jsonl, a line for each response. With
 several policies the first one is compared with each other one. Keys that you do not type, such as
 prompts_path, temperature, environment and reward_functions, are those of the policies' runs (of
-several runs, the first that sets the key): so an evaluation is that of the training.
+several runs, the first that sets the key): so an evaluation is that of the training. Rewards of
+your own, an environment and tools are Python files: with those of a run it takes --trust_code=True.
 """
 import os
 import sys
@@ -52,6 +53,7 @@ reward_path = ""  # a reward model, where reward_functions names reward_model
 right_by = "accuracy"  # a response is right where this reward is 1, such as code
 by = ""  # a field of the rows, such as task: the figures for each of its values, too
 micro_batch_size = 16  # responses that reward model and judge read at once [>= 1]
+trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, system = configure(globals(), "config/keys.py",
                            argv=as_in_run(sys.argv[1:], "policies", policies, ASKED | JUDGED))
 # -------------------------------------------------------------------------------------------------

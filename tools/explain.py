@@ -9,7 +9,8 @@ Nothing is computed by a copy of the algorithm. The tool runs ppo.py or grpo.py 
 iteration, from the run's last checkpoint and with the run's keys, and looks at the variables that
 the script then has. The prompt takes the first place of the iteration's batch; the others are the
 run's own. At the end the script goes over the batch once more without taking a step: its numbers
-are then the loss as one more step would see it. All this happens in a temporary folder.
+are then the loss as one more step would see it. All this happens in a temporary folder. Rewards of
+your own, an environment and tools of the run are Python files: then it takes --trust_code=True.
 
     policy, ref, new      log-probs of the token: as sampled, by the reference, after the update
     KL, reward            policy - ref, if it is k1; -kl_coef * KL, at the end with the score
@@ -41,10 +42,10 @@ import ranks  # noqa: E402
 import rewards  # noqa: E402
 import rollout  # noqa: E402
 from checkpoint import find_checkpoint  # noqa: E402
-from errors import BadInput  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
 from gae import compute_gae  # noqa: E402
 from run import Run  # noqa: E402
-from tools.runs import response_of  # noqa: E402
+from tools.runs import refuse_code, response_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has a checkpoint
@@ -52,6 +53,7 @@ prompt = "123+456="  # the policy answers it
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
 out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
+trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, _ = configure(globals())
 # -------------------------------------------------------------------------------------------------
 # the run: its script, its keys, its last checkpoint
@@ -63,6 +65,7 @@ if "cliprange" not in keys:
                    "that has saved one")
 if keys["roles"] or keys["staleness"]:
     raise BadInput(f"{run} has roles or staleness: its batches are sampled ahead of the update")
+refuse_code(keys, f"{checkpoint}/config.json", trust_code)
 token_ids, _, iteration = keys.pop("token_ids"), keys.pop("script", ""), state["iteration"]
 script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
 steps = keys[passes]  # so many passes train; one more looks
@@ -154,7 +157,7 @@ texts = rollout.texts_of({name: x[:group] for name, x in batch.items()}, names["
                          tokenizer)
 said = [response_of(dict(text=text) | ({"messages": texts["dialogues"][i]} if "dialogues" in texts
                                        else {})) for i, text in enumerate(texts["completions"])]
-tensors = dict(policy=batch["old_logprobs"])  # column -> (B, R)
+tensors = dict(policy=batch["old_logprobs"])  # column -> (B, T)
 if "ref_logprobs" in batch:
     tensors["ref"] = batch["ref_logprobs"]
     tensors["KL"] = loss.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
@@ -166,7 +169,7 @@ if script == "ppo":
                     white=batch["advantages"], ret=batch["returns"])
 else:
     tensors["advantage"] = batch["advantages"]
-ids = batch["tokens"][0, -mask.shape[1]:][mask[0]].tolist()
+ids = batch["tokens"][0][mask[0]].tolist()
 columns = {"#": list(range(1, len(ids) + 1)),
            "token": ["EOS" if i in tokenizer.eos_ids else ascii(tokenizer.decode([i]))
                      for i in ids]}
@@ -198,8 +201,8 @@ def print_table(columns):
 score = batch["scores"][0].item()
 parts = [f"{weight:g} * {name} {cell(batch[f'reward/{name}'][0].item())}"
          for weight, name, _ in names["terms"]]
-print(f"one response of {run}: iteration {iteration} of {script}.py, from "
-      f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {said[0]!r}")
+print(visible(f"one response of {run}: iteration {iteration} of {script}.py, from "
+              f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {said[0]!r}"))
 print(f"score     {cell(score)} = {' + '.join(parts)}"
       + ("" if batch["finished"][0] else "; cut off at max_new_tokens"))
 print(f"shaped    {cell(names['scores'][0].item())}, the score after penalties\n")
@@ -265,4 +268,4 @@ if out:
     figure.tight_layout()
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     figure.savefig(out, dpi=110)
-    print(f"\nsaved {out}")
+    print(visible(f"\nsaved {out}"))

@@ -251,9 +251,8 @@ def step_through(models, made, system, n, distinct, b, P, R, tracker):
     if n:
         with torch.no_grad(), precision, decoding_copy(models["policy"], system, CPU) as decoder:
             decode(decoder, n, distinct, P, R, temperature, tracker, peaks)
-    tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, R, dtype=torch.bool)
-    target_mask = torch.cat([torch.zeros(b, P, dtype=torch.bool), mask], 1)  # (b, T)
-    mb = dict(tokens=tokens, target_mask=target_mask, response_mask=mask)
+    tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, P + R).bool()  # (b, W)
+    mb = dict(tokens=tokens, response_mask=mask)
     tracker.chosen = b * R
 
     def read(name, model):

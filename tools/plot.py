@@ -25,7 +25,7 @@ import textwrap
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, read_json  # noqa: E402
-from errors import BadInput  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
 from tools.runs import read_records, response_of, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -133,10 +133,10 @@ def page_of(wanted):
         curves = {metric: points(logs[name], metric) for metric in wanted}
         files = [os.path.join(folder, f"{kind}.jsonl") for kind in ("samples", "rollouts")]
         samples = [one | dict(trained="rollouts" in file, text=response_of(one))
-                   for file in files if os.path.exists(file) for one in read_records(file)]
+                   for file in files if os.path.isfile(file) for one in read_records(file)]
         file = os.path.join(folder, "config.json")
         pages.append(dict(name=name, samples=samples,
-                          config=read_json(file) if os.path.exists(file) else {},
+                          config=read_json(file) if os.path.isfile(file) else {},
                           curves={metric: curve for metric, curve in curves.items() if curve}))
     # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
     # sample can end the script or begin a tag. JSON reads \u003c as the same character.
@@ -175,8 +175,8 @@ if out.endswith(".html"):
     text = page_of(choose(metrics) or logged)
     with open(out, "w", encoding="utf-8") as f:
         f.write(text)
-    print(f"saved {out}; open it in a browser")
+    print(visible(f"saved {out}; open it in a browser"))
 elif out:
     titles = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
     draw([(metric, (metric,)) for metric in choose(metrics)] or titles)
-    print(f"saved {out} (thick: held-out prompts, thin: training batches)")
+    print(visible(f"saved {out} (thick: held-out prompts, thin: training batches)"))

@@ -7,8 +7,8 @@ import math
 import os
 from statistics import fmean
 
-from configurator import read_json
-from errors import BadInput
+from configurator import from_home, read_json
+from errors import BadInput, visible
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
@@ -31,32 +31,55 @@ def as_in_run(argv, key, default, keys):
     A tool's arguments argv, behind those of the runs that have made its policies: so a key that is
     not typed is as it was in training. key: the tool's key that has the policies, out_dir/policy,
     with commas between several; default: its default. keys: {key of the tool: of the run}. Of
-    several runs the first one that sets a key counts.
+    several runs the first one that sets a key counts. Raises BadInput, see refuse_code.
     """
     typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
-    taken = {}
-    for path in typed.get(key, default).split(","):
+    taken, empty = {}, {}
+    for path in from_home(typed.get(key, default)).split(","):
         file = os.path.join(os.path.dirname(os.path.realpath(path.strip())), "config.json")
         try:
             run = read_json(file) if os.path.isfile(file) else {}
         except ValueError as e:
             raise BadInput(f"{file} is damaged ({e}); type another --{key}") from e
         if "out_dir" in run:  # else it is not of a run
-            taken = {name: run[theirs] for name, theirs in keys.items() if run.get(theirs)} | taken
+            known = {name: run[theirs] for name, theirs in keys.items() if theirs in run}
+            new = {name: x for name, x in known.items() if x != "" and name not in typed | taken}
+            refuse_code(new, file, typed.get("trust_code") == "True")
+            taken |= new
+            empty |= {name: x for name, x in known.items() if x == ""}
+    taken = empty | taken  # empty in all runs: as for eval_path, the tool's default is not theirs
     asked = taken | typed
     if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none
         taken.pop("max_turns", None)  # it would have no effect
-    return [f"--{name}={value}" for name, value in taken.items() if name not in typed] + argv
+    return [f"--{name}={value}" for name, value in taken.items()] + argv
+
+
+def refuse_code(keys, file, trusted):
+    """
+    Raise BadInput where keys, which stand in the config.json `file` of a run, name a FILE.py:f:
+    perhaps somebody has sent this folder, and a tool would run that file. trusted: it may.
+    """
+    for key in ("reward_functions", "environment", "tools"):
+        for part in str(keys.get(key) or "").split(","):
+            named = part.rpartition("*")[2].strip()
+            if not trusted and (":" in named or named and key != "reward_functions"):
+                path = os.path.abspath(named.rpartition(":")[0] or named)
+                raise BadInput(f"{file} names in its {key} the Python file {path!r}, which this "
+                               "would run; if you trust it, type --trust_code=True")
 
 
 def split_paths(text, key):
-    """{short name: path} of a key's paths: x/a/ppo,x/b/ppo -> a/ppo and b/ppo. Raises BadInput."""
+    """
+    {short name: path} of a key's paths: x/a/ppo,x/b/ppo -> a/ppo and b/ppo. The names can be
+    printed. Raises BadInput.
+    """
     paths = [path.strip() for path in text.split(",") if path.strip()]
     full = list(map(os.path.abspath, paths))
     if not paths or len(set(full)) < len(full):
         raise BadInput(f"{key} = {text!r}: wanted a folder, or several different ones with commas")
     above = os.path.commonpath(list(map(os.path.dirname, full)))
-    return {os.path.relpath(one, above): path for one, path in zip(full, paths, strict=True)}
+    names = [visible(os.path.relpath(one, above)) for one in full]
+    return dict(zip(names, paths, strict=True))
 
 
 def read_records(file):

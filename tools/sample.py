@@ -12,6 +12,7 @@ python tools/sample.py --policy_path=out/arithmetic_ppo/policy \
 Each line that you type is a new conversation: the policy does not see the earlier ones. A policy
 with a chat template answers it as a chat message; another one continues it as plain text. Keys that
 you do not type, such as temperature, system_prompt and environment, are those of the policy's run.
+An environment or tools are Python files: with those of a run it takes --trust_code=True.
 """
 import os
 import sys
@@ -20,7 +21,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
-from errors import BadInput  # noqa: E402
+from errors import BadInput, visible  # noqa: E402
 from load import load, load_reward_model  # noqa: E402
 from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
@@ -38,6 +39,7 @@ reward_path = ""  # folder or hub name of a reward model, whose score is printed
 max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 seed = 1  # decides the responses [>= 0]
+trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, system = configure(globals(), "config/keys.py", rollout_batch_size=64,
                            argv=as_in_run(sys.argv[1:], "policy_path", policy_path, ASKED))
 # -------------------------------------------------------------------------------------------------
@@ -70,18 +72,18 @@ def answer(rows, where, first=0):
         for i, text in enumerate(texts["completions"]):
             if i % samples == 0 and (prompt or prompts):
                 asked = texts["rows"][i]["prompt"]
-                print(f"> {asked if isinstance(asked, str) else asked[-1]['content']}")
+                print(visible(f"> {asked if isinstance(asked, str) else asked[-1]['content']}"))
             said = dict(text=text)
             if "dialogues" in texts:
                 said["messages"] = texts["dialogues"][i]
             cut = "" if batch["finished"][i] else " [cut off]"
             score = f"   (score {batch['scores'][i]:.2f})" if terms else ""
-            print(f"{response_of(said) or '[empty]'}{cut}{score}", flush=True)
+            print(f"{visible(response_of(said)) or '[empty]'}{cut}{score}", flush=True)
 
 
 def as_row(text):
     """A row of data with this text as its prompt: a chat message, if there is a chat template."""
-    return prompt_row(dict(prompt=[dict(role="user", content=text)] if policy.tokenizer.template
+    return prompt_row(dict(prompt=[dict(role="user", content=text)] if policy.tokenizer.chats
                            else text))
 
 

@@ -28,7 +28,7 @@ from load import autocast, load  # noqa: E402
 from prompts import batch_rows, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import accuracy  # noqa: E402
-from rollout import generate, response_uniforms  # noqa: E402
+from rollout import decode, response_uniforms  # noqa: E402
 
 policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compared
 prompts_path = ""  # the problems, with answers; empty = the toy's, rl_train.jsonl beside this file
@@ -54,11 +54,10 @@ for iteration in range(100):
     prompts = tokenizer.encode_prompts([row["prompt"] for row in rows])
     uniforms = response_uniforms(seed, "pairs", iteration, range(len(rows)), max_new_tokens)
     with autocast(system, device):
-        batch = generate(model, prompts, max_new_tokens, uniforms=uniforms,
-                         graphs=system.cuda_graphs and device.type == "cuda")
-    responses, finished = batch["tokens"][:, -max_new_tokens:].cpu(), batch["finished"].tolist()
-    completions = [tokenizer.decode_response(ids[mask].tolist(), row["prompt"]) for ids, mask, row
-                   in zip(responses, batch["response_mask"].cpu(), rows, strict=True)]
+        responses, _, lengths, finished = (x.tolist() for x in decode(
+            model, prompts, uniforms, graphs=system.cuda_graphs and device.type == "cuda"))
+    completions = [tokenizer.decode_response(ids[:n], row["prompt"])
+                   for ids, n, row in zip(responses, lengths, rows, strict=True)]
 
     right = (accuracy(dict(completions=completions, rows=rows)) == 1.0).tolist()
     for i in range(0, len(rows), samples):

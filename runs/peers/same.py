@@ -86,7 +86,7 @@ root, *sys.argv = sys.argv[1:]
 sys.path.insert(0, root)
 end = runpy.run_path(sys.argv[0], run_name="__main__")
 from safetensors.torch import save_file
-columns = "tokens", "attention_mask", "response_mask", "scores"
+columns = "tokens", "begins", "lengths", "response_mask", "scores"
 if "response_mask" in end.get("batch", ()):
     save_file({name: end["batch"][name].clone() for name in columns}, "batch.safetensors")
 for name, model in end["run"].trained.items():

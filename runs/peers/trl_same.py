@@ -64,17 +64,20 @@ def dpo():
                             pairs("chosen", "rejected"), ref_model=language_model())
 
 
-def grpo():
-    def lists(tokens, mask):
-        return [ids[seen].tolist() for ids, seen in zip(tokens, mask, strict=True)]
+def parts(batch, column):
+    """The prompt's part and the response's of each row of a column, as lists."""
+    rows = zip(batch[column].tolist(), batch["begins"].tolist(), batch["lengths"].tolist(),
+               strict=True)
+    prompts, responses = zip(*((x[:begin], x[begin:end]) for x, begin, end in rows), strict=True)
+    return list(prompts), list(responses)
 
+
+def grpo():
     batch, policy = load_file("batch.safetensors"), language_model()
-    tokens, is_text = batch["tokens"], batch["attention_mask"]
-    prompts = lists(tokens[:, :-NEW], is_text[:, :-NEW])
-    sampled = dict(
-        prompt_ids=prompts, completion_ids=lists(tokens[:, -NEW:], is_text[:, -NEW:]),
-        env_mask=lists(batch["response_mask"].int(), is_text[:, -NEW:]), logprobs=None,
-        score=batch["scores"].tolist())
+    prompts, responses = parts(batch, "tokens")
+    masks = [[*map(int, mask)] for mask in parts(batch, "response_mask")[1]]
+    sampled = dict(prompt_ids=prompts, completion_ids=responses, env_mask=masks, logprobs=None,
+                   score=batch["scores"].tolist())
     trl.GRPOTrainer(
         model=policy, args=trl.GRPOConfig(**common, max_completion_length=NEW, max_steps=2),
         train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(prompts)}),
@@ -86,7 +89,11 @@ def grpo():
 def ppo():
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
-    tokens = load_file("batch.safetensors")["tokens"]
+    # all responses have NEW tokens: TRL has the prompts padded on the left
+    prompts, responses = parts(load_file("batch.safetensors"), "tokens")
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[tokenizer.pad_token_id] * (longest - len(ids)) + ids + said
+                           for ids, said in zip(prompts, responses, strict=True)])
 
     def sampled(model, *_):
         logits = ppo_trainer.forward(model, tokens, tokenizer.pad_token_id).logits

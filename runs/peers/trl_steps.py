@@ -1,10 +1,11 @@
-"""
+r"""
 TRL's PPO (experimental.ppo) or GRPO trainer on the models that tools/bench.py makes: so many
 responses of up to NEW tokens a step. PPO: 4 epochs of one step; GRPO: 4 responses to a prompt. It
 runs in an environment that has TRL, and prints [seconds of each step, peak MiB, version]. As in
 tools/bench.py, the learning rate is so small that the lengths of the responses stay.
 
-python runs/peers/trl_steps.py ppo|grpo FOLDER STEPS MICRO_BATCH_SIZE RESPONSES NEW DEVICE DTYPE
+python runs/peers/trl_steps.py ppo|grpo FOLDER STEPS MICRO_BATCH_SIZE RESPONSES NEW DEVICE DTYPE \
+    compile|eager
 """
 import json
 import os
@@ -25,7 +26,7 @@ from transformers import (  # noqa: E402
     TrainerCallback)
 
 WARM_UP = 2
-kind, folder, *sizes, device, dtype = sys.argv[1:]
+kind, folder, *sizes, device, dtype, kernels = sys.argv[1:]
 steps, micro_batch_size, PROMPTS, NEW = map(int, sizes)
 torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, "policy"))
@@ -37,7 +38,8 @@ common = dict(
     output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro_batch_size,
     gradient_accumulation_steps=PROMPTS // micro_batch_size, temperature=1.0, learning_rate=1e-12,
     bf16=dtype == "bfloat16", gradient_checkpointing=False, use_cpu=device == "cpu",
-    report_to="none", logging_steps=1, save_strategy="no", disable_tqdm=True, seed=0)
+    report_to="none", logging_steps=1, save_strategy="no", disable_tqdm=True, seed=0,
+    torch_compile=kernels == "compile")
 clicks = []  # where a step ends and the next one begins, in seconds of the clock
 
 

@@ -345,7 +345,7 @@ def response_weight(b):
 
 def length(b):
     mask = torch.arange(100) < torch.tensor(STEPS)[:, None]
-    return page("rewards.py").length(dict(response_mask=mask))
+    return page("rewards.py").length(dict(response_mask=mask, max_new_tokens=100))
 
 
 def pair_loss(b):

@@ -10,7 +10,7 @@ import torch
 import by_hand
 from by_hand import decode, encode, flat, mean, seen
 from test_by_hand import GRPO, PPO
-from tiny import PROMPTS
+from tiny import ANSWERS, PROMPTS
 
 clipped_surrogate, grpo_update = by_hand.clipped_surrogate, by_hand.grpo_update
 models_of, summary = by_hand.models_of, by_hand.summary
@@ -52,8 +52,8 @@ def divided(c, groups):
 def short_kl(logprob, reference, kind):
     """k3, but at most 0.05 nats, and there without a gradient."""
     kl = kl_estimate(logprob, reference, kind)
-    seen["short" if float(kl) <= 0.05 else "too long"] += 1
-    return kl if float(kl) <= 0.05 else 0 * kl + 0.05
+    seen["short" if by_hand.number(kl) <= 0.05 else "too long"] += 1
+    return kl if by_hand.number(kl) <= 0.05 else 0 * kl + 0.05
 
 
 def by_length(c, groups):
@@ -179,7 +179,7 @@ def summary_with_hints(c, batch, prefix):
         found = [x.text for x in others if x is not r and x.score >= 0.5][:1]
         prompt = decode(r.prompt)
         if len(prompt) % 2:
-            found = [PROMPTS[5 * PROMPTS.index(prompt) % 12]]  # the row's answer
+            found = [ANSWERS[prompt]]
         r.left_out = not found
         seen["no hint" if r.left_out else "answer" if len(prompt) % 2 else "another's"] += 1
         if found:

@@ -1,12 +1,15 @@
 """options/ahead.py: whose text a batch is, and how far the policy has moved since, by hand."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import by_hand
-from tiny import keys_of, read_log, well
+from errors import BadInput
+from options.ahead import Ahead
+from tiny import keys_of, keys_of_system, read_log, well
 
 
 def keep_batches(rank):
@@ -17,7 +20,7 @@ def keep_batches(rank):
 
     def kept(self, record, batch=None, **more):
         if batch:
-            names = ("tokens", "attention_mask", "response_mask", "sampler_logprobs")
+            names = ("tokens", "begins", "response_mask", "sampler_logprobs")
             save_file({name: batch[name].contiguous() for name in names},
                       f"batch-{self.iteration}.safetensors")
         return log(self, record, batch, **more)
@@ -42,12 +45,11 @@ def test_off_policy_kl(world, tmp_path, script, staleness, cap):
         batch = load_file(f"{tmp_path}/batch-{k}.safetensors")
         now, then = (by_hand.language_model(
             f"{out}/checkpoint-{i:06d}/policy" if i else world.policy) for i in (k, version))
-        moved, R = [], batch["response_mask"].shape[1]
-        for tokens, mask, said, seen in zip(batch["tokens"], batch["attention_mask"],
-                                            batch["response_mask"], batch["sampler_logprobs"],
-                                            strict=True):
-            prompt = tokens[:-R][mask[:-R]].tolist()
-            response = tokens[-R:][said].tolist()
+        moved = []
+        for tokens, begin, said, seen in zip(batch["tokens"], batch["begins"],
+                                             batch["response_mask"], batch["sampler_logprobs"],
+                                             strict=True):
+            prompt, response = tokens[:begin].tolist(), tokens[said].tolist()
             with torch.no_grad():
                 p, q = (torch.stack(by_hand.logprobs_of(
                     model, prompt, response, keys["temperature"])[0]).tolist()
@@ -60,3 +62,13 @@ def test_off_policy_kl(world, tmp_path, script, staleness, cap):
         else:
             mean = sum(moved) / len(moved)
             assert mean > 1e-6 and record["policy/off_policy_kl"] == pytest.approx(mean, rel=1e-7)
+
+
+def test_batches_with_other_columns_are_refused(tmp_path):
+    """Of a run that was begun when prompts were padded on the left."""
+    batch = dict(tokens=torch.ones(2, 5), attention_mask=torch.ones(2, 5),
+                 response_mask=torch.ones(2, 3))
+    save_file({f"3.2.{name}": t for name, t in batch.items()}, tmp_path / "batches.safetensors")
+    run = SimpleNamespace(folder=str(tmp_path), device=torch.device("cpu"), kept={})
+    with pytest.raises(BadInput, match="other columns"):
+        Ahead(None, run, keys_of_system(staleness=1), [], None, 0.0)

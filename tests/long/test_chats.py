@@ -18,7 +18,6 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load
-from prompts import Rows, encode_rows
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
 from tiny import assert_one_line, keys_of_system, run
@@ -59,9 +58,14 @@ ROWS = {  # (prompt, completion, which families learn it)
     "several answers": (
         [user("What is 1+2?")],
         [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], MOST),
-    "blanks": ([user("  two  spaces \n")],
-               [assistant("  Sure!\n "), user("\t"), assistant(" user\n")], MOST),
-    "a line break": ([user("a")], [assistant("\n b")], ["llama3.2", "mistral", "gemma"]),
+    "blanks behind": ([user("  two  spaces \n")],
+                      [assistant("Sure!\n "), user("\t"), assistant("user\n")], MOST),
+    # those before a text are learned, too, or the row is refused: many templates trim
+    "indented": ([user("code?")], [assistant("    return x")], ["qwen2.5"]),
+    "indented later": ([user("a")], [assistant("b"), user("c"), assistant("\tif x:\n")],
+                       ["qwen2.5"]),
+    "one blank": ([user("a")], [assistant(" b")], ["qwen2.5", "mistral"]),  # mistral's own
+    "a line break": ([user("a")], [assistant("\n b")], []),
     "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")],
                 MOST),
     "thoughts": ([user("1+2?")], [assistant(THOUGHT)], others.CHATS),
@@ -122,9 +126,10 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
     rows = [(prompt, completion, name in families)
             for prompt, completion, families in ROWS.values()]
     if name != "qwen3":
-        # a first line break would be one token with that of Qwen2.5's header
-        rows += [(chat[:n], chat[n:], name != "qwen2.5" or not any(
-            m["content"][0] == "\n" for m in chat[n::2])) for chat, n in nonsense(name)]
+        # a first line break would be one token with that of Qwen2.5's header; others trim
+        kept = dict.fromkeys(others.CHATS, r"\S") | {"qwen2.5": "[^\n]", "mistral": r" ?\S"}
+        rows += [(chat[:n], chat[n:], all(re.match(rf"{kept[name]}|\s*\Z", m["content"])
+                                          for m in chat[n::2])) for chat, n in nonsense(name)]
     for prompt, completion, learned in rows:
         if learned:
             assert_as_transformers(t, name, prompt, completion)
@@ -139,6 +144,9 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
     assert ids == ids_of(whole)[:len(ids)]
     # a blank at the beginning of a text is lost in SentencePiece's manner
     assert [x.strip() for x in spans(t, ids, trained)] == ["is 3." + t.hf.decode(ids[-1:])]
+    if name not in ("qwen2.5", "qwen3"):
+        with pytest.raises(BadInput, match="changes"):
+            t.encode_prompts([[user("a"), assistant("    return")]])
     if name == "qwen3":  # its empty thoughts are then the prompt's
         t = ours(name, template_kwargs="enable_thinking=False")
         assert spans(t, *t.encode_learned([user("a")], [assistant("b")])) == ["b<|im_end|>"]
@@ -208,10 +216,10 @@ def test_a_template_that_leaves_a_message_out(ours, tmp_path):
             chats += [(ours("qwen2.5", chat_template=path, system_prompt="s"), messages[1:])]
         for t, chat in chats:
             if role is None:
-                assert t.chat_ids(chat)
+                assert t.chats.ids_of(chat)
             else:
                 with pytest.raises(BadInput, match=f"{role}'s .*--chat_template"):
-                    t.chat_ids(chat)
+                    t.chats.ids_of(chat)
 
 
 def test_the_row_whose_message_a_template_leaves_out_is_named(world, tmp_path):
@@ -230,7 +238,7 @@ CAFE = "caf\u00e9", "cafe\u0301"
 @pytest.mark.parametrize("script, family, pairs, ties", [
     ("rm.py", "qwen2.5", [(dict(content="b", name="x"), dict(content="b")),
                           (dict(content="b"), dict(content="b ")), CAFE], [2, 4]),  # NFC
-    ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "\n b ")], [2])])
+    ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "b \n ")], [2])])
 def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family, pairs, ties):
     """Counted, with the numbers of their rows in the file; refused if all are."""
     rows = [dict(prompt=[user("a")], **{
@@ -287,7 +295,7 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
     for text in t.specials:
         assert not special & {*t.encode_texts([f"a {text}{text} b"])[0]}
         assert t.decode(t.encode_texts([f"a {text} b"])[0]) == f"a {text} b"
-        if t.template:  # in everybody's messages
+        if t.chats:  # in everybody's messages
             plain, evil = (
                 [[i for i in ids if i in special] for ids in (
                     t.encode_scored([[user(a)]], [[assistant(b)]]) + t.encode_prompts([[user(a)]]))]
@@ -338,16 +346,40 @@ def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
     assert hf.encode("a</s>a", add_special_tokens=False) == [*letter, end, *letter]
 
 
-def test_a_chat_that_is_a_string_already_is_said(ours, capsys):
-    """Its marks stay plain text: once a file, and not of messages or other angle brackets."""
-    t = ours("qwen2.5")
-    for prompts, count in ((["<|im_start|>user\nhi<|im_end|>", "a", "<start_of_turn>user"], 2),
-                           (["<think>", "a <| b |>", [user("<|im_start|>")]], 0)):
-        rows = Rows(dict(prompt=prompt) for prompt in prompts)
-        encode_rows(rows, "my.jsonl", lambda rows: t.encode_prompts(
-            [row["prompt"] for row in rows]), 99, "error", None)
-        said = capsys.readouterr().out
-        assert (f"my.jsonl: {count} prompts have <|im_start|>" in said) is (count > 0), said
+SPELLED = [  # a family, rows of a file; how many of them are counted, and a mark of the first
+    ("qwen2.5", [dict(prompt="<|im_start|>user\nhi<|im_end|>"), dict(prompt="a"),
+                 dict(prompt="<start_of_turn>user")], 2, "<|im_start|>"),  # also of other families
+    ("mistral", [dict(prompt="<s>[INST] hi [/INST]")], 1, "<s>"),
+    ("mistral", [dict(prompt="a", completion="yes</s>"), dict(prompt="a", completion="b")], 1,
+     "</s>"),
+    ("gemma", [dict(prompt="a", chosen="b", rejected="c<eos>")], 1, "<eos>"),
+    ("pythia", [dict(prompt="a<|endoftext|>", completion="b<|endoftext|>")], 1, "<|endoftext|>"),
+    ("llama3.2", [dict(prompt="<|begin_of_text|>a"), dict(prompt="<|eot_id|>b")] * 2, 4, ""),
+    ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")]),
+               dict(prompt=[user("<|endoftext|>"), assistant("x")])], 2, ""),
+    ("qwen3", [dict(prompt="<think>", completion="a <| b |>"), dict(prompt=[user("<im_end>")]),
+               dict(prompt="</s> [INST]")], 0, "")]
+
+
+@pytest.mark.parametrize("name, rows, count, mark", SPELLED)
+def test_special_tokens_in_a_text_are_said(ours, capsys, name, rows, count, mark):
+    """They stay plain text; once a file, with the number of rows; not tokens such as <think>."""
+    fields = ["prompt", *[f for f in ("completion", "chosen", "rejected") if f in rows[0]]]
+    ours(name).say_marks([dict.fromkeys(fields, "") | row for row in rows], fields, "my.jsonl")
+    said = capsys.readouterr().out
+    assert mark in said
+    assert f"my.jsonl: {count} of {len(rows)} rows" in said if count else not said
+
+
+def test_what_a_run_says_of_special_tokens(folders, world, tmp_path):
+    """In the fields that a script reads: not in the others."""
+    rows = [dict(prompt="a", completion="b<eos>", answer="c<eos>", chosen="b<eos>", rejected="c")]
+    path = tiny.jsonl(tmp_path / "rows.jsonl", rows * 3)
+    for script, key, said in (("sft.py", "train_path", True), ("rm.py", "train_path", True),
+                              ("ppo.py", "prompts_path", False)):
+        keys = tiny.keys_of(world, script, max_iters=1, **{key: path})
+        result = run(script, tmp_path / script, keys)
+        assert result.codes == [0] and ("3 of 3 rows have special" in result.out[0]) == said, result
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from load import load
-from rollout import generate
 from test_families import save
 from test_model import CPU
-from tiny import in_a_fork, keys_of_system
+from tiny import answer, in_a_fork, keys_of_system
 
 
 def computed(model, rows, T):
@@ -47,7 +46,7 @@ def compare(tmp_path, monkeypatch):
         for on in (False, True))
     assert [n for n, _ in compiled.named_parameters()] == [n for n, _ in plain.named_parameters()]
     counters.clear()
-    texts = [generate(model, [[1, 2, 3], [4]], 6) for model in (plain, compiled)]
+    texts = [answer(model, [[1, 2, 3], [4]], 6) for model in (plain, compiled)]
     assert torch.equal(texts[0]["sampler_logprobs"], texts[1]["sampler_logprobs"])
     assert not counters["stats"]
     graphs = []

@@ -6,7 +6,7 @@ import re
 import pytest
 from tiny import Started, assert_one_line, jsonl, read_jsonl
 
-from data.convert import ours
+from data.convert import ours, true_answer
 from errors import BadInput
 from prompts import dialogue, prompt_row, read_rows
 
@@ -91,6 +91,14 @@ def test_data_sets_of_the_hub(name, tmp_path):
     fields = [key for key in ("completion", "chosen", "rejected") if key in want]
     shape = (lambda row: dialogue(row, *fields)) if fields else prompt_row
     assert read_rows(path, shape)[0] == want
+
+
+def test_commas_between_thousands_alone_are_taken_out():
+    for text in ("1,002", "-1,234,567.25", "12,345", "999,999", "+1,000"):
+        assert true_answer(f"so 7,5\n#### {text}") == text.replace(",", "")
+    for text in ("1,2,3", "0,5", "1,5", "12,34", "1,2345", "0,125", "1,234,5", "1234,567",
+                 "(1,234)", "1,234 apples", "1, 234", ",234", "0.5", ".5", "7", "1,234.", "007"):
+        assert true_answer(f"#### {text}") == text
 
 
 def test_rows_are_held_out(tmp_path):

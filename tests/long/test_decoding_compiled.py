@@ -20,10 +20,10 @@ import torch
 from load import autocast, load
 from model import Model
 from options import decoding_graph
-from rollout import decoding_copy, generate
+from rollout import decoding_copy
 from test_families import FAMILIES, READ, random_model, written
 from test_model import CPU
-from tiny import in_a_fork, keys_of_system
+from tiny import answer, in_a_fork, keys_of_system
 
 # prompts of several lengths, one of them twice; rows leave at different steps
 PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
@@ -71,8 +71,8 @@ whole = torch.compile
 
 
 def sampled(policy, compiled, prompts=PROMPTS, R=20, **keys):
-    """generate, by compiled steps or by plain ones."""
-    return generate(policy, prompts, R, graphs="compiled" if compiled else False, **keys)
+    """A batch, by compiled steps or by plain ones."""
+    return answer(policy, prompts, R, graphs="compiled" if compiled else False, **keys)
 
 
 def test_families_sample_the_same(tmp_path):

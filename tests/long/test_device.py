@@ -20,10 +20,10 @@ from load import load
 from model import Model
 from options import decoding_graph
 from prompts import micro_batch
-from rollout import draw, generate
+from rollout import draw
 from test_decoding_compiled import PROMPTS
 from test_families import SIZES, random_model, save
-from tiny import assert_same_run, keys_of, keys_of_system, read_jsonl, run
+from tiny import answer, assert_same_run, keys_of, keys_of_system, read_jsonl, run
 
 
 def checked(collective, *args, **kwargs):
@@ -60,16 +60,21 @@ RUNS = {
                    entropy_coef=0.1, ema_decay=0.5, head_chunk=5),
     "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
                     optim="adafactor", offload="ref=params", save_rollouts=1),
+    "grpo.py, turns": dict(environment="RULES:talks", max_turns=3, max_new_tokens=12,
+                           reward_functions="environment,0.5*length", save_rollouts=1),
     "sft.py": {}, "rm.py": dict(lora="2")}
 
 
-@pytest.mark.parametrize("script", RUNS)
-def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, script):
+@pytest.mark.parametrize("name", RUNS)
+def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
     """
     It uses no operation that has no exact kernel there, or deterministic = True would be an error;
     and it is the run of a CPU.
     """
-    keys = keys_of(world, script, max_iters=1, **RUNS[script])
+    script = name.partition(",")[0]
+    keys = keys_of(world, script, max_iters=1, **RUNS[name])
+    if "environment" in keys:
+        keys["environment"] = keys["environment"].replace("RULES", world.rules)
     done = run(script, tmp_path / "gpu", keys, before=begin)
     assert done.codes == [0], done
     seen = json.load(open(tmp_path / "gpu" / "seen.json"))
@@ -107,11 +112,10 @@ def test_nothing_reads_memory_that_was_never_written():
     prompts = [[5, 17, 80, 33, 10], [41, 2], [64, 3, 3]]
 
     def go():
-        out = generate(policy, prompts, 12, batch_size=2)
-        mb = micro_batch({name: out[name] for name in (
-            "tokens", "attention_mask", "response_mask")}, torch.arange(3))
+        out = answer(policy, prompts, 12, at_once=2)
+        mb = micro_batch(out, torch.arange(3), int(out["lengths"].max()))
         return (out["tokens"], out["sampler_logprobs"],
-                policy.logprobs(mb["tokens"], mb["target_mask"])[0])
+                policy.logprobs(mb["tokens"], mb["response_mask"])[0])
 
     want = go()
     torch.use_deterministic_algorithms(True)
@@ -166,9 +170,9 @@ def by_graphs(monkeypatch, tmp_path):
         with pretend.gpu() as seen:
             policy = load(str(tmp_path), "policy", keys_of_system(), pretend.GPU)
             policy.tokenizer.eos_ids = set(range(0, 260, 20))
-            plain = generate(policy, PROMPTS, 30, 0.8)
+            plain = answer(policy, PROMPTS, 30, temperature=0.8)
             seen.full, seen.waits = True, 0
-            graphs = generate(policy, PROMPTS, 30, 0.8, graphs=True)
+            graphs = answer(policy, PROMPTS, 30, temperature=0.8, graphs=True)
             return plain, graphs, seen, decoding_graph.off
 
     return run

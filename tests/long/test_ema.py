@@ -1,6 +1,8 @@
 """options/ema.py where a run that had no average goes on with one."""
 import signal
 
+import pytest
+from safetensors.torch import load_file
 from tiny import at, keys_of, read_weights, run, well
 
 
@@ -12,3 +14,17 @@ def test_an_average_that_begins_at_a_resume_begins_with_the_weights_of_then(worl
     average = read_weights(f"{out}/ema_policy")
     assert max((average[name] - 0.9 * t - 0.1 * after[name]).abs().max()
                for name, t in before.items()) < 1e-12
+
+
+@pytest.mark.parametrize("split", [{}, dict(zero_stage="3")], ids=str)
+def test_the_average_of_bfloat16_weights_is_saved_as_it_is(world, tmp_path, split):
+    """Between two numbers of bfloat16; and the policy has its own weights again."""
+    keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, ema_decay=0.7,
+                   learning_rate=0.01, **split)
+    out = well("grpo.py", tmp_path, keys, ranks=1 + len(split))
+    average, policy = (read_weights(f"{out}/{name}") for name in ("ema_policy", "policy"))
+    known = load_file(f"{out}/checkpoint-000003/ema.safetensors")
+    trained = read_weights(f"{out}/checkpoint-000003/policy")
+    assert all((average[name.removeprefix("hf.")] == t).all() for name, t in known.items())
+    assert all((policy[name] == t).all() for name, t in trained.items())
+    assert any((t != t.bfloat16()).any() for t in average.values())

@@ -4,13 +4,15 @@ import itertools
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
 from types import SimpleNamespace
 
+import errors
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
-from tools.runs import ASKED, as_in_run
+from tools.runs import ASKED, JUDGED, as_in_run
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -164,9 +166,34 @@ def trained(world, tmp_path_factory):
         temperature=0.9, max_new_tokens=14, max_turns=3, seed=4, reward_timeout=77))
 
 
-def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
+def test_zeros_and_empty_keys_of_runs_are_theirs(world, tmp_path):
+    """A run without an eval_path: not the toy's file; seed 0: not seed 1."""
+    def asked(**runs):
+        for name, keys in runs.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            write(tmp_path / name / "config.json", json.dumps(dict(out_dir=name) | keys))
+        paths = ",".join(f"{tmp_path}/{name}/policy" for name in runs)
+        given = as_in_run([f"--policies={paths}"], "policies", "", ASKED | JUDGED)
+        return dict(arg[2:].split("=", 1) for arg in given[:-1])
+
+    sft = dict(seed=3, fields="a>prompt", val_path="v.jsonl")  # it has no eval_path
+    none = dict(seed=0, eval_path="", fields="", max_prompt_tokens=0, stop_strings="")
+    some = dict(seed=5, eval_path="e.jsonl", fields="", stop_strings="x")
+    assert asked(one=none) == dict(seed="0", prompts_path="", fields="", max_prompt_tokens="0",
+                                   stop_strings="")
+    assert asked(one=sft) == dict(seed="3", fields="a>prompt")
+    assert asked(one=sft, two=none)["prompts_path"] == ""
+    both = asked(one=none, two=some)
+    assert (both["seed"], both["prompts_path"], both["stop_strings"]) == ("0", "e.jsonl", "x")
+    shutil.copytree(world.policy, tmp_path / "one" / "policy")
+    result = tool("eval", tmp_path, dict(policies=f"{tmp_path}/one/policy"))
+    assert_one_line(result, "eval.py", "prompts_path")
+
+
+def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
     """What is not typed is the run's: sample 0 of each prompt is what its last evaluation saw."""
-    result = tool("eval", tmp_path, dict(policies=f"{trained}/policy", samples=2, out="eval"))
+    result = tool("eval", tmp_path, dict(
+        policies=f"{trained}/policy", samples=2, out="eval", trust_code=True))
     assert result.codes == [0], result
     found = [r for r in read(tmp_path).records if (r["mode"], r["sample"]) == ("sampled", 0)]
     seen = [r for r in read_jsonl(f"{trained}/samples.jsonl") if r["iteration"] == 1]
@@ -177,9 +204,13 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path):
         for key in ("reward/environment", "reward/letters", "scores"):
             assert ours["scores"][key] == pytest.approx(theirs["scores"][key], abs=1e-9)
     for folder in "policy", "checkpoint-000001/policy":
-        asked = as_in_run(["--temperature=0.5"], "policies", f"{trained}/{folder}", ASKED)
+        asked = as_in_run(["--trust_code=True", "--temperature=0.5"], "policies",
+                          f"{trained}/{folder}", ASKED)
         assert {"--max_turns=3", "--reward_timeout=77", "--max_new_tokens=14"} < set(asked)
         assert asked[-1] == "--temperature=0.5" and sum("temperature" in arg for arg in asked) == 1
+    monkeypatch.setenv("HOME", os.path.dirname(trained))
+    home = as_in_run(["--policies=~/out/policy"], "policies", "none", ASKED)
+    assert {"--max_turns=3", "--max_new_tokens=14"} < set(home)
     typed_one = tool("eval", tmp_path, dict(
         policies=f"{trained}/policy", samples=0, out="eval", max_new_tokens=3, limit=2,
         environment="", reward_functions="length"))
@@ -202,8 +233,65 @@ def test_samples_with_scores(world, trained, tmp_path):
     result = tool("sample", tmp_path, keys | dict(temperature=0.0), stdin="a\n\nabc\n")
     keys_said = r"command line: .*\n(    .*\n)*"  # in as many lines as they need
     assert result.codes == [0] and re.sub(keys_said, "", result.out[0]).count("\n") == 2, result
-    result = tool("sample", tmp_path, dict(policy_path=f"{trained}/policy", prompt="dddd"))
+    result = tool("sample", tmp_path, dict(
+        policy_path=f"{trained}/policy", prompt="dddd", trust_code=True))
     assert result.codes == [0] and "[user: x]" in result.out[0], result
+
+
+def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
+    """It would leave a file. What is typed is the user's own, and is run."""
+    evil = write(tmp_path / "evil.py", f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+                 "def f(*_, **__): return None\n")
+    clean, sent = tmp_path / "clean", tmp_path / "sent"
+    for folder in clean, sent:
+        shutil.copytree(world.policy, folder / "policy")
+        write(folder / "config.json", json.dumps(dict(out_dir="out", max_new_tokens=4)))
+    for key, value in (("environment", f"{evil}:f"), ("tools", f"{evil}:f"), ("tools", evil),
+                       ("reward_functions", f"accuracy, 0.5 * {evil}:f"),
+                       ("environment", os.path.relpath(f"{evil}:f", tmp_path)),
+                       ("reward_functions", f"{evil}:f"), ("environment", [f"{evil}:f"])):
+        write(sent / "config.json", json.dumps({"out_dir": "out", key: value}))
+        keys = dict(prompts_path=world.rl_val, out="eval")
+        tools = dict(eval=keys | dict(policies=f"{world.policy},{sent}/policy"),
+                     sample=dict(policy_path=f"{sent}/policy", prompt="a"))
+        for name in ["eval"] + ["sample"] * (key != "reward_functions"):
+            for more in {}, dict(trust_code=False):
+                assert_one_line(tool(name, tmp_path, tools[name] | more), f"{name}.py",
+                                f"{sent}/config.json", "evil.py", key, "--trust_code=True")
+        assert not os.path.exists(tmp_path / "ran"), (key, value)
+        own = as_in_run([f"--{key}=mine.py:f"], "policies", f"{sent}/policy", ASKED | JUDGED)
+        assert own == [f"--{key}=mine.py:f"]
+    assert tool("sample", tmp_path, dict(
+        policy_path=f"{clean}/policy", prompt="a", environment=f"{evil}:f")).codes == [0]
+    assert os.path.exists(tmp_path / "ran")
+
+
+TERMINAL = {  # text: how a terminal gets it
+    "\x1b[2J": r"\x1b[2J", "\x1b]0;title\x07": r"\x1b]0;title\x07", "a\rb\b\0": r"a\rb\x08\x00",
+    "\x9b31m\x85\x7f": r"\x9b31m\x85\x7f", "\u202eevil\u2066\u200f": r"\u202eevil\u2066\u200f",
+    "\u2028": r"\u2028", "\ud800": r"\ud800", "\x0b\x0c": r"\x0b\x0c",
+    "a\n\tb \\x1b": "a\n\tb \\x1b",
+    "é漢\u3000字👩\u200d👧\xa0\u200cف": "é漢\u3000字👩\u200d👧\xa0\u200cف"}
+
+
+def test_no_text_reaches_the_terminal_as_a_command(world, tmp_path):
+    """Texts; of a prompt, a policy, a name of a folder, an error."""
+    assert {text: errors.visible(text) for text in TERMINAL} == TERMINAL
+    speaks = write(tmp_path / "speaks.py", "def env(messages, row):\n"
+                   "    return '\\x1b[2J' if len(messages) < 3 else None\n")
+    odd = tmp_path / "a\x1b[31mb"
+    shutil.copytree(world.policy, odd / "policy")
+    jsonl(odd / "log.jsonl", [{"iteration": 0, "eval/kl": 1.0}])
+    keys = dict(policy_path=world.policy, max_new_tokens=9, device_type="cpu", max_turns=2,
+                environment=f"{speaks}:env")
+    ran = [("sample", keys | dict(prompt="x\x1b[2Jx\x1b]0;title\x07")), ("plot", dict(
+        runs=f"{odd},{os.path.dirname(odd)}", out="")), ("plot", dict(runs=odd, out="")),
+        ("eval", dict(policies=odd / "policy", prompts_path=world.rl_val, limit=1, samples=0)),
+        ("sample", dict(policy_path=odd / "nowhere"))]
+    for name, keys in ran:
+        result = tool(name, tmp_path, keys)
+        said = result.out[0] + result.err[0]
+        assert r"\x1b[" in said and not re.search("[\x1b\x07]", said), result
 
 
 def test_bad_input_is_one_line(world, keys, tmp_path):

@@ -142,7 +142,8 @@ def test_the_numbers_of_ppo(world, runs):
 
 def test_a_group_of_grpo(runs):
     """The answer comes from the command line; scores minus their mean, over their deviation."""
-    result = explain(runs / "explain", run=f"{runs}/grpo/out", prompt="12=", answer="ab", seed=3)
+    result = explain(runs / "explain", run=f"{runs}/grpo/out", prompt="12=", answer="ab", seed=3,
+                     trust_code=True)
     assert result.codes == [0] and "the run is over" in result.out[0], result
     first = result.out[0][result.out[0].index("# "):].split("\n\n")[0].split("\n")[1:]
     scores, advantages = ([float(line.split()[i]) for line in first] for i in (1, 2))
@@ -155,7 +156,9 @@ def test_a_group_of_grpo(runs):
 def test_bad_input_is_one_line(world, runs):
     for keys, words in ((dict(run=world.policy), ["no checkpoint"]),
                         (dict(run=f"{runs}/sft/out"), ["ppo.py"]),
-                        (dict(run=f"{runs}/grpo/out", prompt="12="), ["answer"]),
+                        (dict(run=f"{runs}/grpo/out", prompt="12=", trust_code=True), ["answer"]),
+                        (dict(run=f"{runs}/grpo/out", prompt="12=", answer="ab"),
+                         ["rules.py", "--trust_code=True"]),
                         (dict(run=f"{runs}/ppo/out", prompt="1+" * 40), ["row 1"])):
         assert_one_line(explain(runs / "explain", **keys), "explain.py", *words)
     assert not os.path.exists(runs / "explain" / "out")
@@ -180,7 +183,8 @@ def test_each_panel_says_what_it_shows(runs, script, panels):
         Figure.savefig = savefig
 
     result = Started("tools/explain.py", typed(dict(
-        run=f"{runs}/{script}/out", prompt="12=", answer="ab", seed=3, out="b.png")),
+        run=f"{runs}/{script}/out", prompt="12=", answer="ab", seed=3, out="b.png",
+        trust_code=True)),
         str(runs / "explain"), before=before).wait()
     assert result.codes == [0] and "token" in result.out[0].partition("LAST")[2], result
     assert result.out[0].count("PANEL True True") == panels == result.out[0].count("PANEL")

@@ -300,19 +300,61 @@ def test_in_16_bits_all_copies_round_alike(tmp_path):
         assert read[0].dtype == torch.float32  # in the values of bfloat16 they would be equal
 
 
+@pytest.mark.parametrize("keys, name", [
+    (dict(dtype="float32"), "Qwen3"), (dict(dtype="bfloat16"), "gpt-oss"),
+    (dict(dtype="float16"), "Qwen3"), (dict(dtype="float64"), "Pythia (GPT-NeoX)"),
+    (dict(dtype="bfloat16", master_weights=False), "DeepSeek-V3"),
+    (dict(dtype="float32", lora="2"), "Qwen3"), (dict(dtype="bfloat16", lora="2"), "Qwen3"),
+    (dict(dtype="bfloat16", lora="2", master_weights=False), "Pythia (GPT-NeoX)")], ids=str)
 @torch.no_grad()
-def test_a_file_in_16_bits_is_trained_in_32_and_saved_in_16(tmp_path):
-    theirs = random_model("qwen3", HEADS).bfloat16()
-    model = load(written(tmp_path / "theirs", theirs), "policy", keys_of_system(), CPU,
-                 trained=True)
-    for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
-        assert p.dtype == torch.float32 and torch.equal(p, q.float())
-        p.mul_(1 + 2.0**-12)  # less than half a step of bfloat16
+def test_what_is_saved_is_what_was_computed(tmp_path, keys, name):
+    """Steps of 1e-4 of a weight: in bfloat16 numbers above 1 are 0.0078 apart. LoRA, too."""
+    theirs = random_model(*FAMILIES[name], noise=0.02).bfloat16()
+    path, drawn = written(tmp_path / "theirs", theirs), torch.Generator().manual_seed(3)
+    system, (tokens, mask) = keys_of_system(**keys), rows_of_texts()
+    model = load(path, "policy", system, CPU, trained=True)
+    own = "float32" if "lora" in keys or keys.get("master_weights", True) else "bfloat16"
+    own = "float64" if keys["dtype"] == "float64" else own
+    for n, p in model.named_parameters():
+        assert p.dtype == getattr(torch, own)
+        p.mul_(1 + 1e-4 * torch.randn(p.shape, generator=drawn))
+        if n.endswith(".B"):
+            p.normal_(0, 1e-4, generator=drawn)
     save_final(str(tmp_path), "ours", model)
-    ours, source = read_weights(tmp_path / "ours"), read_weights(tmp_path / "theirs")
-    assert {t.dtype for t in ours.values()} == {torch.bfloat16}
-    assert all(torch.equal(t, ours[n]) for n, t in source.items())
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "ours").dtype == torch.bfloat16
+    back, found = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(found.values())
+    assert back.dtype == back.config.dtype == getattr(torch, own)
+    for n, t in back.state_dict().items():
+        assert "lora" in keys or torch.equal(t, model.hf.state_dict()[n]), n
+    if keys["dtype"] == "float32":  # else products are rounded
+        for a, b in zip(alone(back, 0.8), model.logprobs(tokens, mask, 0.8, entropy=True),
+                        strict=True):
+            assert (a - b).abs().max() < 5e-6
+    elif "lora" not in keys:
+        with autocast(system, CPU):
+            a, b = (m.logprobs(tokens, mask)[0] for m in (
+                model, load(f"{tmp_path}/ours", "policy", system, CPU, trained=True)))
+        assert torch.equal(a, b)
+    if "lora" in keys:  # by hand: base + scale B A, in 64 bits
+        for key, adapter in model.adapters.items():
+            map_name = f"{model.hf.base_model_prefix}.{key.replace('/', '.')}.weight"
+            base = model.hf.get_parameter(map_name)
+            want = base.double() + 2 * adapter.B.double() @ adapter.A.double()
+            got = back.get_parameter(map_name).double()
+            assert (got - want).abs().max() < 1e-7 < (got - base).abs().max()
+    save_final(str(tmp_path), "short", model, "bfloat16")
+    assert {t.dtype for t in read_weights(tmp_path / "short").values()} == {torch.bfloat16}
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "short").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("lora", ["", "2"])
+@pytest.mark.parametrize("kind", ["jetmoe", "openai-gpt"])
+def test_a_family_without_gradient_checkpointing(tmp_path, kind, lora):
+    settings = EXPERTS | dict(kv_channels=8) if kind == "jetmoe" else GPT
+    path = written(tmp_path, random_model(kind, settings))
+    with pytest.raises(BadInput, match=f"{path}.* --gradient_checkpointing=False"):
+        load(path, "policy", keys_of_system(gradient_checkpointing=True, lora=lora), CPU,
+             trained=True)
 
 
 @torch.no_grad()

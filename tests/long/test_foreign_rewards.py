@@ -3,6 +3,7 @@ options/foreign_rewards.py and options/user_code.py: which functions the key rew
 how they are called, what they may return; async ones; the signature of TRL.
 """
 import asyncio
+import sys
 
 import numpy as np
 import pytest
@@ -36,6 +37,57 @@ def test_bad_files_are_one_line(tmp_path):
         with pytest.raises(BadInput) as e:
             reward_terms(spec, folder=str(tmp_path))
         assert part in str(e.value) and "\n" not in str(e.value), spec
+
+
+def test_a_helper_beside_the_file_is_the_users(tmp_path):
+    """Also under the name of one of quartet's files, which quartet's files still get."""
+    import answers
+    for name, text in {
+            "answers.py": "from loss import SIZE\nhere = SIZE + 1\n",
+            "loss.py": "SIZE = 6\n", "helper.py": "import answers as a\nseven = a.here\n",
+            "torch/notes.txt": "", "tools/deep.py": "import rewards\nfrom . import own\n",
+            "tools/own.py": "from answers import here as h\n", "rm/__init__.py": "import groups",
+            "prompts/rows.jsonl": "", "data/rows.jsonl": "",
+            "rewards.py": "from rewards import accuracy, thinks\nimport prompts, data.convert\n",
+            "rm/groups.py": "five = 5\n", "lib/gae.py": "three = 3\n", "groups.py": "five = 55\n",
+            "mine.py": """
+import os, sys, torch
+import answers, helper, rm.groups, tools.deep
+import rm.groups as g
+from rewards import accuracy                  # quartet's, by rewards.py beside this file
+from grading.expressions import math_answer   # quartet's, and it imports quartet's answers
+from tools import own
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
+import gae
+
+def f(batch):
+    from loss import SIZE
+    import answers as late
+    import mine
+    assert late is answers and mine.f is f and own.h == 7 and torch.ones(1)
+    assert tools.deep.rewards.accuracy is accuracy
+    five, two = rm.groups.five, answers.here - five_of(batch)
+    return [SIZE, helper.seven, g.five] if (five, two, gae.three) == (5, 2, 3) else []
+
+def five_of(batch):
+    from groups import five
+    assert five == 55
+    return 5
+"""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tiny.write(tmp_path / name, text)
+    path, before = list(sys.path), dict(sys.modules)
+    try:
+        (_, _, reward), = reward_terms("mine.py:f", folder=str(tmp_path))
+        assert reward(BATCH) == [6, 7, 5]
+    finally:
+        sys.path[:] = path
+    assert sys.modules["answers"] is answers and hasattr(answers, "final_answer")
+    assert not [name for name, module in sys.modules.items() if name not in before
+                and str(tmp_path) in str(getattr(module, "__file__", ""))
+                and not name.startswith("code in ")]
+    import gae
+    assert hasattr(gae, "compute_gae")
 
 
 def test_tensors_arrays_lists_and_none_are_scores(called):
@@ -111,7 +163,8 @@ def test_the_signature_of_trl(tmp_path):
     check_rows(terms, rows, "rows.jsonl")
     batch = dict(
         rows=rows, completions=["a", "bb", "ccc"], tokens=torch.arange(15).view(3, 5),
-        response_mask=torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]]).bool(), prompts=["<"] * 3)
+        response_mask=torch.tensor([
+            [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]).bool(), prompts=["<"] * 3)
     message = dict(role="assistant", content="<think>ccc")
     want = dict(prompts=["one", "two", CHAT], completions=["a", "bb", [message]],
                 answer=["1", None, "333"], level=[None, 2, None],

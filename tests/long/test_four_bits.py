@@ -86,6 +86,8 @@ def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
 @pytest.mark.parametrize("words, keys", [
     (["policy", "stage"], dict(optim="adamw8bit", offload="optimizer")),
     (["policy", "stage"], dict(optim="adafactor", zero_stage="2")),
+    (["adamw8bit", "master_weights"], dict(optim="adamw8bit", dtype="bfloat16",
+                                           master_weights=False)),
     (["sgd", "adafactor"], dict(optim="sgd")), (["quantize", "lora"], dict(quantize="4bit"))])
 def test_what_is_refused(world, tmp_path, words, keys):
     keys = tiny.keys_of(world, "sft.py", **keys)

@@ -19,9 +19,9 @@ import tiny
 from gae import compute_gae
 from load import load
 from options import decoding_graph
-from rollout import draw, generate
+from rollout import draw
 from test_families import NO_SCORES, READ, rows_of_texts, save
-from tiny import ROOT, assert_same_run, keys_of, keys_of_system, read_log, typed
+from tiny import ROOT, answer, assert_same_run, keys_of, keys_of_system, read_log, typed
 
 GPU = os.environ.get("QUARTET_GPU", "")
 DEVICE, ON_GPU = "cpu" if GPU == "cpu" else "cuda", GPU not in ("", "cpu")
@@ -59,7 +59,7 @@ def test_sampling_agrees_with_the_cpu(name, tmp_path, monkeypatch):
     for device, graphs in ways:
         policy = load(str(tmp_path), "policy", keys_of_system(), torch.device(device))
         policy.tokenizer.eos_ids = set(range(0, 260, 9))
-        out.append(generate(policy, prompts, 20, batch_size=3, graphs=graphs))
+        out.append(answer(policy, prompts, 20, at_once=3, graphs=graphs))
     for batch in out[1:]:
         assert torch.equal(batch["tokens"].cpu(), out[0]["tokens"])
         gap = batch["sampler_logprobs"].cpu() - out[0]["sampler_logprobs"]
@@ -75,7 +75,7 @@ def test_old_graphs_keep_no_memory(tmp_path, monkeypatch):
     policy = load(str(tmp_path), "policy", keys_of_system(), torch.device(DEVICE))
     policy.tokenizer.eos_ids, reserved = {263}, []
     for _ in range(4):
-        generate(policy, [[5, 17, 80], [41]], 50, graphs=True)  # six graphs, of 2 MiB at least
+        answer(policy, [[5, 17, 80], [41]], 50, graphs=True)  # six graphs, of 2 MiB at least
         reserved.append(torch.cuda.memory_reserved())
     assert not decoding_graph.off and reserved[3] - reserved[1] < 8 * 2**20, reserved
 

@@ -69,8 +69,6 @@ def test_each_shared_key_is_read_by_somebody():
                 read.add(node.attr)
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "config":
                 read |= {ast.unparse(node.slice).strip("'")}
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "refuse":
-                read |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     assert not read_keys(f"{ROOT}/config/keys.py").keys() - read
 
 
@@ -121,7 +119,7 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
     """README's cp -r: what needs an option is skipped, the rest is well."""
     for name in files():
         shutil.copy(os.path.join(ROOT, name), tmp_path)
-    for name in ("config", "data", "tests"):
+    for name in ("config", "data", "grading", "tests"):
         shutil.copytree(os.path.join(ROOT, name), tmp_path / name,
                         ignore=shutil.ignore_patterns("long", "__pycache__"))
     chosen = "bits and (ppo or grpo) or reward_functions or options"

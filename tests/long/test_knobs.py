@@ -4,13 +4,19 @@ split, on how many ranks, and a stop in the middle after which all of this is an
 must be that of one rank. (by_hand.py's runs turn the keys of the algorithm.)
 """
 import glob
+import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from model import Model
+from parallel import flatten_gradients
+from run import make_optimizer
 from safetensors.torch import load_file
-from tiny import (assert_same_run, assert_stopped, at, keys_of, read_weights, run,
+from tiny import (assert_same_run, assert_stopped, at, keys_of, read_log, read_weights, run,
                   well)
 
 # each of these letters ends a response, too
@@ -105,12 +111,68 @@ def test_keys_of_files_move_no_bit(world, tmp_path, script):
     assert os.path.exists(f"{out}/best_policy") and os.path.exists(f"{out}/rollouts.jsonl")
 
 
-def test_bfloat16_weights_and_adafactor_on_two_ranks_are_resumed_to_the_bit(world, tmp_path):
-    keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, optim="adafactor",
-                   checkpoint_interval=1)
+# --------------------------------------------------------------------------------------------------
+# master_weights=False: weights in bfloat16; their gradients and states in float32
+
+
+@pytest.mark.parametrize("more", [
+    dict(optim="adafactor"), dict(zero_stage="3"), dict(zero_stage="1"), dict(offload="optimizer"),
+    dict(optim="muon")], ids=str)
+def test_bfloat16_weights_on_two_ranks_are_resumed_to_the_bit(world, tmp_path, more):
+    keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, checkpoint_interval=1,
+                   **more)
     whole = well("grpo.py", tmp_path / "whole", keys, ranks=2)
     assert_stopped(run("grpo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, 1)),
                    tmp_path)
     assert_same_run(whole, well("grpo.py", tmp_path, keys, ranks=2))
-    assert {t.dtype for t in read_weights(f"{whole}/checkpoint-000003/policy").values()} == {
-        torch.bfloat16}
+    last = f"{whole}/checkpoint-000003"
+    assert {t.dtype for t in read_weights(f"{last}/policy").values()} == {torch.bfloat16}
+    states = load_file(f"{last}/policy_optimizer.safetensors")
+    assert {t.dtype for t in states.values()} == {torch.float32}
+
+
+def bfloat16_model():
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=6, n_positions=4,
+                                     tie_word_embeddings=False)
+    return Model(transformers.AutoModelForCausalLM.from_config(config).bfloat16(), "lm")
+
+
+@pytest.mark.parametrize("offload", ["", "optimizer"])
+@pytest.mark.parametrize("beta2", [0.999, 0.99, 0.95])
+@torch.no_grad()
+def test_bfloat16_weights_make_the_steps_of_float64(beta2, offload):
+    """Large gradients, and then small ones: by hand, the second moment falls in between."""
+    model, (beta1, lr, eps) = bfloat16_model(), (0.9, 1e-3, 1e-8)
+    system = SimpleNamespace(optim="", zero_stage="", offload=offload, weight_decay=0.0)
+    optimizer = make_optimizer(model, "policy", system, lr, (beta1, beta2), eps)
+    flatten_gradients(model)
+    m = v = 0.0
+    for t in range(1, 401):
+        size = 1.0 if t <= 20 else 0.03 if t <= 300 else 0.2
+        for p in model.parameters():
+            p.zero_()  # then it is the step that is rounded to bfloat16
+            p.grad.fill_(size)
+        optimizer.step()
+        m, v = beta1 * m + (1 - beta1) * size, beta2 * v + (1 - beta2) * size**2
+        want = -lr * m / (1 - beta1**t) / (math.sqrt(v / (1 - beta2**t)) + eps)
+        for p in model.parameters():
+            assert (p.double() / want - 1).abs().max() < 1 / 256, t
+
+
+def test_bfloat16_weights_and_512_equal_micro_batches():
+    model = bfloat16_model()
+    buffers, (one, *_) = flatten_gradients(model), model.parameters()
+    for _ in range(512):
+        (0.3 * one).sum().backward()
+    assert torch.equal(one.grad, torch.full(one.shape, 512 * torch.tensor(0.3).bfloat16().item()))
+    assert [flat.dtype for flat in buffers] == [torch.float32] and buffers[0].sum() > 0
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_bfloat16_shards_and_micro_batches(world, tmp_path, stage):
+    """The norm of 24 micro-batches' sum: that of unsplit weights, but for the sum of two ranks."""
+    keys = keys_of(world, "sft.py", dtype="bfloat16", master_weights=False, val_path="",
+                   max_iters=1, batch_size=48, micro_batch_size=1)
+    whole, split = (read_log(well("sft.py", tmp_path / x, keys | dict(zero_stage=x),
+                                  ranks=2))[0]["policy/grad_norm"] for x in ("0", stage))
+    assert split == pytest.approx(whole, rel=2e-4)

@@ -3,6 +3,7 @@ LoRA: an adapter against its own formula and peft (where it is installed: pip in
 files, what is refused; four models on one trunk. tests/test_options.py has a training by hand.
 """
 import json
+import os
 
 import pytest
 import torch
@@ -176,12 +177,40 @@ def test_other_adapters_are_refused(tmp_path):
         config.write_text(json.dumps(settings | more))
         with pytest.raises(BadInput):
             loaded(tmp_path / "adapter")
-    config.write_text(json.dumps(settings))
-    loaded(tmp_path / "adapter")
+    # of a base on the hub another state has other weights; a folder is what it is
+    for revision in ("refs/pr/7", "v1.0"):
+        for name in ("some/model", None):
+            config.write_text(json.dumps(settings | dict(
+                revision=revision, base_model_name_or_path=name)))
+            with pytest.raises(BadInput, match=f"revision {revision} of {name}"):
+                loaded(tmp_path / "adapter")
+            with pytest.raises(BadInput, match=revision):
+                load_adapted(base, f"{tmp_path}/adapter")
+    for revision in (None, "main", "", "v1.0"):
+        config.write_text(json.dumps(settings | dict(revision=revision)))
+        loaded(tmp_path / "adapter")
     with pytest.raises(BadInput, match="down_proj"):
         Adapted(base, "lm", 2, 4, targets="nothing")
     with pytest.raises(BadInput, match="another"):
         load_adapted(loaded(saved(tmp_path / "another", "llama", SIZES)), f"{tmp_path}/adapter")
+
+
+def test_an_adapter_that_is_its_own_base(tmp_path):
+    """By one step or several, by other ways to write its path; as a model, its outline, a trunk."""
+    base = loaded(saved(tmp_path / "base", "llama", SIZES))
+    ring = [tmp_path / name for name in "abc"]
+    for folder in ring:
+        filled(Adapted(base, "lm", 3, 5)).save_adapter(folder)
+    os.symlink(ring[0], tmp_path / "link")
+    for bases in (["a"], ["a/../a/"], ["link"], ["b", "a"], ["b", "c", "b"], ["b", "c", "link"]):
+        for folder, its in zip(ring, bases, strict=False):
+            config = folder / "adapter_config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | dict(
+                base_model_name_or_path=f"{tmp_path}/{its}")))
+        for read in (loaded, lambda folder: outline(
+                str(folder), "lm", keys_of_system(dtype="float32"))):
+            with pytest.raises(BadInput, match="base_model_name_or_path"):
+                read(ring[0])
 
 
 def test_four_models_on_one_trunk(world, tmp_path):

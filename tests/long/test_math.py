@@ -35,7 +35,9 @@ x = 1 or x = 2|1, 2   1\pm\sqrt{19}|1 \pm \sqrt{19}   x \in [-2,7]|[-2,7]
 x²|x^{2}   10\text{ cm}|10   2x cm|x + x   5 cm|5 centimetres   $5$ km|5 kilometers
 7 cm²|7 square centimeters   72 clips|72   72\text{ clips}|72   5 m/s|5   5 km/h|5 km per hour
 6 minutes|6 min   \emptyset|\varnothing   so $x + 1$|1+x   The answer is $\frac{1}{2}$.|0.5
-The final answer is $5$. I hope it is correct.|5
+The final answer is $5$. I hope it is correct.|5   3 1/2|7/2   x = 3 1/2|3.5   -3 1/2 cm|-3.5 cm
+(1, 2 1/2)|(1, 2.5)   1,000 1/2|1000.5   3 1/2|3\frac{1}{2}   .5|\frac12   $.50|0.5 dollars
+.5x|x/2   5 cities|5   5 months|5   5 tents|5   5 grandchildren|5
 """
 UNLIKE = r"""
 5 cm|5 m   5 \text{ cm}|5 \text{ m}   5 cm|5 cm^2   7 cm²|7 cm³   7°C|7°F   $7|7 €
@@ -48,7 +50,9 @@ not 5|5   cannot be $5$|5   It is not $5$.|5   $5$ is wrong|5   the total is not
 Let x = 5|5   4:30 am|4:30 pm   5 am|5   act|cat   Paris|Parsi   yes, no|yes   \sqrt{8}|\sqrt{2}
 The answer is not 5.|5   The wrong answer is 5.|5   The answer is 5 or 6.|5
 \frac{1}{2}|\frac{1}{3}   x + 1|x + 2   import os|x   A) 5|5   5 i|5   5x|5   6|5   \pm 3|3
-x < 5|5   x \le 5|x < 5   5 and 6|5
+x < 5|5   x \le 5|x < 5   5 and 6|5   3 1/2|31/2   3 1/2|3/2   1,2 1/2|1,21/2   .5|5   $.50|50
+5 lakh|5   5 tens|5   5 score|5   5 gross|5   5 factorial|5   5 crore dollars|5   5 score clips|5
+5 twenties|5   5 fivefold|5   5 halved|5   5 doubled|5   5 twos|5   5 hundredths|5   5 thou|5
 """
 
 
@@ -73,6 +77,17 @@ def test_nested_braces_and_whole_responses():
     batch = dict(rows=[dict(prompt="q", answer="1+x")] * 3,
                  completions=[r"so \boxed{1+x}", "<think>1+1</think>1 + x", "<think>1+x"])
     assert math_answer(batch) == [1, 1, 0] and accuracy(batch).tolist() == [1, 0, 0]
+
+
+def test_answers_of_several_lines():
+    """A matrix over four lines is read whole, and compared by algebra."""
+    pytest.importorskip("math_verify")
+    truth = "\\begin{pmatrix}\n1/2 & 2 \\\\\n3 & 4\n\\end{pmatrix}"
+    right = truth.replace("1/2", r"\frac{2}{4}")
+    texts = [f"\\boxed{{{right}}}", f"<answer>{right}</answer>", f"so\n{right}"]
+    wrong = [text.replace("3", "5") for text in texts]
+    for answer in (truth, f"\\boxed{{{truth}}}", f"so\n#### {truth}"):
+        assert scores([(text, answer) for text in texts + wrong]) == [1] * 3 + [0] * 3
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):

@@ -68,6 +68,38 @@ def test_steps_by_hand(monkeypatch, scalar):
     assert kinds == {(True, 2), (False, 2), (False, 1)}
 
 
+STACKED = {  # family, settings: the vectors that are stacked, one for each expert or head
+    "gpt_oss": (dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+                ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"]),
+    "cohere": (dict(use_qk_norm=True), ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+    "mixtral": (dict(num_local_experts=4), [])}
+
+
+@pytest.mark.parametrize("optim", ["", "muon", "adafactor"])
+@pytest.mark.parametrize("family", STACKED)
+@torch.no_grad()
+def test_stacked_vectors_are_vectors(family, optim):
+    """A step without gradients is the decay alone: of matrices. And Muon takes no vector."""
+    settings, stacked = STACKED[family]
+    config = transformers.AutoConfig.for_model(family, **dict(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, pad_token_id=0) | settings)
+    hf = transformers.AutoModelForCausalLM.from_config(config)
+    for p in hf.parameters():
+        p.fill_(1.0)
+        p.grad = torch.zeros_like(p)
+    system = SimpleNamespace(optim=optim, zero_stage="", offload="", weight_decay=0.5)
+    optimizer = make_optimizer(Model(hf), "policy", system, 0.1, (0.9, 0.99), 1e-8)
+    optimizer.step()
+    found = [name for name, p in hf.named_parameters() if p.dim() > 1 and (p == 1).all()]
+    assert [name.partition(".layers.0.")[2] for name in found] == stacked
+    matrices = {n for n, p in hf.named_parameters() if p.dim() > 1} - set(found)
+    assert matrices and all(((hf.get_parameter(n) - 0.95).abs() < 1e-6).all() for n in matrices)
+    if optim == "muon":
+        by_muon = {p for group in optimizer.parts[0].param_groups for p in group["params"]}
+        assert by_muon and not by_muon & {hf.get_parameter(n) for n in found}
+
+
 def test_a_run_on_one_rank_is_killed_and_goes_on_with_two(world, tmp_path):
     keys = keys_of(world, "grpo.py", optim="muon", checkpoint_interval=1, weight_decay=0.1)
     whole = tiny.well("grpo.py", tmp_path / "whole", keys)

@@ -2,15 +2,20 @@
 grading/programs.py: the program in a completion, a table of what models write, with the programs
 taken out by hand; tests as data; when two results are the same. And the reward `code` in a run.
 """
+import contextlib
+import itertools
 import json
 import math
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
+import rewards
 from errors import BadInput
 from grading import programs
 from grading.programs import check_tests, extract_code, judge, same, same_output
+from options import tools
 
 from tiny import assert_one_line, jsonl, keys_of, read_log, run, well
 
@@ -46,22 +51,72 @@ CASES += [
     (f"<think>{block(DRAFT)}</think>{block()}", F), (F, F), ("", "")]
 
 
+TALKS = "print('<think>' + input())\nprint('</think><answer>', '[/THINK]')\nx = '<response>'"
+MARKED = "s = \"\"\"\n<think>\n</answer>\n<|end|>\n\"\"\""
+HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
+# marks in a block are text; outside of blocks they count, also on the lines of its fences
+CASES += [(text, program) for program in (TALKS, MARKED) for text in (
+    block(program), f"So:\n{block(program)}\nthat is it", block(program, fence="~~~"),
+    block(program, ""), f"10. ```python\n{program}\n```\n11. that is it",
+    f"<think>a</think>{block(program)}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block(program)}",
+    HARMONY.format(block(DRAFT)) + block(program) + "<|end|>",
+    f"<answer>{block(program)}</answer>", f"<response>\n{block(program)}\n</response>",
+    f"<think>```python\n</think>\n{block(program)}", f"{block(program, 'cpp')}\n{block(program)}",
+    f"{block(program)}<|END_RESPONSE|>\nthat is it", f"```\n{DRAFT}\n{block(program)}",
+    f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>\n{block(program)}</answer>")]
+CASES += [
+    (f"```python\n{TALKS}", TALKS), ("```python\ns = 1\n<think>", "s = 1\n<think>"),  # cut off
+    (f"<answer>```python\n{F}\n</answer>", F), (f"```python\n{F}\n<|END_RESPONSE|>\nso", F),
+    (f"```\nnotes\n<answer>\n{F}\n</answer>", f"\n{F}\n"),  # a block that is not closed
+    (f"{block(DRAFT)}</think>{block()}", F), (f"{block(TALKS)}\n</think>\n{block()}", F)]
+ENDLESS = [f"{block()}\n<think>{block(DRAFT)}", f"{block()}[THINK] or", f"{block()}<think>\n```\n"]
+
+
 def test_the_program_is_found():
     for completion, program in CASES:
         assert extract_code(completion) == program, completion
         # a thought does not count, and if it never ends, nothing does
         assert extract_code(f"<think>\n{block(DRAFT)}\n```python\n</think>{completion}") == program
         assert extract_code(f"<think>\n{completion}".replace("</think>", "")) is None
+    assert [extract_code(text) for text in ENDLESS] == [None] * len(ENDLESS)
     assert extract_code("```cpp\nint x;\n```") == "```cpp\nint x;\n```"  # the whole text, then
 
 
-def test_it_takes_no_time():
-    """Of 100 KB: if a step were quadratic, minutes. CPU time: others work here."""
-    for piece in ("`", "``` ", "```\n", "```python\n", "- ```\n", "\r", "<think>",
-                  "<answer></answer>", "x```\n", " " * 9999 + "\n", "1. "):
+ROW = dict(rows=[dict(answer="1")])
+TOOLS = SimpleNamespace(types=dict(f=dict(a={}, b={})))
+READERS = dict(  # what reads a policy's text, and how such texts begin
+    code=(extract_code, "", "```python\n", "<think>", "<answer>"),
+    accuracy=(lambda text: rewards.built_in("accuracy")(ROW | dict(completions=[text])), "", "1",
+              "\\boxed{", "<answer>", "<|channel|>"),
+    format=(lambda text: rewards.built_in("format")(ROW | dict(completions=[text])), "",
+            "<think></think><answer>"),
+    printed=(lambda text: same_output(text.encode(), text[:-1].encode()), "", "1."),
+    returned=(lambda text: judge(text.encode(), 1), "", "1", '"'),
+    calls=(lambda text: [tools.Tools.parsed(TOOLS, call) for call in tools.written_in(text)], "",
+           "<tool_call>{", "<tool_call>\n<function=f>\n",
+           "<tool_call><function=f><parameter=a></parameter>"),
+    header=(lambda text: tools.Tools.calls_in(SimpleNamespace(harmony=True, types={}), text), ""),
+    begun=(tools.BEGUN.search, "", "<think>", "<|channel|>"))
+# letters that these look for, what they look for, and what is nearly that
+PIECES = [*"`~ #1.,;e-+/$\\\"{}[]()<>|=xoH\r\n\t", *"""
+    ``` ~~~ ~~~` ```x x``` ```python python 1. <think> </think> <answer> </answer> [THINK] [/THINK]
+    <| <|channel|> <|channel|>final <|channel|>analysis <|end|> <|end|><|start|> <tool_call>
+    </tool_call> <tool_call>{ <tool_call><function= <function=f> <parameter=a> </parameter>
+    <parameter=b> \\boxed{ \\boxed \\begin{a} \\end{a} #### {,} 1,000 1/ to= ◁ Here """.split(),
+    "``` ", "```\n", "- ```\n", "x```\n", " " * 9999 + "\n", "Here is my", "```\n</think>\n~~~\n"]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_text_takes_long(name):
+    """Of 20,000 letters: by quadratic steps seconds, by cubic ones hours. CPU time: others work."""
+    slow, (read, *beginnings) = {}, READERS[name]
+    for begin, piece, end in itertools.product(beginnings, PIECES, ("", "`?")):
         start = time.thread_time()
-        extract_code("```python\n" + piece * (100_000 // len(piece)))
-        assert time.thread_time() - start < 10, piece
+        with contextlib.suppress(ValueError):
+            read(begin + piece * (20_000 // len(piece)) + end)
+        if time.thread_time() - start > 1:
+            slow[begin, piece, end] = time.thread_time() - start
+    assert not slow
 
 
 def returns(value, *arguments):
@@ -181,6 +236,43 @@ def test_what_the_judge_of_leetcode_imports():
         (f"{SOURCES[0]}\ndef f(a): return 5", plain, "fail")]
     verdicts = programs.run_all([case[:2] for case in cases], 2)
     assert [(case, v) for case, v in zip(cases, verdicts, strict=True) if v[2] != case[2]] == []
+
+
+ADD = "def add(self, a, b): return a + b + len(deque())"
+STARS = "from math import *\nfrom operator import *\nfrom statistics import *\n"
+ALL = "for name in ('math', 'operator', 'statistics'): globals().update(vars(__import__(name)))"
+NOTHING = [  # programs that define none of the functions of the tests
+    "", "# class Solution", "'class Solution'", "class Solution: pass", STARS, ALL,
+    f"{STARS}class Solution: pass", "import math, operator, statistics, builtins",
+    "class Solution:\n    import math", "def f():\n    from math import gcd\n    add = max",
+    f"class A:\n    {ADD}\n    gcd = median = sorted = add"]
+LIBRARY = [("add", [1, 2], 3), ("gcd", [4, 6], 2), ("median", [[1, 2, 3]], 2), ("sorted", [[]], [])]
+OWN = [  # programs whose add is their own
+    "def add(a, b): return a + b", "add = lambda a, b: a + b", "from operator import add",
+    "from operator import sub, add", "from operator import concat as f, add as add",
+    f"{STARS}def add(a, b): return a + b", "import operator\nadd = operator.add",
+    "if 1:\n    def add(a, b): return a + b", "def g(a, b): return a + b\n(add := g)",
+    "try: from nowhere import add\nexcept ImportError:\n    def add(a, b): return a + b",
+    "def g():\n    global add\n    def add(a, b): return a + b\ng()",
+    "exec('def add(a, b): return a + b')", "import functools\nadd = functools.partial(sum)\n"
+    "@functools.cache\ndef add(a, b): return a + b", "for add in [lambda a, b: a + b]: pass",
+    f"class Solution:\n    {ADD}", f"{STARS}class Solution:\n    {ADD}",
+    f"from operator import sub as add\nclass Solution:\n    {ADD}",  # the method is its own
+    f"class A:\n    {ADD}\nclass Solution(A): pass", f"if 1:\n    class Solution:\n        {ADD}"]
+METHODS = "search", "merge", "compress", "shuffle", "add", "copy", "count", "date", "pow"
+
+
+@needs_bwrap
+def test_only_what_the_program_defines_is_called():
+    """No name of the judge's imports, of a star import or of Python's own is an answer."""
+    cases = [(source, {"fn": name, "inputs": [given], "outputs": [value]}, False)
+             for source in NOTHING for name, given, value in LIBRARY]
+    cases += [(source, {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}, True) for source in OWN]
+    cases += [(f"class Solution:\n    def {name}(self, x): return x + ceil(0.5)",
+               {"fn": name, "inputs": [[1]], "outputs": [2]}, True) for name in METHODS]
+    verdicts = programs.run_all([case[:2] for case in cases], 2)
+    assert [case for case, v in zip(cases, verdicts, strict=True)
+            if (v.reason == "pass") != case[2]] == []
 
 
 MINE = """

@@ -48,7 +48,7 @@ def fork(folder, diffs, numbers=()):
     os.makedirs(mine := f"{folder}/mine")
     for path in glob.glob(f"{ROOT}/*.py"):
         shutil.copy(path, mine)
-    for name in ("config", "options"):
+    for name in ("config", "grading", "options"):
         shutil.copytree(f"{ROOT}/{name}", f"{mine}/{name}")
     subprocess.run(["git", "init", "-q", folder], check=True)
     for words in diffs:
@@ -62,7 +62,8 @@ def fork(folder, diffs, numbers=()):
 
 def run_fork(mine, script, folder, keys, also=()):
     """A run in processes that have our modules already: those of the copy take their place."""
-    ours = {os.path.basename(path)[:-3] for path in glob.glob(f"{ROOT}/*.py")} | {"options"}
+    ours = {os.path.basename(path)[:-3] for path in glob.glob(f"{ROOT}/*.py")} | {
+        "grading", "options"}
 
     def before(rank):
         for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
@@ -89,8 +90,8 @@ def wrong_sampler(rank):
 
     def sample_batch(*args, **more):
         batch = right(*args, **more)
-        q = batch["sampler_logprobs"]
-        token, t = batch["tokens"][:, -q.shape[1]:], torch.arange(q.shape[1])
+        q, token = batch["sampler_logprobs"], batch["tokens"]
+        t = torch.arange(q.shape[1]) - batch["begins"][:, None]  # the place in the response
         batch["sampler_logprobs"] = q + 0.9 * torch.sin((3 * token + t).to(q))
         return batch
 

@@ -14,9 +14,9 @@ from load import load
 from loss import masked_whiten
 from model import Model, scaled_logits
 from prompts import batch_rows, read_rows, run_length, spread
-from rollout import decoding_copy, generate
+from rollout import decode, decoding_copy
 from test_gae import by_loop, case
-from tiny import jsonl, keys_of_system
+from tiny import answer, jsonl, keys_of_system
 from tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -120,14 +120,14 @@ def test_finished_rows_leave():
     for row, n in enumerate(lengths):
         u[row, n - 1] = 0.25  # token 0
     policy = Coin()
-    out = generate(policy, [[1]] * B, R, uniforms=u)
+    out = answer(policy, [[1]] * B, R, u)  # its pad is its EOS
     assert out["response_mask"].sum(1).tolist() == lengths and out["finished"].all()
     assert policy.calls[0] == 1 and len(policy.calls) == R  # the prompts are alike: read once
     for t, rows in enumerate(policy.calls[1:], 1):
         running = sum(n > t for n in lengths)
         assert running <= rows < 4 / 3 * running
     rooms = [1 + i % 7 for i in range(B)]  # a limit for each response
-    out = generate(Coin(), [[1]] * B, R, uniforms=u, rooms=rooms)
+    out = answer(Coin(), [[1]] * B, R, u, rooms=rooms)
     assert out["response_mask"].sum(1).tolist() == list(map(min, lengths, rooms))
     assert out["finished"].tolist() == [n <= room for n, room in zip(lengths, rooms, strict=True)]
 
@@ -140,8 +140,8 @@ def test_a_copy_in_16_bits_samples_what_the_training_forward_means(world):
     with torch.autocast("cpu", torch.bfloat16), decoding_copy(
             policy, keys_of_system(dtype="bfloat16"), CPU) as decoder:
         assert {p.dtype for p in decoder.parameters()} == {torch.bfloat16, torch.float32}
-        outs = [generate(model, [[97, 98]] * 6, 10, uniforms=u) for model in (decoder, policy)]
-    assert all(torch.equal(outs[0][name], outs[1][name]) for name in outs[0])
+        outs = [decode(model, [[97, 98]] * 6, u) for model in (decoder, policy)]
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
     assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
     with decoding_copy(policy, keys_of_system(), CPU) as decoder:
         assert decoder is policy

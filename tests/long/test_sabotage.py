@@ -70,9 +70,9 @@ def saboteur(deed, ranks):
                 return said
             return change
 
-        def generate(original, policy, prompts, n, temperature, *rest, **how):
+        def decode(original, *args, temperature, **how):
             hot = 1.2 if deed == "the sampler" else 1.0
-            return original(policy, prompts, n, temperature * hot, *rest, **how)
+            return original(*args, temperature=temperature * hot, **how)
 
         def logits(original, self, states):
             if torch.is_grad_enabled() and deed == "the forward":
@@ -86,7 +86,7 @@ def saboteur(deed, ranks):
         patch(rewards, "score_sequences", scores)
         patch(model, "response_logprobs", gradient_of("policy"))
         patch(model, "response_values", gradient_of("value model"))
-        patch(rollout, "generate", generate)
+        patch(rollout, "decode", decode)
         patch(model.Model, "logits", logits)
         patch(torch.optim.AdamW, "step", step)
 

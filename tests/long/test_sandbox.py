@@ -95,10 +95,17 @@ HARMLESS = [
                                "assert S().f([4]) == 4"], (3, 3, "pass")),
     # what limits and filter could have broken
     (function(LIBRARIES), returns(26), PASSED),
+    ("import os\nprint(os.path.dirname(__file__) == os.getcwd(), os.path.basename(__file__))",
+     prints("True solution.py"), PASSED),
     ("import os\nos.abort()", prints("1"), (0, 1, "crash"))]
+if os.path.exists("/usr/share/zoneinfo/Asia/Tokyo"):
+    HARMLESS.append(("import datetime, zoneinfo\ntokyo = zoneinfo.ZoneInfo('Asia/Tokyo')\n"
+                     "print(datetime.datetime(2024, 1, 1, tzinfo=tokyo).utcoffset())",
+                     prints("9:00:00"), PASSED))
 GROWS = """import os
 def f():
-    for grow in (os.write, b"x" * 99), (os.ftruncate, 99), (os.posix_fallocate, 0, 99):
+    for grow in ((os.write, b"x" * 99), (os.ftruncate, 99), (os.posix_fallocate, 0, 99),
+                 (os.setxattr, "user.x", b"x" * 99)):
         try: return grow[0](0, *grow[1:])
         except OSError: pass
 """
@@ -116,6 +123,9 @@ LIMITS = [  # of time, memory and output; nothing takes longer than its limit
      "output limit"),
     ("print('x' * 70000)", prints("1"), "output limit"),
     ("print('x' * 10**6)", prints("x" * 10**6), "pass"),  # as expected
+    # right, and longer than expected
+    ("def f(): return [0.1 + 0.2] * 10000", returns([0.3] * 10000), "pass"),
+    ("for n in range(10000): print(0.1 + 0.2)", prints("0.3\n" * 10000), "pass"),
     ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass"),
     (GROWS, returns(None), "pass")]  # its stdin is a file in memory, which stays empty
 # an exit, a crash or a limit in the third of five calls takes the third and all later ones
@@ -158,13 +168,13 @@ return 30 <= n <= 64"""
 # attacks on the host
 
 HIDDEN = ["/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run", "/usr/bin/env", "/bin/sh",
-          "/usr/share", ROOT, os.path.expanduser("~/.ssh")]
+          "/usr/share/doc", ROOT, os.path.expanduser("~/.ssh")]
 INSIDE = [(f"import ctypes, os, resource, stat, sys\n{body}", wanted) for body, wanted in ((r"""
-# no files but the interpreter and the shared libraries
+# no files but the interpreter, the shared libraries and the time zones
 gone = [p for p in a[1:] if os.path.lexists(p)]
 found = []
 for top, folders, files in os.walk("/"):
-    folders[:] = [d for d in folders if d not in ("lib", "lib64")]
+    folders[:] = [d for d in folders if d not in ("lib", "lib64", "zoneinfo")]
     found += [os.path.join(top, f) for f in files]
 known = {"lib", "lib64", "tmp", "usr", sys.base_prefix.split("/")[1]}
 return [gone, found, sorted(set(os.listdir("/")) - known), os.listdir("/tmp")]""",

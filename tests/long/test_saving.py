@@ -113,6 +113,68 @@ def test_damage_of_every_kind_is_seen(out):
     assert damage(str(newest)) is None and len(os.listdir(newest)) == 3
 
 
+NEVER = dict(pipe=os.mkfifo, device=lambda path: os.symlink("/dev/zero", path),
+             nothing=lambda path: os.symlink("nowhere", path))
+
+
+def in_time(function, *args):
+    """function(*args), which would wait for a pipe for ever."""
+    def late(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    try:
+        return function(*args)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", NEVER)
+def test_a_file_that_never_ends_is_not_read(out, kind):
+    """In a checkpoint it is damage, also where no manifest knows it; beside it, it is removed."""
+    for iteration in (1, 2):
+        save(out, iteration)
+    newest = out / "checkpoint-000002"
+    for name in ("state.json", "manifest.json", "config.json", "more", "policy/model.safetensors"):
+        whole = out / "whole"
+        shutil.copytree(newest, whole)
+        os.makedirs((newest / name).parent, exist_ok=True)
+        (newest / name).unlink(missing_ok=True)
+        NEVER[kind](newest / name)
+        assert in_time(find_checkpoint, str(out))[1]["iteration"] == 1, name
+        shutil.rmtree(newest)
+        os.rename(whole, newest)
+    for name in ("log.jsonl", "log.jsonl.tmp", "samples.jsonl", "config.json.tmp", ".lock"):
+        (out / name).unlink(missing_ok=True)
+        NEVER[kind](out / name)
+    _, state = in_time(checkpoint.begin_or_resume, str(out), dict(out_dir="out", script="ppo.py"),
+                       [], 10**7)
+    checkpoint.append(str(out), "log.jsonl", [dict(iteration=2)])
+    assert state["iteration"] == 2 and not os.path.exists(out / "nowhere")
+    assert (out / "log.jsonl").read_text() == '{"iteration": 2}\n'
+
+
+def test_a_link_in_the_folder_of_a_run_is_not_written_through(out, tmp_path_factory):
+    """As in a folder that somebody has sent, with a name that a resume writes: linked to a file."""
+    save(out, 1)
+    mine = tmp_path_factory.mktemp("mine")
+    names = ["config.json", *checkpoint.LOGS]
+    for name in [*names, *(f"{name}.tmp" for name in names), ".lock"]:
+        write(mine / name, '{"iteration": 0, "out_dir": ""}\n')
+        (out / name).unlink(missing_ok=True)
+        os.symlink(mine / name, out / name)
+    before = {name: (mine / name).read_text() for name in os.listdir(mine)}
+    checkpoint.begin_or_resume(str(out), dict(out_dir="out", script="ppo.py"), [], 10**7)
+    for name in checkpoint.LOGS:
+        checkpoint.append(str(out), name, [dict(iteration=1)])
+    save(out, 2)
+    assert before == {name: (mine / name).read_text() for name in os.listdir(mine)}
+    assert not any(os.path.islink(out / name) for name in os.listdir(out))
+    assert len((out / "log.jsonl").read_text().split("\n")) == 3  # its lines are kept
+
+
 # files for others
 
 HALF = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5))

@@ -66,8 +66,9 @@ import os, sys
 from safetensors.numpy import load_file, save_file  # no torch: it would take seconds
 assert sys.argv[1].endswith("trl_same.py") and sys.argv[2] == "ppo"
 batch = load_file("batch.safetensors")
-assert batch["response_mask"].shape == (24, 16) and batch["response_mask"].all()  # all are cut
-assert batch["tokens"].shape[1] == batch["attention_mask"].shape[1] <= 12 + 16
+assert batch["tokens"].shape == batch["response_mask"].shape == (24, batch["begins"].max() + 16)
+assert (batch["lengths"] == batch["begins"] + 16).all()  # all are cut
+assert (batch["response_mask"].sum(1) == 16).all()
 for name, begin, part in ("policy", "policy", 0.75), ("value_model", "reward_model", 1.0):
     start, ours = load_file(begin + "/model.safetensors"), load_file(name + "_ours.safetensors")
     save_file({key: start[key] + part * (t - start[key]) for key, t in ours.items()},

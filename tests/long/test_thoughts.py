@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from answers import behind_thoughts, final_answer, say_unknown_marks, whole_responses
 from grading.expressions import math_answer
+from grading.forms import format
 from grading.programs import extract_code
-from rewards import accuracy, format, thinks
+from rewards import accuracy, thinks
 
 HARMONY = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"

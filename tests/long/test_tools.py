@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from configurator import read_arguments, read_keys
@@ -46,13 +47,43 @@ def test_bench_prints_one_page(tmp_path):
 
     keys = dict(d_model=32, n_layer=1, n_head=2, n_kv_head=1, d_ff=48, vocab_size=64, batch_size=4,
                 prompt_length=6, max_new_tokens=5, repeats=1, micro_batch_size=2, device_type="cpu",
-                run_keys="rollout_batch_size=3,head_chunk=2")
+                work="sampling,update,ppo,grpo", run_keys="rollout_batch_size=3,head_chunk=2")
     result = Started("tools/bench.py", typed(keys), str(tmp_path), before=before).wait()
     assert result.codes == [0], result
-    for line in (r"^  quartet: [\d.]+ s, \d+ tokens/s$", r"^  transformers: [\d.]+ s, \d+ tokens",
-                 r"^  ppo.py: rollout .* iteration [\d.]+ s; 5 tokens a response, peak \d+ MiB$",
-                 r"^  grpo.py: rollout .* iteration [\d.]+ s; 5 tokens a response, peak \d+ MiB$"):
+    took = r"[\d.]+ s \(\d+%\)"
+    lines = [rf"^  quartet: {took}, \d+ tokens/s, [\d.]+ ms a step", rf"^  transformers: {took}",
+             r"^    [\d.]+ ms in \d+ aten::mm$", rf"^  update: {took}, [\d.]+ TFLOP/s$"]
+    lines += [rf"^  {script}.py: rollout {took}, score {took}, update {took}, iteration {took}; "
+              r"5 tokens a response, peak \d+ MiB$" for script in ("ppo", "grpo")]
+    for line in lines:
         assert re.search(line, result.out[0], re.MULTILINE), (line, result.out[0])
+
+
+def test_the_limits_of_bench_by_hand(tmp_path):
+    """A layer of 32 x 48, two heads that share keys; 4 responses of 4 tokens to prompts of 6."""
+    from tools.bench import make_models, work_of
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                 num_attention_heads=2, num_key_value_heads=1)
+    make_models(str(tmp_path), sizes, 6, 5, 0.0, SimpleNamespace(device_type="cpu"), ppo=False)
+    layer, head = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, 32 * 64
+
+    def trunk(T):  # two FLOP a weight and token; twice two for each pair of tokens and each number
+        return 2 * layer * T + 2 * 2 * T * T * 32
+
+    def alike(flop, numbers):  # some versions of transformers multiply matrices for the angles
+        return pytest.approx(flop, rel=2e-3), numbers
+
+    found = work_of("grpo", str(tmp_path), 4, 6, 4, 5, samples=2)
+    read = 5 * (layer + head + 3 * 32) + 4 * 4 * (6 + 4 / 2) * 2 * 16
+    steps = 4 * (trunk(10) - trunk(6) + 4 * 2 * head)
+    assert found["rollout"] == alike(2 * trunk(6) + steps, read)
+    assert found["score"] == alike(4 * (trunk(10) + 4 * 2 * head), 0)
+    assert found["update"] == alike(3 * 4 * (trunk(10) + 4 * 2 * head), 0)
+    found = work_of("ppo", str(tmp_path), 4, 6, 4, 5)
+    assert found["rollout"] == alike(4 * trunk(6) + steps, read)
+    assert found["score"] == alike(4 * (4 * trunk(10) + 2 * 4 * 2 * head), 0)
+    assert found["update"] == alike(4 * 4 * 3 * (2 * trunk(10) + 4 * 2 * head), 0)
 
 
 def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):

@@ -17,7 +17,7 @@ import torch
 import transformers
 from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput, Stop
-from options.environment import Environment, between, check_template
+from options.environment import between, check_template, open_environment
 from options.tools import Tools
 from tokenizer import load_tokenizer
 
@@ -135,7 +135,7 @@ def tokenizer_of(tmp_path_factory):
 def environment_of(environment, tokenizer, **keys):
     """The environment of a run with these keys."""
     system = dict(environment=environment, tools="", max_turns=9, reward_timeout=9)
-    return Environment(SimpleNamespace(**system | keys), tokenizer)
+    return open_environment(SimpleNamespace(**system | keys), tokenizer)
 
 
 # templates
@@ -242,10 +242,9 @@ def conversed(env, prompt, turns, length):
 
     def sample(contexts, which, used):
         new = next(turns)[:length - used[0]]
-        return dict(tokens=torch.tensor([contexts[0] + new]),
-                    response_mask=torch.ones(1, len(new), dtype=torch.bool),
-                    sampler_logprobs=-torch.arange(1.0, len(new) + 1)[None],
-                    finished=torch.tensor([new[-1] in env.tokenizer.eos_ids or new[-1] == 33]))
+        return (torch.tensor([new]), -torch.arange(1.0, len(new) + 1)[None],
+                torch.tensor([len(new)]),
+                torch.tensor([new[-1] in env.tokenizer.eos_ids or new[-1] == 33]))
 
     return env.converse([dict(prompt=prompt)], [ids], (1, "rollout", 0), ([0], [0]), length,
                         len(ids) + 1, sample)
@@ -259,12 +258,14 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
     turns = [tokenizer.hf.encode(text, add_special_tokens=False) for text in texts[::2]]
     batch = conversed(env, [user("17*23?")], turns, 800)
     env.tools.process.kill()
-    ids = batch["tokens"][0][batch["attention_mask"][0]].tolist()
+    ids = batch["tokens"][0, :batch["lengths"][0]].tolist()
     text = tokenizer.text_of(ids)
     assert text.endswith(before + "".join(texts)) and "Call multiply." in text
     assert batch["finished"].tolist() == [True] and batch["failed_calls"].tolist() == [0]
     (prompt,) = tokenizer.encode_prompts([[user("17*23?")]])
-    response, own = ids[len(prompt):], batch["response_mask"][0].tolist()[:len(ids) - len(prompt)]
+    begin = batch["begins"][0]
+    response, own = ids[begin:], batch["response_mask"][0, begin:len(ids)].tolist()
+    assert ids[:begin] == prompt
     assert [i for i, mine in zip(response, own, strict=True) if mine] == turns[0] + turns[1]
     said = env.messages_of(response, own)
     name = dict(name="multiply") if family == "harmony" else {}
@@ -299,16 +300,17 @@ def dialogue_with(mine, tmp_path):
     (["abcd", "x"], 9, 4, b"abcd.abcx", "TTTTTFFFT"), (["ab "], 9, 4, b"ab ", "TTT")])
 def test_dialogues_by_hand(dialogue_with, texts, length, max_turns, ids, own):
     """A point is EOS. Each turn that ends is paid 0.5; the sampler says -1, -2, ... in each."""
-    batch, rest = dialogue_with("pays", texts, length, max_turns), length - len(own)
+    batch, rest = dialogue_with("pays", texts, length, max_turns), 1 + length - len(own)
     response = [EOS if i == ord(".") else i for i in ids]
-    assert batch["tokens"].tolist() == [[PAD, 49, 50, *response] + [PAD] * rest]
-    assert batch["attention_mask"].tolist() == [[False] + [True] * (2 + len(own)) + [False] * rest]
-    assert batch["response_mask"].tolist() == [[c == "T" for c in own] + [False] * rest]
+    assert batch["tokens"].tolist() == [[49, 50, *response] + [PAD] * rest]
+    assert (batch["begins"], batch["lengths"]) == (2, 2 + len(own))
+    assert batch["response_mask"].tolist() == [[c == "T" for c in "FF" + own] + [False] * rest]
     assert batch["finished"].tolist() == [False]
     logprobs = [-n for turn in re.findall("T+|F", own) for n in (
         range(1, len(turn) + 1) if "T" in turn else [0])]
-    assert batch["sampler_logprobs"].tolist() == [logprobs + [0] * rest]
-    ends = [t for t, i in enumerate(ids) if own[t] == "T" and chr(i) in ".!"]
+    assert batch["sampler_logprobs"].tolist() == [[0, 0, *logprobs] + [0] * rest]
+    assert {batch[name].dtype for name in ("sampler_logprobs", "turn_rewards")} == {torch.float32}
+    ends = [2 + t for t, i in enumerate(ids) if own[t] == "T" and chr(i) in ".!"]
     assert batch["turn_rewards"].nonzero()[:, 1].tolist() == ends
     assert set(batch["turn_rewards"][0, ends].tolist()) <= {0.5}
 
@@ -555,17 +557,24 @@ def test_tools_that_cannot_be_described(tokenizer_of, mine):
 
 
 def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
-    """A random model that calls nothing; it ends with EOS alone, as its template does."""
+    """
+    A random model that calls nothing; it ends with EOS alone, as its template does. The tool stands
+    in each prompt that it reads.
+    """
     shutil.copytree(world.policy, tmp_path / "policy")
     tiny.write(tmp_path / "policy" / "generation_config.json", json.dumps(dict(eos_token_id=EOS)))
     rows = [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")]
-    template = "{% for m in messages %}{{ m.role + m.content }}<eos>{% endfor %}" \
-        "{% if add_generation_prompt %}assistant{% endif %}{# tools #}"
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" \
+        "{% for m in messages %}{{ m.role + m.content }}<eos>{% endfor %}" \
+        "{% if add_generation_prompt %}assistant{% endif %}"
     template = template.replace("<eos>", "{% for c in m.tool_calls %}<tool_call>"
                                 "{{ c.function | tojson }}</tool_call>{% endfor %}<eos>")
     keys = tiny.keys_of(
         world, "grpo.py", policy_path=tmp_path / "policy", tools=f"{mine}:multiply", eval_path="",
         prompts_path=tiny.jsonl(tmp_path / "chats.jsonl", rows), max_iters=1, reward_timeout=40,
-        chat_template=tiny.write(tmp_path / "t.jinja", template))
+        chat_template=tiny.write(tmp_path / "t.jinja", template),
+        reward_functions=tiny.write(tmp_path / "rule.py", "def named(batch):\n    return [float("
+                                    "'multiply' in x) for x in batch['prompts']]\n") + ":named")
     log = tiny.read_log(tiny.well("grpo.py", tmp_path, keys, ranks=2))
     assert log[0]["objective/failed_calls"] == 0 and log[0]["objective/turns"] == 1
+    assert log[0]["objective/scores"] == 1

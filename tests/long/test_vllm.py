@@ -140,21 +140,21 @@ def test_vllm_samples_what_the_policy_would(tmp_path, family):
     for _ in range(2):
         vllm.take_weights(policy)
         for temperature in (0.7, 1.0):
-            batch = vllm.respond(prompts, 20, temperature, range(12), 5)
-            assert batch["tokens"].shape == (12, 25) and batch["tokens"].max() < 260
-            for row in range(12):
-                ids = batch["tokens"][row][batch["attention_mask"][row]][None]  # (1, T)
+            responses, logprobs, lengths, finished = vllm.respond(
+                prompts, 20, temperature, range(12))
+            assert responses.shape == (12, 20) and responses.max() < 260
+            for row, n in enumerate(lengths.tolist()):
+                ids = torch.tensor([prompts[row] + responses[row, :n].tolist()])
                 with torch.no_grad():
                     wanted, _ = policy.logprobs(ids, torch.arange(ids.shape[1])[None] >= 3,
                                                 temperature)
-                n = len(wanted)
-                assert (batch["sampler_logprobs"][row, :n] - wanted).abs().max() < 2e-5
+                assert (logprobs[row, :n] - wanted).abs().max() < 2e-5
                 ends = [int(i) in policy.tokenizer.eos_ids for i in ids[0, 3:]]
                 assert not any(ends[:-1]) and (ends[-1] or n == 20)
-                assert ends[-1] == bool(batch["finished"][row])
-        again, other = (vllm.respond(prompts, 20, 1.0, seeds, 5)["tokens"]
+                assert ends[-1] == bool(finished[row])
+        again, other = (vllm.respond(prompts, 20, 1.0, seeds)[0]
                         for seeds in (range(12), range(100, 112)))
-        assert torch.equal(again, batch["tokens"]) and not torch.equal(again, other)
+        assert torch.equal(again, responses) and not torch.equal(again, other)
         with torch.no_grad():
             for p in policy.parameters():
                 p.add_(0.02 * torch.randn_like(p))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from model import Model
-from rollout import generate
+from rollout import decode
 
 __version_tuple__ = 0, 32
 wrong = ""  # what it does wrong, and in which call of generate
@@ -78,16 +78,15 @@ class LLM:
         self.model.tokenizer = SimpleNamespace(
             eos_ids=set(s.stop_token_ids), pad_id=0, stop_strings=[],
             vocab_size=self.model.config.vocab_size)
-        out = generate(self.model, [one["prompt_token_ids"] for one in prompts], max(rooms),
-                       s.temperature, uniforms=uniforms, rooms=rooms)
+        found = decode(self.model, [one["prompt_token_ids"] for one in prompts], uniforms,
+                       s.temperature, rooms)
         results = []
-        for ids, mask, logprobs, finished in zip(
-                out["tokens"][:, -max(rooms):], out["response_mask"], out["sampler_logprobs"],
-                out["finished"], strict=True):
-            ids, of_ids = ids[mask].tolist(), logprobs[mask].tolist()
-            said = [{i: SimpleNamespace(logprob=x)} for i, x in zip(ids, of_ids, strict=True)]
+        for ids, logprobs, n, finished in zip(*(x.tolist() for x in found), strict=True):
+            said = [{i: SimpleNamespace(logprob=x)}
+                    for i, x in zip(ids[:n], logprobs[:n], strict=True)]
             results.append(SimpleNamespace(outputs=[SimpleNamespace(
-                token_ids=ids, logprobs=said, finish_reason="stop" if finished else "length")]))
+                token_ids=ids[:n], logprobs=said,
+                finish_reason="stop" if finished else "length")]))
         return results
 
 

@@ -1,0 +1,69 @@
+r"""
+Forms in which texts give their answers: <answer>, \boxed{}, ####, matrices over several lines,
+letters beyond ASCII; answers.py loads them when a text has some. And the reward `format`.
+"""
+import re
+import unicodedata
+
+import torch
+
+from answers import behind_thoughts, lines_of, marks_of, whole_responses
+
+
+def formed_answer(text, lines):
+    """answers.final_answer of a text behind its thoughts that has one of these forms."""
+    tags = re.findall("<answer>((?:(?!</?answer>).)*)</answer>", text, re.DOTALL)
+    text = tags[-1] if tags else text
+    box = last_box(text)
+    text = text if box is None else box
+    if "####" in text:
+        return "".join(lines_of(text.rpartition("####")[2])[:1])
+    return text.strip() if tags or box is not None else "\n".join(lines_of(text)[-lines:])
+
+
+def last_box(text):
+    r"""The text in the last \boxed{...} or \fbox{...}, with all braces in it; None without one."""
+    opened, found = [], (-1, 0)  # (where it begins, what stands before) of each open brace; a box
+    for mark in re.finditer(r"(\\(?:boxed|fbox)\s*)?(\{)|\\.|\}", text, re.DOTALL):
+        if mark[2]:
+            opened.append((mark.end(), mark[1]))
+        elif mark[0] == "}" and opened:
+            begin, box = opened.pop()
+            if box:
+                found = max(found, (begin, mark.start()))
+    return text[slice(*found)] if found[1] else None
+
+
+def unbroken(text):
+    r"""A text without line breaks between \begin{...} and its \end: a matrix is one line."""
+    return re.sub(r"\\begin\{(\w+\*?)\}.{0,2000}?\\end\{\1\}",
+                  lambda whole: whole[0].replace("\n", " "), text, flags=re.DOTALL)
+
+
+def letters(text):
+    """A text with one form of each letter (NFC) and of minus; without what nobody sees."""
+    seen = re.sub("[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]", "", text)
+    return unicodedata.normalize("NFC", seen).replace("\u2212", "-")
+
+
+# the reward
+
+def format(batch):
+    """
+    (B,): 1.0 where the response is <think>...</think>, or the like, and then an answer that is not
+    blank, bare or in <answer>...</answer>, and nothing else; else 0.0. Each tag comes once, in this
+    order; a <think> may end the prompt. The format reward of DeepSeek-R1 (arXiv 2501.12948, section
+    2.2.2).
+    """
+    return torch.tensor([float(is_formatted(response)) for response in whole_responses(batch)])
+
+
+def is_formatted(text):
+    marks, tags = marks_of(text), re.findall("</?answer>", text)
+    if [opens for opens, _ in marks] != [True, False]:
+        return False
+    before, answer = text[:marks[0][1].start()], (behind_thoughts(text) or "").strip()
+    if tags:
+        whole = re.fullmatch("<answer>(.*)</answer>", answer, re.DOTALL)
+        answer = whole[1].strip() if whole and len(tags) == 2 else ""
+    return not before.strip() and answer != ""

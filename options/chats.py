@@ -1,0 +1,252 @@
+"""
+Messages, lists of {"role", "content"}: which ones a run can learn, and their ids in a chat
+template. The ids are those of transformers' apply_chat_template. Text that looks like a special
+token is plain text: a message cannot end a turn.
+"""
+import ast
+import contextlib
+import inspect
+import os
+import re
+
+from errors import BadInput, first_line, shorten
+from prompts import NO_UTF8
+from tokenizer import text_of
+
+# tokens of many families' templates: <|im_end|>, and DeepSeek's with other bars
+MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
+# what others write into a message that is not to be learned, such as "weight": 0
+NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
+# where others keep the thoughts of an assistant's message; many chat templates do not read them
+THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
+
+
+def check_messages(messages, field):
+    """Raise BadInput unless a data row's field, a list, is messages of text, and not empty."""
+    if not messages:
+        raise BadInput(f"field {field!r} is empty")
+    for number, message in enumerate(messages, 1):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str) or message.get("tool_calls") or message.get(
+                "function_call"):
+            raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", "
+                           f"\"content\"}} messages of text, found {shorten(message)}")
+        if message.get("role") not in ("system", "user", "assistant"):
+            raise BadInput(f"field {field!r}, message {number}: the role is "
+                           f"{shorten(message.get('role'))}; wanted system, user or assistant")
+        if NO_UTF8.search(content) or not content and field == "prompt":
+            raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
+
+
+def check_learned(messages, field):
+    """Raise BadInput unless messages are a completion that is learned as it is."""
+    for message in messages:
+        for key, value in beside_its_content(message).items():
+            raise BadInput(f"field {field!r}: " + (
+                f"thoughts in {key!r} would not be learned; write them into 'content', as the "
+                "model shall: <think>...</think>" if key in THOUGHTS_APART else
+                f"{key!r} is {value!r}, but each answer in it is learned; end the prompt behind "
+                "this one"))
+    if {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
+        raise BadInput(f"field {field!r}: a completion begins and ends with the assistant")
+
+
+def beside_its_content(message):
+    """
+    {key: value} of an assistant's message that would be lost if its content is learned: thoughts,
+    and a mark that it is not to be learned. {} of others.
+    """
+    if message["role"] != "assistant":
+        return {}
+    thoughts = {key: message[key] for key in THOUGHTS_APART if message.get(key)}
+    return thoughts | {key: message[key] for key in NOT_LEARNED
+                       if message.get(key) not in (None, 1)}
+
+
+# --------------------------------------------------------------------------------------------------
+# messages -> ids
+
+
+def chats_of(hf, path, system):
+    """
+    The Chats of a tokenizer of transformers, `hf`; None if it has no template. The run's template
+    becomes that of hf, and the template's marks become special in it. Raises BadInput.
+    """
+    if system.chat_template:
+        if not os.path.isfile(system.chat_template):
+            raise BadInput(f"chat_template = {system.chat_template!r}: no such file")
+        with open(system.chat_template, encoding="utf-8") as f:
+            hf.chat_template = f.read()
+    kwargs = parse_template_kwargs(system.template_kwargs)
+    if not hf.chat_template:
+        if system.system_prompt:
+            raise BadInput("system_prompt: the tokenizer has no chat template; give one with "
+                           "--chat_template=FILE")
+        return None
+    chats = Chats(hf, path, kwargs, system.system_prompt)
+    chats.set_special(True)
+    chats.turn_ends = chats.find_turn_ends()
+    return chats
+
+
+class Chats:
+    """
+    The chat template of a tokenizer of transformers, `hf`, in a run:
+
+        template         its text
+        kwargs           what it is given beside the messages
+        system_prompt    of dialogues that have none
+        turn_ends        {the id that ends a turn of the assistant}, or empty
+    """
+
+    def __init__(self, hf, path, kwargs, system_prompt):
+        self.hf, self.path, self.kwargs, self.system_prompt = hf, path, kwargs, system_prompt
+        self.template = hf.get_chat_template()
+        # all tokens in a template such as <|im_end|> become special in the run: otherwise a message
+        # with one would end a turn. Others, such as <think>, are tokens in a message, too
+        self.plain = [t for t in hf.added_tokens_decoder.values() if not t.special
+                      and t.content in self.template and re.fullmatch(MARKUP, t.content)]
+        takes = inspect.signature(hf.apply_chat_template).parameters
+        self.sanitizes = "sanitize_control_tokens" in takes  # else special tokens become tokens
+        # tokens beside the special ones that are none in messages; no such list before 5.23
+        self.controls = getattr(hf, "chat_control_tokens", None)
+        self.turn_ends = set()
+
+    def set_special(self, special):
+        """Make the tokens special that are plain in the source, or plain again."""
+        # a token of its own: transformers would make one that keeps the blanks behind it
+        self.hf.add_tokens([type(t)(**t.__getstate__() | dict(special=special))
+                            for t in self.plain], special_tokens=special)
+        self.hf.chat_control_tokens = [] if special else self.controls
+
+    @contextlib.contextmanager
+    def as_in_source(self):
+        """In this block the tokenizer has the source's special tokens."""
+        self.set_special(False)
+        yield
+        self.set_special(True)
+
+    def find_turn_ends(self):
+        """{the id of the first special token that the template writes behind an answer}, or {}."""
+        try:
+            ids = self.ids_of([dict(role="user", content="a"),
+                                 dict(role="assistant", content="ANSWER")])
+        except BadInput:  # encoding the data's messages gives the error, if there are any
+            return set()
+        behind = text_of(self.hf, ids).rpartition("ANSWER")[2]
+        behind = self.hf.encode(behind, add_special_tokens=False)
+        return set([i for i in behind if i in self.specials()][:1])
+
+    def specials(self):
+        """{id: text} of the special tokens."""
+        return {i: t.content for i, t in self.hf.added_tokens_decoder.items() if t.special}
+
+    def ids_of_pair(self, prompt, completion):
+        """The ids of a prompt with its completion, each a string or messages."""
+        return self.ids_of(joined(prompt, completion))
+
+    def encode_learned(self, prompt, completion, tokenizer):
+        """
+        Tokenizer.encode_learned of messages: each of the assistant's turns stands behind the ids
+        that the policy would get there as the prompt. Raises BadInput.
+        """
+        messages, ids, trained = joined(prompt, completion), [], []
+        for i in range(len(messages) - len(completion), len(messages)):
+            message = messages[i]
+            if message["role"] != "assistant":
+                continue
+            # the prompt has begun this message, or it is a new turn
+            open_ids = self.open_ids(prompt if i < len(prompt) else messages[:i])
+            whole = self.ids_of(messages[:i + 1])
+            end = next((n for n in range(len(open_ids), len(whole))
+                        if whole[n] in tokenizer.eos_ids), 0)
+            learned = tokenizer.text_behind(whole[len(open_ids):end])
+            said = message["content"].removeprefix(prompt[-1]["content"] if i < len(prompt) else "")
+            # as its letters come back, perhaps in NFC; the template may add blanks, and strip those
+            # behind it, but no indentation
+            wanted = tokenizer.text_behind(tokenizer.encode_behind([said])[0])
+            same = learned.strip() == wanted.strip() and learned.rstrip().endswith(wanted.rstrip())
+            if not same or not end or whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids:
+                raise BadInput(f"the chat template of {self.path} does not write the assistant's "
+                               f"{shorten(said)} as it stands, with an end behind it, but "
+                               f"{shorten(text_of(self.hf, whole[len(open_ids):end + 1]))}; type "
+                               "--chat_template=FILE or --template_kwargs=enable_thinking=False")
+            trained += [False] * (len(open_ids) - len(trained)) + [True] * (end + 1 - len(open_ids))
+            ids = whole[:end + 1]
+        return ids, trained
+
+    def open_ids(self, messages):
+        """The ids of a prompt of messages, before the assistant's response. Raises BadInput."""
+        last = messages[-1]
+        if last["role"] != "assistant":
+            return self.ids_of(messages, add_generation_prompt=True)
+        ids = self.ids_of(messages, continue_final_message=True)
+        if not text_of(self.hf, ids).rstrip().endswith(last["content"].rstrip()):
+            raise BadInput(f"the chat template of {self.path} changes the assistant's "
+                           f"{shorten(last['content'])}, which the response shall continue")
+        return ids
+
+    def ids_of(self, messages, **how):
+        """
+        The ids of the messages in the chat template. how: for transformers. Raises BadInput, also
+        where the template leaves a message out; it may drop the thoughts of an assistant's.
+        """
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = [dict(role="system", content=self.system_prompt), *messages]
+        how = self.kwargs | how
+        try:
+            if self.sanitizes:
+                ids = self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
+                                                  return_dict=False, **how)
+            else:
+                from options.older_transformers import encode_chat
+                ids = encode_chat(self.hf, messages, self.specials().values(), **how)
+            marked = [marked_message(*numbered) for numbered in enumerate(messages)]
+            text = self.hf.apply_chat_template(marked, tokenize=False, **how)
+        except Exception as e:  # a template is a program, which may raise anything
+            raise BadInput(f"the chat template of {self.path} refuses the messages: "
+                           f"{first_line(e)[:300]}") from e
+        for number, (message, its) in enumerate(zip(messages, marked, strict=True)):
+            mark = f"[[{number}]]"
+            before, after = (str(m.get("content")).count(mark) for m in (message, its))
+            if text.count(mark) < after - before:
+                raise BadInput(f"the chat template of {self.path} leaves out the "
+                               f"{message['role']}'s {shorten(message['content'])}; type "
+                               "--chat_template=FILE" + ", or write it into the user's message"
+                               * (message["role"] == "system"))
+        return ids
+
+
+def marked_message(number, message):
+    """
+    A message with a mark behind its content, and one before it, to see whether a template writes
+    all of it: templates strip contents, and a short one may stand in the text by chance. None is
+    before an assistant's, because templates drop earlier thoughts; and none is in one with calls.
+    """
+    content, mark = message.get("content"), f"[[{number}]]"
+    if not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
+        return message
+    return message | dict(content=mark * (message["role"] != "assistant") + content + mark)
+
+
+def joined(prompt, completion):
+    """One dialogue of prompt and completion; this may continue a last message of the prompt."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    last, first = prompt[-1], completion[0]
+    if last["role"] == first["role"] == "assistant":
+        whole = {**last, **first, "content": last["content"] + first["content"]}
+        return [*prompt[:-1], whole, *completion[1:]]
+    return [*prompt, *completion]
+
+
+def parse_template_kwargs(text):
+    """{name: value} of the key template_kwargs, written like the arguments of a call in Python."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+    except (ValueError, SyntaxError) as e:
+        raise BadInput(f"template_kwargs = {shorten(text)}: wanted Python values, such as "
+                       "enable_thinking=False,language='en'") from e
