@@ -20,6 +20,7 @@ configuration is kept as JSON (read_json, write_json).
 This file is imported before torch, whose libraries read the two settings below when they start.
 """
 import ast
+import contextlib
 import difflib
 import json
 import os
@@ -171,6 +172,8 @@ def run_config_file(path, keys):
     data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
     hint = f"to give data, type --{data}={path}"
     if not os.path.isfile(path):
+        if "=" in path:  # a key without its dashes, or as Hydra has it
+            check_key(path.partition("=")[0].lstrip("+-"), keys, path)
         raise BadInput(f"there is no config file {path!r}" + (
             nearest(path) if path.endswith(".py") else "; to set a key, type --key=value"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
@@ -184,6 +187,7 @@ def run_config_file(path, keys):
         names = [name for name in names if not name.startswith("_")]
         for name in names:
             check_key(name, keys, path)
+        check_twice(text, path)
         if not names:
             raise BadInput(f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
         exec(compile(text, path, "exec"), namespace)
@@ -201,6 +205,19 @@ def run_config_file(path, keys):
     return {name: value for name, value in namespace.items() if not name.startswith("_")}
 
 
+def check_twice(text, path):
+    """Raise BadInput if a config file sets a key in two lines: the first one has no effect."""
+    lines = {}  # {key: the line that sets it}
+    for node in ast.parse(text).body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            name = getattr(target, "id", "_")
+            if name in lines:
+                raise BadInput(f"{path}, line {node.lineno}: {name} is set in line {lines[name]}, "
+                               "too; delete one of the two")
+            if not name.startswith("_"):
+                lines[name] = node.lineno
+
+
 def check_key(key, keys, where):
     """Raise BadInput, with the script that has it, or the nearest key, unless it is one of keys."""
     if key in keys:
@@ -208,9 +225,15 @@ def check_key(key, keys, where):
     scripts = [os.path.join(os.path.dirname(__file__), name) for name in SCRIPTS]
     others = [os.path.basename(script) for script in scripts
               if os.path.isfile(script) and key in read_keys(script)]
-    near = difflib.get_close_matches(key, keys, n=1)
-    hint = (f"it is a key of {' and '.join(others)}" if others else
-            f"did you mean {near[0]!r}?" if near else "--help lists the keys")
+    theirs = ""
+    with contextlib.suppress(ImportError):  # a fork may do without
+        from options.foreign_names import hint_for
+
+        theirs = hint_for(key)
+    # a wrong hint is worse than none
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    hint = (f"it is a key of {' and '.join(others)}" if others else theirs or (
+            f"did you mean {near[0]!r}?" if near else "--help lists the keys"))
     if where.endswith(".py") and not others:
         hint += " (a name that is no key begins with _)"
     raise BadInput(f"unknown key {key!r} ({where}): {hint}")
@@ -283,22 +306,61 @@ def print_settings(keys, overrides):
 
 
 def print_help(script, doc, keys):
-    """Print the script's docstring, and every key with its default and comment."""
-    print((doc or "").strip())
-    print(f"\nusage: python {script} [config.py ...] [--key=value ...: they win]")
+    """Print the script's docstring, and every key with its default and comment, in 80 columns."""
+    def show(line, indent):
+        print(textwrap.fill(line, 80, subsequent_indent=" " * indent, break_on_hyphens=False))
+
+    for paragraph in (doc or "").strip().split("\n\n"):
+        if re.search(r"^ |  ", paragraph, re.MULTILINE):  # commands, a list or a table
+            for line in paragraph.split("\n"):
+                column = len(re.match(r"(.*  )?", line)[0])  # the last one of a table
+                show(line, column if column < 56 else 4)
+        else:
+            show(paragraph, 0)
+        print()
+    print(f"usage: python {script} [config.py ...] [--key=value ...: they win]")
     print("keys (*: most runs set it):")
     for name, key in keys.items():
         if key.headings:
             print()
         for heading in key.headings:
-            print(f"  {heading}")
+            show(f"  {heading}", 2)
         comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line
-        line = f"    {f'{name} = {key.default!r}':<30}  {comment}"
-        print(textwrap.fill(line, 100, subsequent_indent=" " * 36))
+        show(f"    {f'{name} = {key.default!r}':<28}  {comment}", 34)
 
 
 # -------------------------------------------------------------------------------------------------
 # settings in JSON files: of runs, and of transformers' models and tokenizers
+
+# all names that a run writes in out_dir, and later replaces or deletes; no others are touched
+OURS = re.compile(r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|"
+                  r"reward_model)(_adapter)?)|config\.json|(log|samples|rollouts)\.jsonl")
+
+
+def contents_of(out_dir, config):
+    """
+    (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
+    such names are no run's, or where this run would replace its own models or data.
+    """
+    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
+    before, top = {}, os.path.realpath(out_dir)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
+        before = read_json(os.path.join(out_dir, "config.json"))
+    odd = [f"{name}, and is no run's" for name in names if "out_dir" not in before]
+    for key, path in paths_in(config):
+        inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
+        if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
+            odd.append(f"{key} = {path!r}")
+    if odd or not out_dir:
+        raise BadInput(f"out_dir = {out_dir!r} has {', '.join(odd[:1])}: this run would replace "
+                       "it; choose another --out_dir")
+    return before, names
+
+
+def paths_in(config, keys=("_path", "init_from", "teacher")):
+    """[(key, path)] of the models and data that keys with these ends name; some name several."""
+    return [(key, path.strip()) for key, value in config.items() if key.endswith(keys)
+            for path in str(value).split(",") if path.strip()]
 
 
 def read_json(path):

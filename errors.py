@@ -2,9 +2,11 @@
 The errors that a user sees: one line on stderr, and an exit code. A program imports this file
 before torch, which takes seconds: so Ctrl-C is one line even then.
 """
+import contextlib
 import difflib
 import errno
 import importlib.util
+import io
 import os
 import re
 import signal
@@ -67,7 +69,8 @@ def report_error(kind, error, trace):
         where, message = f" (rank {rank})" if rank else "", visible(message)
         print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
               file=sys.__stderr__, flush=True)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # of a full disk, which is said above
+        sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
     os._exit(1 if code is None else code)
 
@@ -128,6 +131,31 @@ def shorten(value):
     return text if len(text) <= 60 else text[:60] + "..."
 
 
+class Output(io.FileIO):
+    """stdout or stderr: without a reader, in a closed pipe or terminal, a write does nothing."""
+
+    def write(self, text):
+        try:
+            return super().write(text)
+        except OSError as e:
+            if e.errno in (errno.EPIPE, errno.EIO):  # EIO: of a terminal
+                return len(text)
+            raise
+
+
+def outlast_readers():
+    """Let stdout and stderr survive their readers, and letters that their encoding has not."""
+    for name in "stdout", "stderr":
+        old = getattr(sys, name)  # None: it is closed
+        if old is getattr(sys, f"__{name}__"):  # else it is pytest's, or a notebook's
+            raw = Output(old.fileno() if old else os.open(os.devnull, os.O_WRONLY), "w",
+                         closefd=False)
+            new = io.TextIOWrapper(io.BufferedWriter(raw), old and old.encoding,
+                                   "backslashreplace", line_buffering=True)
+            sys.__dict__.update({name: new, f"__{name}__": new})
+
+
+outlast_readers()
 sys.excepthook = report_error
 if not importlib.util.find_spec("torch"):  # mostly the virtual environment is not active
     raise BadInput(f"{sys.executable} has no torch; type: source .venv/bin/activate")

@@ -85,6 +85,8 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
         settle(model, system, trained, adapter)
     model.tokenizer = tokenizer
     tokenizer.fit(model, path)
+    if trained and head == "lm":
+        model.become_savable()
     if adapter and system.quantize == "4bit":
         from options.four_bits import quantize
 

@@ -167,6 +167,15 @@ class Model(nn.Module):
         write_json(file, with_older_names(read_json(file)))
         tokenizer.save(folder)
 
+    def become_savable(self):
+        """Some generation configs are read by transformers, which then refuses to save them."""
+        try:
+            self.hf.generation_config.validate(strict=True)
+        except ValueError:
+            from options.generation_config import leave_out_unsavable
+
+            leave_out_unsavable(self)
+
     @property
     def max_positions(self):
         """

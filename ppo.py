@@ -31,6 +31,7 @@ N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031)
 """
 from configurator import configure  # first: it must be imported before torch
 
+import sys
 from functools import partial
 
 import torch
@@ -229,7 +230,11 @@ center_scores(  # COLLECTIVE
 
 if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
     from options.ahead import ahead_of
-    rollout = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)  # COLLECTIVE
+    ahead = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)
+    if parallel.role != "train":  # this rank samples, or scores, until the run is over
+        ahead.serve()  # COLLECTIVE
+        sys.exit()
+    rollout = ahead.rollout
 
 # -------------------------------------------------------------------------------------------------
 # the loop

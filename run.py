@@ -94,7 +94,7 @@ class Run:
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
-                out_dir, config, must_match, token_ids, max_iters)
+                out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:

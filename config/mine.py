@@ -9,6 +9,7 @@ mine.jsonl has a row a line: {"prompt": [{"role": "user", "content": "2 + 2 = ?"
 mine_sft.py, mine_rm.py and mine_ppo.py, beside this file, are for a reward model of your own. The
 ten keys are meant for a model of about 1B on one GPU of 80 GB; we have not run them on one. On a
 small machine: --micro_batch_size=1 --lora=16. Keys that are not here: `python grpo.py --help`.
+The example of README sets its own in data/example/grpo.py.
 """
 out_dir = "out/mine"  # log, checkpoints and, at the end, policy/: a folder for transformers
 policy_path = "Qwen/Qwen2.5-0.5B-Instruct"  # a folder or a name on the hub; its template is used
@@ -20,13 +21,3 @@ batch_size = 256  # responses an iteration, on all GPUs together; more = less no
 learning_rate = 1e-6  # of the whole model; with --lora=16 begin with 1e-5
 max_iters = 200  # watch objective/scores and objective/kl, and stop when you like: it can resume
 dtype = "bfloat16"  # on a GPU; float32 on a CPU
-
-# the example, which a CPU runs in seconds: python data/example/prepare.py. Delete it for yours
-policy_path = "out/mine_sft/policy"  # mine_sft.py leaves it
-prompts_path = "data/example/prompts.jsonl"
-eval_path = "data/example/prompts_val.jsonl"
-max_new_tokens = 8
-batch_size = 160
-learning_rate = 1e-3
-max_iters = 10
-dtype = "float32"

@@ -4,7 +4,7 @@ PPO with your reward model: the keys that matter. Copy this file, and change the
     python ppo.py config/mine_ppo.py                       # after mine_sft.py and mine_rm.py
 
 Sizes are for a model of about 1B and one GPU of 80 GB, where we have not run it; --help has all
-keys.
+keys. The example of README sets its own in data/example/ppo.py.
 """
 out_dir = "out/mine_ppo"  # log, checkpoints and, at the end, policy/
 policy_path = "out/mine_sft/policy"  # also the reference: the KL keeps the policy near it
@@ -18,13 +18,3 @@ learning_rate = 1e-6  # of the policy
 value_learning_rate = 5e-6  # of the value model, which has to learn faster: val/explained_variance
 max_iters = 200  # watch objective/scores and objective/kl, and stop when you like: it can resume
 dtype = "bfloat16"  # on a GPU; float32 on a CPU
-
-# the example, which a CPU runs in seconds: python data/example/prepare.py. Delete it for yours
-prompts_path = "data/example/prompts.jsonl"
-eval_path = "data/example/prompts_val.jsonl"
-max_new_tokens = 8
-batch_size = 160
-learning_rate = 3e-4
-value_learning_rate = 1e-3
-max_iters = 10
-dtype = "float32"

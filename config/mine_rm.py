@@ -5,6 +5,7 @@ Your reward model, from your pairs of a better and a worse answer. Copy this fil
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, messages or strings; docs/data.md. Sizes
 are for a model of about 1B and one GPU of 80 GB, where we have not run it; --help has all keys.
+The example of README sets its own in data/example/rm.py.
 """
 out_dir = "out/mine_rm"  # leaves reward_model/
 init_from = "out/mine_sft/policy"  # the model that begins with a new head; or a name on the hub
@@ -14,10 +15,3 @@ batch_size = 64  # pairs a step, on all GPUs together
 learning_rate = 1e-5
 max_iters = 150  # steps; one or two epochs, as more make it too sure of itself
 dtype = "bfloat16"  # on a GPU; float32 on a CPU
-
-# the example, which a CPU runs in seconds: python data/example/prepare.py. Delete it for yours
-train_path = "data/example/pairs.jsonl"
-val_path = ""
-learning_rate = 1e-3
-max_iters = 30
-dtype = "float32"

@@ -11,9 +11,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from answers import FRAMES, MARKS, whole_responses
+from answers import whole_responses
 from errors import BadInput, shorten
 from grading import sandbox
+from grading.marks import FRAMES, MARKS
 
 
 def code(batch):

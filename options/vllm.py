@@ -202,7 +202,7 @@ class VLLM:
 
 def serve(socket_number, memory_number, parent):
     """Do the rank's tasks, until it has ended."""
-    for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:  # the rank decides when to stop
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank
     if os.getppid() != parent:

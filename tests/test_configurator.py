@@ -134,6 +134,47 @@ def test_each_config_file_fits_its_script_and_each_default_its_range():
         assert bool(said) == (os.path.basename(file) not in others), file
 
 
+@pytest.mark.parametrize("script, key, hint", [
+    ("ppo.py", "beta", "kl_coef"), ("ppo.py", "lr", "learning_rate"),
+    ("ppo.py", "num_generations", "group_size"), ("sft.py", "save_steps", "checkpoint_interval"),
+    ("grpo.py", "deepspeed", "zero_stage"), ("sft.py", "resume_from_checkpoint", "same command"),
+    ("grpo.py", "max_completion_length", "max_new_tokens"), ("grpo.py", "epsilon", "cliprange"),
+    ("rm.py", "bf16", "dtype=bfloat16"), ("grpo.py", "gradient_accumulation_steps", "batch_size"),
+    ("grpo.py", "use_vllm", "sampler=vllm"), ("sft.py", "model", "init_from"),
+    ("grpo.py", "actor_rollout_ref.rollout.n", "group_size"), ("grpo.py", "rollout.n", "group_"),
+    ("ppo.py", "actor_learning_rate", "learning_rate"), ("sft.py", "group_size", "of grpo.py"),
+    ("ppo.py", "batch_sise", "'batch_size'"), ("ppo.py", "temprature", "'temperature'"),
+    ("ppo.py", "foo", "--help"), ("ppo.py", "xyz_steps", "--help")])
+def test_an_unknown_key_is_told_of_the_right_one(script, key, hint):
+    keys = read_keys(f"{ROOT}/{script}") | read_keys(f"{ROOT}/config/keys.py")
+    for form in (f"--{key}=1", f"+{key}=1", f"{key}=1"):
+        with pytest.raises(BadInput) as said:
+            read_arguments(keys, [form])
+        assert key in str(said.value) and hint in str(said.value)
+        assert hint == "--help" or "--help" not in str(said.value)
+
+
+def test_the_page_of_foreign_names_is_made_of_the_table():
+    """And each key that it names is one."""
+    names = pytest.importorskip("options.foreign_names")
+    page = f"{ROOT}/docs/coming_from_trl.md"
+    if os.path.exists(page):  # not in a fork
+        assert open(page, encoding="utf-8").read() == names.page()
+    keys = set(read_keys(f"{ROOT}/config/keys.py")).union(
+        *(read_keys(f"{ROOT}/{name}.py") for name in ("ppo", "grpo", "sft", "rm")))
+    for table in names.NAMES.values():
+        for theirs, (ours, _) in table.items():
+            assert theirs not in keys, theirs
+            words = re.findall(r"(?<![-/.])\b[a-z_]+\b(?![./])", re.sub(r"=\S+|\(.*?\)", "", ours))
+            assert set(words) - {"nothing", "and", "or", "with", "torchrun"} <= keys, ours
+
+
+def test_a_key_that_a_config_file_sets_twice(toy):
+    write("twice.py", "count = 4\nrate = 2\n\ncount = 5\n")
+    with pytest.raises(BadInput, match="twice.py, line 4: count .* line 1"):
+        toy("twice.py")
+
+
 def test_each_command_of_the_docs_fits_its_script(monkeypatch):
     """Config files and keys of the scripts' commands are there, with values that are allowed."""
     monkeypatch.chdir(ROOT)

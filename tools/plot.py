@@ -8,6 +8,7 @@ python tools/plot.py --runs=out/arithmetic_grpo --metrics="eval/reward/*,policy/
 python tools/plot.py --runs=out/arithmetic_ppo --metrics=eval/accuracy --against=eval/kl
 
 python tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.html    # the page
+python tools/plot.py --runs=out/arithmetic_ppo --out=out/live.html --watch=5      # while it runs
 
 The page is a single file that needs no network: open it from disk, or send it. It has the samples
 of each evaluation, and all rollouts where the run has saved some (the key save_rollouts). Sort them
@@ -18,13 +19,16 @@ import fnmatch
 import html
 import json
 import os
+import re
 import sys
 import textwrap
+import time
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, ROOT)
 
-from configurator import configure, read_json  # noqa: E402
+from configurator import configure, open_new, read_json, read_keys  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from tools.runs import read_records, response_of, split_paths  # noqa: E402
 
@@ -33,6 +37,7 @@ runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
 out = "out/plot.png"  # a picture, .png, or a page, .html; empty = only the table
 metrics = ""  # as "eval/kl,policy/*"; empty = in a picture the important ones, in a page all
 against = ""  # the metric to draw them over, such as eval/kl; empty = the iteration
+watch = 0.0  # seconds: make the page again and again until Ctrl-C, and let it read itself [>= 0]
 smooth = 0.0  # how much of their past curves of training keep, as a moving average [0..0.999]
 config, _ = configure(globals())
 # -------------------------------------------------------------------------------------------------
@@ -43,17 +48,32 @@ PANELS = {
     "accuracy": ("eval/accuracy", "objective/accuracy", "train/accuracy"),
     "KL to the reference (nats a response)": ("eval/kl", "objective/kl"),
     "response length (tokens)": ("eval/length", "objective/length"),
-    "policy loss": ("loss/policy",),
+    "entropy (nats a response)": ("eval/entropy", "objective/entropy"),
+    "responses that ended by themselves": ("eval/finished", "objective/finished"),
     "value loss, or supervised loss": ("loss/value", "eval/loss", "loss/sft", "loss/preference"),
     "groups with nothing to learn": ("objective/flat_groups",),
     "gradient norm": ("policy/grad_norm", "reward_model/grad_norm"),
     "learning rate": ("policy/lr", "reward_model/lr"),
+    "policy loss": ("loss/policy",),
     "tokens a second": ("time/tokens_per_second",),
 }
+# how the curves of held-out prompts and of training are drawn
+THICK, THIN = dict(linewidth=2, alpha=1.0), dict(linewidth=1, alpha=0.45)
 # the table's columns: how each eval/ metric is written
 COLUMNS = {"accuracy": "{:.1%}", "thinks": "{:.1%}", "length": "{:.1f}", "scores": "{:z.2f}",
            "kl": "{:z.2f}", "loss": "{:.4f}"}
-PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")  # without data
+PAGE = os.path.join(ROOT, "tools", "page.html")  # without data
+
+
+def read_logs():
+    """{short name: records} of all runs, and the names of all that is logged. Raises BadInput."""
+    logs = {name: read_records(os.path.join(path, "log.jsonl")) for name, path in paths.items()}
+    logged = sorted({key for records in logs.values() for record in records
+                     for key, value in record.items()
+                     if isinstance(value, (int, float)) and key != "iteration"})
+    if not logged:
+        raise BadInput(f"runs = {runs!r}: nothing is logged there yet")
+    return logs, logged
 
 
 def choose(wanted):
@@ -90,24 +110,26 @@ def draw(shown):
 
     matplotlib.use("Agg")  # a file, not a window
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     columns = max(1, min(3, len(shown)))
     lines = max(1, -(-len(shown) // columns))
     room = 48 * columns  # letters beside each other
     names = [textwrap.fill(name, room) for name in logs]
-    beside = max(1, room // (8 + max(map(len, names))))  # names in a line of the legend
+    named = [*names, "held-out prompts", "training"]
+    beside = max(1, room // (8 + max(map(len, named))))  # names in a line of the legend
     figure, axes = plt.subplots(
         lines, columns, squeeze=False, layout="constrained",
-        figsize=(4.2 * columns, 2.9 * lines + 0.2 * len("\n".join(names[::beside]).split("\n"))))
+        figsize=(4.2 * columns, 2.9 * lines + 0.2 * len("\n".join(named[::beside]).split("\n"))))
     for axis, (title, keys) in zip(axes.flat, shown, strict=False):
         for number, records in enumerate(logs.values()):
             for key in keys:
                 held_out = key.startswith("eval/")
                 if curve := points(records, key):
                     axis.plot(*zip(*curve, strict=True), color=f"C{number}",
-                              linewidth=2 if held_out else 1, alpha=1.0 if held_out else 0.45,
-                              marker="o" if held_out or len(curve) == 1 else None, markersize=3)
+                              **(THICK if held_out else THIN),
+                              marker="o" if held_out or len(curve) <= 2 else None, markersize=3)
         axis.set_title(textwrap.fill(title, 48), fontsize=10)
         axis.set_xlabel(place, fontsize=8)
         if place == "iteration":
@@ -120,41 +142,63 @@ def draw(shown):
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown):]:
         axis.set_visible(False)
-    for number, name in enumerate(names):  # a line without points, for the legend
-        axes.flat[0].plot([], [], color=f"C{number}", label=name)
-    figure.legend(loc="outside upper left", ncols=beside, fontsize=8, frameon=False)
+    handles = [Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(names)]
+    handles += [Line2D([], [], color="black", label=label, **style)
+                for label, style in (("held-out prompts", THICK), ("training", THIN))]
+    figure.legend(handles=handles, loc="outside upper left", ncols=beside, fontsize=8,
+                  frameon=False)
     figure.savefig(out, dpi=110)
 
 
 def page_of(wanted):
     """The text of the page, with these metrics; page.html has the form of its data."""
-    pages = []
+    shown = []
     for name, folder in paths.items():
         curves = {metric: points(logs[name], metric) for metric in wanted}
         files = [os.path.join(folder, f"{kind}.jsonl") for kind in ("samples", "rollouts")]
         samples = [one | dict(trained="rollouts" in file, text=response_of(one))
                    for file in files if os.path.isfile(file) for one in read_records(file)]
         file = os.path.join(folder, "config.json")
-        pages.append(dict(name=name, samples=samples,
-                          config=read_json(file) if os.path.isfile(file) else {},
+        keys = read_json(file) if os.path.isfile(file) else {}
+        shown.append(dict(name=name, samples=samples, config=keys, changed=changed_in(keys),
                           curves={metric: curve for metric, curve in curves.items() if curve}))
     # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
     # sample can end the script or begin a tag. JSON reads \u003c as the same character.
-    data = json.dumps(pages, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(dict(runs=shown, meanings=meanings(), watch=watch), allow_nan=False)
     with open(PAGE, encoding="utf-8") as f:
         page = f.read().replace("<!-- title -->", html.escape(", ".join(logs)), 1)
-    return page.replace("<!-- data -->", data, 1)
+    return page.replace("<!-- data -->", data.replace("<", "\\u003c"), 1)
+
+
+def changed_in(keys):
+    """The keys of a run's configuration that are not as its script has them by default."""
+    script = os.path.join(ROOT, os.path.basename(str(keys.get("script"))))
+    if not os.path.isfile(script):
+        return []
+    known = read_keys(script) | read_keys(os.path.join(ROOT, "config", "keys.py"))
+    return [key for key, value in keys.items() if key in known and value != known[key].default]
+
+
+def meanings():
+    """{metric: what it means}, from the tables of docs/running.md; {} without that page."""
+    file, found = os.path.join(ROOT, "docs", "running.md"), {}
+    text = open(file, encoding="utf-8").read() if os.path.exists(file) else ""
+    for names, meaning in re.findall(r"(?m)^\| (`[^|]+`[^|]*) \|[^|]*\| (.+) \|$", text):
+        names = re.findall(r"`([\w/.]+)`", names)
+        meaning = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", meaning).replace("`", "")
+        parts = meaning.split("; ")  # one for each name, or all for all
+        for name, part in zip(names, parts if len(parts) == len(names) else [meaning] * len(names),
+                              strict=True):
+            found[name] = part
+    return found
 
 
 if out and not out.endswith((".png", ".html")):
     raise BadInput(f"out = {out!r}: wanted a name that ends with .png or .html")
+if watch and not out.endswith(".html"):
+    raise BadInput("watch is for a page; type --out=FILE.html")
 paths = split_paths(runs, "runs")  # {short name: folder}
-logs = {name: read_records(os.path.join(path, "log.jsonl")) for name, path in paths.items()}
-logged = sorted({key for records in logs.values() for record in records
-                 for key, value in record.items()
-                 if isinstance(value, (int, float)) and key != "iteration"})
-if not logged:
-    raise BadInput(f"runs = {runs!r}: nothing is logged there yet")
+logs, logged = read_logs()
 place = choose(against)[0] if against else "iteration"
 
 # the table: the first evaluation, and the last one if there is more than one
@@ -172,11 +216,19 @@ for name, records in logs.items():
 if out:
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
 if out.endswith(".html"):
-    text = page_of(choose(metrics) or logged)
-    with open(out, "w", encoding="utf-8") as f:
-        f.write(text)
+    while True:
+        text = page_of(choose(metrics) or logged)
+        with open_new(out + ".tmp") as f:
+            f.write(text)
+        os.replace(out + ".tmp", out)  # a browser never reads half of it
+        if not watch:
+            break
+        print(visible(f"{time.strftime('%X')}: wrote {out} for a browser; Ctrl-C ends this"),
+              flush=True)
+        time.sleep(watch)
+        logs, logged = read_logs()
     print(visible(f"saved {out}; open it in a browser"))
 elif out:
     titles = [(title, keys) for title, keys in PANELS.items() if set(keys) & set(logged)][:6]
     draw([(metric, (metric,)) for metric in choose(metrics)] or titles)
-    print(visible(f"saved {out} (thick: held-out prompts, thin: training batches)"))
+    print(visible(f"saved {out}"))

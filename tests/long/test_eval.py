@@ -209,7 +209,7 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
         assert {"--max_turns=3", "--reward_timeout=77", "--max_new_tokens=14"} < set(asked)
         assert asked[-1] == "--temperature=0.5" and sum("temperature" in arg for arg in asked) == 1
     monkeypatch.setenv("HOME", os.path.dirname(trained))
-    home = as_in_run(["--policies=~/out/policy"], "policies", "none", ASKED)
+    home = as_in_run(["--policies=~/out/policy", "--trust_code=True"], "policies", "none", ASKED)
     assert {"--max_turns=3", "--max_new_tokens=14"} < set(home)
     typed_one = tool("eval", tmp_path, dict(
         policies=f"{trained}/policy", samples=0, out="eval", max_new_tokens=3, limit=2,

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import types
 
 import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
-from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well
+from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well
 
 from run import Run
 
@@ -147,13 +148,33 @@ def test_curves_over_another_metric_and_smoothed(tmp_path):
     jsonl(tmp_path / "run" / "log.jsonl",
           [dict(iteration=i) | record for i, record in enumerate(records)])
     result = plot(tmp_path, drawn, runs="run", metrics="eval/accuracy", against="eval/kl")
-    (_, (curve, _)), = json.loads((tmp_path / "drawn.json").read_text())  # and a legend's line
+    (_, (curve,)), = json.loads((tmp_path / "drawn.json").read_text())
     assert curve == [[0.0, 3.0, 2.5], [0.25, 0.75, 0.5]]
     assert re.findall(r"^run +(\d) ", result.out[0], re.MULTILINE) == ["0", "2", "3", "4"]
     plot(tmp_path, drawn, runs="run", metrics="a", smooth=0.5)
-    (_, (curve, _)), = json.loads((tmp_path / "drawn.json").read_text())
+    (_, (curve,)), = json.loads((tmp_path / "drawn.json").read_text())
     # weights 1/2, 1/4, 1/8 of the last ones, over their sum
     assert curve == [[0, 1, 4], pytest.approx([1, (2 + 0.25) / 0.75, (0.5 + 1 + 0.125) / 0.875])]
+
+
+def test_a_page_is_written_again_while_the_run_goes_on(tmp_path):
+    os.makedirs(tmp_path / "run")
+    jsonl(tmp_path / "run" / "log.jsonl", [{"iteration": 0, "eval/kl": 0.25}])
+    argv = ["--runs=run", "--out=page.html", "--watch=0.1"]
+    page = tmp_path / "page.html"
+    with subprocess.Popen([sys.executable, f"{ROOT}/tools/plot.py", *argv], cwd=tmp_path,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=lambda: signal.signal(
+                              signal.SIGINT, signal.default_int_handler)) as process:
+        for figure in ("0.25", "0.875"):
+            until = time.monotonic() + 60
+            while not (page.exists() and figure in page.read_text()):
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.05)
+            with open(tmp_path / "run" / "log.jsonl", "a") as f:
+                f.write('{"iteration": 1, "eval/kl": 0.875}\n')
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read().count("\n") == 1 and process.wait() == 130
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +188,9 @@ def page(done, tmp_path_factory):
     samples[1] |= dict(messages=[dict(role="assistant", content="x "), dict(role="user",
                                  content="why?"), dict(role="assistant", content="so")])
     jsonl(hostile / "samples.jsonl", samples)
-    odd = {"constructor": 0.5, "__proto__": 1.0}  # names that objects of JavaScript have
-    jsonl(hostile / "log.jsonl", [r | odd for r in read_jsonl(hostile / "log.jsonl")])
+    odd = "constructor", "__proto__"  # names that objects of JavaScript have
+    jsonl(hostile / "log.jsonl", [r | dict.fromkeys(odd, r["iteration"] / 2)
+                                  for r in read_jsonl(hostile / "log.jsonl")])
     with open(hostile / "log.jsonl", "a") as f:
         f.write('{"iteration": 5, "eval/k')
     result = plot(folder, runs=f"{hostile},{done['grpo']}", out="page.html")
@@ -181,7 +203,10 @@ def test_the_page_holds_the_runs_and_nothing_of_the_network(page, done):
     # the name of SVG's elements is never fetched
     assert set(re.findall(r"\w+://[\w.]+", page)) <= {"http://www.w3.org"}
     assert not re.search(r"@import|url\(|fetch\(|import\(|XMLHttp", page)
-    first, second = json.loads(re.search(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)[1])
+    data = json.loads(re.search(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)[1])
+    first, second = data["runs"]
+    assert "max_iters" in first["changed"] and "gamma" not in first["changed"]
+    assert "fraction of responses that ended" in data["meanings"]["objective/finished"]
     assert first["samples"][0]["text"] == HOSTILE and first["config"]["batch_size"] == 5
     assert first["samples"][1]["text"] == "x [user: why?] so"
     assert sum(s["trained"] for s in second["samples"]) == 6
@@ -213,8 +238,9 @@ global.document = {getElementById: id => ids[id], createElement: tag => new Elem
                    createElementNS: (_, tag) => new Element(tag)};
 eval(source.match(/<script>(.*)<\/script>/s)[1]);
 const shown = [];
-const show = () => shown.push(Object.fromEntries(["charts", "count", "cards", "settings"].map(
-  id => [id, [ids[id].children.length, ids[id].textContent]])));
+const show = () => shown.push(Object.fromEntries(
+  ["charts", "count", "cards", "settings", "final"].map(
+    id => [id, [ids[id].children.length, ids[id].textContent]])));
 show();
 [ids.prompt.value, ids.sort.value] = ["", "scores"];
 ids.sort.listeners.input();
@@ -229,7 +255,9 @@ def test_the_page_shows_samples_by_their_scores(page):
     assert shown.returncode == 0, shown.stderr
     first, by_score = json.loads(shown.stdout)
     assert first["cards"][0] == 1 and HOSTILE in first["cards"][1]  # of the first prompt alone
-    assert "constructor" in first["charts"][1] and "eval/kl at 2" in first["charts"][1]
+    for word in ("constructor", "What is sampled", "eval/kl at 2"):
+        assert word in first["charts"][1]
+    assert "eval/kl" in first["final"][1] and " -> " in first["final"][1]
     assert by_score["cards"][0] == 18 and by_score["count"][1].startswith("18 samples")
     scores = [float(x) for x in re.findall(r"\bscores (-?[\d.e-]+)", by_score["cards"][1])]
     assert len(scores) == 18 and scores == sorted(scores, reverse=True)
@@ -294,23 +322,35 @@ def test_labels_of_a_picture_are_whole_and_fit(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node here")
-def test_labels_of_the_page_are_whole_and_fit(tmp_path):
-    """In the room that they have, of 9 letters, and the three of an axis are different."""
+def test_labels_of_the_page_are_round_and_fit(tmp_path):
+    """In the room that they have, of 9 letters; no two of an axis are the same."""
     assert plot(tmp_path, runs=long_runs(tmp_path), out="page.html").codes == [0]
     script = DOM.partition("const shown")[0] + """
-    console.log(JSON.stringify(ids.charts.children.map(figure => figure.children.map(
-      part => part.tag === "svg" ? part.children.filter(c => c.tag === "text").map(
-        c => c.textContent) : part.textContent))));"""
+    console.log(JSON.stringify(ids.charts.children.filter(part => part.tag === "div").flatMap(
+      grid => grid.children.map(figure => figure.children.map(
+        part => part.tag === "svg" ? part.children.filter(c => c.tag === "text").map(
+          c => c.textContent) : part.textContent)))));"""
     shown = subprocess.run(["node", "-e", script], input=(tmp_path / "page.html").read_text(),
                            capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     charts = dict(json.loads(shown.stdout))
     assert len(charts) == 6
-    for title, (low, middle, high, first, last) in charts.items():
-        assert (int(first), int(last)) == (0, int(title[1:]))
-        assert len({low, middle, high}) == 3 and all(len(x) <= 9 for x in (low, middle, high))
-        x = {f"m{n}": x for n, x in LENGTHS.items()}.get(title, 7.0)
-        assert sorted(map(float, (low, high))) == pytest.approx(sorted([x, x * 1.01]), rel=1e-4)
+    for title, texts in charts.items():
+        n, x = int(title[1:]), {f"m{n}": x for n, x in LENGTHS.items()}.get(title, 7.0)
+        assert len(set(texts)) == len(texts) and all(len(text) <= 9 for text in texts), texts
+        unit = {"k": 1e3, "M": 1e6}
+        numbers = [float(text.rstrip("kM")) * unit.get(text[-1], 1) for text in texts]
+        # first the ticks of the values, from below the lowest to above the highest
+        steps = [b - a for a, b in zip(numbers, numbers[1:], strict=False)]
+        count = next((i for i, s in enumerate(steps) if s != pytest.approx(steps[0])), None) + 1
+        values, iterations = numbers[:count], numbers[count:]
+        assert 2 <= len(values) <= 6 and 2 <= len(iterations) <= 6
+        low, high = sorted([x, x * 1.01])
+        assert values[0] <= low + 1e-9 * abs(low) and high <= values[-1] + 1e-9 * abs(high)
+        assert values[1] > low and values[-2] < high  # no empty row
+        assert iterations[0] == 0 and n * 0.6 <= iterations[-1] <= n
+        step = f"{steps[0]:.0e}"  # 1, 2 or 5 times a power of ten
+        assert step[0] in "125" and steps[0] == pytest.approx(float(step), rel=1e-3)
 
 
 @pytest.mark.parametrize("own", [{"val/explained_variance": 0.98}, {"objective/flat_groups": 0.53}])
