@@ -18,7 +18,7 @@ from cut import Wheel  # noqa: E402
 from ours import ROWS, make_batch  # noqa: E402
 from trainers import CHOICES, TRAINERS  # noqa: E402
 
-from errors import Stop, say  # noqa: E402
+from errors import BadInput, Stop, say  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 wheels = ""  # a folder that has them: nothing is downloaded then; empty: out/referee, by pip
@@ -119,6 +119,8 @@ for name, (package, version, function) in TRAINERS.items():
 
 unexplained = [key for key, (text, *_) in cells.items() if text == "**not explained**"]
 equal = sum(text.startswith("equal") for text, *_ in cells.values())
+if not columns:
+    raise BadInput(f"{wheels or 'pip'} has none of the wheels: {', '.join(absent)}")
 lines = [HEAD.format(
     equal=equal, named=len(cells) - equal - len(unexplained),
     unexplained=f", {len(unexplained)} are not explained" if unexplained else "")]

@@ -76,6 +76,7 @@ def best_alone(c, groups):
             others = max(x.judged for x in known if x is not r)
             r.advantage = max(r.judged - others, 0.0)
             seen["the best" if r.advantage else "not the best"] += 1
+    c.batch = flat(groups)
 
 
 def losses_by_sums(c, models, r, weight):
@@ -86,11 +87,6 @@ def rows_with_tokens(c, iteration, epochs):
     for minibatch in minibatches_of(c, iteration, epochs):
         c.rows = [c.batch[i] for i in minibatch]
         yield minibatch
-
-
-def kept_groups(c, groups):
-    find_group_advantages(c, groups)
-    c.batch = flat(groups)
 
 
 def add_losses(c, models, r, weight, loss_of):
@@ -342,21 +338,15 @@ TOP_K = dict(models_of=models_with_a_teacher, judge=judged_by_none,
 # no reference; all responses of a step are in one minibatch of the two
 FREE = GRPO | dict(kl_coef=0.0, max_iters=3)
 CASES = {
-    "a KL that ends": (
-        ["A KL that ends"], [("max=10", "max=0.05")], "grpo", GRPO | dict(max_iters=3),
-        dict(kl_estimate=short_kl), ["short", "too long"]),
-    "OPO": (["OPO"], [], "grpo", FREE | dict(scale_by="none", mix=[(1.0, "some")]),
-            dict(find_group_advantages=by_length), ["no score"]),
-    "pass@k": (["Pass@k"], [], "grpo", FREE | dict(scale_by="none"),
-               dict(find_group_advantages=best_alone), ["the best", "not the best"]),
-    "a sum over tokens": (
-        ["A sum over tokens"], [], "grpo", FREE | dict(truncated="mask"),
-        dict(find_group_advantages=kept_groups, minibatches_of=rows_with_tokens,
-             grpo_losses=losses_by_sums), ["masked"]),
-    "GMPO": (["GMPO"], [], "grpo", FREE | dict(
-        importance="sequence", aggregation="seq-mean-token-mean", cliprange=0.02,
-        cliprange_high=0.02, num_iterations=3),
-        dict(grpo_losses=geometric_mean), ["clipped", "far, and kept"]),
+    "OPO, GMPO": (["OPO", "GMPO"], [], "grpo", FREE | dict(
+        importance="sequence", aggregation="seq-mean-token-mean", cliprange=0.02, scale_by="none",
+        cliprange_high=0.02, num_iterations=3, mix=[(1.0, "some")]),
+        dict(find_group_advantages=by_length, grpo_losses=geometric_mean),
+        ["no score", "clipped", "far, and kept"]),
+    "pass@k, a sum over tokens": (
+        ["Pass@k", "A sum over tokens"], [], "grpo", FREE | dict(scale_by="none", truncated="mask"),
+        dict(find_group_advantages=best_alone, minibatches_of=rows_with_tokens,
+             grpo_losses=losses_by_sums), ["the best", "not the best", "masked"]),
     "KL-Cov": (["KL-Cov"], [("0.0002 *", "0.1 *")], "grpo", FREE, dict(
         find_group_advantages=who_pays, grpo_losses=losses_with_a_price), ["pays"]),
     "Clip-Cov": (["Clip-Cov"], [("0.0002 *", "0.3 *"), ("cov > 1", "cov > 0.01")], "grpo", FREE,

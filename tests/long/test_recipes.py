@@ -296,9 +296,11 @@ CASES = {
         ["GDPO"], [], "grpo",
         GRPO | dict(mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5,
                     max_iters=3), dict(find_group_advantages=each_reward_alone), []),
-    "MaxRL": (
-        ["MaxRL"], [], "grpo", GRPO | dict(scale_by="none", max_iters=3, missing_eos_penalty=1.0),
-        dict(find_group_advantages=over_the_mean), ["mean above 0", "mean below 0"]),
+    "MaxRL, a KL that ends": (
+        ["MaxRL", "A KL that ends"], [("max=10", "max=0.05")], "grpo",
+        GRPO | dict(scale_by="none", max_iters=3, missing_eos_penalty=1.0),
+        dict(find_group_advantages=over_the_mean, kl_estimate=by_hand_recipes.short_kl),
+        ["mean above 0", "mean below 0", "short", "too long"]),
     "deepseek_v32": (
         ["deepseek_v32"], [], "grpo",
         GRPO | ONE_STEP | dict(off_policy_limit=0.1),
