@@ -22,12 +22,14 @@ tensors, so a run may resume with another ZeRO stage or number of ranks.
 import contextlib
 import fcntl
 import glob
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 
 import torch
@@ -35,7 +37,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
-from audit import damage, hashes, same_weights
 from configurator import contents_of, open_new, paths_in, plain, read_json, write_json
 from errors import BadInput, Stop, say
 from parallel import alone
@@ -385,3 +386,67 @@ def sync(path):
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# -------------------------------------------------------------------------------------------------
+# are the files as they were saved, and the frozen models as when the run began?
+
+
+def damage(folder):
+    """A folder's damage in a few words; None if every file is as it was saved."""
+    try:
+        found, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
+    except (OSError, ValueError) as e:
+        return f"a file is damaged, or its manifest.json missing: {e}"
+    odd = [name for name in manifest if manifest[name] != found.get(name)]
+    return f"{odd[0]} is missing or damaged" if odd else None
+
+
+def same_weights(frozen, state, out_dir):
+    """
+    The state of a checkpoint, or {}, with the hashes of the models frozen, {path: name}. Raises
+    BadInput where one is another than in the state: the run would go on with another reference.
+    """
+    before = state.get("weights", {})  # a checkpoint of an older version has none
+    now = {path: hash_of_model(path) for path in frozen}
+    for path in now:
+        if (before.get(path) or now[path]) != now[path]:
+            raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
+                           f"{out_dir} began; put those back, or choose another --out_dir")
+    return state | dict(weights=now)
+
+
+def hash_of_model(path):
+    """A hash of a model's weights and settings in its files; None where they are not here."""
+    if not os.path.isdir(path):  # a name on the hub
+        from huggingface_hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # of a wrong name: it is refused where it is loaded
+            file = try_to_load_from_cache(path, "config.json")
+            return hash_of_model(os.path.dirname(file)) if isinstance(file, str) else None
+        return None
+    found = hashes(path, r"[^/]+\.safetensors|config\.json")
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import base_of
+
+        found["base"] = hash_of_model(base_of(path))
+    return hashlib.sha256(str(found).encode()).hexdigest()
+
+
+def hashes(folder, names=".*"):
+    """
+    {file: sha256} of the files of a folder whose names match; several at a time. Raises OSError for
+    a pipe.
+    """
+    files = sorted(os.path.relpath(os.path.join(d, f), folder)
+                   for d, _, found in os.walk(folder) for f in found)
+    files = list(filter(re.compile(names).fullmatch, files))
+
+    def sha256(name):
+        if not os.path.isfile(os.path.join(folder, name)):  # reading it would never end
+            raise OSError(f"{name} is no plain file")
+        with open(os.path.join(folder, name), "rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(files, pool.map(sha256, files), strict=True))

@@ -51,6 +51,10 @@ class RoomyLayer(DynamicLayer):
 def decoding_cache(config):
     """An empty cache for a model of transformers. Layers of other kinds are transformers' own."""
     cache = DynamicCache(config=config)
+    if any(hasattr(layer, "conv_states") for layer in cache.layers):
+        from options.families import HybridCache
+
+        cache = HybridCache(config=config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer
                     for layer in cache.layers]
     return cache

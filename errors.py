@@ -55,7 +55,7 @@ def report_error(kind, error, trace):
         code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
                             "rollout_batch_size, or the model's size")
     elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
-        code, message = 2, (f"this run needs a file that is not in this folder "
+        code, message = 2, ("this run needs a file that is not in this folder "
                             f"({message}); copy it from quartet, or do without its key")
     # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
     if code is None:

@@ -20,15 +20,16 @@ b rows, W tokens in the longest row, n tokens that are read, V vocabulary, d wid
 """
 import contextlib
 import inspect
-import os
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from configurator import read_json, write_json
 from errors import BadInput
+
+# settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2, Falcon-H1
+SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier"]
 
 
 class Model(nn.Module):
@@ -36,7 +37,7 @@ class Model(nn.Module):
 
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
-    compiled = None  # the trunk as torch.compile makes it
+    compiled = None  # `trunk` as torch.compile makes it
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
@@ -55,17 +56,20 @@ class Model(nn.Module):
         """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
         for layer in self.recomputed:
             layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        trunk = self.hf.base_model if self.compiled is None else self.compiled
-        return trunk(tokens, use_cache=False).last_hidden_state
+        return (self.compiled or self.trunk)(tokens)
+
+    def trunk(self, tokens):
+        """transformers' model without its head: tokens (b, W) -> states (b, W, d)."""
+        return self.hf.base_model(tokens, use_cache=False).last_hidden_state
 
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
         logits = self.hf.get_output_embeddings()(states)
-        c = self.config
-        logits = logits * getattr(c, "logit_scale", 1.0)  # Cohere
-        logits = logits / getattr(c, "logits_scaling", 1.0)  # Granite
-        cap = getattr(c, "final_logit_softcapping", None)  # Gemma 2
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if has_any(self.hf.config, SCALES):
+            from options.families import rescaled
+
+            logits = rescaled(logits, self.config)
+        return logits
 
     def logprobs(self, tokens, target_mask, temperature=1.0, chunk=0, entropy=False):
         """
@@ -149,10 +153,7 @@ class Model(nn.Module):
         return W
 
     def save_settings(self, folder):
-        """
-        Write config.json and the tokenizer's files, with the model's ends and its shift. Version 4
-        of transformers reads them, too.
-        """
+        """Write config.json and the tokenizer's files, with the model's ends and its shift."""
         hf, tokenizer = self.hf, self.tokenizer
         if self.head == "scalar":
             hf.config.score_shift = self.score_shift
@@ -163,8 +164,11 @@ class Model(nn.Module):
             hf.generation_config.pad_token_id = tokenizer.pad_id
             hf.generation_config.save_pretrained(folder)
         hf.config.save_pretrained(folder)
-        file = os.path.join(folder, "config.json")
-        write_json(file, with_older_names(read_json(file)))
+        if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
+            with contextlib.suppress(ModuleNotFoundError):  # in a fork without options
+                from options.older_readers import add_older_names
+
+                add_older_names(folder)
         tokenizer.save(folder)
 
     def become_savable(self):
@@ -178,15 +182,14 @@ class Model(nn.Module):
 
     @property
     def max_positions(self):
-        """
-        How many tokens fit into the context. With longrope (Phi-3) fewer do: a longer row would
-        change the angles of the rows beside it.
-        """
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of layers
-        shorter = [each["original_max_position_embeddings"] for each in kinds
-                   if each.get("rope_type") == "longrope"]
-        return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
+        """How many tokens fit into the context."""
+        longest = getattr(self.config, "max_position_embeddings", None) or 2**20
+        rope = getattr(self.config, "rope_parameters", None)
+        if "longrope" in str(rope):
+            from options.families import longest_of_longrope
+
+            longest = min(longest, longest_of_longrope(rope))
+        return longest
 
 
 def vectors_of(model):
@@ -202,34 +205,6 @@ def vectors_of(model):
         vectors |= {p for name, p in own.items()
                     if p.dim() < 2 + stacked or norm or "bias" in name}
     return vectors
-
-
-def check_head(hf, path):
-    """
-    Raise BadInput where a language model's head and embedding differ, and its settings call them
-    one: transformers 5 then reads both, but its version 4 and vLLM, or a sharded model, only one.
-    """
-    head = hf.get_output_embeddings()
-    if head and getattr(hf.config, "tie_word_embeddings", False) and (
-            head.weight is not hf.get_input_embeddings().weight):
-        raise BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
-                       "of embeddings, but its weights have both, and they differ; write false")
-
-
-def check_index(path, config):
-    """
-    Raise BadInput where the list of a model's files of weights names others than safetensors in its
-    own folder: transformers would read a pickle, or a file of another folder.
-    """
-    from transformers.utils import cached_file
-
-    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
-        file = name.endswith(".json") and cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False)
-        for part in set(read_json(file)["weight_map"].values()) if file else ():
-            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
-                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
-                               "folder; convert the model with save_pretrained")
 
 
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
@@ -297,6 +272,11 @@ def without_dropout(layer, checkpointed):
     return run
 
 
+def has_any(config, names):
+    """Whether a config of transformers has any of these settings for its texts."""
+    return any(getattr(config.get_text_config(), name, None) for name in names)
+
+
 @contextlib.contextmanager
 def no_grad_forwards(models, device):
     """The block around every forward of these models without a backward pass; some may be None."""
@@ -313,39 +293,3 @@ def no_grad_forwards(models, device):
 def trunk_of(model):
     """The Model that has the trunk on which a model stands: mostly itself."""
     return model if model.base is None else trunk_of(model.base)
-
-
-# -------------------------------------------------------------------------------------------------
-# what transformers 4, and what is built on it, reads of a saved model
-
-# transformers 4's names of the angles' base, where layers have two the sliding ones' base, and the
-# part of a head that turns
-OLDER_NAMES = ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]
-OLDER_NAMES_OF_NEOX = ["rotary_emb_base", "", "rotary_pct"]
-
-
-def with_older_names(settings):
-    """
-    The settings of a config.json, and beside rope_parameters the names for them in transformers 4
-    and what is built on it: without them it would take a base of 10,000. Version 5 reads both.
-    """
-    parts = {name: with_older_names(part) for name, part in settings.items()
-             if isinstance(part, dict) and name.endswith("_config")}
-    rope, more = settings.get("rope_parameters"), {}
-    if rope:
-        kind = settings["model_type"]
-        full, sliding = (rope.get(f"{part}_attention") for part in ("full", "sliding"))
-        full = full or rope
-        scaling = {name: x for name, x in full.items()
-                   if name not in (*OLDER_NAMES, "type")}
-        if kind == "phi3":  # there it may have these three alone
-            scaling = dict(type=full["rope_type"]) | {name: x for name, x in scaling.items()
-                                                         if name in ("short_factor", "long_factor")}
-        more = dict(rope_scaling=None if full.get("rope_type", "default") == "default" else scaling)
-        values = (full.get("rope_theta"), (sliding or {}).get("rope_theta"),
-                  full.get("partial_rotary_factor"))
-        names = OLDER_NAMES_OF_NEOX if kind == "gpt_neox" else OLDER_NAMES
-        more |= {name: x for name, x in zip(names, values, strict=True) if name and x is not None}
-    if "num_local_experts" in settings:
-        more["num_experts"] = settings.get("num_experts", settings["num_local_experts"])
-    return settings | parts | more

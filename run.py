@@ -25,7 +25,6 @@ import torch
 import errors
 import parallel
 import ranks
-from audit import audit
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
 from errors import BadInput, Stop, say
@@ -128,7 +127,7 @@ class Run:
             self.times.clear()
             interval, last = self.system.checkpoint_interval, iteration == self.max_iters
             if self.audit_is_due():
-                audit(self.models, self.frozen, iteration)  # COLLECTIVE
+                parallel.audit(self.models, self.frozen, iteration)  # COLLECTIVE
             if last or interval and iteration > self.start and iteration % interval == 0:
                 self.save()  # COLLECTIVE
             if not last:
@@ -152,7 +151,7 @@ class Run:
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
         if not self.audit_is_due():  # else these weights are checked already
-            audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
+            parallel.audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
             self.system.keep_checkpoints, self.kept)

@@ -28,10 +28,10 @@ import torch.distributed as dist
 import errors
 import parallel
 import ranks
-from audit import checksum
 from checkpoint import trained_tensors
 from errors import BadInput, Stop
 from options.ahead import Ahead
+from parallel import checksum
 
 first = {}  # {role: its first rank}
 way = None  # the group in which roles send to each other

@@ -16,7 +16,7 @@ import time
 import pytest
 
 import errors
-from audit import hash_of_model, hashes
+from checkpoint import hash_of_model, hashes
 from checkpoint import list_checkpoints
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
                   run, save_random, well, write)
