@@ -47,7 +47,7 @@ def make_optimizer(model, name, system, lr, betas, eps):
         groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
-        fused=parallel.role == "train")  # others never step
+        fused=ranks.this_rank.role == "train")  # others never step
     narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
     if narrow or of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
@@ -91,7 +91,7 @@ class Run:
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, data or torch than rank 0")
         folder = saved = None
-        if parallel.role == "train":  # the others write nothing
+        if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
@@ -101,7 +101,7 @@ class Run:
                 load_checkpoint(folder, self.trained, optimizers, self.ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
-        if system.report_to and parallel.role == "train":
+        if system.report_to and ranks.this_rank.role == "train":
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
@@ -173,7 +173,7 @@ class Run:
         try:
             yield
         except Stop as e:
-            if parallel.role != "train":
+            if ranks.this_rank.role != "train":
                 raise
             self.save()  # COLLECTIVE
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
