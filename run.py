@@ -187,6 +187,11 @@ class Run:
             with self.ema.in_place():
                 save_final(  # COLLECTIVE
                     self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
+        if parallel.rank_and_size()[0] == 0:
+            with contextlib.suppress(ModuleNotFoundError):  # a fork may do without
+                from options.model_card import write_cards
+
+                write_cards(self.out_dir)
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -296,9 +301,13 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
-        if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
-            self.state["best_score"] = score
+        record, by = summarize(batch, "eval", reward_names), self.system.keep_best
+        if by and by not in record | {"score": score}:
+            raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
+        best = self.state["best_score"] if self.state.get("best_by", by) == by else None
+        now = (record | {"score": score}).get(by)
+        if by and (best is None or now - best > 1e-6 * abs(best)):
+            self.state |= dict(best_score=now, best_by=by)
             save_final(  # COLLECTIVE
                 self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
