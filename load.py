@@ -12,7 +12,7 @@ import torch.nn as nn
 import parallel
 from configurator import of_model, read_json
 from errors import BadInput, first_line, nearest
-from model import Model, has_any, no_grad_forwards, scaled_logits
+from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
@@ -282,8 +282,6 @@ def probe(model):
     from the cache, and give the other the same log-probs as reading it alone. The dropped one has
     positions at the end of the context: a text must not depend on the longest text beside it.
     """
-    from decoding_cache import decoding_cache  # transformers is slow to import
-
     device = model.hf.device
     tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
     # row 1 has 3 tokens of padding, and then a text of 5

@@ -80,7 +80,8 @@ def kl_estimate(logprobs, ref_logprobs, kind):
         k2     log(p/q)^2 / 2       biased, low variance         that of KL(policy || reference)
         k3     q/p - 1 - log(q/p)   unbiased, never negative     that of KL(reference || policy)
 
-    For p = 0.5 and q = 0.25: k1 = 0.693, k2 = 0.240, k3 = 0.193 nats.
+    For p = 0.5 and q = 0.25: k1 = 0.693, k2 = 0.240, k3 = 0.193 nats. As a loss, k3 has the slope
+    1 - q/p in log p, which nothing bounds: -22025 where q/p = e^10.
     """
     log_ratio = logprobs - ref_logprobs  # log(p/q)
     if kind == "k1":

@@ -19,6 +19,7 @@ stays in eval mode, because a policy must give the same token the same probabili
 b rows, W tokens in the longest row, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
+import functools
 import inspect
 
 import torch
@@ -54,9 +55,8 @@ class Model(nn.Module):
 
     def states(self, tokens):
         """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
-        for layer in self.recomputed:
-            layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        return (self.compiled or self.trunk)(tokens)
+        with in_training(self.recomputed if torch.is_grad_enabled() else ()):
+            return (self.compiled or self.trunk)(tokens)
 
     def trunk(self, tokens):
         """transformers' model without its head: tokens (b, W) -> states (b, W, d)."""
@@ -141,8 +141,8 @@ class Model(nn.Module):
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
         enable(dict(use_reentrant=False))
-        # transformers does it where a layer's flag `training` is set: `states` sets it. It is taken
-        # back before the layer runs: some have dropout of their own
+        # transformers does it where a layer's flag `training` is set: in_training sets it. While
+        # the layer runs it is not set: some have dropout of their own
         self.recomputed = [m for m in self.layers() if getattr(m, "gradient_checkpointing", False)]
         for layer in self.recomputed:
             layer._gradient_checkpointing_func = without_dropout(
@@ -263,6 +263,18 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+@contextlib.contextmanager
+def in_training(layers):
+    """A block in which these layers have the flag `training`, each by itself: see recompute."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
 def without_dropout(layer, checkpointed):
     """`checkpointed`, by which transformers runs a layer that is computed again, in eval mode."""
     def run(*args):
@@ -293,3 +305,70 @@ def no_grad_forwards(models, device):
 def trunk_of(model):
     """The Model that has the trunk on which a model stands: mostly itself."""
     return model if model.base is None else trunk_of(model.base)
+
+
+# -------------------------------------------------------------------------------------------------
+# The keys and values of the tokens so far, while a policy decodes: transformers' cache with one
+# change. Its DynamicLayer copies all columns to append one. Here a layer has spare columns, and the
+# keys and values of a token are written into the next one.
+
+SPARE = 64  # columns
+
+
+def decoding_cache(config):
+    """An empty cache for a model of transformers. Layers of other kinds are transformers' own."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    cache = DynamicCache(config=config)
+    if any(hasattr(layer, "conv_states") for layer in cache.layers):
+        from options.families import HybridCache
+
+        cache = HybridCache(config=config)
+    cache.layers = [roomy_layer()() if type(layer) is DynamicLayer else layer
+                    for layer in cache.layers]
+    return cache
+
+
+@functools.cache
+def roomy_layer():
+    """The class of a layer that sees all tokens. In a function: transformers is slow to import."""
+    from transformers.cache_utils import DynamicLayer
+
+    class RoomyLayer(DynamicLayer):
+        """
+        rooms: its keys and its values, (rows, heads, columns, width) each, with spare columns
+        behind the used ones; self.keys and self.values are views of them.
+        """
+
+        def update(self, key_states, value_states, *args, **kwargs):
+            """Append (rows, heads, k, width) of k new tokens. Returns all keys and all values."""
+            new = key_states, value_states
+            device = key_states.device.type
+            if torch.is_autocast_enabled(device):
+                # rotary tables are fp32, and so are the keys; attention would round all of them to
+                # 16 bits at every token
+                new = [x.to(torch.get_autocast_dtype(device)) for x in new]
+            if not self.is_initialized:
+                self.lazy_initialization(*new)
+            begin = self.get_seq_length()
+            end = begin + key_states.shape[-2]
+            if begin == 0:
+                self.rooms = [F.pad(x, (0, 0, 0, SPARE)) for x in new]
+            elif end > self.rooms[0].shape[-2]:
+                self.rooms = [F.pad(torch.cat([old, x], -2), (0, 0, 0, SPARE))
+                              for old, x in zip((self.keys, self.values), new, strict=True)]
+            else:
+                for room, x in zip(self.rooms, new, strict=True):
+                    room[:, :, begin:end] = x
+            self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+            return self.keys, self.values
+
+        def batch_select_indices(self, indices):
+            """Keep only these rows, in this order; a row may come several times."""
+            used = self.get_seq_length()
+            if used:
+                self.rooms = [room[indices] for room in self.rooms]
+                self.keys, self.values = (room[:, :, :used] for room in self.rooms)
+
+    return RoomyLayer

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from decoding_cache import RoomyLayer
 from errors import first_line, say
+from model import roomy_layer
 from rollout import draw
 
 COLUMNS = 256  # a graph has room for so many tokens
@@ -38,7 +38,7 @@ def steps_of(policy, cache, longest, temperature, compiled=False):
     all tokens. cache: empty. longest: the most columns that it may need. compiled: see decode.
     """
     global told
-    full = all(type(layer) is RoomyLayer for layer in cache.layers)
+    full = all(type(layer) is roomy_layer() for layer in cache.layers)
     if not full and not told:
         told = True
         say("decoding without CUDA graphs: not all layers of this family see all tokens")
@@ -242,7 +242,7 @@ def check_alike(ours, theirs):
 # the cache
 
 
-class HeldLayer(RoomyLayer):
+class HeldLayer(roomy_layer()):
     """
     A layer that can be held: column, None; or, after `hold`, a tensor: the column into which the
     next token is written.

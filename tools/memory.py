@@ -39,9 +39,9 @@ from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 
 import load  # noqa: E402
 import parallel  # noqa: E402
-from decoding_cache import SPARE, decoding_cache  # noqa: E402
 from errors import BadInput  # noqa: E402
-from model import Model, no_grad_forwards, response_logprobs, response_values  # noqa: E402
+from model import (SPARE, Model, decoding_cache, no_grad_forwards,  # noqa: E402
+                   response_logprobs, response_values)
 from options import lora, shards  # noqa: E402
 from options.ema import MovingAverage  # noqa: E402
 from rollout import decoding_copy, draw  # noqa: E402
