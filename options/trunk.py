@@ -38,6 +38,11 @@ class OnTrunk(Model):
         """transformers' model with this head on the base's trunk."""
         return self.borrowed[1]
 
+    @property
+    def elsewhere(self):
+        """Whether the trunk is split, or in the CPU's memory."""
+        return self.base.elsewhere
+
     def states(self, tokens):
         return self.base.states(tokens)
 
