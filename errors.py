@@ -5,9 +5,12 @@ before torch, which takes seconds: so Ctrl-C is one line even then.
 import difflib
 import errno
 import importlib.util
+import json
 import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -65,8 +68,12 @@ def report_error(kind, error, trace):
         time.sleep(1)
     if code is not None:
         where, message = f" (rank {rank})" if rank else "", visible(message)
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}",
-              file=sys.__stderr__, flush=True)
+        line = f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}"
+        print(line, file=sys.__stderr__, flush=True)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last lines show it
+            extra = dict(py_callstack=line, timestamp=str(int(time.time())))
+            with open(file, "w", encoding="utf-8") as f:
+                json.dump(dict(message=dict(message=line, extraInfo=extra)), f)
     sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
     os._exit(1 if code is None else code)
@@ -91,6 +98,18 @@ def say(message):
     """Print a message on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(visible(message), flush=True)
+
+
+def say_last(message):
+    """
+    Say it; under torchrun in a terminal once more when torchrun has ended. It comments its own
+    Ctrl-C with a traceback of 30 lines, and what the run has said is no longer on the screen.
+    """
+    say(message)
+    if os.environ.get("RANK") == "0" and "TORCHELASTIC_RUN_ID" in os.environ and os.isatty(1):
+        wait = f"for i in $(seq 300); do kill -0 {PARENT} || break; sleep 0.1; done 2>/dev/null"
+        subprocess.Popen(["sh", "-c", f"{wait}; echo; echo {shlex.quote(visible(message))}"],
+                         stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def visible(text):

@@ -28,10 +28,11 @@ import ranks
 from audit import audit
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
-from errors import BadInput, Stop, say
+from errors import BadInput, Stop, say, say_last
 from loss import gap, gap_limit, summarize
 from model import vectors_of
 from rollout import texts_of
+from screen import evaluation_lines, how_broken, iteration_line
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 GROWTH, MOST = 200, 20  # float16: steps until the loss scale doubles; overflows in a row, an error
@@ -95,7 +96,8 @@ class Run:
         if parallel.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters)
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0,
+                     finished=None, broken="")
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
@@ -164,7 +166,7 @@ class Run:
         """
         if parallel.stop_agreed():  # COLLECTIVE
             self.save()  # COLLECTIVE
-            say(f"saved before iteration {self.iteration}; the same command goes on from there")
+            say_last(f"saved before iteration {self.iteration}; the same command goes on there")
             self.leave()  # COLLECTIVE
             sys.exit(0)
 
@@ -188,6 +190,8 @@ class Run:
             with self.ema.in_place():
                 save_final(  # COLLECTIVE
                     self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
+        if self.state["broken"]:
+            say(f"warning: {self.state['broken']}")
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -303,10 +307,7 @@ class Run:
             save_final(  # COLLECTIVE
                 self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
-        say(f"eval {self.iteration}: " + "  ".join(
-            f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))
-        for sample in samples[:2]:
-            say(f"    {sample['prompt']!r:.200} -> {sample['text']!r:.300}")
+        say(evaluation_lines(self.iteration, record, samples))
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
         return record
 
@@ -349,6 +350,12 @@ class Run:
             if "age" in batch:
                 record["policy/staleness"] = int(batch["age"][0])
             tokens = int(batch["response_mask"].sum())
+            if self.state["finished"] is None:  # the first iteration
+                self.state["finished"] = record["objective/finished"]
+            broken = how_broken(record, self.state["finished"])
+            if broken and not self.state["broken"]:
+                say(f"warning: iteration {self.iteration}: {broken}")
+            self.state["broken"] = broken
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
@@ -363,31 +370,9 @@ class Run:
 
             send_to_trackers(record)
         if tokens and (self.iteration % every == 0 or self.iteration + 1 == self.max_iters):
-            say(self.progress(record))
-
-    def progress(self, record):
-        """The line of an iteration: the COLUMNS that its record has, and the time left."""
-        done = self.iteration + 1
-        left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
-        columns = [f"{name} {record[metric]:{form}}"
-                   for name, (metric, form) in COLUMNS.items() if metric in record]
-        return "  ".join([f"iter {done}/{self.max_iters}", *columns, f"{left / 60:.1f} min left"])
-
-
-# the columns of an iteration's line: name -> metric, format (z: no -0.00). log.jsonl has all
-COLUMNS = {
-    "score": ("objective/scores", "z5.2f"),
-    "kl": ("objective/kl", "z4.2f"),
-    "acc": ("objective/accuracy", "4.2f"),
-    "len": ("objective/length", "4.0f"),
-    "flat": ("objective/flat_groups", "3.1f"),
-    "loss": ("loss/sft", "6.4f"),
-    "pair loss": ("loss/preference", "6.4f"),
-    "right": ("train/accuracy", "4.2f"),
-    "clip": ("policy/clipfrac", "5.3f"),
-    "ev": ("val/explained_variance", "z5.2f"),
-    "tok/s": ("time/tokens_per_second", "4.0f"),
-}
+            done = self.iteration + 1
+            left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
+            say(iteration_line(record, done, self.max_iters, left / 60))
 
 
 def peak_memory_mib(device):
