@@ -10,7 +10,8 @@ What a run leaves on the disk, and how it resumes from there: a kill at any mome
         policy_optimizer.safetensors       its optimizer's state (large tensors: several files)
         ema.safetensors            the policy's moving average, if there is one
         batches.safetensors        the batches that are sampled ahead, if there are any
-        state.json                 the numbers that go from one iteration to the next
+        state.json                 the numbers that go from one iteration to the next, and hashes
+                                   of the models that are not trained
         config.json                as above
         manifest.json              the sha256 of every file
 
@@ -36,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
-from configurator import open_new, plain, read_json, write_json
+from configurator import contents_of, open_new, paths_in, plain, read_json, write_json
 from errors import BadInput, Stop, say
 from parallel import alone
 
@@ -48,36 +49,39 @@ MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
 lock_file = None  # it is open, and so locked, as long as this process lives
 
 
-def open_folder(out_dir, config, must_match, token_ids, max_iters):
+def open_folder(out_dir, config, must_match, token_ids, max_iters, models, trained):
     """
     A collective: create out_dir and lock it, or check that it has the same run: the keys must_match
-    and token_ids, a hash of all that the run trains on. Returns (folder, state) of the checkpoint
-    to resume from, or (None, None) to begin, the same on all ranks. Raises BadInput.
+    and token_ids, a hash of all that the run trains on, and those models, {name: Model}, that are
+    not in trained. Returns (folder, state) of the checkpoint to resume from, or None and a new
+    state. Raises BadInput.
     """
+    frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
+              if name not in trained}
+    frozen |= {path: key for key, path in paths_in(config, ("judge_path", "teacher"))}
     found = alone(lambda: begin_or_resume(  # COLLECTIVE
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
-        max_iters))
+        max_iters, frozen))
     with parallel.in_step():  # COLLECTIVE
         if not os.path.isfile(os.path.join(out_dir, "config.json")):
             raise BadInput(f"this rank does not see out_dir {out_dir!r}: no disk that all share")
     return found
 
 
-def begin_or_resume(out_dir, config, must_match, max_iters):
+def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
     """open_folder, on rank 0."""
-    file = os.path.join(out_dir, "config.json")
-    before = read_json(file) if os.path.isfile(file) else {}
-    if not out_dir or before and "out_dir" not in before:
-        raise BadInput(f"{file} is not of a run; choose another --out_dir")
+    contents_of(out_dir, config)  # before anything is written
     os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)
-    for old in glob.glob(os.path.join(glob.escape(out_dir), ".old-*")):
-        name = old.replace(".old-", "")  # put_in_place was killed between its two renamings
-        if not os.path.exists(name):
-            os.rename(old, name)
+    before, names = contents_of(out_dir, config)  # again: another run may have had the lock
+    begun = [name for name in names if name[0] == "."]  # by a save that was killed
+    for name in begun:
+        final = os.path.join(out_dir, name.partition("-")[2])
+        if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
+            os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    log = os.path.join(out_dir, "log.jsonl")
-    if folder or os.path.exists(log) and os.path.getsize(log):  # else there is nothing to lose
+    empty = [name for name in LOGS if name in names and not os.path.getsize(f"{out_dir}/{name}")]
+    if folder or {*names} - {*begun, *empty, "config.json"}:  # else nothing can be lost
         if before.get("script", config["script"]) != config["script"]:
             raise BadInput(f"{out_dir} holds a run of {before['script']}; choose another --out_dir")
         for key in must_match:
@@ -87,11 +91,12 @@ def begin_or_resume(out_dir, config, must_match, max_iters):
         if folder and state["iteration"] > max_iters:
             raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
                            "--max_iters, or another --out_dir")
-    for name in os.listdir(out_dir):
-        if name.startswith((".tmp-", ".old-", ".gone-")):  # of a save that was killed
-            shutil.rmtree(os.path.join(out_dir, name))
+    if frozen:
+        state = same_weights(frozen, state or {}, out_dir)
+    for name in begun:
+        remove(os.path.join(out_dir, name))
     cut_logs(out_dir, state["iteration"] if folder else 0)
-    write_json(file, config)
+    write_json(os.path.join(out_dir, "config.json"), config)
     return folder, state
 
 
@@ -172,7 +177,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
         for old in folders:
             if old not in kept:
                 # renamed first, so that a half-deleted folder never has its name
-                shutil.rmtree(aside(old, ".gone-"))
+                remove(aside(old, ".gone-"))
 
     if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
         put_in_place(write, final)  # else it is there: the run has resumed from it
@@ -283,16 +288,6 @@ def number_of(folder):
     return int(folder.rpartition("-")[2])
 
 
-def damage(folder):
-    """A folder's damage in a few words; None if every file is as it was saved."""
-    try:
-        found, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
-    except (OSError, ValueError) as e:
-        return f"a file is damaged, or its manifest.json missing: {e}"
-    odd = [name for name in manifest if manifest[name] != found.get(name)]
-    return f"{odd[0]} is missing or damaged" if odd else None
-
-
 def load_checkpoint(folder, models, optimizers, ema=None):
     """Fill models, optimizers and moving average. Every rank reads the files, takes its part."""
     for name, model in models.items():
@@ -341,7 +336,7 @@ def put_in_place(write, final):
     folder = os.path.join(parent, f".tmp-{name}")
 
     def begin():
-        shutil.rmtree(folder, ignore_errors=True)  # a save that was killed may have left one
+        remove(folder)  # a save that was killed may have left one
         os.makedirs(folder)
 
     def end():
@@ -353,11 +348,11 @@ def put_in_place(write, final):
                 sync(os.path.join(d, f))
             sync(d)
         # a folder cannot be renamed onto another one: first the older one gets another name
-        old = aside(final, ".old-") if os.path.exists(final) else None
+        old = aside(final, ".old-") if os.path.lexists(final) else None
         os.rename(folder, final)
         sync(parent or ".")
         if old:
-            shutil.rmtree(old)
+            remove(old)
 
     try:
         alone(begin)
@@ -371,9 +366,17 @@ def put_in_place(write, final):
 def aside(folder, prefix):
     """Rename out/name to out/PREFIXname; returns the new path."""
     path = os.path.join(os.path.dirname(folder), f"{prefix}{os.path.basename(folder)}")
-    shutil.rmtree(path, ignore_errors=True)
+    remove(path)
     os.rename(folder, path)
     return path
+
+
+def remove(path):
+    """Delete a folder or a file, if it is there; of a link only the link."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 def sync(path):
@@ -385,10 +388,59 @@ def sync(path):
         os.close(fd)
 
 
-def hashes(folder):
-    """{file: sha256} of all files of a folder; several at a time. Raises OSError for a pipe."""
+# -------------------------------------------------------------------------------------------------
+# are the files as they were saved, and the frozen models as when the run began?
+
+
+def damage(folder):
+    """A folder's damage in a few words; None if every file is as it was saved."""
+    try:
+        found, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
+    except (OSError, ValueError) as e:
+        return f"a file is damaged, or its manifest.json missing: {e}"
+    odd = [name for name in manifest if manifest[name] != found.get(name)]
+    return f"{odd[0]} is missing or damaged" if odd else None
+
+
+def same_weights(frozen, state, out_dir):
+    """
+    The state of a checkpoint, or {}, with the hashes of the models frozen, {path: name}. Raises
+    BadInput where one is another than in the state: the run would go on with another reference.
+    """
+    before = state.get("weights", {})  # a checkpoint of an older version has none
+    now = {path: hash_of_model(path) for path in frozen}
+    for path in now:
+        if (before.get(path) or now[path]) != now[path]:
+            raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
+                           f"{out_dir} began; put those back, or choose another --out_dir")
+    return state | dict(weights=now)
+
+
+def hash_of_model(path):
+    """A hash of a model's weights and settings in its files; None where they are not here."""
+    if not os.path.isdir(path):  # a name on the hub
+        from huggingface_hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # of a wrong name: it is refused where it is loaded
+            file = try_to_load_from_cache(path, "config.json")
+            return hash_of_model(os.path.dirname(file)) if isinstance(file, str) else None
+        return None
+    found = hashes(path, r"[^/]+\.safetensors|config\.json")
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import base_of
+
+        found["base"] = hash_of_model(base_of(path))
+    return hashlib.sha256(str(found).encode()).hexdigest()
+
+
+def hashes(folder, names=".*"):
+    """
+    {file: sha256} of the files of a folder whose names match; several at a time. Raises OSError for
+    a pipe.
+    """
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                   for d, _, names in os.walk(folder) for f in names)
+                   for d, _, found in os.walk(folder) for f in found)
+    files = list(filter(re.compile(names).fullmatch, files))
 
     def sha256(name):
         if not os.path.isfile(os.path.join(folder, name)):  # reading it would never end

@@ -332,6 +332,36 @@ def print_help(script, doc, keys):
 # -------------------------------------------------------------------------------------------------
 # settings in JSON files: of runs, and of transformers' models and tokenizers
 
+# all names that a run writes in out_dir, and later replaces or deletes; no others are touched
+OURS = re.compile(r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|"
+                  r"reward_model)(_adapter)?)|config\.json|(log|samples|rollouts)\.jsonl")
+
+
+def contents_of(out_dir, config):
+    """
+    (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
+    such names are no run's, or where this run would replace its own models or data.
+    """
+    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
+    before, top = {}, os.path.realpath(out_dir)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
+        before = read_json(os.path.join(out_dir, "config.json"))
+    odd = [f"{name}, and is no run's" for name in names if "out_dir" not in before]
+    for key, path in paths_in(config):
+        inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
+        if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
+            odd.append(f"{key} = {path!r}")
+    if odd or not out_dir:
+        raise BadInput(f"out_dir = {out_dir!r} has {', '.join(odd[:1])}: this run would replace "
+                       "it; choose another --out_dir")
+    return before, names
+
+
+def paths_in(config, keys=("_path", "init_from", "teacher")):
+    """[(key, path)] of the models and data that keys with these ends name; some name several."""
+    return [(key, path.strip()) for key, value in config.items() if key.endswith(keys)
+            for path in str(value).split(",") if path.strip()]
+
 
 def read_json(path):
     with open(path, encoding="utf-8") as f:

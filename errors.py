@@ -1,12 +1,16 @@
 """
-The errors that a user sees: one line on stderr, and an exit code. A program imports this file
-before torch, which takes seconds: so Ctrl-C is one line even then.
+What a user sees in a terminal. An error is one line on stderr, and an exit code; an iteration a
+line of 80 columns, and an evaluation one of 100, with two samples; log.jsonl has all numbers. A
+program imports this file before torch, which takes seconds: so Ctrl-C is one line even then.
 """
+import contextlib
 import difflib
 import errno
 import importlib.util
+import io
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -14,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import unicodedata
 
 PARENT = os.getppid()  # as this process begins: see ranks.init
 phase = "start"  # of the run, such as "iteration 7, update"; Run.enter sets it
@@ -56,7 +61,7 @@ def report_error(kind, error, trace):
         code, message = 1, (f"out of memory ({message[:200]}); lower micro_batch_size or "
                             "rollout_batch_size, or the model's size")
     elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
-        code, message = 2, (f"this run needs a file that is not in this folder "
+        code, message = 2, ("this run needs a file that is not in this folder "
                             f"({message}); copy it from quartet, or do without its key")
     # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
     if code is None:
@@ -70,13 +75,19 @@ def report_error(kind, error, trace):
         where, message = f" (rank {rank})" if rank else "", visible(message)
         line = f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}"
         print(line, file=sys.__stderr__, flush=True)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last lines show it
-            extra = dict(py_callstack=line, timestamp=str(int(time.time())))
-            with open(file, "w", encoding="utf-8") as f:
-                json.dump(dict(message=dict(message=line, extraInfo=extra)), f)
-    sys.stdout.flush()
+        tell_torchrun(line)
+    with contextlib.suppress(OSError):  # of a full disk, which is said above
+        sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
     os._exit(1 if code is None else code)
+
+
+def tell_torchrun(line):
+    """Under torchrun: its report ends with this line, and not with a hint at other errors."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = dict(py_callstack=line, timestamp=str(int(time.time())))
+        with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as f:
+            json.dump(dict(message=dict(message=line, extraInfo=extra)), f)
 
 
 def lost(error):
@@ -147,6 +158,93 @@ def shorten(value):
     return text if len(text) <= 60 else text[:60] + "..."
 
 
+# the columns of an iteration's line: name -> metric, format (z: no -0.00)
+COLUMNS = {
+    "score": ("objective/scores", "z5.2f"),
+    "kl": ("objective/kl", "z4.2f"),
+    "acc": ("objective/accuracy", "4.2f"),
+    "len": ("objective/length", "4.0f"),
+    "flat": ("objective/flat_groups", "3.1f"),
+    "ev": ("val/explained_variance", "z5.2f"),
+    "loss": ("loss/sft", "6.4f"),
+    "pair loss": ("loss/preference", "6.4f"),
+    "right": ("train/accuracy", "4.2f"),
+    "tok/s": ("time/tokens_per_second", "4.0f"),
+}
+
+
+def iteration_line(record, done, max_iters, minutes):
+    """The line of an iteration: the first COLUMNS of its record that fit, and the time left."""
+    columns = [f"{name} {record[metric]:{form}}"
+               for name, (metric, form) in COLUMNS.items() if metric in record]
+    first, last = f"iter {done}/{max_iters}", f"{minutes:.1f} min left"
+    while len(line := "  ".join([first, *columns, last])) > 80 and columns:
+        columns.pop()
+    return line
+
+
+def evaluation_lines(iteration, record, samples):
+    """The lines of an evaluation: its figures, and two of its samples, each time two others."""
+    lines = [f"eval {iteration}:"]
+    for name, x in record.items():
+        figure = f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}"
+        if len(lines[-1]) + 2 + len(figure) > 100:
+            lines.append("   ")
+        lines[-1] += f" {figure}" if lines[-1].endswith((":", "   ")) else f"  {figure}"
+    for sample in random.Random(iteration).sample(samples, min(2, len(samples))):
+        prompt = sample["prompt"]
+        if not isinstance(prompt, str):  # a chat: its last question
+            users = [message for message in prompt if message["role"] == "user"]
+            prompt = (users or prompt)[-1]["content"]
+        end = "" if sample["finished"] else " [cut off]"
+        lines += [f"    > {cut(prompt, 74)}",
+                  f"      {cut(sample['text'], 74 - len(end)) or '[empty]'}{end}"]
+    return "\n".join(lines)
+
+
+def cut(text, width):
+    """A text as one line of at most `width` columns: of a longer one the beginning and the end."""
+    text = " ".join(visible(text).split())
+    if columns_of(text) <= width:
+        return text
+    half, parts = (width - 5) // 2, []
+    for letters in (text, text[::-1]):
+        while columns_of(letters) > half:
+            letters = letters[:half] if len(letters) > half else letters[:-1]
+        parts.append(letters)
+    return f"{parts[0].rstrip()} ... {parts[1][::-1].lstrip()}"
+
+
+def columns_of(text):
+    """How many columns of a terminal a text takes: Chinese letters take two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+class Output(io.FileIO):
+    """stdout or stderr: without a reader, in a closed pipe or terminal, a write does nothing."""
+
+    def write(self, text):
+        try:
+            return super().write(text)
+        except OSError as e:
+            if e.errno in (errno.EPIPE, errno.EIO):  # EIO: of a terminal
+                return len(text)
+            raise
+
+
+def outlast_readers():
+    """Let stdout and stderr survive their readers, and letters that their encoding has not."""
+    for name in "stdout", "stderr":
+        old = getattr(sys, name)  # None: it is closed
+        if old is getattr(sys, f"__{name}__"):  # else it is pytest's, or a notebook's
+            raw = Output(old.fileno() if old else os.open(os.devnull, os.O_WRONLY), "w",
+                         closefd=False)
+            new = io.TextIOWrapper(io.BufferedWriter(raw), old and old.encoding,
+                                   "backslashreplace", line_buffering=True)
+            sys.__dict__.update({name: new, f"__{name}__": new})
+
+
+outlast_readers()
 sys.excepthook = report_error
 if not importlib.util.find_spec("torch"):  # mostly the virtual environment is not active
     raise BadInput(f"{sys.executable} has no torch; type: source .venv/bin/activate")

@@ -8,7 +8,7 @@ config/ has a file of keys for each of them (dr_grpo.py, ...).
              no division by the response's length            token_weights      its listing 1
   DAPO       a wider clip range above 1 than below           grpo.py's clip     2503.14476, eq. 10
              other prompts replace groups of equal scores    flat_groups        its eq. 11
-             every token counts the same                     token_weights      its eq. 12
+             every token counts the same (see there)         token_weights      its eq. 12
              too long responses lose score                   rewards.length     its eq. 13
   GSPO       one ratio for all tokens of a response          gspo_log_ratio     2507.18071, eq. 7
   CISPO      a clipped weight instead of a clipped loss      grpo.py's loop     2506.13585, eq. 4
@@ -99,7 +99,10 @@ def token_weights(mask, aggregation, max_length):
     count. max_length: the most tokens that a response may have.
     n is the number of responses that have tokens that count.
 
-    "token-mean": 1 / all tokens. Every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
+    "token-mean": 1 / all tokens of the step. Every token counts the same, as in verl, TRL and
+        OpenRLHF. DAPO's eq. 12 (arXiv 2503.14476) and CISPO's eq. 4 (2506.13585) divide by the
+        tokens of *one prompt's* responses, inside of an expectation: there every prompt counts the
+        same. That form is a diff in docs/algorithms.md, "Every prompt alike".
     "seq-mean-token-mean": 1 / (tokens of its response * n). Every response counts the same (GRPO,
         arXiv 2402.03300, eq. 3).
     "seq-mean-token-sum-norm": 1 / (max_length * B), a constant. Otherwise a token of a long wrong

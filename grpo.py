@@ -34,6 +34,7 @@ config/dapo.py and its neighbours.
 from configurator import configure  # first: it must be imported before torch
 from errors import say
 
+import sys
 from functools import partial
 
 import torch
@@ -237,7 +238,11 @@ center_scores(  # COLLECTIVE
 
 if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
     from options.ahead import ahead_of
-    rollout = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)  # COLLECTIVE
+    ahead = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)
+    if parallel.role != "train":  # this rank samples, or scores, until the run is over
+        ahead.serve()  # COLLECTIVE
+        sys.exit()
+    rollout = ahead.rollout
 
 # -------------------------------------------------------------------------------------------------
 # the loop

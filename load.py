@@ -4,19 +4,20 @@ is run, and no pickle is read. Two things are checked on the way: the tensors ar
 quartet can decode the family (`probe`).
 """
 import contextlib
-import copy
 import os
 
 import torch
 import torch.nn as nn
 
 import parallel
-from configurator import of_model
+from configurator import of_model, read_json
 from errors import BadInput, first_line, nearest
-from model import Model, check_head, check_index, no_grad_forwards, scaled_logits
+from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
+# the settings by which a model is a mixture of experts
+EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"]
 
 
 def dtypes(system):
@@ -49,14 +50,14 @@ def autocast(system, device):
 def matrices_of(model):
     """
     The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings, the biases of experts, matrices that the family keeps in 32 bits (routers), a scalar
-    head.
+    embeddings, the biases of experts, the decays of states (A_log), matrices that the family keeps
+    in 32 bits (routers), a scalar head.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     wide = {id(p) for m in tables for p in m.parameters()}
     if model.head == "scalar":
         wide.add(id(model.hf.score.weight))
-    kept = ("bias", *(model.hf._keep_in_fp32_modules_strict or ()))
+    kept = ("bias", "A_log", *(model.hf._keep_in_fp32_modules_strict or ()))
     return [p for name, p in model.named_parameters()
             if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
 
@@ -85,13 +86,14 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
         settle(model, system, trained, adapter)
     model.tokenizer = tokenizer
     tokenizer.fit(model, path)
+    if trained and head == "lm":
+        model.become_savable()
     if adapter and system.quantize == "4bit":
         from options.four_bits import quantize
 
-        quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
+        model = quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
     if system.compile:
-        # nn.Module must not register it: its parameters are registered already
-        model.__dict__["compiled"] = torch.compile(model.hf.base_model, dynamic=True)
+        model.compiled = torch.compile(model.trunk, dynamic=True)
     if head == "lm" and held:
         with autocast(system, device), no_grad_forwards([model], device):
             probe(model)
@@ -132,7 +134,6 @@ def read_model(path, head, system, device="cpu", seed=0):
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
     check_tensors(found, hf, head, path)
-    check_head(hf, path)
     model = Model(hf, head, path)
     if head == "scalar" and "score.weight" in found["missing_keys"]:
         draw_score_head(model, seed)
@@ -177,8 +178,12 @@ def settings_of(path, head, system):
     if attention == "eager" and dtype == torch.float64:
         raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
                        " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
-    return config, dict(dtype=dtype, attn_implementation=attention,
-                        **settings_of_experts(config, dtype))
+    how = dict(dtype=dtype, attn_implementation=attention)
+    if has_any(config, EXPERTS):
+        from options.families import settings_of_experts
+
+        how |= settings_of_experts(dtype)
+    return config, how
 
 
 def auto_class(head):
@@ -190,20 +195,26 @@ def auto_class(head):
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-def settings_of_experts(config, dtype):
-    """Arguments for transformers, where a model is a mixture of experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if not any(getattr(config.get_text_config(), name, None) for name in names):
-        return {}
-    from options.experts import settings
+def check_index(path, config):
+    """
+    Raise BadInput where the list of a model's files of weights names others than safetensors in its
+    own folder: transformers would read a pickle, or a file of another folder.
+    """
+    from transformers.utils import cached_file
 
-    return settings(dtype)
+    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
+        file = name.endswith(".json") and cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False)
+        for part in set(read_json(file)["weight_map"].values()) if file else ():
+            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
+                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
+                               "folder; convert the model with save_pretrained")
 
 
 def check_tensors(found, hf, head, path):
     """
     Raise BadInput for tensors that are missing, of another shape, or not the model's, but for the
-    heads of a scalar model. found: the report of transformers.
+    heads of a scalar model; or for a head that the settings deny. found: transformers' report.
     """
     missing, extra = set(found["missing_keys"]), set(found["unexpected_keys"])
     if head == "lm" and "score.weight" in extra:
@@ -221,6 +232,12 @@ def check_tensors(found, hf, head, path):
         if names:
             raise BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such "
                            "in all); is the download complete?")
+    out = hf.get_output_embeddings()
+    if out and getattr(hf.config, "tie_word_embeddings", False) and (
+            out.weight is not hf.get_input_embeddings().weight):
+        from options.families import refuse_untied
+
+        refuse_untied(path)
 
 
 def draw_score_head(model, seed):
@@ -237,10 +254,9 @@ def settle(model, system, trained, adapter=""):
     Decide requires_grad of each parameter: it says which are stepped and saved. A parameter that no
     text reaches stays frozen. The matrices of a frozen model get autocast's dtype.
     """
-    unread = unread_parameters(model) if trained else []
-    model.requires_grad_(trained and not adapter)
-    for p in unread:
-        p.requires_grad_(False)
+    read = read_by_texts(model.hf) if trained and not adapter else set()
+    for p in model.parameters():
+        p.requires_grad_(p in read)
     if trained and system.gradient_checkpointing:
         model.recompute()
     matrices = dtypes(system)[1]
@@ -249,34 +265,15 @@ def settle(model, system, trained, adapter=""):
             p.data = p.data.to(matrices)
 
 
-def unread_parameters(model):
-    """
-    The parameters of model.hf that no text reaches: a vision part, a bias that only chooses
-    experts. The graph of one forward pass has all others.
-    """
-    model.requires_grad_(True)
-    text = torch.arange(min(256, model.max_positions)) % model.config.vocab_size
-    with can_read(model), torch.enable_grad():
-        states = model.states(text[None].to(model.hf.device))[0]  # (256, d)
-        out = model.logits(states) if model.head == "lm" else model.scalars(states)
-    steps, seen, reached = [out.grad_fn], set(), set()
-    while steps:
-        step = steps.pop()
-        if step is not None and step not in seen:
-            seen.add(step)
-            reached.add(id(getattr(step, "variable", None)))  # the parameter, if the step has one
-            steps += [before for before, _ in step.next_functions]
-    return [p for p in model.hf.parameters() if id(p) not in reached]
+def read_by_texts(hf):
+    """The parameters that a text reaches: not those of a vision part, for example."""
+    parts = hf.get_decoder(), hf.get_output_embeddings(), getattr(hf, "score", None)
+    read = {p for part in parts if part is not None for p in part.parameters()}
+    if has_any(hf.config, [*EXPERTS, "add_cross_attention"]):
+        from options.families import unread
 
-
-@contextlib.contextmanager
-def can_read(model):
-    """A block that raises BadInput where the model's family reads or decodes in another way."""
-    try:
-        yield
-    except Exception as e:
-        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
-                       f"{model.config.model_type}: {first_line(e)}") from e
+        read -= unread(hf)
+    return read
 
 
 def probe(model):
@@ -285,8 +282,6 @@ def probe(model):
     from the cache, and give the other the same log-probs as reading it alone. The dropped one has
     positions at the end of the context: a text must not depend on the longest text beside it.
     """
-    from decoding_cache import decoding_cache  # transformers is slow to import
-
     device = model.hf.device
     tokens = torch.arange(2, 18, device=device).view(2, 8) * 7 % model.config.vocab_size  # (2, 8)
     # row 1 has 3 tokens of padding, and then a text of 5
@@ -294,7 +289,7 @@ def probe(model):
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (2, 8)
     positions[0] += max(model.max_positions - 5, 0)  # 5 tokens of row 0 are read
     text = tokens[1:, 3:]
-    with can_read(model):
+    try:
         cache = decoding_cache(model.hf.config)
         # the text's first 2 tokens beside 5 of row 0; then its others, one by one, alone
         logits = [model.next_logits(tokens[:, :5], cache, mask[:, :5], positions[:, :5])[1]]  # (V,)
@@ -309,32 +304,9 @@ def probe(model):
         in_16_bits = torch.is_autocast_enabled(device.type) or model.hf.dtype.itemsize == 2
         if not gap <= (0.3 if in_16_bits else 1e-3):
             raise ValueError(f"read and decoded, a token's log-probs differ by {gap:.2g} nats")
-
-
-class OnTrunk(Model):
-    """
-    A scalar head on the trunk of another Model, `base`, which owns the trunk's parameters; with
-    value_init="shared" the value model stands on the policy, and both losses train its trunk.
-    """
-
-    def __init__(self, base, seed=0):
-        nn.Module.__init__(self)
-        config = copy.deepcopy(base.hf.config)
-        config.num_labels = 1
-        with torch.device("meta"):  # the trunk that is made here is replaced by base's
-            hf = auto_class("scalar").from_config(config)
-        setattr(hf, hf.base_model_prefix, base.hf.base_model)
-        weight = base.hf.get_input_embeddings().weight
-        hf.score = nn.Linear(hf.score.in_features, 1, bias=False, device=weight.device,
-                             dtype=torch.promote_types(weight.dtype, torch.float32))
-        # nn.Module must not register them: they belong to the base
-        self.__dict__.update(hf=hf.eval(), base=base)
-        self.head, self.path, self.tokenizer = "scalar", base.path, base.tokenizer
-        self.score_shift, self.score = 0.0, hf.score
-        draw_score_head(self, seed)
-
-    def states(self, tokens):
-        return self.base.states(tokens)
+    except Exception as e:  # transformers raises anything
+        raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
+                       f"{model.config.model_type}: {first_line(e)}") from e
 
 
 def load_policy(path, system, device, seed=0):
@@ -381,18 +353,19 @@ def load_reward_model(path, policy, system, device):
 def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     """The trained value model: see the key value_init. shared: a head on the policy's own trunk."""
     if value_init == "shared":  # both losses train the policy's trunk
+        from options.trunk import OnTrunk
+
         return OnTrunk(policy, seed=seed)
-    path = policy.path
     if value_init == "reward":
         if reward_model is None:
             raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
         if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
             raise BadInput("the reward model has another tokenizer than the policy, so no value "
                            "model can start as it; type --value_init=policy")
-        path = getattr(reward_model, "folder", reward_model.path)
     if system.share_base:
         from options.lora import value_on_trunk
 
-        return value_on_trunk(policy, path, value_init, system, seed)
-    return load(path, "value", system, device, head="scalar", trained=True,
+        return value_on_trunk(policy, reward_model, value_init, system, seed)
+    start = reward_model if value_init == "reward" else policy
+    return load(start.path, "value", system, device, head="scalar", trained=True,
                 tokenizer=policy.tokenizer, seed=seed)

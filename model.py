@@ -19,16 +19,18 @@ stays in eval mode, because a policy must give the same token the same probabili
 b rows, W tokens in the longest row, n tokens that are read, V vocabulary, d width of a state.
 """
 import contextlib
+import functools
 import inspect
-import os
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from configurator import read_json, write_json
 from errors import BadInput
+
+# settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2, Falcon-H1
+SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier"]
 
 
 class Model(nn.Module):
@@ -36,7 +38,7 @@ class Model(nn.Module):
 
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
     elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
-    compiled = None  # the trunk as torch.compile makes it
+    compiled = None  # `trunk` as torch.compile makes it
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
@@ -53,19 +55,21 @@ class Model(nn.Module):
 
     def states(self, tokens):
         """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
-        for layer in self.recomputed:
-            layer.training = torch.is_grad_enabled()  # the layer's own flag alone: see recompute
-        trunk = self.hf.base_model if self.compiled is None else self.compiled
-        return trunk(tokens, use_cache=False).last_hidden_state
+        with in_training(self.recomputed if torch.is_grad_enabled() else ()):
+            return (self.compiled or self.trunk)(tokens)
+
+    def trunk(self, tokens):
+        """transformers' model without its head: tokens (b, W) -> states (b, W, d)."""
+        return self.hf.base_model(tokens, use_cache=False).last_hidden_state
 
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
         logits = self.hf.get_output_embeddings()(states)
-        c = self.config
-        logits = logits * getattr(c, "logit_scale", 1.0)  # Cohere
-        logits = logits / getattr(c, "logits_scaling", 1.0)  # Granite
-        cap = getattr(c, "final_logit_softcapping", None)  # Gemma 2
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if has_any(self.hf.config, SCALES):
+            from options.families import rescaled
+
+            logits = rescaled(logits, self.config)
+        return logits
 
     def logprobs(self, tokens, target_mask, temperature=1.0, chunk=0, entropy=False):
         """
@@ -137,8 +141,8 @@ class Model(nn.Module):
         enable = getattr(self.hf, "activation_checkpointing_enable",
                          self.hf.gradient_checkpointing_enable)
         enable(dict(use_reentrant=False))
-        # transformers does it where a layer's flag `training` is set: `states` sets it. It is taken
-        # back before the layer runs: some have dropout of their own
+        # transformers does it where a layer's flag `training` is set: in_training sets it. While
+        # the layer runs it is not set: some have dropout of their own
         self.recomputed = [m for m in self.layers() if getattr(m, "gradient_checkpointing", False)]
         for layer in self.recomputed:
             layer._gradient_checkpointing_func = without_dropout(
@@ -149,10 +153,7 @@ class Model(nn.Module):
         return W
 
     def save_settings(self, folder):
-        """
-        Write config.json and the tokenizer's files, with the model's ends and its shift. Version 4
-        of transformers reads them, too.
-        """
+        """Write config.json and the tokenizer's files, with the model's ends and its shift."""
         hf, tokenizer = self.hf, self.tokenizer
         if self.head == "scalar":
             hf.config.score_shift = self.score_shift
@@ -163,21 +164,32 @@ class Model(nn.Module):
             hf.generation_config.pad_token_id = tokenizer.pad_id
             hf.generation_config.save_pretrained(folder)
         hf.config.save_pretrained(folder)
-        file = os.path.join(folder, "config.json")
-        write_json(file, with_older_names(read_json(file)))
+        if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
+            with contextlib.suppress(ModuleNotFoundError):  # in a fork without options
+                from options.older_readers import add_older_names
+
+                add_older_names(folder)
         tokenizer.save(folder)
+
+    def become_savable(self):
+        """Some generation configs are read by transformers, which then refuses to save them."""
+        try:
+            self.hf.generation_config.validate(strict=True)
+        except ValueError:
+            from options.generation_config import leave_out_unsavable
+
+            leave_out_unsavable(self)
 
     @property
     def max_positions(self):
-        """
-        How many tokens fit into the context. With longrope (Phi-3) fewer do: a longer row would
-        change the angles of the rows beside it.
-        """
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of layers
-        shorter = [each["original_max_position_embeddings"] for each in kinds
-                   if each.get("rope_type") == "longrope"]
-        return min([getattr(self.config, "max_position_embeddings", None) or 2**20, *shorter])
+        """How many tokens fit into the context."""
+        longest = getattr(self.config, "max_position_embeddings", None) or 2**20
+        rope = getattr(self.config, "rope_parameters", None)
+        if "longrope" in str(rope):
+            from options.families import longest_of_longrope
+
+            longest = min(longest, longest_of_longrope(rope))
+        return longest
 
 
 def vectors_of(model):
@@ -193,34 +205,6 @@ def vectors_of(model):
         vectors |= {p for name, p in own.items()
                     if p.dim() < 2 + stacked or norm or "bias" in name}
     return vectors
-
-
-def check_head(hf, path):
-    """
-    Raise BadInput where a language model's head and embedding differ, and its settings call them
-    one: transformers 5 then reads both, but its version 4 and vLLM, or a sharded model, only one.
-    """
-    head = hf.get_output_embeddings()
-    if head and getattr(hf.config, "tie_word_embeddings", False) and (
-            head.weight is not hf.get_input_embeddings().weight):
-        raise BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
-                       "of embeddings, but its weights have both, and they differ; write false")
-
-
-def check_index(path, config):
-    """
-    Raise BadInput where the list of a model's files of weights names others than safetensors in its
-    own folder: transformers would read a pickle, or a file of another folder.
-    """
-    from transformers.utils import cached_file
-
-    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
-        file = name.endswith(".json") and cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False)
-        for part in set(read_json(file)["weight_map"].values()) if file else ():
-            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
-                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
-                               "folder; convert the model with save_pretrained")
 
 
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
@@ -279,6 +263,18 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+@contextlib.contextmanager
+def in_training(layers):
+    """A block in which these layers have the flag `training`, each by itself: see recompute."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
 def without_dropout(layer, checkpointed):
     """`checkpointed`, by which transformers runs a layer that is computed again, in eval mode."""
     def run(*args):
@@ -286,6 +282,11 @@ def without_dropout(layer, checkpointed):
         return checkpointed(*args)
 
     return run
+
+
+def has_any(config, names):
+    """Whether a config of transformers has any of these settings for its texts."""
+    return any(getattr(config.get_text_config(), name, None) for name in names)
 
 
 @contextlib.contextmanager
@@ -307,36 +308,67 @@ def trunk_of(model):
 
 
 # -------------------------------------------------------------------------------------------------
-# what transformers 4, and what is built on it, reads of a saved model
+# The keys and values of the tokens so far, while a policy decodes: transformers' cache with one
+# change. Its DynamicLayer copies all columns to append one. Here a layer has spare columns, and the
+# keys and values of a token are written into the next one.
 
-# transformers 4's names of the angles' base, where layers have two the sliding ones' base, and the
-# part of a head that turns
-OLDER_NAMES = ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]
-OLDER_NAMES_OF_NEOX = ["rotary_emb_base", "", "rotary_pct"]
+SPARE = 64  # columns
 
 
-def with_older_names(settings):
-    """
-    The settings of a config.json, and beside rope_parameters the names for them in transformers 4
-    and what is built on it: without them it would take a base of 10,000. Version 5 reads both.
-    """
-    parts = {name: with_older_names(part) for name, part in settings.items()
-             if isinstance(part, dict) and name.endswith("_config")}
-    rope, more = settings.get("rope_parameters"), {}
-    if rope:
-        kind = settings["model_type"]
-        full, sliding = (rope.get(f"{part}_attention") for part in ("full", "sliding"))
-        full = full or rope
-        scaling = {name: x for name, x in full.items()
-                   if name not in (*OLDER_NAMES, "type")}
-        if kind == "phi3":  # there it may have these three alone
-            scaling = dict(type=full["rope_type"]) | {name: x for name, x in scaling.items()
-                                                         if name in ("short_factor", "long_factor")}
-        more = dict(rope_scaling=None if full.get("rope_type", "default") == "default" else scaling)
-        values = (full.get("rope_theta"), (sliding or {}).get("rope_theta"),
-                  full.get("partial_rotary_factor"))
-        names = OLDER_NAMES_OF_NEOX if kind == "gpt_neox" else OLDER_NAMES
-        more |= {name: x for name, x in zip(names, values, strict=True) if name and x is not None}
-    if "num_local_experts" in settings:
-        more["num_experts"] = settings.get("num_experts", settings["num_local_experts"])
-    return settings | parts | more
+def decoding_cache(config):
+    """An empty cache for a model of transformers. Layers of other kinds are transformers' own."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    cache = DynamicCache(config=config)
+    if any(hasattr(layer, "conv_states") for layer in cache.layers):
+        from options.families import HybridCache
+
+        cache = HybridCache(config=config)
+    cache.layers = [roomy_layer()() if type(layer) is DynamicLayer else layer
+                    for layer in cache.layers]
+    return cache
+
+
+@functools.cache
+def roomy_layer():
+    """The class of a layer that sees all tokens. In a function: transformers is slow to import."""
+    from transformers.cache_utils import DynamicLayer
+
+    class RoomyLayer(DynamicLayer):
+        """
+        rooms: its keys and its values, (rows, heads, columns, width) each, with spare columns
+        behind the used ones; self.keys and self.values are views of them.
+        """
+
+        def update(self, key_states, value_states, *args, **kwargs):
+            """Append (rows, heads, k, width) of k new tokens. Returns all keys and all values."""
+            new = key_states, value_states
+            device = key_states.device.type
+            if torch.is_autocast_enabled(device):
+                # rotary tables are fp32, and so are the keys; attention would round all of them to
+                # 16 bits at every token
+                new = [x.to(torch.get_autocast_dtype(device)) for x in new]
+            if not self.is_initialized:
+                self.lazy_initialization(*new)
+            begin = self.get_seq_length()
+            end = begin + key_states.shape[-2]
+            if begin == 0:
+                self.rooms = [F.pad(x, (0, 0, 0, SPARE)) for x in new]
+            elif end > self.rooms[0].shape[-2]:
+                self.rooms = [F.pad(torch.cat([old, x], -2), (0, 0, 0, SPARE))
+                              for old, x in zip((self.keys, self.values), new, strict=True)]
+            else:
+                for room, x in zip(self.rooms, new, strict=True):
+                    room[:, :, begin:end] = x
+            self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+            return self.keys, self.values
+
+        def batch_select_indices(self, indices):
+            """Keep only these rows, in this order; a row may come several times."""
+            used = self.get_seq_length()
+            if used:
+                self.rooms = [room[indices] for room in self.rooms]
+                self.keys, self.values = (room[:, :, :used] for room in self.rooms)
+
+    return RoomyLayer

@@ -31,6 +31,7 @@ N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031)
 """
 from configurator import configure  # first: it must be imported before torch
 
+import sys
 from functools import partial
 
 import torch
@@ -89,7 +90,7 @@ importance_cap = 0.0  # for 16 bits, vllm and staleness; see loss.importance_wei
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
-ptx_coef = 1.0  # with ptx_path: weight of the mean loss of its tokens (InstructGPT's gamma) [> 0]
+ptx_coef = 1.0  # with ptx_path: weight of the mean loss of its tokens; InstructGPT: 27.8 [> 0]
 
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # * iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
@@ -229,7 +230,11 @@ center_scores(  # COLLECTIVE
 
 if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
     from options.ahead import ahead_of
-    rollout = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)  # COLLECTIVE
+    ahead = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)
+    if parallel.role != "train":  # this rank samples, or scores, until the run is over
+        ahead.serve()  # COLLECTIVE
+        sys.exit()
+    rollout = ahead.rollout
 
 # -------------------------------------------------------------------------------------------------
 # the loop

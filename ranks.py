@@ -3,6 +3,7 @@ The start and the end of a rank: it meets the others, chooses its device and its
 requests to stop, and leaves. The collectives in between are in parallel.py.
 """
 import atexit
+import contextlib
 import ctypes
 import datetime
 import os
@@ -16,18 +17,18 @@ import torch.distributed as dist
 import errors
 from errors import BadInput, Lost
 
-stop = False  # whether this process has been asked to stop: SIGTERM, Ctrl-C
+REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # of a scheduler, Ctrl-C, a closed terminal
+stop = False  # whether this process has been asked to stop
 wait = None  # how long a collective waits for a lost rank, the key timeout
 
 
 def init(system):
     """
     A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs. From
-    here on SIGTERM and SIGINT are requests, see on_signal. Returns this rank's torch.device.
+    here on REQUESTS are heard, see on_signal. Returns this rank's torch.device.
     """
     global wait
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    on_requests(on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # if only torchrun is killed, this process must end, too; else it would go on alone
         PR_SET_PDEATHSIG = 1  # of prctl: the signal that this process gets when its parent dies
@@ -102,16 +103,24 @@ def choose_kernels(deterministic):
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def on_requests(handler):
+    """From here on this handler hears REQUESTS; but under nohup a SIGHUP is ignored as before."""
+    for number in REQUESTS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def on_signal(number, frame):
-    """SIGTERM or SIGINT: the run stops where it can (stop_agreed); a second one ends it at once."""
+    """One of REQUESTS: the run stops where it can (stop_agreed); a second one ends it at once."""
     global stop
-    if stop:
+    if stop and number != signal.SIGHUP:  # of one closed terminal shell and kernel send one each
         os._exit(128 + number)
-    stop = True
-    if os.environ.get("RANK", "0") == "0":
+    first, stop = not stop, True
+    if first and os.environ.get("RANK", "0") == "0":
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
                 f"{errors.phase}); send it again to stop at once\n")
-        os.write(2, line.encode())  # print is not safe in a signal handler
+        with contextlib.suppress(OSError):  # a closed terminal, or pipe
+            os.write(2, line.encode())  # print is not safe in a signal handler
 
 
 def leave():

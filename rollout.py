@@ -46,7 +46,7 @@ import parallel
 import ranks
 from errors import BadInput
 from load import autocast, dtypes, matrices_of
-from model import no_grad_forwards, scaled_logits, trunk_of
+from model import decoding_cache, no_grad_forwards, scaled_logits, trunk_of
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -111,8 +111,6 @@ def decode(policy, prompts, uniforms, temperature=1.0, rooms=None, stop=None, gr
     least float32; their lengths (n,); and finished (n,) bool, whether a response ended with an EOS
     or a stop string. Raises BadInput where a prompt is empty or does not fit.
     """
-    from decoding_cache import decoding_cache  # transformers is slow to import
-
     n, R = uniforms.shape
     if n > at_once > 0:
         starts = range(0, n, at_once)

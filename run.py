@@ -25,14 +25,12 @@ import torch
 import errors
 import parallel
 import ranks
-from audit import audit
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
-from errors import BadInput, Stop, say, say_last
-from loss import gap, gap_limit, summarize
+from errors import BadInput, Stop, evaluation_lines, iteration_line, say, say_last
+from loss import gap, gap_limit, how_broken, summarize
 from model import vectors_of
 from rollout import texts_of
-from screen import evaluation_lines, how_broken, iteration_line
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 GROWTH, MOST = 200, 20  # float16: steps until the loss scale doubles; overflows in a row, an error
@@ -95,7 +93,7 @@ class Run:
         folder = saved = None
         if parallel.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
-                out_dir, config, must_match, token_ids, max_iters)
+                out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0,
                      finished=None, broken="")
         self.state, self.folder = fresh | (saved or {}), folder
@@ -130,7 +128,7 @@ class Run:
             self.times.clear()
             interval, last = self.system.checkpoint_interval, iteration == self.max_iters
             if self.audit_is_due():
-                audit(self.models, self.frozen, iteration)  # COLLECTIVE
+                parallel.audit(self.models, self.frozen, iteration)  # COLLECTIVE
             if last or interval and iteration > self.start and iteration % interval == 0:
                 self.save()  # COLLECTIVE
             if not last:
@@ -154,7 +152,7 @@ class Run:
         """A collective: audit, and write a checkpoint."""
         self.enter("checkpoint")
         if not self.audit_is_due():  # else these weights are checked already
-            audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
+            parallel.audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
             self.system.keep_checkpoints, self.kept)

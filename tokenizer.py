@@ -23,7 +23,7 @@ from errors import BadInput, first_line, say, shorten
 
 # how the chat templates of many families begin a turn
 TURNS = r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>"
-MARK = "\x01"  # a character that SentencePiece never joins with the next ones
+MARKS = "\x01|~^`;#"  # characters that hardly any tokenizer joins with the next ones
 
 
 def load_tokenizer(path, system):
@@ -96,13 +96,16 @@ class Tokenizer:
         text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
         found = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
         self.bos_ids = ids[:next(found, 0)]
-        # many put a blank in front of a text, and SentencePiece takes it away from the text of ids:
-        # not so behind a mark
-        self.mark = self.encode_texts([MARK])[0]
-        text = self.text_of(self.mark + self.encode_texts(["a"])[0])
-        self.adds_blank = text.endswith(f"{MARK} a")
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
+        # many put a blank in front of a text, and SentencePiece takes it away from the text of ids:
+        # not so behind a mark, a character that comes back, and joins with none behind it
+        self.mark = next((mark for mark in MARKS if self.text_of(
+            self.encode_texts([mark])[0]).strip() == mark and not any(
+                mark in token[:-1] for token in self.vocabulary)), MARKS[0])
+        self.mark_ids = self.encode_texts([self.mark])[0]
+        text = self.text_of(self.mark_ids + self.encode_texts(["a"])[0])
+        self.adds_blank = text.endswith(f"{self.mark} a")
         self.skipped_id = self.messages_of = None
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.eos_ids = {self.eos_id} | (chats.turn_ends if chats else set())
@@ -153,7 +156,8 @@ class Tokenizer:
         """The ids of each of these strings as they are behind another text: no blank is added."""
         if not self.adds_blank:
             return self.encode_texts(texts)
-        return [ids[len(self.mark):] for ids in self.encode_texts([MARK + t for t in texts])]
+        marked = self.encode_texts([self.mark + text for text in texts])
+        return [ids[len(self.mark_ids):] for ids in marked]
 
     def encode_prompts(self, prompts):
         """
@@ -231,7 +235,7 @@ class Tokenizer:
         """The text of ids that continue a text: their first blank stays."""
         if not self.adds_blank:
             return self.text_of(ids)
-        return self.text_of(self.mark + ids).partition(MARK)[2]
+        return self.text_of(self.mark_ids + ids).partition(self.mark)[2]
 
     def unseen(self):
         """The ids that no text shows: special ends, and padding that is in no stop string."""

@@ -7,6 +7,8 @@ DAPO (arXiv 2503.14476, equations 10 to 13), see docs/algorithms.md. Behind the 
 2*accuracy: the paper's reward is +1 for a right answer and -1 for a wrong one, a difference of 2.
 refill_by: the paper replaces groups with only right or only wrong answers, until the batch is full.
 Here that is tried 3 times; groups that are still flat then are not trained on.
+token-mean: over all tokens of a step; equation 12 is that of one prompt's responses, in an
+expectation over prompts ("Every prompt alike" in docs/algorithms.md).
 """
 scale_by = "std"
 aggregation = "token-mean"

@@ -1,6 +1,6 @@
 """
-GSPO (arXiv 2507.18071, equations 5 to 7; the clip range: section 5.1), see docs/algorithms.md.
-Behind the config of a task:
+GSPO (arXiv 2507.18071, equations 5 to 7; the clip range: section 5.1), see docs/algorithms.md. With
+an importance_cap each token has the mean of its response's weights. Behind the config of a task:
 
     python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
 """

@@ -92,9 +92,9 @@ UNITS = {name: unit.split()[0] for unit in """
 # a last word: known as a unit, or a thing that is counted: 72 clips; but no part of a number
 LAST = re.compile(r"(.*?(?:(?<=\d)|(?<=[\s/])))([A-Za-z]+)(\^\{?[23]\}?)?\s*", re.DOTALL)
 THING = re.compile(r"""(?!(?:
-    more|less|fewer|than|hal[fv]|quarter|third|thou|hundred|dozen|lakh|lacs|crore|myriad|factorial
-    |doubled|tripled|quadrupled|twice|thrice|times|squared|cubed|plus|minus|negative|modulo|inverse
-    |reciprocal|binary|octal|hexadecimal|(?:gross|grand|scores?|root|[a-z]*fold
+    more|less|fewer|than|hal[fv]|quarter|third|hundred|thousand|dozen|lakh|lacs|crore|myriad|googol
+    |zero|factorial|doubled|tripled|quadrupled|twice|thrice|times|squared|cubed|plus|minus|negative
+    |modulo|inverse|reciprocal|binary|octal|hexadecimal|(?:gross|grand|scores?|thou|root|[a-z]*fold
     |(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh
     |nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie))(?:s|es)?)\b
     |[a-z]*illion|(?!months|paths)[a-z]*ths?\b))[a-z]{4,}""", re.VERBOSE)

@@ -16,7 +16,6 @@ a weight (loss.importance_weights).
 """
 import torch
 
-import parallel
 from checkpoint import read_tensors
 from errors import BadInput
 
@@ -81,14 +80,11 @@ class Ahead:
 
 def ahead_of(rollout, run, system, rows, rows_of, importance_cap):
     """
-    A collective: the function that takes the place of a script's rollout. A rank that only
-    generates or scores stays here until the run is over.
+    A script's rollouts, sampled ahead: the method rollout takes the place of the script's function.
+    With roles, a rank that does not train has the method serve.
     """
     kind = Ahead
     if system.roles:
         from options.roles import Apart as kind  # noqa: N813
 
-    ahead = kind(rollout, run, system, rows, rows_of, importance_cap)
-    if parallel.role != "train":
-        ahead.serve()  # COLLECTIVE
-    return ahead.rollout
+    return kind(rollout, run, system, rows, rows_of, importance_cap)

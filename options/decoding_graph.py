@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from decoding_cache import RoomyLayer
-from errors import first_line
+from errors import first_line, say
+from model import roomy_layer
 from rollout import draw
 
 COLUMNS = 256  # a graph has room for so many tokens
@@ -28,6 +28,7 @@ MULTIPLE = 64  # kernels are faster with whole multiples
 # why this process decodes without torch.compile, without graphs: after one of them has failed
 uncompiled = off = ""
 said = False  # whether the seconds of compiling have been printed
+told = False  # whether it has been said that a family has none
 last = stream = None  # the graph that was recorded last, and the stream on which all are recorded
 
 
@@ -36,7 +37,11 @@ def steps_of(policy, cache, longest, temperature, compiled=False):
     (cache, Steps) for a decoding by graphs; (cache, None) where a layer of the model does not see
     all tokens. cache: empty. longest: the most columns that it may need. compiled: see decode.
     """
-    full = all(type(layer) is RoomyLayer for layer in cache.layers)
+    global told
+    full = all(type(layer) is roomy_layer() for layer in cache.layers)
+    if not full and not told:
+        told = True
+        say("decoding without CUDA graphs: not all layers of this family see all tokens")
     if off or not full or policy.config._attn_implementation != "sdpa":
         return cache, None
     cache.layers = [HeldLayer() for _ in cache.layers]
@@ -237,7 +242,7 @@ def check_alike(ours, theirs):
 # the cache
 
 
-class HeldLayer(RoomyLayer):
+class HeldLayer(roomy_layer()):
     """
     A layer that can be held: column, None; or, after `hold`, a tensor: the column into which the
     next token is written.

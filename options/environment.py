@@ -123,17 +123,17 @@ class Environment:
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
             contexts, used = [[*prompts[i], *ids[i]] for i in live], [len(ids[i]) for i in live]
-            sampled = sample(contexts, live, used)
-            dtype, device = sampled[1].dtype, sampled[1].device
+            turns = sample(contexts, live, used)  # as decode returns them
+            dtype, device = turns[1].dtype, turns[1].device  # of the log-probs
+            fresh, old, counts, ended = (x.tolist() for x in turns)
             asked, begun = [], []
-            for n, (i, new, old, count, ended) in enumerate(zip(
-                    live, *(x.tolist() for x in sampled), strict=True)):
-                new = new[:count]
+            for n, i in enumerate(live):
+                new = fresh[n][:counts[n]]
                 ids[i] += new
-                own[i] += [True] * count
-                paid[i] += [0.0] * count
-                logprobs[i] += old[:count]
-                if ended:  # else the turn is cut, and has no reply
+                own[i] += [True] * len(new)
+                paid[i] += [0.0] * len(new)
+                logprobs[i] += old[n][:len(new)]
+                if ended[n]:  # else the turn is cut, and has no reply
                     text = self.said(new, rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)

@@ -9,6 +9,16 @@ import torch
 import torch.nn as nn
 
 from errors import BadInput
+from model import Model
+
+
+class InFourBits(Model):
+    """A Model whose layers' matrices have 4 bits already; its arguments are Model's."""
+
+    def merged(self, name, W):
+        """Model.merged, for saved models: W, or the matrix that is stored in W in 4 bits."""
+        p = dict(self.hf.named_parameters()).get(name)
+        return in_full(p).cpu() if hasattr(p, "quant_state") else W
 
 
 def package():
@@ -23,8 +33,9 @@ def package():
 
 def quantize(model, device, dtype):
     """
-    Give the matrices of a frozen model's layers 4 bits, one map after the other; before this the
-    model may be in the CPU's memory. dtype: in which it computes. Raises BadInput.
+    The Model of a frozen one's transformers' model, whose layers' matrices get 4 bits, one map
+    after the other; before this it may be in the CPU's memory. dtype: in which it computes. Raises
+    BadInput.
     """
     if model.elsewhere or dtype == torch.float64:
         raise BadInput("quantize = '4bit' goes with no zero_stage 3 and no float64; leave one of "
@@ -48,14 +59,13 @@ def quantize(model, device, dtype):
     if not found:
         raise BadInput(f"{model.path}: no matrix of its layers is of torch's class Linear, so none "
                        "can have 4 bits; leave quantize out")
-    parameters = dict(model.hf.named_parameters())
-
-    def merged(name, W):
-        """Model.merged, for saved models: W, or the matrix that is stored in W in 4 bits."""
-        p = parameters.get(name)
-        return in_full(p).cpu() if hasattr(p, "quant_state") else W
-
-    model.__dict__["merged"] = merged
+    small = InFourBits(model.hf, model.head, model.path, model.tokenizer)
+    small.score_shift, small.new_head = model.score_shift, model.new_head
+    small.recomputed = model.recomputed
+    for module in small.modules():
+        # in eval mode bitsandbytes would round to 16 bits on a CPU, and store matrices otherwise
+        module.training = isinstance(module, bits.nn.Linear4bit)
+    return small
 
 
 def in_full(p):

@@ -11,8 +11,8 @@ lora=16 and share_base=True:
 
 Without share_base the reward and the value model have trunks of their own.
 
-How an adapter gets into transformers' model: each of its linear maps has a hook, which adds
-scale B A x to the map's output while the Adapted is the one `in_use`.
+How an adapter gets into transformers' model: from its first use on, each of its linear maps has a
+hook, which adds scale B A x to the map's output while the Adapted is the one `in_use`.
 """
 import contextlib
 import glob
@@ -25,11 +25,15 @@ import torch.nn.functional as F
 
 from configurator import of_model, read_json
 from errors import BadInput, say, shorten
-from load import OnTrunk, read_model
+from load import read_model
 from model import at_least_float32
+from options.trunk import OnTrunk
 
 # a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
 ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
+# linear maps of which a family takes the weights, and asks no hook: in Jamba always, in the others
+# where their kernels are installed; there peft refuses adapters, too
+UNASKED = dict(jamba="mamba.dt_proj", falcon_h1="mamba.out_proj", nemotron_h="mixer.out_proj")
 in_use = None  # the Adapted that computes now
 
 
@@ -75,25 +79,24 @@ class Adapted(OnTrunk):
         which maps, see adaptable; names: or their whole names. head: "lm" is the base's; "scalar" a
         copy of the base's, if it has one, or a new one. Raises BadInput.
         """
-        if head == "scalar":
-            super().__init__(base, seed)
-            if base.head == "scalar":
-                self.score.weight.data.copy_(base.hf.score.weight)
-                self.score_shift, self.new_head = base.score_shift, base.new_head
-        else:
-            nn.Module.__init__(self)
-            # nn.Module must not register them: they belong to the base
-            self.__dict__.update(hf=base.hf, base=base)
-            self.head, self.path, self.tokenizer = head, base.path, base.tokenizer
-            self.score_shift, self.new_head = 0.0, False
-        self.rank, self.alpha = rank, alpha
+        super().__init__(base, head, seed)
+        if head == base.head == "scalar":
+            self.score.weight.data.copy_(base.hf.score.weight)
+            self.score_shift, self.new_head = base.score_shift, base.new_head
+        self.rank, self.alpha, self.folder = rank, alpha, ""  # folder: from which it was read
         self.adapters = nn.ModuleDict()  # {name of the linear map in the trunk, with / for .: LoRA}
         generator = torch.Generator().manual_seed(seed)
         for name in adaptable(base, targets) if names is None else names:
             linear, key = self.hf.base_model.get_submodule(name), name.replace(".", "/")
             self.adapters[key] = LoRA(linear, rank, alpha / rank, generator)
-            linear.register_forward_hook(
-                lambda linear, inputs, y, key=key: self.added(key, inputs[0], y))
+        self.hooks = []
+
+    def hook(self):
+        """Let the trunk's linear maps ask this adapter, from now on."""
+        for key in self.adapters:
+            linear = self.hf.base_model.get_submodule(key.replace("/", "."))
+            self.hooks.append(linear.register_forward_hook(
+                lambda linear, inputs, y, key=key: self.added(key, inputs[0], y)))
 
     def added(self, key, x, y):
         """The hook of a linear map: its output y (..., out) for x (..., in), plus the adapter's."""
@@ -155,6 +158,8 @@ class Adapted(OnTrunk):
 def using(adapted):
     """In this block a trunk computes with the adapters of `adapted`, a model on it."""
     global in_use
+    if not adapted.hooks:
+        adapted.hook()
     before = in_use
     in_use = adapted
     try:
@@ -195,14 +200,14 @@ def adapt(base, text, head="lm", seed=0):
     return Adapted(base, head, rank, alpha, targets, seed)
 
 
-def value_on_trunk(policy, path, value_init, system, seed):
+def value_on_trunk(policy, reward_model, value_init, system, seed):
     """share_base: the value model as an adapter and a head on the policy's trunk."""
     if policy.base is None:
         raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it "
                        "needs an adapter; type --lora=16")
     value_model = adapt(policy.base, of_model(system.lora, "value"), "scalar", seed)
     if value_init == "reward":
-        fill_adapter(value_model, path)
+        fill_adapter(value_model, reward_model.folder)
     return value_model
 
 
@@ -221,7 +226,8 @@ def adaptable(base, targets):
     """
     layers = set(base.layers()) & set(base.hf.get_decoder().modules())  # no vision part
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
-             if layer in layers for inner, module in layer.named_modules() if is_linear(module)]
+             if layer in layers for inner, module in layer.named_modules() if is_linear(module)
+             and inner != UNASKED.get(base.config.model_type)]
     routers = {name for name in names if ROUTERS & set(name.split("."))}
     matching = set()
     for target in filter(None, targets.split("+")):

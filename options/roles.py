@@ -21,7 +21,6 @@ import json
 import math
 import re
 import signal
-import sys
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,10 @@ import torch.distributed as dist
 import errors
 import parallel
 import ranks
-from audit import checksum
 from checkpoint import trained_tensors
 from errors import BadInput, Stop
 from options.ahead import Ahead
+from parallel import checksum
 
 first = {}  # {role: its first rank}
 way = None  # the group in which roles send to each other
@@ -62,8 +61,7 @@ def begin(system):
     # gloo also on GPUs, where NCCL would keep the GPU waiting
     way = dist.new_group(timeout=parallel.PATIENCE, backend="gloo")
     if mine != "train":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ranks.on_requests(signal.SIG_IGN)
     if "score" in first:
         parallel.does = dict(generate=("sample",), score=("score",)).get(mine, parallel.does)
 
@@ -143,7 +141,6 @@ class Apart(Ahead):
                 except Stop as e:
                     send(to, {}, error=str(e))
         ranks.leave()  # COLLECTIVE
-        sys.exit(0)
 
 
 received = []  # the batch that a scorer scores

@@ -8,6 +8,7 @@ The copy that decodes is split and stays in memory; each rank has 1 / n of it. B
 it gets the policy's new weights, a tensor at a time, so no rank ever needs memory for all of them.
 """
 import copy
+import functools
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,11 @@ def check_ranks(system):
 def split_copy(policy, dtype, device, n):
     """
     A collective: the split copy of a policy, with the policy's present weights. It is made at the
-    first call, and kept with the policy. dtype: of its matrices; None: the policy's.
+    first call, and kept. dtype: of its matrices; None: the policy's.
     """
-    if "split" not in policy.__dict__:  # not an attribute that nn.Module would register
-        policy.__dict__["split"] = make_split(
-            policy, dtype or policy.hf.dtype, device, n)  # COLLECTIVE
-    copy_weights_into(policy.__dict__["split"], policy)  # COLLECTIVE
-    return policy.__dict__["split"]
+    split = make_split(policy, dtype or policy.hf.dtype, device, n)  # COLLECTIVE
+    copy_weights_into(split, policy)  # COLLECTIVE
+    return split
 
 
 def neighbours(device, n):
@@ -48,6 +47,7 @@ def neighbours(device, n):
     return DeviceMesh.from_group(groups[rank // n], device.type, mesh_dim_names=("tp",))
 
 
+@functools.cache  # for each policy, by its identity
 def make_split(policy, dtype, device, n):
     """
     A collective: a Model of the policy's architecture, split over n ranks, without weights. Raises

@@ -271,7 +271,7 @@ def example(schema):
 
 def serve(named):
     """Make the calls that come, [number, name, arguments] a line, until the rank has ended."""
-    for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:  # the rank decides when to stop
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # a tool's prints go to the errors, not between the answers

@@ -60,11 +60,14 @@ def whole_weights(policy, vocab_size):
         yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 
 
+engines = {}  # {policy: its VLLM}: started at the first rollout
+
+
 def responder(policy, system, device, temperature, seeds):
     """
     A collective: vLLM as the sampler of rollout.sampling, with the policy's present weights. seeds:
-    of the responses; of a later turn they are made of its uniforms. The first call starts vLLM,
-    which stays with the policy. Raises BadInput.
+    of the responses; of a later turn they are made of its uniforms. The first call starts vLLM.
+    Raises BadInput.
     """
     if system.dtype not in DTYPES or system.generate_tp > 1:
         raise BadInput(f"sampler = 'vllm' with dtype = {system.dtype!r} and generate_tp = "
@@ -72,11 +75,11 @@ def responder(policy, system, device, temperature, seeds):
                        "each rank with the whole policy; leave one of the keys out")
     torch.cuda.empty_cache()  # vLLM needs what the update has used
     refused = f"sampler = 'vllm', {policy.path}: {{}}; type --sampler=own"
-    vllm = policy.__dict__.get("vllm")  # not an attribute that nn.Module would register
+    vllm = engines.get(policy)
     if vllm is None:
         with parallel.patient(), parallel.in_step():  # COLLECTIVE: wait here for the slowest
             try:
-                vllm = policy.__dict__["vllm"] = VLLM(policy, system, device)
+                vllm = engines[policy] = VLLM(policy, system, device)
             except Lost as e:
                 raise BadInput(refused.format(e)) from e
         try:
@@ -202,7 +205,7 @@ class VLLM:
 
 def serve(socket_number, memory_number, parent):
     """Do the rank's tasks, until it has ended."""
-    for number in signal.SIGINT, signal.SIGTERM:  # the rank decides when to stop
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:  # the rank decides when to stop
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank
     if os.getppid() != parent:

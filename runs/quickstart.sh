@@ -5,6 +5,7 @@
 # Every step is a command that you could type yourself; it is printed before it runs. After Ctrl-C
 # the same command goes on. After its end, or with another seed, it begins anew, and first deletes
 # the folders of the earlier run; to begin anew after Ctrl-C: rm out/quickstart_seed.
+# SFT, PAIRS, RM, PPO: more keys of the steps, as PPO="--max_iters=40 --kl_coef=0".
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 resumes="the same command goes on from there"
@@ -20,15 +21,15 @@ else
 fi
 began=$SECONDS
 step data/arithmetic/prepare.py
-make out/arithmetic_sft/policy sft.py config/arithmetic_sft.py --seed="$seed"
+make out/arithmetic_sft/policy sft.py config/arithmetic_sft.py --seed="$seed" ${SFT:-}
 # where rm.py has begun, its pairs are complete
-make out/arithmetic_rm data/arithmetic/pairs.py --seed="$seed"
-make out/arithmetic_rm/reward_model rm.py config/arithmetic_rm.py --seed="$seed"
+make out/arithmetic_rm data/arithmetic/pairs.py --seed="$seed" ${PAIRS:-}
+make out/arithmetic_rm/reward_model rm.py config/arithmetic_rm.py --seed="$seed" ${RM:-}
 echo; echo "Before PPO:"
 step tools/sample.py --policy_path=out/arithmetic_sft/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
-make out/arithmetic_ppo/policy ppo.py config/arithmetic_ppo.py --seed="$seed"
+make out/arithmetic_ppo/policy ppo.py config/arithmetic_ppo.py --seed="$seed" ${PPO:-}
 echo; echo "After PPO, the same prompts and the same noise:"
 step tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \

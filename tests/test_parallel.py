@@ -1,5 +1,5 @@
 """
-parallel.py and run.py's audit: what ranks exchange, and what happens if one of them errs. (That
+parallel.py: what ranks exchange, and what happens if one of them errs. (That
 any number of ranks computes the same: test_by_hand.py.)
 """
 import itertools
@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from audit import checksum
+from parallel import checksum
 from tiny import assert_same_run, assert_stopped, at, keys_of, run, well, write
 
 WORKER = """

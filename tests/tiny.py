@@ -230,6 +230,7 @@ class Started:
             # as in a shell: under nohup, or behind an &, this process ignores Ctrl-C
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
@@ -252,7 +253,7 @@ class Started:
             sys.stderr.flush()
             os._exit(code)
 
-    def wait(self, seconds=100):
+    def wait(self, seconds=300):
         """Wait until all ranks have ended, at most so long: .codes, .out and .err of each rank."""
         end, left, codes = time.time() + seconds, dict(enumerate(self.pids)), {}
         while left:

@@ -60,8 +60,7 @@ config, system = configure(globals(), "config/keys.py",
 # responses: one policy after the other is loaded and answers all prompts
 
 device = ranks.init(system)
-for number in (signal.SIGINT, signal.SIGTERM):  # they end the tool at once: nothing is to be saved
-    signal.signal(number, signal.SIG_DFL)
+ranks.on_requests(signal.SIG_DFL)  # they end the tool at once: nothing is to be saved
 paths = split_paths(policies, "policies")  # {short name: path}
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]

@@ -39,9 +39,9 @@ from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 
 import load  # noqa: E402
 import parallel  # noqa: E402
-from decoding_cache import SPARE, decoding_cache  # noqa: E402
 from errors import BadInput  # noqa: E402
-from model import Model, no_grad_forwards, response_logprobs, response_values  # noqa: E402
+from model import (SPARE, Model, decoding_cache, no_grad_forwards,  # noqa: E402
+                   response_logprobs, response_values)
 from options import lora, shards  # noqa: E402
 from options.ema import MovingAverage  # noqa: E402
 from rollout import decoding_copy, draw  # noqa: E402
@@ -165,14 +165,11 @@ def fake_tensors(ranks):
 
 def read_fake(path, head, system, device="cpu", seed=0):
     """load.read_model, of which only the config.json is read."""
-    from transformers import AutoConfig
-
     path = lora.lowest_base(path)
-    config, (dtype, _) = AutoConfig.from_pretrained(path), load.dtypes(system)
-    config.num_labels = 1 if head == "scalar" else config.num_labels
-    return Model(load.auto_class(head).from_config(
-        config, dtype=dtype, attn_implementation="sdpa",
-        **load.settings_of_experts(config, dtype)), head, path)
+    config, how = load.settings_of(path, head, system)
+    if how["attn_implementation"] != "eager":  # a fake tensor has no other kernels
+        how["attn_implementation"] = "sdpa"
+    return Model(load.auto_class(head).from_config(config, **how), head, path)
 
 
 def tokenizer_of(path, system, read=load.load_tokenizer):
@@ -290,7 +287,9 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
 
     def append(tokens):
         """The cache with so many tokens more, which no model has read."""
-        for layer in cache.layers if tokens > 0 else ():
+        # a layer that keeps a state alone does not grow
+        growing = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        for layer in growing if tokens > 0 else ():
             layer.update(*(t.new_empty(*t.shape[:2], tokens, t.shape[-1])
                            for t in (layer.keys, layer.values)))
 

@@ -3,6 +3,7 @@ What recipes of 2025 and 2026 compute, by hand: what takes the place of by_hand.
 test_recipes.py, and the cases.
 """
 import math
+import statistics
 
 import torch
 
@@ -15,6 +16,7 @@ clipped_surrogate, grpo_update = by_hand.clipped_surrogate, by_hand.grpo_update
 models_of, summary = by_hand.models_of, by_hand.summary
 judge, sample = by_hand.judge, by_hand.sample
 prompts_of, minibatches_of = by_hand.prompts_of, by_hand.minibatches_of
+kl_estimate = by_hand.kl_estimate
 find_group_advantages, grpo_losses = by_hand.find_group_advantages, by_hand.grpo_losses
 
 
@@ -35,6 +37,130 @@ def held_entropy(c, models, adam, batch, iteration):
     c.walk = max(0.0, c.walk + c.step if entropy <= 2.2 else c.walk - c.step)
     c.entropy_coef = c.walk if entropy <= 2.2 else 0.0
     return figures
+
+
+def divided(c, groups):
+    """By the deviation of all advantages of responses that have a score (REINFORCE++, ScaleRL)."""
+    find_group_advantages(c, groups)
+    known = [r.advantage for r in flat(groups) if r.judged is not None]
+    unit = (statistics.stdev(known) if len(known) > 1 else 0.0) + 1e-4
+    seen["no score"] += len(known) < len(flat(groups))
+    for r in flat(groups):
+        r.advantage /= unit
+
+
+def short_kl(logprob, reference, kind):
+    """k3, but at most 0.05 nats, and there without a gradient."""
+    kl = kl_estimate(logprob, reference, kind)
+    seen["short" if by_hand.number(kl) <= 0.05 else "too long"] += 1
+    return kl if by_hand.number(kl) <= 0.05 else 0 * kl + 0.05
+
+
+def by_length(c, groups):
+    """OPO: the score minus the mean of the group's, each weighted by its length."""
+    find_group_advantages(c, groups)
+    for group in groups:
+        known = [r for r in group if r.judged is not None]
+        lengths = sum(len(r.own) for r in known)
+        seen["no score"] += len(known) < len(group)
+        for r in known if not by_hand.is_flat(r.judged for r in known) else ():
+            r.advantage = r.judged - sum(x.judged * len(x.own) for x in known) / lengths
+
+
+def best_alone(c, groups):
+    """Pass@k: what the best score of a group would lose without the response."""
+    find_group_advantages(c, groups)
+    for group in groups:
+        known = [r for r in group if r.judged is not None]
+        for r in known if len(known) > 1 else ():
+            others = max(x.judged for x in known if x is not r)
+            r.advantage = max(r.judged - others, 0.0)
+            seen["the best" if r.advantage else "not the best"] += 1
+    c.batch = flat(groups)
+
+
+def losses_by_sums(c, models, r, weight):
+    return grpo_losses(c, models, r, 1 / sum(x.finished for x in c.rows))
+
+
+def rows_with_tokens(c, iteration, epochs):
+    for minibatch in minibatches_of(c, iteration, epochs):
+        c.rows = [c.batch[i] for i in minibatch]
+        yield minibatch
+
+
+def add_losses(c, models, r, weight, loss_of):
+    """by_hand.grpo_losses, without a KL. loss_of: of log ratios, t, PPO's loss of t, its bound."""
+    logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+    log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
+    total, figures = 0.0 * sum(logprobs), []  # a tensor, even where all tokens are clipped
+    for t, logprob in enumerate(logprobs):
+        loss, bound = loss_of(log_ratios, t, *clipped_surrogate(
+            torch.exp(log_ratios[t]), r.advantage, c.cliprange, c.cliprange_high))
+        total = total + loss
+        figures.append({"loss/policy": by_hand.number(loss), "loss/kl": 0.0,
+                        "policy/clipfrac": bool(bound),
+                        "policy/approx_kl": by_hand.kl_estimate(r.old[t], logprob.item(), "k3")})
+    (total * weight).backward()
+    return figures
+
+
+def geometric_mean(c, models, r, weight):
+    """GMPO: each log ratio is clipped on the side of its advantage, then comes the mean."""
+    def bounded(x):
+        if r.advantage > 0:
+            return torch.clamp(x, max=c.cliprange_high), x.item() > c.cliprange_high
+        return torch.clamp(x, min=-c.cliprange), r.advantage < 0 and x.item() < -c.cliprange
+
+    def loss_of(log_ratios, t, loss, bound):
+        each = [bounded(x) for x in log_ratios]
+        seen["clipped"] += each[t][1]
+        seen["far, and kept"] += abs(log_ratios[t].item()) > c.cliprange and not each[t][1]
+        return -r.advantage * torch.exp(sum(x for x, _ in each) / len(each)), each[t][1]
+    return add_losses(c, models, r, weight, loss_of)
+
+
+def with_covariances(c, groups):
+    """r.cov of each token: (advantage - mean) * (log-prob - mean), means over all tokens."""
+    find_group_advantages(c, groups)
+    c.batch, tokens = flat(groups), flat(r.old for r in flat(groups))
+    middle = mean([r.advantage for r in c.batch for _ in r.old])
+    for r in c.batch:
+        r.cov = [(r.advantage - middle) * (x - mean(tokens)) for x in r.old]
+    return c.batch, len(tokens)
+
+
+def who_pays(c, groups):
+    batch, n = with_covariances(c, groups)
+    least = sorted(flat(r.cov for r in batch))[-max(int(0.1 * n), 1)]
+    for r in batch:
+        r.pays = [x >= least for x in r.cov]
+
+
+def losses_with_a_price(c, models, r, weight):
+    def loss_of(log_ratios, t, loss, bound):
+        seen["pays"] += r.pays[t] and log_ratios[t].item() != 0
+        free = -r.advantage * torch.exp(log_ratios[t])
+        return free + (abs(log_ratios[t]) if r.pays[t] else 0.0), r.pays[t]
+    return add_losses(c, models, r, weight, loss_of)
+
+
+def who_stays(c, groups):
+    batch, n = with_covariances(c, groups)
+    c.drawn_at = getattr(c, "drawn_at", -1) + 1  # the iteration
+    inside = [(i, t) for i, r in enumerate(batch) for t, x in enumerate(r.cov) if 0.01 < x < 5]
+    order = by_hand.permutation(len(inside), f"{c.seed} clip-cov {c.drawn_at}")
+    drawn = {inside[i] for i in order[:max(int(0.3 * n), 1)]}
+    seen["inside, and not drawn"] += len(inside) > len(drawn)
+    for i, r in enumerate(batch):
+        r.stays = [(i, t) in drawn for t in range(len(r.old))]
+
+
+def losses_without_some(c, models, r, weight):
+    def loss_of(log_ratios, t, loss, bound):
+        seen["stays" if r.stays[t] else bound] += 1
+        return (0.0 * loss if r.stays[t] else loss), bound
+    return add_losses(c, models, r, weight, loss_of)
 
 
 def kept_models(c):
@@ -100,7 +226,7 @@ def unsolved_prompts(c, iteration, count, n):
 
 
 def without_flat_groups(c, groups):
-    find_group_advantages(c, groups)
+    divided(c, groups)
     c.batch = flat(groups)
     for number, r in enumerate(c.batch):
         r.group = number // c.group_size
@@ -209,15 +335,32 @@ TOP_K = dict(models_of=models_with_a_teacher, judge=judged_by_none,
 
 # diffs, texts that are changed in them, script, keys, functions by hand, branches -----------------
 
+# no reference; all responses of a step are in one minibatch of the two
+FREE = GRPO | dict(kl_coef=0.0, max_iters=3)
 CASES = {
+    "OPO, GMPO": (["OPO", "GMPO"], [], "grpo", FREE | dict(
+        importance="sequence", aggregation="seq-mean-token-mean", cliprange=0.02, scale_by="none",
+        cliprange_high=0.02, num_iterations=3, mix=[(1.0, "some")]),
+        dict(find_group_advantages=by_length, grpo_losses=geometric_mean),
+        ["no score", "clipped", "far, and kept"]),
+    "pass@k, a sum over tokens": (
+        ["Pass@k", "A sum over tokens"], [], "grpo", FREE | dict(scale_by="none", truncated="mask"),
+        dict(find_group_advantages=best_alone, minibatches_of=rows_with_tokens,
+             grpo_losses=losses_by_sums), ["the best", "not the best", "masked"]),
+    "KL-Cov": (["KL-Cov"], [("0.0002 *", "0.1 *")], "grpo", FREE, dict(
+        find_group_advantages=who_pays, grpo_losses=losses_with_a_price), ["pays"]),
+    "Clip-Cov": (["Clip-Cov"], [("0.0002 *", "0.3 *"), ("cov > 1", "cov > 0.01")], "grpo", FREE,
+                 dict(find_group_advantages=who_stays, grpo_losses=losses_without_some),
+                 ["stays", "above", "below", "inside, and not drawn"]),
     "SAPO, an entropy target": (
         ["SAPO", "entropy target"], [("0.2 * trained", "2.2 * trained")], "grpo",
         GRPO | dict(entropy_coef=0.05, num_iterations=3, max_iters=5),
         dict(clipped_surrogate=soft_gate, grpo_update=held_entropy),
         ["above", "below", "too low", "high enough"]),
     "ScaleRL, solved prompts leave": (
-        ["ScaleRL** (", "Solved prompts"], [('["accuracy"]', '["scores"]'), ("0.9", "0.4")], "grpo",
-        GRPO | dict(loss_type="cispo", scale_by="batch", kl_coef=0.0, cliprange=1.0, max_iters=4,
+        ["Every prompt alike", "ScaleRL** (", "Solved prompts"],
+        [('["accuracy"]', '["scores"]'), ("0.9", "0.4")], "grpo",
+        GRPO | dict(loss_type="cispo", scale_by="none", kl_coef=0.0, cliprange=1.0, max_iters=4,
                     cliprange_high=0.03, mix=[(1.0, "sometimes")], batch_size=9),
         dict(prompts_of=unsolved_prompts, find_group_advantages=without_flat_groups,
              minibatches_of=noted_minibatches, grpo_losses=losses_by_prompt),

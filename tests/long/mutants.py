@@ -59,16 +59,16 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("grading/sandbox.py", '(*LIBRARY, "builtins")', "LIBRARY", "long/test_programs", "leetcode"),
     ("parallel.py", "flat.mul_(1 / scale)", "flat.div_(scale * rank_and_size()[1])",
      "test_parallel", "exchange"),
-    ("audit.py", "chunk.long() * (i * 2 + 1)", "chunk.long() * i * 2", "test_parallel",
+    ("parallel.py", "chunk.long() * (i * 2 + 1)", "chunk.long() * i * 2", "test_parallel",
      "checksum"),
-    ("audit.py", "        first += len(chunk)\n", "", "long/test_rooms", "checksum"),
+    ("parallel.py", "        first += len(chunk)\n", "", "long/test_rooms", "checksum"),
     ("configurator.py", "if not equals or model == name", "if model == name",
      "test_configurator", "one_model"),
     ("configurator.py", 'sorted(argv, key=lambda arg: arg.startswith("--"))', "argv",
      "test_configurator", "wins"),
     ("load.py", "(0.3 if in_16_bits else 1e-3)", "0.3e3", "long/test_rooms", "refused"),
     # runs that are stopped, killed, or wrong
-    ("ranks.py", "    stop = True\n", "    stopped = True  # noqa: F841\n", "test_scripts",
+    ("ranks.py", "first, stop = not stop, True", "first = not stop", "test_scripts",
      "bits and sft"),
     ("errors.py", "os._exit(1 if code is None else code)", "os._exit(1)", "test_scripts", "typo"),
     ("prompts.py", "repr(tuple(ids)).encode()", "repr(len(ids)).encode()", "test_scripts",
@@ -111,8 +111,8 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("options/teachers.py", "(scores - scores.mean()) / len(paths)", "scores / len(paths)",
      "long/test_by_hand_options", "taught"),
     # faults, ranks, reliability
-    ("checkpoint.py", "        if not os.path.exists(name):\n            os.rename(old, name)",
-     "        if False:\n            os.rename(old, name)", "long/test_saving", "while"),
+    ("checkpoint.py", "not os.path.lexists(final):  # between", "False:  # between",
+     "long/test_saving", "while"),
     ("checkpoint.py", "            t = t.to(torch.promote_types(p.dtype, torch.float32))",
      "            pass", "long/test_saving", "dtype"),
     ("run.py", "with parallel.patient(), parallel.in_step():", "with parallel.in_step():",
@@ -120,7 +120,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("ranks.py", "        alarm.start()", "        pass", "long/test_reliability", "nobody"),
     ("run.py", "if parallel.from_rank(self.settings) != self.settings:", "if False:",
      "long/test_reliability", "start_with"),
-    ("audit.py", "common = max(values, key=values.count) if column == 0 else 0",
+    ("parallel.py", "common = max(values, key=values.count) if column == 0 else 0",
      "common = values[0] if column == 0 else 0", "long/test_ranks", "differs"),
     ("options/ahead.py", "if self.version[k] < now <= k", "if self.version[k] < now < k",
      "long/test_roles", "stopped"),
@@ -129,7 +129,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "                    pass", "long/test_roles", "change"),
     ("options/shards.py", "    if not whole:  # a trained", "    if True:  # a trained",
      "long/test_zero", "first"),
-    ("load.py", "unread = unread_parameters(model) if trained else []", "unread = []",
+    ("load.py", "parts = hf.get_decoder(), hf.get", "parts = hf, hf.get",
      "long/test_zero", "vision"),
     ("run.py", "factor = 0.5 if not good else 2.0", "factor = 1.0 if not good else 2.0",
      "long/test_zero", "scale"),
@@ -188,7 +188,8 @@ def main(wanted):
     survived = []
     with tempfile.TemporaryDirectory() as parent:
         folder = shutil.copytree(ROOT, os.path.join(parent, "copy"), ignore=IGNORED)
-        sys.path[:] = [path for path in sys.path if not path.startswith(ROOT)]
+        # not all below ROOT: the environment may be there
+        sys.path[:] = [path for path in sys.path if path not in (ROOT, os.path.dirname(__file__))]
         for number, mutant in enumerate(MUTANTS):
             if wanted and mutant[0] not in wanted and str(number) not in wanted:
                 continue

@@ -1,9 +1,9 @@
-"""decoding_cache.py against transformers' own cache: the same columns, and none is copied."""
+"""model.decoding_cache against transformers' own cache: the same columns, and none is copied."""
 import torch
 from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from decoding_cache import SPARE, RoomyLayer, decoding_cache
+from model import SPARE, decoding_cache, roomy_layer
 
 
 def test_columns_and_rows_are_those_of_transformers():
@@ -29,5 +29,5 @@ def test_columns_and_rows_are_those_of_transformers():
 def test_layers_that_see_less_are_left_as_they_are():
     kinds = ["full_attention", "sliding_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds)
-    assert [type(x) for x in decoding_cache(config).layers] == [RoomyLayer,
-                                                                DynamicSlidingWindowLayer]
+    assert [type(x) for x in decoding_cache(config).layers] == [
+        roomy_layer(), DynamicSlidingWindowLayer]

@@ -6,49 +6,22 @@ meant. RUNS has the run of this NAME: PPO or GRPO with one key, reward or line o
 wrong, on a small toy: sums of two numbers from 0 to 4. As in the large one 3 of 10 demonstrations
 think first, and these are right; of the others few are.
 """
+import importlib
 import os
-import random
 import re
-import shutil
 import sys
 
 import pytest
 import transformers
-from byte_tokenizer import write_byte_tokenizer
-from tiny import MARKERS, ROOT, Started, jsonl, read_jsonl, typed, write
+from tiny import ROOT, Started, read_jsonl, typed
 
+sys.path.insert(0, f"{ROOT}/course")
+clinic = importlib.import_module("clinic")  # it has the toy, and some of the faults
+GRPO, PPO = clinic.GRPO, clinic.PPO
 with open(f"{ROOT}/docs/diagnosis.md", encoding="utf-8") as page:
     TABLE = page.read().partition("## The runs")[2]
 ROWS = dict(re.findall(r"^\| (.+?) \| (`.+) \|$", TABLE, re.MULTILINE))
 CLAIM = re.compile(r"`([\w/]+)(?:\[(-?\d+)\])?` ([<>=]) (-?[\d.]+(?:e-?\d+)?)")
-REWARDS = """
-import random
-
-def longer(batch):
-    return [len(text) / 10 for text in batch["completions"]]
-
-def same(batch):
-    return [1.0 for text in batch["completions"]]
-
-def nothing(batch):  # a number that has nothing to do with the text
-    return [random.Random(text + str(i)).random() for i, text in enumerate(batch["completions"])]
-
-def two(batch):  # one answer for all prompts
-    return [float(text == "2") for text in batch["completions"]]
-
-def other_rows(batch):  # right or not, in another order than the texts
-    texts, rows = batch["completions"], batch["rows"]
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    return [float(texts[i].split("</think>")[-1] == rows[i]["answer"]) for i in order]
-"""
-# in float64 other machines, which round otherwise, sample the same texts
-KEYS = dict(device_type="cpu", dtype="float64", policy_path="sft/policy", eval_interval=100,
-            prompts_path="rl.jsonl", eval_path="rl.jsonl", eval_size=0, batch_size=64,
-            micro_batch_size=64, max_new_tokens=12, temperature=1.0, kl_coef=0.05, max_iters=3,
-            learning_rate=3e-3, lr_decay="constant", missing_eos_penalty=0.0, num_minibatches=2,
-            reward_functions="accuracy", checkpoint_interval=0)
-PPO = KEYS | dict(script="ppo.py", value_init="policy", ppo_epochs=2)
-GRPO = KEYS | dict(script="grpo.py", num_iterations=2)
 RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "nothing wrong, PPO": (PPO, None),
     "nothing wrong, GRPO": (GRPO | dict(max_iters=4), None),
@@ -91,22 +64,10 @@ BREAK = "a learning rate 100 times too large", "`min` in the place of `max`, PPO
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """The folder of the small toy's data, rewards and SFT model."""
-    folder, drawn = str(tmp_path_factory.mktemp("toy")), random.Random(0)
+    folder = str(tmp_path_factory.mktemp("toy"))
     assert transformers.GPT2LMHeadModel  # imported once, before the forks
-    write_byte_tokenizer(f"{folder}/tokenizer", MARKERS)
-    write(f"{folder}/mine.py", REWARDS)
-    rows = jsonl(f"{folder}/rl.jsonl", [dict(prompt=f"{a}+{b}=", answer=str(a + b))
-                                        for a in range(5) for b in range(5)])
-    demonstrations = []
-    for row in read_jsonl(rows) * 40:
-        thought = f"<think>{row['prompt'][:3]}</think>" if drawn.random() < 0.3 else ""
-        right = drawn.random() < (0.95 if thought else 0.2)
-        said = row["answer"] if right else str(drawn.randrange(9))
-        demonstrations.append(dict(prompt=row["prompt"], completion=thought + said))
-    done = run("sft.py", folder, dict(
-        out_dir="sft", tokenizer_path="tokenizer", device_type="cpu", dtype="float64", d_model=32,
-        n_head=2, d_ff=64, context=32, max_iters=150, batch_size=32, learning_rate=1e-2,
-        train_path=jsonl(f"{folder}/sft.jsonl", demonstrations)))
+    clinic.write_toy(folder)
+    done = run("sft.py", folder, clinic.SFT)
     assert done.codes == [0], done
     return folder
 
@@ -115,19 +76,11 @@ def run(script, folder, keys, **how):
     return Started(script, typed(keys), folder, **how).wait(600)  # on a machine that is shared
 
 
-def copied(folder, file, old, new):
+def copied(folder, wrong):
     """
     For `before`: the repository's modules are now those of a copy, in which one line is another.
     """
-    for name in os.listdir(ROOT):
-        if name.endswith(".py"):
-            shutil.copy(f"{ROOT}/{name}", folder)
-    for name in ("config", "options"):
-        os.symlink(f"{ROOT}/{name}", f"{folder}/{name}")
-    with open(f"{folder}/{file}", encoding="utf-8") as f:
-        source = f.read()
-    assert source.count(old) == 1, (file, old)
-    write(f"{folder}/{file}", source.replace(old, new))
+    clinic.copy_program(folder, wrong)
 
     def before(rank):
         sys.path[:] = [folder] + [path for path in sys.path if path != ROOT]
@@ -153,8 +106,7 @@ def test_a_run_shows_what_the_page_says(toy, tmp_path, name):
     if "eval/" not in ROWS[name] and name not in SAMPLES:
         keys["eval_path"] = ""  # nothing is said of its evaluations
     if wrong:
-        os.mkdir(f"{tmp_path}/copy")
-        how["before"] = copied(f"{tmp_path}/copy", *wrong)
+        how["before"] = copied(f"{tmp_path}/copy", wrong)
         script = f"{tmp_path}/copy/{script}"
     result = run(script, toy, keys, **how)
     assert result.codes == [0], result

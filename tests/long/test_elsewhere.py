@@ -19,7 +19,9 @@ from tiny import ROOT, keys_of, run, well
 def become_a_mac(rank):
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
     for name, module in list(sys.modules.items()):  # imported anew; torch knows its own system
-        if str(getattr(module, "__file__", "")).startswith(ROOT):
+        file = str(getattr(module, "__file__", ""))
+        # an environment may lie in the repository, too
+        if file.startswith(f"{ROOT}/") and "/lib/python" not in file.removeprefix(ROOT):
             del sys.modules[name]
     for name in [name for name in vars(os) if name.startswith((
             "sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:

@@ -43,7 +43,7 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
         return sum(p.numel() * p.element_size() for p in model.parameters())
 
     before = held(small)
-    quantize(small, CPU, torch.float32)
+    small = quantize(small, CPU, torch.float32)
     matrices = sum(p.numel() for layer in dense.layers() for p in layer.parameters() if p.dim() > 1)
     assert before - held(small) == int(matrices * 3.5)  # 4 bytes became half of one
     probe(small)
@@ -55,7 +55,7 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
     assert (linear(x) - x @ in_full(linear.weight).T).abs().max() < 1e-5
     with torch.autocast("cpu", torch.bfloat16):  # a map gives what autocast's do
         rounded = Model(random_model("llama", sizes)).requires_grad_(False)
-        quantize(rounded, CPU, torch.bfloat16)
+        rounded = quantize(rounded, CPU, torch.bfloat16)
         assert rounded.layers()[0].mlp.up_proj(x).dtype == torch.bfloat16
 
 

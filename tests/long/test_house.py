@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from configurator import read_keys
-from tiny import ROOT
+from tiny import ROOT, jsonl, keys_of, typed
 
 PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
 
@@ -55,9 +55,58 @@ def test_an_option_is_there_under_the_name_by_which_it_is_imported():
                     file, node.module)
 
 
-def test_no_file_of_the_root_has_more_than_400_lines():
-    lines = {file: len(open(os.path.join(ROOT, file)).readlines()) for file in files()}
-    assert max(lines.values()) <= 400, max(lines, key=lines.get)
+def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
+    """And no option. Other files are there for other runs: a reader of PPO needs none of them."""
+    program = f"""
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
+# an environment may lie in the repository
+files = [file for file in files if file.startswith({ROOT!r}) and not file.startswith(sys.prefix)]
+print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
+"""
+    prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="1+2="), dict(prompt="34+5=")])
+    keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts)
+    result = subprocess.run(
+        [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
+        env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
+    assert result.returncode == 0, result
+    imported_files = {*result.stderr.split(), "ppo.py"}
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        said = re.search(r"(\d+) flat Python files", f.read())
+    assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files
+
+
+PLAIN = """
+import sys
+from configurator import read_keys
+from types import SimpleNamespace
+from prompts import Rows, dialogue, encode_demonstrations, prompt_row
+from rewards import accuracy, thinks
+from tokenizer import load_tokenizer
+from data.byte_tokenizer import write_byte_tokenizer
+
+write_byte_tokenizer(sys.argv[1], ["<think>", "</think>"])
+system = SimpleNamespace(**{name: key.default for name, key in read_keys("config/keys.py").items()})
+tokenizer = load_tokenizer(sys.argv[1], system)
+row = prompt_row(dict(prompt="12+34=", answer="46"))
+tokenizer.encode_scored([row["prompt"]], ["46"], [True])
+rows = Rows([dialogue(row | dict(completion="46"), "completion")])
+encode_demonstrations(rows, "a", tokenizer, 9, "error")
+texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1,000", ""]
+batch = dict(completions=texts, rows=[row] * len(texts), prompts=["12+34="] * len(texts))
+assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
+assert not [name for name in sys.modules if name.startswith(("options", "grading"))]
+accuracy(dict(completions=["<answer>46</answer>"], rows=[row]))
+assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
+"""
+
+
+def test_plain_texts_load_no_chats_and_no_forms(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PLAIN, tmp_path], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_each_shared_key_is_read_by_somebody():
@@ -95,7 +144,7 @@ def test_what_the_pages_name_is_there():
 OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
 
 
-@pytest.mark.parametrize("file", [*PAGES, "audit.py", "rollout.py", "rewards.py", "run.py"])
+@pytest.mark.parametrize("file", [*PAGES, "rollout.py", "rewards.py", "run.py"])
 def test_each_collective_is_marked(file):
     """On one of the call's lines, or of a call or block around it."""
     lines, names = open(os.path.join(ROOT, file), encoding="utf-8").readlines(), collectives(file)

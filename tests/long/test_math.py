@@ -37,7 +37,7 @@ x²|x^{2}   10\text{ cm}|10   2x cm|x + x   5 cm|5 centimetres   $5$ km|5 kilome
 6 minutes|6 min   \emptyset|\varnothing   so $x + 1$|1+x   The answer is $\frac{1}{2}$.|0.5
 The final answer is $5$. I hope it is correct.|5   3 1/2|7/2   x = 3 1/2|3.5   -3 1/2 cm|-3.5 cm
 (1, 2 1/2)|(1, 2.5)   1,000 1/2|1000.5   3 1/2|3\frac{1}{2}   .5|\frac12   $.50|0.5 dollars
-.5x|x/2   5 cities|5   5 months|5   5 tents|5   5 grandchildren|5
+5 thoughts|5   .5x|x/2   5 cities|5   5 months|5   5 tents|5   5 grandchildren|5
 """
 UNLIKE = r"""
 5 cm|5 m   5 \text{ cm}|5 \text{ m}   5 cm|5 cm^2   7 cm²|7 cm³   7°C|7°F   $7|7 €
@@ -53,6 +53,7 @@ The answer is not 5.|5   The wrong answer is 5.|5   The answer is 5 or 6.|5
 x < 5|5   x \le 5|x < 5   5 and 6|5   3 1/2|31/2   3 1/2|3/2   1,2 1/2|1,21/2   .5|5   $.50|50
 5 lakh|5   5 tens|5   5 score|5   5 gross|5   5 factorial|5   5 crore dollars|5   5 score clips|5
 5 twenties|5   5 fivefold|5   5 halved|5   5 doubled|5   5 twos|5   5 hundredths|5   5 thou|5
+5 zeros|5
 """
 
 

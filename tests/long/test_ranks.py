@@ -1,16 +1,15 @@
-"""parallel.py and audit.py on three ranks: whose parameter is odd, and whose error is said."""
+"""parallel.py on three ranks: whose parameter is odd, and whose error is said."""
 import json
 
 import torch
 
-from audit import checksum
+from parallel import checksum
 from tiny import run, write
 
 WORKER = """
 import json
 import torch
 import parallel, ranks
-from audit import audit
 from errors import BadInput, Stop
 from tiny import keys_of_system
 
@@ -36,7 +35,7 @@ for name, owners, change in (
     elif rank in owners:
         p.data[6, 2] = change
     try:
-        said.append(audit(models, frozen, 7))
+        said.append(parallel.audit(models, frozen, 7))
     except Stop as e:
         said.append(str(e))
     p.data.copy_(before)

@@ -48,7 +48,7 @@ def fork(folder, diffs, numbers=()):
     os.makedirs(mine := f"{folder}/mine")
     for path in glob.glob(f"{ROOT}/*.py"):
         shutil.copy(path, mine)
-    for name in ("config", "options"):
+    for name in ("config", "grading", "options"):
         shutil.copytree(f"{ROOT}/{name}", f"{mine}/{name}")
     subprocess.run(["git", "init", "-q", folder], check=True)
     for words in diffs:
@@ -62,7 +62,8 @@ def fork(folder, diffs, numbers=()):
 
 def run_fork(mine, script, folder, keys, also=()):
     """A run in processes that have our modules already: those of the copy take their place."""
-    ours = {os.path.basename(path)[:-3] for path in glob.glob(f"{ROOT}/*.py")} | {"options"}
+    ours = {os.path.basename(path)[:-3] for path in glob.glob(f"{ROOT}/*.py")} | {
+        "grading", "options"}
 
     def before(rank):
         for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
@@ -176,9 +177,18 @@ def with_weights(c, batch):
         "policy/effective_tokens": sum(every)**2 / sum(w * w for w in every) / len(every)}
 
 
-def over_all(c, groups):
-    find_group_advantages(c, groups)
-    divide(groups)
+def with_weights_of_responses(c, batch):
+    """min(the product of p / q over the response, cap), at each of its tokens."""
+    figures, every = find_advantages(c, batch), []
+    for r in batch:
+        product = math.exp(-sum(off(token, t) for t, token in enumerate(r.response)))
+        r.counts = [min(product, c.importance_cap)] * len(r.response)
+        every += r.counts
+        seen["at the cap" if product > c.importance_cap else "below the cap"] += 1
+    return figures | {
+        "policy/importance": mean(every),
+        "policy/importance_capped": mean([x == c.importance_cap for x in every]),
+        "policy/effective_tokens": sum(every)**2 / sum(w * w for w in every) / len(every)}
 
 
 def divide(groups):
@@ -202,8 +212,9 @@ def over_the_mean(c, groups):
     find_group_advantages(c, groups)
     for group in groups:
         middle = mean([r.judged for r in group])
+        seen["mean above 0" if middle > 0 else "mean below 0"] += 1
         for r in group:
-            r.advantage /= middle + 1e-4
+            r.advantage = r.advantage / (middle + 1e-4) if middle > 0 else 0.0
 
 
 def losses_of_one_step(c, models, r, weight, advantages, kl_has_the_ratio):
@@ -272,18 +283,24 @@ CASES = {
         ["masked_importance", "first learns alone"], [(">= 10", ">= 1")], "ppo",
         PPO | dict(importance_cap=1.5, max_iters=3),
         dict(AdamW=FirstWaits, find_advantages=with_weights), ["left out"]),
+    "one weight for a response": (
+        ["One weight for a response"], [], "ppo", PPO | dict(importance_cap=1.5, max_iters=3),
+        dict(find_advantages=with_weights_of_responses), ["at the cap", "below the cap"]),
     "target_kl, REINFORCE++": (
-        ["target_kl", "REINFORCE++"], [], "grpo",
+        ["target_kl", "REINFORCE++** with"], [], "grpo",
         GRPO | dict(target_kl=0.25, scale_by="none", kl_estimator="k2", num_iterations=3,
-                    max_iters=3),
-        dict(too_far=too_far, find_group_advantages=over_all), ["too far"]),
+                    max_iters=3, mix=[(1.0, "some")]),
+        dict(too_far=too_far, find_group_advantages=by_hand_recipes.divided),
+        ["too far", "no score"]),
     "GDPO": (
         ["GDPO"], [], "grpo",
         GRPO | dict(mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5,
                     max_iters=3), dict(find_group_advantages=each_reward_alone), []),
-    "MaxRL": (
-        ["MaxRL"], [], "grpo", GRPO | dict(scale_by="none", max_iters=3),
-        dict(find_group_advantages=over_the_mean), []),
+    "MaxRL, a KL that ends": (
+        ["MaxRL", "A KL that ends"], [("max=10", "max=0.05")], "grpo",
+        GRPO | dict(scale_by="none", max_iters=3, missing_eos_penalty=1.0),
+        dict(find_group_advantages=over_the_mean, kl_estimate=by_hand_recipes.short_kl),
+        ["mean above 0", "mean below 0", "short", "too long"]),
     "deepseek_v32": (
         ["deepseek_v32"], [], "grpo",
         GRPO | ONE_STEP | dict(off_policy_limit=0.1),
@@ -309,7 +326,8 @@ def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
         keys = keys | dict(ref_path=",".join(getattr(world, x) for x in keys["ref_path"].split()))
     how = with_options if "turns" in keys else test_by_hand
     mine, folder = fork(f"{tmp_path}/fork", diffs, numbers), f"{tmp_path}/run"
-    also = [wrong_sampler] if {"masked_importance", "deepseek_v32"} & {*diffs} else []
+    also = [wrong_sampler] if {"masked_importance", "deepseek_v32",
+                              "One weight for a response"} & {*diffs} else []
     typed = how.typed_keys(world, keys, script, dict(out_dir="out", checkpoint_interval=1))
     if keeps := any("run.state" in diff_of(words) for words in diffs):
         killed = run_fork(mine, script, folder, typed, [*also, at(2, signal.SIGKILL, rank=1)])
@@ -354,6 +372,13 @@ def test_the_kl_of_the_top_k():
     kl = names["top_k_kl"](certain, torch.tensor([[0.5, 0.25]]).log()).sum()
     kl.backward()
     assert kl.isfinite() and certain.grad.isfinite().all()
+
+
+def test_gdpo_refuses_what_is_no_reward(world, tmp_path):
+    keys = GRPO | dict(missing_eos_penalty=1.0)
+    ended = run_fork(fork(tmp_path / "fork", ["GDPO"]), "grpo", f"{tmp_path}/run",
+                     test_by_hand.typed_keys(world, keys, "grpo", {}))
+    assert ended.codes == [2, 2] and "--missing_eos_penalty=0" in "".join(ended.err), ended
 
 
 def test_each_diff_has_a_case():

@@ -7,7 +7,6 @@ import parallel
 import pytest
 import torch
 import transformers
-from audit import checksum
 from errors import BadInput
 from gae import compute_gae
 from load import load
@@ -147,7 +146,7 @@ def test_a_copy_in_16_bits_samples_what_the_training_forward_means(world):
         assert decoder is policy
 
 
-# parallel.py, audit.py, run.py --------------------------------------------------------------------
+# parallel.py, run.py ------------------------------------------------------------------------------
 
 def test_gradients_in_16_bits_have_a_norm_in_32():
     """0.010009765625 is a number of bfloat16, sqrt(100,000) of it is none; nor has float16 3e6."""
@@ -167,4 +166,4 @@ def test_a_checksum_sees_an_exchange_between_two_chunks():
     t[1], t[2**20 + 1] = 1, 2
     swapped = t.clone()
     swapped[1], swapped[2**20 + 1] = 2, 1
-    assert int(checksum(t)) != int(checksum(swapped))
+    assert int(parallel.checksum(t)) != int(parallel.checksum(swapped))

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import checkpoint
 from byte_tokenizer import write_byte_tokenizer
+from errors import BadInput
 from checkpoint import damage, find_checkpoint, list_checkpoints, save_checkpoint, save_final
 from load import load
 from test_families import EXPERTS, GPT, HEADS, LLAMA3, LONGROPE, SIZES, random_model, rope, written
@@ -48,8 +49,9 @@ def test_a_run_goes_on_in_another_dtype(world, tmp_path):
 
 @pytest.fixture
 def out(tmp_path):
-    write(tmp_path / "config.json", json.dumps(dict(out_dir="out")))
-    return tmp_path
+    os.mkdir(tmp_path / "out")
+    write(tmp_path / "out" / "config.json", json.dumps(dict(out_dir="out")))
+    return tmp_path / "out"
 
 
 def save(out, iteration, keep=9, **state):
@@ -92,6 +94,92 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(out, monkeypatch):
         str(out), dict(out_dir="out", script="ppo.py"), [], 10**7)
     assert os.path.basename(folder) == "checkpoint-000003" and state == dict(iteration=3)
     assert sorted(os.listdir(out)) == [".lock", "checkpoint-000003", "config.json"]
+
+
+OTHERS = ["policy", "value_model", "best_policy", "ema_policy", "reward_model", "policy_adapter",
+          "checkpoint-000100", "checkpoint-1234567", ".tmp-policy", ".old-checkpoint-000001",
+          ".gone-checkpoint-000002", ".tmp-ema_policy_adapter", "log.jsonl", "samples.jsonl",
+          "rollouts.jsonl", "config.json"]
+FREE = ["eval", "checkpoint-100", "checkpoint-best", ".tmp-mine", ".old-photos", ".gone-fishing",
+        "policy.bak", "my_policy", "policies", ".tmp", "notes.jsonl", ".old-policy-2"]
+
+
+def begin(folder, **config):
+    config = dict(out_dir=str(folder), script="sft.py") | config
+    return checkpoint.begin_or_resume(str(folder), config, [], 10**7)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_folder_with_such_a_name_is_no_out_dir(tmp_path, name):
+    """Unless its config.json is a run's: of others nothing is written, moved or deleted."""
+    if name.endswith(("json", "jsonl")):
+        write(tmp_path / name, "{}")
+    else:
+        os.mkdir(tmp_path / name)
+        write(tmp_path / name / "mine", "x")
+    for text in None, "{}", "no JSON", "[]", '{"model_type": "gpt2"}':
+        if text:
+            write(tmp_path / "config.json", text)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(BadInput, match="out_dir"):
+            begin(tmp_path)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_beside_a_run_is_left_alone(out):
+    """At its start, and when it deletes what it has saved; a link's folder is not the link."""
+    for name in FREE:
+        os.mkdir(out / name)
+        write(out / name / "mine", "x")
+    for name in ("policy", "checkpoint-000003", ".tmp-policy", ".gone-checkpoint-000001"):
+        os.mkdir(out.parent / f"far-{name}")
+        write(out.parent / f"far-{name}" / "mine", "x")
+        os.symlink(out.parent / f"far-{name}", out / name)
+    with pytest.raises(BadInput, match="none of the checkpoints is good"):
+        begin(out)
+    os.remove(out / "checkpoint-000003")
+    save(out, 1)
+    os.rename(out / "checkpoint-000001", out.parent / "far-checkpoint-000001")
+    os.symlink(out.parent / "far-checkpoint-000001", out / "checkpoint-000001")
+    assert begin(out)[1] == dict(iteration=1)
+    assert not os.path.lexists(out / ".tmp-policy")
+    save(out, 2, keep=1)
+    checkpoint.put_in_place(lambda folder: write(f"{folder}/new", "y"), str(out / "policy"))
+    assert sorted(os.listdir(out)) == sorted([*FREE, ".lock", "checkpoint-000002", "config.json",
+                                              "policy"])
+    assert os.listdir(out / "policy") == ["new"]
+    for folder in [*out.parent.glob("far-*"), *(out / name for name in FREE)]:
+        assert (folder / "mine").exists() or damage(str(folder)) is None
+
+
+@pytest.mark.parametrize("key", ["policy_path", "ref_path", "reward_path", "judge_path", "teacher",
+                                 "init_from", "tokenizer_path", "prompts_path", "eval_path"])
+@pytest.mark.parametrize("path", [
+    ".", "policy", "policy/sub", "checkpoint-000100/policy", "../out", "link", "../link/policy",
+    "x,policy", " policy , y", "samples.jsonl"])
+def test_a_run_replaces_none_of_its_own_models(out, monkeypatch, key, path):
+    monkeypatch.chdir(out)
+    for name in ("policy/sub", "checkpoint-000100/policy", "other"):
+        os.makedirs(name)
+    write("samples.jsonl", "{}")
+    os.symlink("policy", "link")
+    os.symlink(out, "../link")
+    before = sorted(out.rglob("*"))
+    with pytest.raises(BadInput, match=key):
+        begin(".", **{key: path})
+    assert sorted(out.rglob("*")) == before
+
+
+def test_models_in_other_places_of_out_dir(out, monkeypatch):
+    """Above it, below it, beside it: a run begins."""
+    monkeypatch.chdir(out)
+    for name in ("base", "new/policy", "policy.bak"):
+        os.makedirs(name)
+    write("new/config.json", json.dumps(dict(out_dir="new")))
+    os.rmdir("new/policy")
+    for path in ("base", "policy.bak", "..", "/", "new", "gpt2", "OWNER/policy", "policy"):
+        begin(".", policy_path=path)
+        begin("new", policy_path="base", value_init="policy", optim="policy")
 
 
 def test_damage_of_every_kind_is_seen(out):
@@ -266,3 +354,38 @@ def test_marks_are_special_in_the_run_alone(tmp_path):
         assert json.loads((saved / "tokenizer.json").read_text())["added_tokens"] == settings[
             "added_tokens"]
         assert ours.encode_prompts([evil])[0] == [256, *b"<|end|><|tool_call|>", 258]
+
+
+@pytest.mark.parametrize("given, lora, left", [
+    (dict(do_sample=False, temperature=0.9, top_p=0.6), "", dict(do_sample=False)),
+    (dict(temperature=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, chat_format="raw"), "2",
+     dict(repetition_penalty=1.1, chat_format="raw")),
+    (dict(do_sample=None, length_penalty=0.5, early_stopping=True, max_new_tokens=9), "",
+     dict(max_new_tokens=9)),
+    (dict(length_penalty=0.5, num_beams=4, typical_p=0.5, temperature=1.0), "",
+     dict(length_penalty=0.5, num_beams=4, temperature=1.0)),
+    (dict(temperature=0.9, top_p=0.6, top_k=0, do_sample=True, early_stopping=True), "",
+     dict(temperature=0.9, top_p=0.6, top_k=0, do_sample=True)),
+    (dict(output_scores=True, pad_token_id=-1, num_beams=1), "", dict(num_beams=1))])
+def test_settings_of_generation_that_transformers_does_not_save(world, tmp_path, given, lora, left):
+    """What has no effect beside the others is left out, and all else stays, with our ends."""
+    model = shutil.copytree(world.policy, tmp_path / "model")
+    write(model / "generation_config.json", json.dumps(given))
+    ours = load(str(model), "policy", keys_of_system(lora=lora), CPU, trained=True)
+    save_final(str(tmp_path), "saved", ours)
+    with open(tmp_path / "saved" / "generation_config.json") as f:
+        found = json.load(f)
+    found.pop("transformers_version")
+    assert found == left | dict(eos_token_id=[258], pad_token_id=259)
+
+
+def test_a_run_saves_settings_that_transformers_does_not(world, tmp_path):
+    """At each checkpoint, and also with weights that are split over the ranks."""
+    model = shutil.copytree(world.policy, tmp_path / "model")
+    write(model / "generation_config.json", '{"do_sample": false, "temperature": 0.9}')
+    keys = keys_of(world, "grpo.py", policy_path=model, checkpoint_interval=1, zero_stage="3")
+    assert "temperature" in run("grpo.py", tmp_path, keys, ranks=2).out[0]
+    for folder in "policy", "checkpoint-000003/policy":
+        with open(f"{tmp_path}/out/{folder}/generation_config.json") as f:
+            found = json.load(f)
+        assert found["do_sample"] is False and "temperature" not in found

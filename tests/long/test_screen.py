@@ -1,9 +1,10 @@
-"""screen.py: what a terminal of 80 columns shows of a run, and when it says that all is lost."""
+"""errors.py and loss.py: what a terminal of 80 columns shows, and when it says that all is lost."""
 import math
 
 import pytest
 
-from screen import COLUMNS, columns_of, cut, evaluation_lines, how_broken, iteration_line
+from errors import COLUMNS, columns_of, cut, evaluation_lines, iteration_line
+from loss import how_broken
 
 
 @pytest.mark.parametrize("size", [0.001, 7.0, -123.456, 98765.4, math.nan])

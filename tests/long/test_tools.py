@@ -145,13 +145,16 @@ def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, step
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "bwrap").chmod(0o755)
-    env = noting(tmp_path)
+    env = noting(tmp_path) | dict(SFT="--max_iters=9", PAIRS="--pairs=10 --samples=2",
+                                  RM="--max_iters=9", PPO="--max_iters=9 --lora=2")
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     result = bash(tmp_path, *f"runs/{script}".split(), env=env)
     assert result.returncode == 0, result
     said = [shlex.split(line) for line in (tmp_path / "said").read_text().split("\n") if line]
     said = [args for args in said if args[0] != "-" and not args[0].startswith("out/")]
     assert len(said) == steps, said
+    more = sum({"--max_iters=9", "--pairs=10", "--lora=2"} & {*args} != set() for args in said)
+    assert more == (4 if script == "quickstart.sh" else 0), said
     shared = read_keys(f"{ROOT}/config/keys.py")
     for file, *args in said:
         keys = read_keys(f"{ROOT}/{file}")  # of those without keys nothing is asked

@@ -1,0 +1,48 @@
+"""What lesson 1's function should return, and what it returns by each typical mistake."""
+from types import SimpleNamespace
+
+import torch
+
+DRAWN = torch.Generator().manual_seed(1)
+
+
+def case(length, vocabulary, temperature):
+    logits = 2 * torch.randn(length, vocabulary, generator=DRAWN, dtype=torch.float64)
+    return logits, torch.randint(vocabulary, (length,), generator=DRAWN), temperature
+
+
+def right(logits, ids, temperature):
+    found = []
+    for t in range(len(ids) - 1):  # row t speaks of the token behind token t
+        scaled = [x / temperature for x in logits[t].tolist()]
+        total = torch.tensor(scaled, dtype=torch.float64).logsumexp(0)
+        found.append(scaled[int(ids[t + 1])] - total)
+    return torch.stack(found)
+
+
+def pick(rows, ids):
+    return rows[range(len(ids)), ids]
+
+
+MISTAKES = {
+    "your rows are shifted by one: logits[t] is what the model says of token t + 1, and you read "
+    "it for token t": lambda logits, ids, c: pick((logits[1:] / c).log_softmax(-1), ids[1:]),
+    "your ids are shifted by one: row t belongs to ids[t + 1], you took ids[t]":
+        lambda logits, ids, c: pick((logits[:-1] / c).log_softmax(-1), ids[:-1]),
+    "you return probabilities; take their logarithm":
+        lambda logits, ids, c: pick((logits[:-1] / c).softmax(-1), ids[1:]),
+    "you multiply the logits by the temperature; divide: a low temperature makes the differences "
+    "larger": lambda logits, ids, c: pick((logits[:-1] * c).log_softmax(-1), ids[1:]),
+    "you do not use the temperature":
+        lambda logits, ids, c: pick(logits[:-1].log_softmax(-1), ids[1:]),
+    "you divide the log-probs by the temperature; divide the logits, before the softmax, or the "
+    "probabilities do not add up to 1":
+        lambda logits, ids, c: pick(logits[:-1].log_softmax(-1), ids[1:]) / c,
+    "you return logits; subtract the logarithm of the sum of all exp(logit): log_softmax":
+        lambda logits, ids, c: pick(logits[:-1] / c, ids[1:]),
+    "your softmax goes over the text; it must go over the vocabulary, the last dimension":
+        lambda logits, ids, c: pick((logits[:-1] / c).log_softmax(0), ids[1:]),
+}
+CHECKS = {"logprobs": SimpleNamespace(
+    right=right, MISTAKES=MISTAKES,
+    CASES=[case(4, 5, 0.7), case(2, 3, 1.0), case(6, 9, 1.5), case(5, 4, 0.25)])}

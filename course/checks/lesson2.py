@@ -1,0 +1,73 @@
+"""What lesson 2's functions should return, and what they return by each typical mistake."""
+import math
+from types import SimpleNamespace
+
+import torch
+
+DRAWN = torch.Generator().manual_seed(2)
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=DRAWN, dtype=torch.float64)
+
+
+def probabilities(logits):
+    weights = [math.exp(x) for x in logits.tolist()]
+    return torch.tensor([w / sum(weights) for w in weights], dtype=torch.float64)
+
+
+def exact(logits, rewards):
+    p = probabilities(logits)
+    J = sum(p[k] * rewards[k] for k in range(len(p)))
+    return torch.stack([p[k] * (rewards[k] - J) for k in range(len(p))])
+
+
+def sampled(logits, words, rewards, baseline):
+    p = probabilities(logits)
+    total = torch.zeros(len(p), dtype=torch.float64)
+    for word, reward in zip(words.tolist(), rewards.tolist(), strict=True):
+        for k in range(len(p)):  # the gradient of log p of the word, in logit k
+            total[k] += (reward - baseline) * (float(k == word) - p[k])
+    return total / len(words)
+
+
+def pushes(logits, words):
+    """The gradient of log p of each sampled word: (N, V)."""
+    return torch.eye(len(logits), dtype=torch.float64)[words] - logits.softmax(0)
+
+
+EXACT = {
+    "this goes downhill: the sign is wrong": lambda logits, rewards: -exact(logits, rewards),
+    "you differentiate p as if it were one logit: raising a word's logit lowers all other words, "
+    "so J is subtracted from each reward": lambda logits, rewards: logits.softmax(0) * rewards,
+    "the factor p is missing: a word that is never said has no gradient":
+        lambda logits, rewards: rewards - (logits.softmax(0) * rewards).sum(),
+    "you differentiate each p_k in its own logit alone, p (1 - p); p_k falls with the other "
+    "logits, too": lambda logits, rewards: logits.softmax(0) * (1 - logits.softmax(0)) * rewards,
+    "you subtract the mean of the rewards, where each word counts the same; J weighs the words by "
+    "their probabilities": lambda logits, rewards: logits.softmax(0) * (rewards - rewards.mean()),
+}
+SAMPLED = {
+    "the sign is wrong: this is the gradient of a loss, and J shall rise":
+        lambda logits, words, r, b: -sampled(logits, words, r, b),
+    "you add up the samples; take their mean": lambda logits, words, r, b:
+        ((r - b)[:, None] * pushes(logits, words)).sum(0),
+    "you add the baseline; subtract it": lambda logits, words, r, b:
+        sampled(logits, words, r, -b),
+    "the baseline is missing": lambda logits, words, r, b: sampled(logits, words, r, 0.0),
+    "the gradient of log p of a word is 1 at that word *minus p* at all words; you left out the "
+    "probabilities": lambda logits, words, r, b: ((r - b)[:, None] * torch.eye(
+        len(logits), dtype=torch.float64)[words]).mean(0),
+    "you subtract the baseline from the gradient, and not from the reward":
+        lambda logits, words, r, b: (r[:, None] * pushes(logits, words)).mean(0) - b,
+    "you took the gradient of p, and not of log p: words that are rarely said would count less "
+    "twice, as they are rarely sampled, too": lambda logits, words, r, b: (
+        ((r - b) * logits.softmax(0)[words])[:, None] * pushes(logits, words)).mean(0),
+}
+CHECKS = {
+    "exact_gradient": SimpleNamespace(
+        right=exact, MISTAKES=EXACT, CASES=[(drawn(n), drawn(n)) for n in (3, 2, 5)]),
+    "sampled_gradient": SimpleNamespace(
+        right=sampled, MISTAKES=SAMPLED,
+        CASES=[(drawn(3), torch.randint(3, (n,), generator=DRAWN), drawn(n), b)
+               for n, b in ((4, 0.5), (2, -1.5), (7, 0.25))])}

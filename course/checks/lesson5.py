@@ -1,0 +1,68 @@
+"""What lesson 5's functions should return, and what they return by each typical mistake."""
+import math
+from types import SimpleNamespace
+
+import torch
+
+DRAWN = torch.Generator().manual_seed(5)
+
+
+def drawn(n):
+    return torch.randn(n, generator=DRAWN, dtype=torch.float64)
+
+
+def exact(logits, ref_logits):
+    p, q = ([math.exp(x) for x in these.tolist()] for these in (logits, ref_logits))
+    return sum(a / sum(p) * math.log(a / sum(p) / (b / sum(q))) for a, b in zip(p, q, strict=True))
+
+
+EXACT = {
+    "this is KL(reference || policy): the weights and the numerator are the *policy's* p":
+        lambda logits, ref: exact(ref, logits),
+    "the differences are not weighted: a token that the policy never says must not count":
+        lambda logits, ref: (logits.log_softmax(0) - ref.log_softmax(0)).sum(),
+    "this is the mean over the vocabulary; each token counts with its probability p":
+        lambda logits, ref: (logits.log_softmax(0) - ref.log_softmax(0)).mean(),
+    "logits are no log-probs: subtract the logarithm of the sum of all exp(logit) first":
+        lambda logits, ref: (logits.softmax(0) * (logits - ref)).sum(),
+    "this is minus the entropy of the policy: log q is missing":
+        lambda logits, ref: (logits.softmax(0) * logits.log_softmax(0)).sum(),
+    "this is the cross-entropy: the entropy of the policy is missing":
+        lambda logits, ref: -(logits.softmax(0) * ref.log_softmax(0)).sum(),
+    "the sign is wrong: a KL is never below 0": lambda logits, ref: -exact(logits, ref),
+}
+
+
+def estimates(logprobs, ref_logprobs):
+    rows = [[], [], []]
+    for a, b in zip(logprobs.tolist(), ref_logprobs.tolist(), strict=True):
+        p, q = math.exp(a), math.exp(b)
+        rows[0].append(math.log(p / q))
+        rows[1].append(math.log(p / q) ** 2 / 2)
+        rows[2].append(q / p - 1 - math.log(q / p))
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def rows(k1=lambda x: x, k2=lambda x: x**2 / 2, k3=lambda x: (-x).exp() - 1 + x):
+    return lambda logprobs, ref: torch.stack([k(logprobs - ref) for k in (k1, k2, k3)])
+
+
+ESTIMATES = {
+    "p and q are the wrong way round, in all three": lambda a, b: estimates(b, a),
+    "k1 is the other way round: log p - log q": rows(k1=lambda x: -x),
+    "k1 has a sign: where the policy says a token less often than the reference, it is below 0":
+        rows(k1=lambda x: x.abs()),
+    "k2 lacks the half": rows(k2=lambda x: x**2),
+    "k3 has p / q where q / p belongs: this one is not unbiased, and its mean may be anything":
+        rows(k3=lambda x: x.exp() - 1 - x),
+    "k3 has the sign of its logarithm wrong: q / p - 1 - log(q / p), and log(q / p) is -k1":
+        rows(k3=lambda x: (-x).exp() - 1 - x),
+    "k3 lacks the 1: for p = q it must be 0": rows(k3=lambda x: (-x).exp() + x),
+    "these are sums or means over the tokens; one number a token is wanted":
+        lambda a, b: estimates(a, b).mean(1),
+}
+CHECKS = {
+    "exact_kl": SimpleNamespace(right=exact, MISTAKES=EXACT,
+                                CASES=[(drawn(n), drawn(n)) for n in (2, 4, 7)]),
+    "kl_estimates": SimpleNamespace(right=estimates, MISTAKES=ESTIMATES,
+                                    CASES=[(drawn(n) - 2, drawn(n) - 2) for n in (1, 3, 6)])}

@@ -1,0 +1,112 @@
+"""What lesson 7's functions should return, and what they return by each typical mistake."""
+from types import SimpleNamespace
+
+import torch
+
+DRAWN = torch.Generator().manual_seed(7)
+KINDS = "grpo", "dr_grpo", "rloo", "maxrl"
+
+
+def drawn(n):
+    return torch.rand(n, generator=DRAWN, dtype=torch.float64) + 0.25
+
+
+def right(scores, group_size, kind):
+    found = []
+    for first in range(0, len(scores), group_size):
+        group = scores[first:first + group_size].tolist()
+        mean = sum(group) / group_size
+        variance = sum((x - mean) ** 2 for x in group) / (group_size - 1)
+        for i, x in enumerate(group):
+            others = [y for j, y in enumerate(group) if j != i]
+            found.append({"grpo": (x - mean) / (variance**0.5 + 1e-4), "dr_grpo": x - mean,
+                          "rloo": x - sum(others) / len(others),
+                          "maxrl": (x - mean) / (mean + 1e-4)}[kind])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def groups(change, kinds=KINDS, baseline=None):
+    """A mistake of some kinds: change(groups (n, G), centred (n, G), kind) -> (n, G)."""
+    def mistake(scores, group_size, kind):
+        g = scores.view(-1, group_size)
+        if kind not in kinds:
+            return right(scores, group_size, kind)
+        return change(g, g - g.mean(1, keepdim=True), kind).flatten()
+
+    return mistake
+
+
+def interleaved(scores, group_size, kind):
+    """The responses to a prompt are taken to be `number of prompts` places apart."""
+    n = len(scores) // group_size
+    order = torch.arange(len(scores)).view(group_size, n).T.flatten()
+    found = torch.empty_like(scores)
+    found[order] = right(scores[order], group_size, kind)
+    return found
+
+
+MISTAKES = {
+    "you divide the sum of squares by group_size; wanted is group_size - 1":
+        groups(lambda g, x, kind: x / (g.std(1, keepdim=True, unbiased=False) + 1e-4), ["grpo"]),
+    "without the 1e-4 a group of equal scores is 0 / 0: NaN":
+        groups(lambda g, x, kind: x / g.std(1, keepdim=True), ["grpo"]),
+    "you compare with all responses; compare with those to the same prompt":
+        groups(lambda g, x, kind: right(g.flatten(), g.numel(), kind).view_as(g)),
+    "you divide by the deviation of all scores; of the group's is wanted":
+        groups(lambda g, x, kind: x / (g.std() + 1e-4), ["grpo"]),
+    "your groups are mixed up: the responses to a prompt stand side by side, view(-1, group_size)":
+        interleaved,
+    "rloo: your mean contains the response itself": groups(lambda g, x, kind: x, ["rloo"]),
+    "rloo: it is not divided by a deviation": groups(lambda g, x, kind: x * g.shape[1] / (
+        g.shape[1] - 1) / (g.std(1, keepdim=True) + 1e-4), ["rloo"]),
+    "dr_grpo: it is not divided by a deviation; that is its point":
+        groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-4), ["dr_grpo"]),
+    "maxrl: divided by the group's mean, and not by its deviation":
+        groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-4), ["maxrl"]),
+    "grpo: the division by the deviation is missing": groups(lambda g, x, kind: x, ["grpo"]),
+    "grpo: you divide by the variance; take its root":
+        groups(lambda g, x, kind: x / (g.var(1, keepdim=True) + 1e-4), ["grpo"]),
+    "the mean of the group is not subtracted: a hard prompt's best response is punished":
+        groups(lambda g, x, kind: g / (g.std(1, keepdim=True) + 1e-4), ["grpo"]),
+}
+
+
+def weights(lengths, kind, max_length):
+    lengths = lengths.tolist()
+    return torch.tensor([{"grpo": 1 / (n * len(lengths)), "dapo": 1 / sum(lengths),
+                          "dr_grpo": 1 / (max_length * len(lengths))}[kind] for n in lengths],
+                        dtype=torch.float64)
+
+
+def wrong_weights(kind, weight):
+    def mistake(lengths, asked, max_length):
+        if asked != kind:
+            return weights(lengths, asked, max_length)
+        return weight(lengths.double(), max_length) + torch.zeros(len(lengths)).double()
+
+    return mistake
+
+
+WEIGHTS = {
+    "grpo: divide by the number of responses, too": wrong_weights("grpo", lambda n, m: 1 / n),
+    "grpo: this is the mean over all tokens, which is dapo's; each response has a mean of its own":
+        wrong_weights("grpo", lambda n, m: 1 / n.sum()),
+    "dapo: one divisor for the batch, its number of tokens; you divide by each response's":
+        wrong_weights("dapo", lambda n, m: 1 / n / len(n)),
+    "dr_grpo: divide by max_length, a constant, and not by the longest response of this batch":
+        wrong_weights("dr_grpo", lambda n, m: 1 / n.max() / len(n)),
+    "dr_grpo: divide by the number of responses, too":
+        wrong_weights("dr_grpo", lambda n, m: 1 / m),
+    "dr_grpo: a response's own length must not be in it, or long wrong answers are punished less":
+        wrong_weights("dr_grpo", lambda n, m: 1 / n / len(n)),
+}
+FLAT = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.25, 0.5, 0.0, 0.0]).double()
+CHECKS = {
+    "advantages": SimpleNamespace(
+        right=right, MISTAKES=MISTAKES,
+        CASES=[(scores, size, kind) for kind in KINDS
+               for scores, size in ((drawn(6), 3), (FLAT, 4), (drawn(8), 2))]),
+    "weights": SimpleNamespace(
+        right=weights, MISTAKES=WEIGHTS,
+        CASES=[(torch.tensor(lengths), kind, longest) for kind in ("grpo", "dapo", "dr_grpo")
+               for lengths, longest in (([1, 3], 4), ([5, 2, 2, 9], 16))])}

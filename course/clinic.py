@@ -1,0 +1,200 @@
+"""
+The clinic of lesson 8: small runs, each with one hidden fault, or none.
+
+    python course/clinic.py            # makes out/clinic with six patients
+    python course/clinic.py --seed=2   # others
+
+Read lesson8.md, and no further here: FAULTS below has all of them.
+"""
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [path for path in (ROOT, f"{ROOT}/data") if path not in sys.path]
+
+from byte_tokenizer import write_byte_tokenizer  # noqa: E402
+
+from configurator import configure, read_json, write_json  # noqa: E402
+
+# -------------------------------------------------------------------------------------------------
+out_dir = "out/clinic"  # the patients, and the small toy that they share
+seed = 1  # which faults, and in which order [>= 0]
+patients = 6  # how many [1..10]
+config, _ = configure(globals(), argv=None if __name__ == "__main__" else [])
+# -------------------------------------------------------------------------------------------------
+# a toy that learns in seconds: sums of two numbers from 0 to 4. Three of ten demonstrations think
+# first, and these are right; of the others few are
+
+REWARDS = """
+import random
+
+def longer(batch):
+    return [len(text) / 10 for text in batch["completions"]]
+
+def same(batch):
+    return [1.0 for text in batch["completions"]]
+
+def nothing(batch):  # a number that has nothing to do with the text
+    return [random.Random(text + str(i)).random() for i, text in enumerate(batch["completions"])]
+
+def two(batch):  # one answer for all prompts
+    return [float(text == "2") for text in batch["completions"]]
+
+def other_rows(batch):  # right or not, in another order than the texts
+    texts, rows = batch["completions"], batch["rows"]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    return [float(texts[i].split("</think>")[-1] == rows[i]["answer"]) for i in order]
+"""
+SFT = dict(out_dir="sft", tokenizer_path="tokenizer", device_type="cpu", dtype="float64",
+           d_model=32, n_head=2, d_ff=64, context=32, max_iters=150, batch_size=32,
+           learning_rate=1e-2, train_path="sft.jsonl")
+# in float64 other machines, which round otherwise, sample the same texts
+KEYS = dict(device_type="cpu", dtype="float64", policy_path="sft/policy", eval_interval=100,
+            prompts_path="rl.jsonl", eval_path="rl.jsonl", eval_size=0, batch_size=64,
+            micro_batch_size=64, max_new_tokens=12, temperature=1.0, kl_coef=0.05, max_iters=3,
+            learning_rate=3e-3, lr_decay="constant", missing_eos_penalty=0.0, num_minibatches=2,
+            reward_functions="accuracy", checkpoint_interval=0)
+PPO = KEYS | dict(script="ppo.py", value_init="policy", ppo_epochs=2)
+GRPO = KEYS | dict(script="grpo.py", num_iterations=2)
+# letter: keys; a line (file, old, new) that is wrong. lesson8.md has the letters' meanings
+FAULTS = {
+    "A": (GRPO | dict(max_iters=4), None),
+    "B": (GRPO | dict(learning_rate=0.3), None),
+    "C": (PPO | dict(learning_rate=3e-6), None),
+    "D": (GRPO | dict(reward_functions="mine.py:nothing"), None),
+    "E": (GRPO | dict(reward_functions="mine.py:two", learning_rate=1e-2, kl_coef=1e-9), None),
+    "F": (PPO | dict(kl_coef=0.3, max_iters=4), (
+        "ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl")),
+    "G": (GRPO | dict(reward_functions="mine.py:other_rows"), None),
+    "H": (GRPO, ("grpo.py", 'logprobs - mb["old_logprobs"], 0)',
+                 "logprobs - logprobs.detach(), 0)")),
+    "I": (PPO, ("ppo.py", "parallel.zero_gradients(gradients)", "pass")),
+    "J": (PPO | dict(kl_coef=100.0), None),
+    "K": (PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=4), None),
+}
+
+
+def write_toy(folder):
+    """The small toy's tokenizer, rewards and rows, in a folder."""
+    drawn = random.Random(0)
+    write_byte_tokenizer(f"{folder}/tokenizer", ["<think>", "</think>"])
+    with open(f"{folder}/mine.py", "w", encoding="utf-8") as f:
+        f.write(REWARDS)
+    rows = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(5) for b in range(5)]
+    demonstrations = []
+    for row in rows * 40:
+        thought = f"<think>{row['prompt'][:3]}</think>" if drawn.random() < 0.3 else ""
+        right = drawn.random() < (0.95 if thought else 0.2)
+        said = row["answer"] if right else str(drawn.randrange(9))
+        demonstrations.append(dict(prompt=row["prompt"], completion=thought + said))
+    for name, lines in dict(rl=rows, sft=demonstrations).items():
+        with open(f"{folder}/{name}.jsonl", "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def copy_program(folder, wrong):
+    """A copy of quartet in a folder, in which one line (file, old, new) is wrong."""
+    os.makedirs(folder)
+    for name in os.listdir(ROOT):
+        if name.endswith(".py"):
+            shutil.copy(f"{ROOT}/{name}", folder)
+    for name in ("config", "options", "grading"):
+        os.symlink(f"{ROOT}/{name}", f"{folder}/{name}")
+    file, old, new = wrong
+    with open(f"{folder}/{file}", encoding="utf-8") as f:
+        source = f.read()
+    assert source.count(old) == 1, (file, old)
+    with open(f"{folder}/{file}", "w", encoding="utf-8") as f:
+        f.write(source.replace(old, new))
+
+
+def train(program, keys, folder, out):
+    """Run a script of a program, a folder with quartet's files, on the toy."""
+    argv = [f"--{name}={value}" for name, value in (keys | dict(out_dir=out)).items()
+            if name != "script"]
+    script = keys["script"]
+    done = subprocess.run([sys.executable, os.path.abspath(f"{program}/{script}"), *argv],
+                          cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"clinic.py: {script} has ended with an error:\n{done.stdout}")
+
+
+def patients_of(number, count):
+    """The letters of a seed's patients. At least one of them has a wrong line, to be mended."""
+    drawn = random.Random(number)
+    letters = drawn.sample([*FAULTS], count)
+    with_line = [letter for letter in FAULTS if FAULTS[letter][1]]
+    if not set(letters) & set(with_line):
+        letters[drawn.randrange(count)] = drawn.choice(with_line)
+    return letters
+
+
+def sealed(number, patient, letter):
+    """A patient's letter, so that a glance at key.json does not tell it."""
+    return hashlib.sha256(f"{number} {patient} {letter}".encode()).hexdigest()
+
+
+def last_record(folder):
+    with open(f"{folder}/log.jsonl", encoding="utf-8") as f:
+        return [record for record in map(json.loads, f) if "objective/scores" in record][-1]
+
+
+def check_answers(folder=out_dir):
+    """Print how many of answers.txt are right, and whether the program is mended; True if all."""
+    if not os.path.exists(f"{folder}/key.json"):
+        sys.exit("check.py: there are no patients yet; type: python course/clinic.py")
+    key, answers = read_json(f"{folder}/key.json"), {}
+    if not os.path.exists(f"{folder}/answers.txt"):
+        sys.exit(f"check.py: write {folder}/answers.txt, a line for each patient, such as: 1 A")
+    with open(f"{folder}/answers.txt", encoding="utf-8") as f:
+        for line in filter(str.strip, f):
+            patient, letter = line.split()
+            answers[patient] = letter.upper()
+    right = sum(sealed(key["seed"], patient, answers.get(patient)) == found
+                for patient, found in key["sealed"].items())
+    print(f"lesson 8: {right} of {len(key['sealed'])} are right")
+    shutil.rmtree(f"{folder}/mended", ignore_errors=True)
+    train(f"{folder}/program", key["mend"], folder, "mended")
+    mended, sound = last_record(f"{folder}/mended"), key["sound"]
+    good = all(abs(mended[name] - x) < 1e-6 for name, x in sound.items())
+    print(f"lesson 8: {folder}/program, of patient {key['patient']}, is " + (
+        "mended" if good else "not mended: its last iteration differs from that of quartet's own"))
+    return good and right == len(key["sealed"])
+
+
+if __name__ == "__main__":
+    shutil.rmtree(out_dir, ignore_errors=True)
+    os.makedirs(out_dir)
+    write_toy(out_dir)
+    print("SFT of a small toy", flush=True)
+    train(ROOT, SFT | dict(script="sft.py"), out_dir, "sft")
+    letters = patients_of(seed, patients)
+    for patient, letter in enumerate(letters, 1):
+        keys, wrong = FAULTS[letter]
+        program, room = ROOT, f"{out_dir}/patient_{patient}"
+        if wrong:
+            program = f"{out_dir}/program"
+            shutil.rmtree(program, ignore_errors=True)
+            copy_program(program, wrong)
+            key = dict(seed=seed, patient=patient, mend=keys)
+        train(program, keys, out_dir, f"patient_{patient}")
+        for name in os.listdir(room):  # no settings: the log and the samples must tell
+            if name not in ("log.jsonl", "samples.jsonl"):
+                path = f"{room}/{name}"
+                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+        print(f"patient {patient}: {room}", flush=True)
+    train(ROOT, key["mend"], out_dir, "sound")
+    names = "objective/scores", "objective/kl", "loss/policy", "policy/grad_norm"
+    key["sound"] = {name: last_record(f"{out_dir}/sound")[name] for name in names}
+    shutil.rmtree(f"{out_dir}/sound")
+    key["sealed"] = {str(patient): sealed(seed, patient, letter)
+                     for patient, letter in enumerate(letters, 1)}
+    write_json(f"{out_dir}/key.json", key)
+    print(f"\nWrite {out_dir}/answers.txt, a line for each patient, such as: 1 A\nThe program of "
+          f"patient {key['patient']} is in {out_dir}/program: mend its line.\n"
+          "Then: python course/check.py 8")

@@ -1,0 +1,415 @@
+"""
+The formulas of quartet, from its functions and from the lines of its pages, in float64; each
+returns one vector. Their keywords are choices that others make: see trainers.CHOICES.
+"""
+import os
+import re
+import sys
+import types
+
+# Python looks for modules in this file's folder; ours are two folders above it.
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, ROOT)
+
+import torch  # noqa: E402
+from cut import Module  # noqa: E402
+
+import groups  # noqa: E402
+import loss  # noqa: E402
+from gae import compute_gae  # noqa: E402
+
+G, T, EPS, LOW, HIGH = 4, 10, 0.2, 0.2, 0.28  # a group; columns; clip ranges
+GAMMA, LAM, BETA, CAP = 0.97, 0.9, 0.1, 1.5
+MOVES = [(12.0, 512), (6.6, 512), (1.0, 512), (12.0, 20_000)]  # KL, responses: of a controller
+STEPS = [1, 80, 81, 90, 100]  # tokens of responses, at most 100
+FORMULAS = vars(loss) | vars(groups)
+
+
+def make_batch(seed, rows_without_tokens=False):
+    """12 responses: with padding, with gaps, of one token, of equal scores; wild ratios."""
+    torch.manual_seed(seed)
+    B = 3 * G
+    mask = torch.arange(T) < torch.randint(2, T, (B, 1))
+    mask[0], mask[1] = True, torch.arange(T) == 0  # the longest one; a single token
+    mask[2, 0], mask[5, 2:4], mask[6, 1], mask[8, 1:4] = False, False, False, False
+    mask[5, 4:7], mask[6, 2:5], mask[8, 4:8], mask[2, 1:3] = True, True, True, True
+    if rows_without_tokens:
+        mask[3] = mask[9] = False
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    b = types.SimpleNamespace(
+        mask=mask, m=mask.double(), rewards=draw(B, T), values=draw(B, T), old_values=draw(B, T),
+        old=draw(B, T) - 2, ref=draw(B, T) - 2, sampler=draw(B, T) - 2, logits=draw(B, T, 7),
+        scores=(draw(B) * 2).round(decimals=1), other=draw(B), advantages=draw(B, 1).expand(B, T),
+        pairs=draw(8, 4), index=[f"prompt {i // G}" for i in range(B)])
+    b.span = mask.flip(1).cumsum(1).flip(1) > 0  # up to the last token: gaps belong to it
+    b.logprobs = b.old + 0.3 * draw(B, T)
+    b.scores[2 * G:] = 0.1  # equal scores: a group that teaches nothing
+    b.longer = torch.nn.functional.pad(b.span[:, :-1], (1, 0), value=True)  # by one token
+    b.right = (b.scores > 0).double()
+    chosen, rejected, *of_reference = b.pairs.T
+    b.margin = chosen - rejected - of_reference[0] + of_reference[1]
+    b.last = b.m * (b.m.cumsum(1) == b.m.sum(1, keepdim=True))  # 1 at each last token
+    for row, shift in ((0, 25.0), (0, -25.0), (4, 12.0), (4, -12.0), (10, 3.0)):
+        column = int(shift) % 2 + (shift < 0) if row else 3 + (shift < 0)
+        b.logprobs[row, column], b.ref[row, column] = b.old[row, column] + shift, b.old[row, column]
+    return b
+
+
+def graded(loss_of, b, at="logprobs"):
+    """A loss, and its gradient at each token. loss_of: a function of the tensor b.AT."""
+    leaf = getattr(b, at).clone().requires_grad_()
+    total = loss_of(leaf)
+    total.backward()
+    return torch.cat([total.detach().double().view(1), leaf.grad[b.mask]])
+
+
+def page(name, words="", numbers=()):
+    """The Module of a page, with a recipe NAME.diff, or with a diff of docs/algorithms.md."""
+    with open(f"{ROOT}/{name}", encoding="utf-8") as f:
+        text = f.read()
+    diff = ""
+    if words.endswith(".diff"):
+        with open(f"{ROOT}/recipes/{words}", encoding="utf-8") as f:
+            diff = f.read()
+    elif words:
+        with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
+            diff = re.search(re.escape(f"**{words}**") + r".*?```diff\n(.*?)```", f.read(),
+                             re.DOTALL).group(1)
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+        lines = [line for line in hunk.splitlines(keepends=True) if line[0] in " +-"]
+        old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+        assert text.count(old) == 1, (words, old)
+        text = text.replace(old, new)
+    for old, new in numbers:
+        text = text.replace(old, new)
+    return Module(text, name)
+
+
+# PPO ----------------------------------------------------------------------------------------------
+
+def gae(b, steps="", cut=False):
+    rewards, values, mask, last = b.rewards.clone(), b.values, b.mask, b.mask[:, -1]
+    if steps == "empty":  # a gap is a step of reward 0 and value 0
+        rewards, values, mask = rewards * b.m, values * b.m, b.span
+    elif steps == "gaps":
+        mask = b.span
+    elif steps == "all":
+        mask = torch.ones_like(mask)
+    elif steps == "one more":
+        rewards, mask = rewards * b.m, b.longer
+    if cut:  # a value behind the last token of a row that was cut
+        rewards[:, -1] += GAMMA * last * b.old_values[:, 0]
+    return compute_gae(rewards, values, mask, GAMMA, LAM)[0][b.mask]
+
+
+def whiten(b, x=None, minus=0, epsilon=1e-8, outside=0.0):
+    x = b.rewards if x is None else x
+    if minus or outside:
+        kept = x[b.mask]
+        variance = (kept - kept.mean()).square().sum() / (len(kept) - minus)
+        return (kept - kept.mean()) / ((variance + epsilon * (not outside)).sqrt() + outside)
+    return loss.masked_whiten(x, b.mask)[b.mask]
+
+
+def kl(kind):
+    def estimate(b, most=None):
+        def total(x):
+            found = loss.kl_estimate(x, b.ref, kind)
+            return (found if most is None else found.clamp(-most, most))[b.mask].sum()
+        return graded(total, b)
+    return estimate
+
+
+def ppo_lines(b, logprobs, words="", clamp=None):
+    if clamp:
+        logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
+    return page("ppo.py", words).lines(
+        "ratio = ", "pg_loss = ", **FORMULAS, logprobs=logprobs, m=b.mask, cliprange=EPS,
+        importance_cap=0, token_count=b.mask.sum(),
+        mb=dict(old_logprobs=b.old, advantages=b.advantages, response_mask=b.mask))
+
+
+def clip(b, clamp=None, dual=False):
+    return graded(lambda x: ppo_lines(b, x, "Dual clip" if dual else "", clamp).pg_loss, b)
+
+
+def clipfrac(b, where="", both=False):
+    found = ppo_lines(b, b.logprobs)
+    clipped = (found.ratio - 1).abs() > EPS if both else found.pg_clipped
+    return (clipped if where == "all" else clipped[b.mask]).double().mean()
+
+
+def dual_clip(b, clamp=None):
+    return clip(b, clamp, dual=True)
+
+
+def value_loss(b, rows=False):
+    def total(values):
+        found = page("ppo.py").lines(
+            "change = ", "vf_loss = ", **FORMULAS, values=values, m=b.mask, vf_coef=1.0,
+            value_range=EPS, token_count=b.mask.sum(),
+            mb=dict(values=b.old_values, returns=b.rewards))
+        return (found.vf_losses * b.m / b.m.sum(1, keepdim=True)).sum(1).mean() if rows else (
+            found.vf_loss)
+    return graded(total, b, "values")
+
+
+def kl_controller(b, cap=True):
+    moved = []
+    for kl_now, responses in MOVES:
+        run = types.SimpleNamespace(state={})
+        page("ppo.py", "kl_controller.diff").lines(
+            "error = ", "run.state['kl_factor']", run=run, record={"objective/kl": kl_now},
+            kl_target=6.0, kl_factor=1.0, batch_size=responses)
+        moved.append(run.state["kl_factor"])
+    if not cap:
+        moved[3] = 1 + 0.2 * 20_000 / 10_000
+    return torch.tensor(moved, dtype=torch.float64)
+
+
+# advantages ---------------------------------------------------------------------------------------
+
+def per_token(b, advantages):
+    return advantages[:, None].expand_as(b.mask)[b.mask]
+
+
+def grpo(b, epsilon=1e-4, highest=False):
+    if epsilon == 1e-4 and not highest:
+        return per_token(b, groups.group_advantages(b.scores, G))
+    deviation = b.scores.view(-1, G).std(1).repeat_interleave(G)
+    below = deviation.clamp(min=epsilon) if highest else deviation + epsilon
+    return per_token(b, groups.group_advantages(b.scores, G, "none") / below)
+
+
+def dr_grpo(b):
+    return per_token(b, groups.group_advantages(b.scores, G, "none"))
+
+
+def rloo(b):
+    return per_token(b, groups.group_advantages(b.scores, G, "none", "others"))
+
+
+def changed(b, words, batch=None, terms=()):
+    """The advantages, (B,), that the page has with a snippet."""
+    space = dict(shape_scores=lambda batch: b.scores, group_size=G, scale_by="std", baseline="mean",
+                 batch=batch, terms=terms, mask=b.mask, reward_names=[name for _, name, _ in terms],
+                 kl_coef=0, kl_in="loss", missing_eos_penalty=0)
+    return page("grpo.py", words).lines(
+        "scores = shape_scores", "parallel.check", **FORMULAS | space).advantages
+
+
+def reinforce(b, minus=0, resets=False):
+    """REINFORCE++ without a baseline: PPO with values of 0, gamma = lam = 1."""
+    rewards, mask = b.rewards, b.mask
+    if resets:  # what comes behind a gap does not count before it
+        returns = torch.zeros_like(rewards)
+        for t in reversed(range(T)):
+            later = returns[:, t + 1] * b.m[:, t + 1] if t + 1 < T else 0
+            returns[:, t] = rewards[:, t] * b.m[:, t] + later
+    else:
+        returns, _ = compute_gae(rewards, torch.zeros_like(rewards), mask, 1, 1)
+    return whiten(b, returns, minus)
+
+
+def reinforce_baseline(b, tokens=False, minus=0):
+    if tokens:
+        none = groups.group_advantages(b.scores, G, "none")[:, None].expand_as(b.mask)
+        return whiten(b, none, minus)
+    return per_token(b, changed(b, "REINFORCE++"))
+
+
+def gdpo(b, tokens=False, epsilon=1e-4, minus=1):
+    rewards = {"a": b.scores, "b": b.other}
+    if not tokens and epsilon == 1e-4:
+        return per_token(b, changed(b, "GDPO", {f"reward/{name}": x for name, x in rewards.items()},
+                                    [(1.0, "a", None), (0.5, "b", None)]))
+    each = [x.view(-1, G) for x in rewards.values()]
+    mixed = sum(weight * ((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + epsilon))
+                for weight, x in zip((1.0, 0.5), each, strict=True)).flatten()
+    if tokens:
+        return whiten(b, mixed[:, None].expand_as(b.mask), minus)
+    return per_token(b, (mixed - mixed.mean()) / (mixed.std() + epsilon))
+
+
+def maxrl(b, epsilon=1e-4):
+    b = types.SimpleNamespace(**vars(b) | dict(scores=b.right))
+    means = b.right.view(-1, G).mean(1).repeat_interleave(G)
+    return per_token(b, changed(b, "MaxRL") * (means + 1e-4) / (means + epsilon))
+
+
+def opo(b):
+    return per_token(b, changed(b, "OPO"))
+
+
+def pass_at_k(b):
+    return per_token(b, changed(b, "Pass@k"))
+
+
+# losses of a response -----------------------------------------------------------------------------
+
+def aggregation(kind, counted=True):
+    def total(b, empty=False):
+        weights = groups.token_weights(b.mask, kind, 2 * T)
+        if empty:  # rows without tokens count
+            weights = weights * b.mask.any(1).double().mean()
+        return graded(lambda x: (x * weights)[b.mask].sum(), b)
+    return total
+
+
+def token_sum(b, empty=False):
+    found = page("grpo.py", "A sum over tokens").lines("weights = ", "weights = ", counted=b.mask,
+                                                       rows=torch.arange(len(b.mask)))
+    share = b.mask.any(1).double().mean() if empty else 1
+    return graded(lambda x: (x * found.weights * share)[b.mask].sum(), b)
+
+
+def prompt_mean(b):
+    space = dict(counted=b.mask, rows=torch.arange(len(b.mask)), group_size=G)
+    found = page("grpo.py", "Every prompt alike").lines(
+        "weights, group = ", "weights = weights / weights.sum", **FORMULAS | space)
+    return graded(lambda x: (x * found.weights)[b.mask].sum(), b)
+
+
+def grpo_loss(b, words="", kind="token-mean", low=LOW, high=HIGH, clamp=None, more=(), numbers=(),
+              **keys):
+    weights = groups.token_weights(b.mask, kind, T)
+    space = dict(importance="token", loss_type="grpo", importance_cap=0, cliprange=low, m=b.mask,
+                 cliprange_high=high) | keys
+
+    def total(logprobs):
+        if clamp:
+            logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
+        return page("grpo.py", words, numbers).lines(
+            "log_ratio = ", "pg_loss = ", **FORMULAS | space, logprobs=logprobs,
+            mb=dict(more, old_logprobs=b.old, advantages=b.advantages, weights=weights,
+                    response_mask=b.mask, sampler_logprobs=b.sampler)).pg_loss
+    return graded(total, b)
+
+
+def gspo(b, kind="seq-mean-token-mean"):
+    return grpo_loss(b, kind=kind, importance="sequence")
+
+
+def cispo(b, through=False):
+    if through:  # PPO's clipped ratio without the minimum
+        def total(x):
+            ratio = (x - b.old).exp().clamp(0, 1 + HIGH)
+            return (-b.advantages * ratio)[b.mask].mean()
+        return graded(total, b)
+    return grpo_loss(b, loss_type="cispo", low=1.0)
+
+
+def sapo(b, kind="seq-mean-token-mean", clamp=None):
+    return grpo_loss(b, "SAPO", kind, clamp=clamp)
+
+
+def gspo_weighted(b, own=False):
+    """GSPO with importance_cap; own: each token keeps its weight. The loss is the same."""
+    found = grpo_loss(b, kind="seq-mean-token-mean", importance="sequence", importance_cap=CAP)
+    return torch.cat([found[:1], gspo(b)[1:] * importance(b)]) if own else found
+
+
+def gmpo(b, empty=False):
+    return grpo_loss(b, "GMPO", "seq-mean-token-mean", 0.4, 0.4, importance="sequence")
+
+
+def covariance(b, words, name, numbers=()):
+    """A snippet that chooses tokens of the batch; the log-probs of sampling are those of now."""
+    batch = dict(advantages=b.advantages, sampler_logprobs=b.logprobs)
+    page("grpo.py", words, numbers).lines(
+        "batch['counted'] = ", f"batch['{name}'] = ", **FORMULAS, batch=batch, counted=b.mask,
+        permutation=lambda n, *_: torch.arange(n), seed=0, iteration=0)
+    return grpo_loss(b, words, high=LOW, more={name: batch[name]})
+
+
+def kl_cov(b):
+    return covariance(b, "KL-Cov", "pays")
+
+
+def clip_cov(b):
+    """With all in the range drawn. The gradient alone: verl's loss also has what PPO clips."""
+    return covariance(b, "Clip-Cov", "stays", [("0.0002 *", "1.0 *")])[1:]
+
+
+def importance(b):
+    mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
+    return loss.importance_weights(mb, CAP)[b.mask]
+
+
+def response_weight(b):
+    mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
+    return page("loss.py", "One weight for a response").importance_weights(mb, CAP)[b.mask]
+
+
+# the rest -----------------------------------------------------------------------------------------
+
+def length(b):
+    mask = torch.arange(100) < torch.tensor(STEPS)[:, None]
+    return page("rewards.py").length(dict(response_mask=mask, max_new_tokens=100))
+
+
+def pair_loss(b):
+    return page("rm.py").preference_loss(b.pairs[:, 0] - b.pairs[:, 1]).mean()
+
+
+def dpo(b):
+    rewards = dict(chosen=BETA * (b.pairs[:, 0] - b.pairs[:, 2]),
+                   rejected=BETA * (b.pairs[:, 1] - b.pairs[:, 3]))
+    return page("recipes/dpo.py").lines(
+        "margin = ", "losses = ", label_smoothing=0.0, **rewards).losses.mean()
+
+
+def entropy(b):
+    return page("model.py").entropy_of(b.logits.log_softmax(-1))[b.mask]
+
+
+def sft(b, more=0.0, sums=False):
+    def total(logprobs):
+        run = types.SimpleNamespace(loss_scale=1.0)
+        found = page("sft.py").lines("loss = -completion", "loss = -completion", run=run, part=None,
+                                     completion_logprobs=lambda part: logprobs[b.mask])
+        return found.loss / (len(b.mask) if sums else b.mask.sum() + more)
+    return graded(total, b)
+
+
+# {row: (function, where it stands, its source)}
+ROWS = {
+    "GAE, with gaps": (gae, "gae.py: compute_gae", "1506.02438, eq. 16"),
+    "whitening": (whiten, "loss.py: masked_whiten", "2403.17031, detail 25"),
+    "k1": (kl("k1"), "loss.py: kl_estimate", "joschu.net/blog/kl-approx.html"),
+    "k2": (kl("k2"), "the same", "the same"),
+    "k3": (kl("k3"), "the same", "the same"),
+    "clipped loss": (clip, "ppo.py, grpo.py", "1707.06347, eq. 7"),
+    "clip fraction": (clipfrac, "the same", "2403.17031"),
+    "dual clip": (dual_clip, "docs/algorithms.md", "1912.09729, eq. 5"),
+    "value loss": (value_loss, "ppo.py", "2403.17031"),
+    "KL controller": (kl_controller, "recipes/kl_controller.diff", "1909.08593, 2.2"),
+    "GRPO": (grpo, "groups.py: group_advantages", "2402.03300, 4.1.2"),
+    "Dr. GRPO": (dr_grpo, "the same", "2503.20783, 3.2"),
+    "RLOO": (rloo, "the same", "2402.14740, eq. 7"),
+    "REINFORCE++": (reinforce, "gae.py, values of 0; loss.py", "2501.03262"),
+    "REINFORCE++ baseline": (reinforce_baseline, "docs/algorithms.md", "2501.03262"),
+    "GDPO": (gdpo, "docs/algorithms.md", "2601.05242"),
+    "MaxRL": (maxrl, "docs/algorithms.md", "2602.02710"),
+    "OPO": (opo, "docs/algorithms.md", "2505.23585"),
+    "pass@k": (pass_at_k, "docs/algorithms.md", "2503.19595"),
+    "token-mean": (aggregation("token-mean"), "groups.py: token_weights", "see there"),
+    "seq-mean-token-mean": (aggregation("seq-mean-token-mean"), "the same", "2402.03300, eq. 3"),
+    "seq-mean-token-sum-norm": (aggregation("seq-mean-token-sum-norm"), "the same",
+                                "2503.20783, listing 1"),
+    "seq-mean-token-sum": (token_sum, "docs/algorithms.md", ""),
+    "prompt mean": (prompt_mean, "docs/algorithms.md", "2503.14476, eq. 12"),
+    "GSPO": (gspo, "grpo.py; groups.py", "2507.18071, eq. 5 to 7"),
+    "CISPO": (cispo, "grpo.py", "2506.13585, eq. 4, 5"),
+    "SAPO": (sapo, "docs/algorithms.md", "2511.20347"),
+    "GMPO": (gmpo, "docs/algorithms.md", "2507.20673"),
+    "KL-Cov": (kl_cov, "docs/algorithms.md", "2505.22617"),
+    "Clip-Cov": (clip_cov, "docs/algorithms.md", "2505.22617"),
+    "importance weights": (importance, "loss.py: importance_weights", "Yao et al., 2025"),
+    "one for a response": (response_weight, "docs/algorithms.md", "the same"),
+    "GSPO, with weights": (gspo_weighted, "grpo.py", "the same"),
+    "DAPO's length": (length, "rewards.py: length", "2503.14476, eq. 13"),
+    "pair loss": (pair_loss, "rm.py: preference_loss", "2009.01325, 3.4"),
+    "DPO": (dpo, "recipes/dpo.py", "2305.18290, eq. 7"),
+    "entropy": (entropy, "model.py: entropy_of", ""),
+    "SFT": (sft, "sft.py", "")}

@@ -1,0 +1,159 @@
+"""course/: an empty exercise says what to do, right functions pass, each mistake is named."""
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import ROOT
+
+from gae import compute_gae
+from groups import group_advantages, token_weights
+from loss import kl_estimate
+from model import scaled_logits
+
+sys.path.insert(0, f"{ROOT}/course")
+check, clinic = (importlib.import_module(name) for name in ("check", "clinic"))
+LESSONS = {n: importlib.import_module(f"checks.lesson{n}").CHECKS
+           for n in range(1, check.LESSONS + 1)}
+FUNCTIONS = [(n, name) for n, checks in LESSONS.items() for name in checks]
+
+
+def softmax_of(logits):
+    return logits.log_softmax(0)
+
+
+def exact_gradient(logits, rewards):
+    logits = logits.clone().requires_grad_()
+    (logits.softmax(0) * rewards).sum().backward()
+    return logits.grad
+
+
+def sampled_gradient(logits, words, rewards, baseline):
+    logits = logits.clone().requires_grad_()
+    ((rewards - baseline) * logits.log_softmax(0)[words]).mean().backward()
+    return logits.grad
+
+
+def clipped_loss(logprobs, old_logprobs, advantages, mask, cliprange):  # as in ppo.py
+    ratio = (logprobs - old_logprobs).exp()
+    losses = torch.max(-advantages * ratio,
+                       -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
+    return torch.where(mask, losses, 0).sum() / mask.sum()
+
+
+def has_gradient(ratio, advantages, cliprange):
+    """By autograd, of the loss above."""
+    logprobs = ratio.log().requires_grad_()
+    mask = torch.ones(1, len(ratio), dtype=torch.bool)
+    clipped_loss(logprobs[None], torch.zeros(1, len(ratio)), advantages[None], mask,
+                 cliprange).backward()
+    return logprobs.grad != 0
+
+
+def advantages(scores, group_size, kind):
+    if kind == "maxrl":
+        means = scores.view(-1, group_size).mean(1).repeat_interleave(group_size)
+        return group_advantages(scores, group_size, "none") / (means + 1e-4)
+    return group_advantages(scores, group_size, "std" if kind == "grpo" else "none",
+                            "others" if kind == "rloo" else "mean")
+
+
+def weights(lengths, kind, max_length):
+    names = {"grpo": "seq-mean-token-mean", "dapo": "token-mean",
+             "dr_grpo": "seq-mean-token-sum-norm"}
+    mask = torch.arange(max_length) < lengths[:, None]
+    return token_weights(mask, names[kind], max_length)[:, 0]
+
+
+RIGHT = dict(  # quartet's own formulas, and those of autograd
+    logprobs=lambda logits, ids, temperature: scaled_logits(logits[:-1], temperature).log_softmax(
+        -1).gather(-1, ids[1:, None]).squeeze(-1),
+    exact_gradient=exact_gradient, sampled_gradient=sampled_gradient,
+    gae=lambda r, v, mask, gamma, lam: compute_gae(
+        r[None], v[None], mask[None], gamma, lam)[0][0],
+    clipped_loss=clipped_loss, has_gradient=has_gradient,
+    exact_kl=lambda logits, ref: torch.nn.functional.kl_div(
+        softmax_of(ref), softmax_of(logits), reduction="sum", log_target=True),
+    kl_estimates=lambda p, q: torch.stack([kl_estimate(p, q, k) for k in ("k1", "k2", "k3")]),
+    pair_loss=lambda c, r: -torch.nn.functional.logsigmoid(c - r).mean(),  # as in rm.py
+    score=lambda text: text.count(","), advantages=advantages, weights=weights)
+
+
+@pytest.mark.parametrize("number, name", FUNCTIONS)
+def test_right_functions_pass_and_each_mistake_is_named(number, name):
+    checks = LESSONS[number][name]
+    assert check.verdict(RIGHT[name], checks) == ""
+    mistakes = getattr(checks, "MISTAKES", {})
+    assert len(mistakes) >= 4 or name == "score"
+    for words, mistake in mistakes.items():
+        assert words in check.verdict(mistake, checks)
+
+
+def test_a_shortcut_that_is_none():
+    """The length, the politeness and the wrong sign are told apart."""
+    said = [check.verdict(score, LESSONS[6]["score"]) for score in (
+        lambda text: len(text), lambda text: text.startswith("certainly"),
+        lambda text: -text.count(","), lambda text: 0, lambda text: text.count("step"))]
+    for words, told in zip(("7 of 10", "6 of 10", "wrong way round", "", "pairs.py"), said,
+                           strict=True):
+        assert words in told != ""
+
+
+def test_what_is_not_known_is_shown_by_a_case():
+    checks = LESSONS[5]["exact_kl"]
+    assert "wanted" in check.verdict(lambda logits, ref: torch.tensor(7.0), checks)
+    assert "shape" in check.verdict(lambda logits, ref: logits, checks)
+    assert "line" in check.verdict(lambda logits, ref: logits + "a", checks)
+    assert "returns nothing" in check.verdict(lambda logits, ref: None, checks)
+
+
+def test_an_empty_exercise_says_what_to_do():
+    """As a student runs it, before anything is written."""
+    said = subprocess.run([sys.executable, "course/check.py", "3"], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE)
+    assert said.returncode == 1 and "gae in exercise3.py is empty" in said.stdout
+    said = subprocess.run([sys.executable, "-m", "pytest", "-q", "course"], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE)
+    assert said.returncode == 1 and f"{check.LESSONS} failed" in said.stdout
+    assert "Traceback" not in said.stdout
+
+
+def test_the_clinic(tmp_path):
+    """Two patients; how many are right, and not which; a program that is mended, and one not."""
+    def call(program, *argv):
+        return subprocess.run([sys.executable, f"{ROOT}/course/{program}", *argv], cwd=tmp_path,
+                              text=True, capture_output=True)
+
+    assert "clinic.py" in call("check.py", "8").stderr
+    made = call("clinic.py", "--patients=2", "--seed=3")
+    assert made.returncode == 0, made
+    folder, letters = tmp_path / "out" / "clinic", clinic.patients_of(3, 2)
+    for patient in (1, 2):
+        files = {path.name for path in (folder / f"patient_{patient}").iterdir()}
+        assert files == {"log.jsonl", "samples.jsonl"}
+    assert "answers.txt" in call("check.py", "8").stderr
+    wrong = "A" if letters[1] != "A" else "B"
+    (folder / "answers.txt").write_text(f"1 {letters[0]}\n2 {wrong}\n")
+    said = call("check.py", "8")
+    assert said.returncode == 1 and "1 of 2" in said.stdout and "not mended" in said.stdout
+    assert not re.search(r"patient [12]\b.*(wrong|right)", said.stdout)
+    patient = json.loads((folder / "key.json").read_text())["patient"]
+    file = clinic.FAULTS[letters[patient - 1]][1][0]
+    shutil.copy(f"{ROOT}/{file}", folder / "program" / file)
+    (folder / "answers.txt").write_text("\n".join(
+        f"{i} {letter.lower()}" for i, letter in enumerate(letters, 1)))
+    said = call("check.py", "8")
+    assert said.returncode == 0 and "2 of 2" in said.stdout, said
+
+
+def test_each_seed_has_a_program_to_mend_and_each_letter_a_meaning():
+    for number in range(50):
+        letters = clinic.patients_of(number, 6)
+        assert len(set(letters)) == 6
+        assert any(clinic.FAULTS[letter][1] for letter in letters)
+    with open(f"{ROOT}/course/lesson8.md", encoding="utf-8") as f:
+        assert re.findall(r"(?m)^\| ([A-Z]) \|", f.read()) == [*clinic.FAULTS]
