@@ -90,7 +90,8 @@ class Run:
         with parallel.in_step():  # COLLECTIVE: all say it, and nothing is written yet
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, data or torch than rank 0")
-        folder = saved = None
+        folder, saved, log = None, None, os.path.join(out_dir, "log.jsonl")
+        had_begun = os.path.isfile(log) and os.path.getsize(log) > 0
         if parallel.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
@@ -113,7 +114,8 @@ class Run:
             say(f"{name:<12} {count:8.2f}M parameters  "
                 f"{'trained' if name in optimizers else 'frozen'}")
         say(f"{parallel.rank_and_size()[1]} rank(s) on {device.type}, {system.dtype}; "
-            + (f"resuming from {folder}" if folder else f"writing to {out_dir}"))
+            + (f"resuming from {folder}" if folder else f"writing to {out_dir}")
+            + ", without a checkpoint: the run begins anew" * (had_begun and not folder))
 
     # iterations, checkpoints, and requests to stop
 
