@@ -131,7 +131,8 @@ def on_signal(number, frame):
     first, this_rank.stop = not this_rank.stop, True
     if first and os.environ.get("RANK", "0") == "0":
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
-                f"{errors.phase}); send it again to stop at once\n")
+                f"{errors.phase}); a second one ends it now, and all since the last checkpoint is "
+                "lost\n")
         with contextlib.suppress(OSError):  # a closed terminal, or pipe
             os.write(2, line.encode())  # print is not safe in a signal handler
 

@@ -45,7 +45,7 @@ import torch.nn as nn
 import parallel
 from errors import BadInput
 from load import autocast, dtypes, matrices_of
-from model import decoding_cache, no_grad_forwards, scaled_logits, trunk_of
+from model import decoding_cache, no_grad_forwards, scaled_logits
 from ranks import this_rank
 
 
@@ -302,7 +302,7 @@ def sampling(policy, temperature, seeds, system, device):
         return
     together = system.generate_tp > 1  # these ranks must take the same steps
     graphs = system.cuda_graphs and device.type == "cuda" and not (
-        together or trunk_of(policy).elsewhere)
+        together or policy.elsewhere)
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
@@ -323,10 +323,10 @@ def decoding_copy(policy, system, device):
 
         yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
         return
-    if trunk_of(policy).elsewhere:  # sharded
+    if policy.elsewhere:  # sharded
         from options.shards import gathered
 
-        with gathered(trunk_of(policy)):  # COLLECTIVE
+        with gathered(policy):  # COLLECTIVE
             yield policy
         return
     if matrices in (None, policy.hf.dtype) or policy.base is not None:

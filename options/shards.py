@@ -190,6 +190,7 @@ def here(model, device):
     gradients. After the block, also after an error, the gathered layers are freed: FSDP by itself
     frees them only in a backward pass.
     """
+    model = trunk_of(model)
     if fsdp_modules(model):  # not by is_shard: gathered parameters are no shards
         try:
             yield
@@ -210,6 +211,7 @@ def here(model, device):
 @contextlib.contextmanager
 def gathered(model):
     """A collective: in this block a sharded model is whole on each rank, for decoding."""
+    model = trunk_of(model)
     modules = fsdp_modules(model)
     model.set_reshard_after_forward(False)
     for module in modules:
@@ -220,6 +222,11 @@ def gathered(model):
         reshard(model)
         model.set_reshard_after_forward(model.by_layer)
         model.set_reshard_after_forward(False, recurse=False)
+
+
+def trunk_of(model):
+    """The Model that has the trunk on which a model stands: mostly itself."""
+    return model if model.base is None else trunk_of(model.base)
 
 
 def fsdp_modules(model):
