@@ -146,7 +146,7 @@ class Run:
         now = time.perf_counter()
         self.times[self.phase] = self.times.get(self.phase, 0.0) + now - self.clock
         self.phase, self.clock = phase, now
-        errors.phase = f"iteration {self.iteration}, {phase}"
+        errors.enter(f"iteration {self.iteration}, {phase}")
 
     def audit_is_due(self):
         """Whether this iteration begins with an audit."""
