@@ -292,19 +292,13 @@ def has_any(config, names):
 @contextlib.contextmanager
 def no_grad_forwards(models, device):
     """The block around every forward of these models without a backward pass; some may be None."""
-    trunks = {trunk_of(model) for model in models if model is not None}
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        for trunk in trunks:
-            if trunk.elsewhere:
+        for model in models:
+            if model is not None and model.elsewhere:
                 from options.shards import here
 
-                stack.enter_context(here(trunk, device))
+                stack.enter_context(here(model, device))
         yield
-
-
-def trunk_of(model):
-    """The Model that has the trunk on which a model stands: mostly itself."""
-    return model if model.base is None else trunk_of(model.base)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ import transformers
 
 import tiny
 from checkpoint import save_final
-from decoding_cache import decoding_cache
 from errors import BadInput
 from load import load, probe
-from model import Model
+from model import Model, decoding_cache
 from options import decoding_graph
 from options.lora import peft_misreads
 from rollout import decode, response_uniforms
