@@ -165,6 +165,7 @@ def fake_tensors(ranks):
 
 def read_fake(path, head, system, device="cpu", seed=0):
     """load.read_model, of which only the config.json is read."""
+    load.check_folder(path)
     path = lora.lowest_base(path)
     config, how = load.settings_of(path, head, system)
     if how["attn_implementation"] != "eager":  # a fake tensor has no other kernels
