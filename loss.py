@@ -168,3 +168,19 @@ def add_up(sums, mask, tensors):
     for name, x in tensors.items():
         pair = torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
         sums[name] = sums.get(name, 0) + pair
+
+
+def how_broken(record, finished):
+    """
+    "", or how the policy of an iteration is broken: its responses do not end any more (at most two
+    thirds as many as in the first iteration, `finished`), and it is far from the reference, or has
+    moved far in one update: 0.3 nats a token. A policy that learns does one of the two at most.
+    """
+    kl, ends = record.get("objective/kl"), record["objective/finished"]
+    moved = max((kl or 0) / max(record["objective/length"], 1),
+                record.get("policy/approx_kl", 0))
+    if not moved > 0.3 or ends > finished * 2 / 3:
+        return ""
+    far = f"its KL is {kl:.3g} nats, " if kl is not None else ""
+    return (f"the policy is broken: {far}{ends:.0%} of its responses end, {finished:.0%} did at "
+            "first. See 'KL runs away' in docs/diagnosis.md: mostly the learning rate is too large")

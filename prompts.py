@@ -127,6 +127,10 @@ def text_or_messages(row, field):
                        f"messages of text, found {shorten(value)}")
     elif NO_UTF8.search(value) or not value and field == "prompt":
         raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(value)}")
+    elif value.lstrip(" \n\t'\"").startswith(("[", "{")):
+        from options.chats import check_text
+
+        check_text(value, field)
     return value
 
 
@@ -145,6 +149,8 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
     limit = min(limit, system.max_prompt_tokens or limit)
+    if tokenizer.chats:
+        tokenizer.chats.check_kinds(rows, path)
     tokenizer.say_marks(rows, ["prompt"], path)
     bos = tokenizer.bos_ids
 
@@ -165,6 +171,8 @@ def encode_demonstrations(rows, path, tokenizer, limit, too_long):
         ids, trained = (x[:limit] for x in example)
         return (ids, trained) if any(trained[1:]) else None  # nothing predicts a first token
 
+    if tokenizer.chats:
+        tokenizer.chats.check_kinds(rows, path)
     tokenizer.say_marks(rows, ["prompt", "completion"], path)
     return encode_rows(rows, path, lambda rows: [
         tokenizer.encode_learned(row["prompt"], row["completion"]) for row in rows], limit,

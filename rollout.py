@@ -43,10 +43,10 @@ import torch
 import torch.nn as nn
 
 import parallel
-import ranks
 from errors import BadInput
 from load import autocast, dtypes, matrices_of
 from model import decoding_cache, no_grad_forwards, scaled_logits
+from ranks import this_rank
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -255,7 +255,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     Columns (B,) beside those of as_batch: index, 0 to B - 1; row, the number of the data row that a
     response answers, so rows[batch["row"][i]] is that of response i; slot, the place of that row.
     """
-    if "sample" not in parallel.does:  # ranks of another role have done it
+    if "sample" not in this_rank.does:  # ranks of another role have done it
         from options.roles import received
 
         return received.pop()
@@ -306,7 +306,7 @@ def sampling(policy, temperature, seeds, system, device):
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
-            stop=None if together else lambda: ranks.stop,
+            stop=None if together else lambda: this_rank.stop,
             graphs=graphs and ("compiled" if system.compile else True))
 
 

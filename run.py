@@ -27,8 +27,8 @@ import parallel
 import ranks
 from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
-from errors import BadInput, Stop, say
-from loss import gap, gap_limit, summarize
+from errors import BadInput, Stop, evaluation_lines, iteration_line, say, say_last
+from loss import gap, gap_limit, how_broken, summarize
 from model import vectors_of
 from rollout import texts_of
 
@@ -47,7 +47,7 @@ def make_optimizer(model, name, system, lr, betas, eps):
         groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
-        fused=parallel.role == "train")  # others never step
+        fused=ranks.this_rank.role == "train")  # others never step
     narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
     if narrow or of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
@@ -90,18 +90,20 @@ class Run:
         with parallel.in_step():  # COLLECTIVE: all say it, and nothing is written yet
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, data or torch than rank 0")
-        folder = saved = None
-        if parallel.role == "train":  # the others write nothing
+        folder, saved, log = None, None, os.path.join(out_dir, "log.jsonl")
+        had_begun = os.path.isfile(log) and os.path.getsize(log) > 0
+        if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0)
+        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0,
+                     finished=None, broken="")
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, self.ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
-        if system.report_to and parallel.role == "train":
+        if system.report_to and ranks.this_rank.role == "train":
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
@@ -112,7 +114,8 @@ class Run:
             say(f"{name:<12} {count:8.2f}M parameters  "
                 f"{'trained' if name in optimizers else 'frozen'}")
         say(f"{parallel.rank_and_size()[1]} rank(s) on {device.type}, {system.dtype}; "
-            + (f"resuming from {folder}" if folder else f"writing to {out_dir}"))
+            + (f"resuming from {folder}" if folder else f"writing to {out_dir}")
+            + ", without a checkpoint: the run begins anew" * (had_begun and not folder))
 
     # iterations, checkpoints, and requests to stop
 
@@ -163,7 +166,7 @@ class Run:
         """
         if parallel.stop_agreed():  # COLLECTIVE
             self.save()  # COLLECTIVE
-            say(f"saved before iteration {self.iteration}; the same command goes on from there")
+            say_last(f"saved before iteration {self.iteration}; the same command goes on there")
             self.leave()  # COLLECTIVE
             sys.exit(0)
 
@@ -173,7 +176,7 @@ class Run:
         try:
             yield
         except Stop as e:
-            if parallel.role != "train":
+            if ranks.this_rank.role != "train":
                 raise
             self.save()  # COLLECTIVE
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
@@ -187,6 +190,13 @@ class Run:
             with self.ema.in_place():
                 save_final(  # COLLECTIVE
                     self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
+        if parallel.rank_and_size()[0] == 0:
+            with contextlib.suppress(ModuleNotFoundError):  # a fork may do without
+                from options.model_card import write_cards
+
+                write_cards(self.out_dir)
+        if self.state["broken"]:
+            say(f"warning: {self.state['broken']}")
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -296,16 +306,17 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
-        if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
-            self.state["best_score"] = score
+        record, by = summarize(batch, "eval", reward_names), self.system.keep_best
+        if by and by not in record | {"score": score}:
+            raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
+        best = self.state["best_score"] if self.state.get("best_by", by) == by else None
+        now = (record | {"score": score}).get(by)
+        if by and (best is None or now - best > 1e-6 * abs(best)):
+            self.state |= dict(best_score=now, best_by=by)
             save_final(  # COLLECTIVE
                 self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
-        say(f"eval {self.iteration}: " + "  ".join(
-            f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()))
-        for sample in samples[:2]:
-            say(f"    {sample['prompt']!r:.200} -> {sample['text']!r:.300}")
+        say(evaluation_lines(self.iteration, record, samples))
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
         return record
 
@@ -348,6 +359,12 @@ class Run:
             if "age" in batch:
                 record["policy/staleness"] = int(batch["age"][0])
             tokens = int(batch["response_mask"].sum())
+            if self.state["finished"] is None:  # the first iteration
+                self.state["finished"] = record["objective/finished"]
+            broken = how_broken(record, self.state["finished"])
+            if broken and not self.state["broken"]:
+                say(f"warning: iteration {self.iteration}: {broken}")
+            self.state["broken"] = broken
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
@@ -362,31 +379,9 @@ class Run:
 
             send_to_trackers(record)
         if tokens and (self.iteration % every == 0 or self.iteration + 1 == self.max_iters):
-            say(self.progress(record))
-
-    def progress(self, record):
-        """The line of an iteration: the COLUMNS that its record has, and the time left."""
-        done = self.iteration + 1
-        left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
-        columns = [f"{name} {record[metric]:{form}}"
-                   for name, (metric, form) in COLUMNS.items() if metric in record]
-        return "  ".join([f"iter {done}/{self.max_iters}", *columns, f"{left / 60:.1f} min left"])
-
-
-# the columns of an iteration's line: name -> metric, format (z: no -0.00). log.jsonl has all
-COLUMNS = {
-    "score": ("objective/scores", "z5.2f"),
-    "kl": ("objective/kl", "z4.2f"),
-    "acc": ("objective/accuracy", "4.2f"),
-    "len": ("objective/length", "4.0f"),
-    "flat": ("objective/flat_groups", "3.1f"),
-    "loss": ("loss/sft", "6.4f"),
-    "pair loss": ("loss/preference", "6.4f"),
-    "right": ("train/accuracy", "4.2f"),
-    "clip": ("policy/clipfrac", "5.3f"),
-    "ev": ("val/explained_variance", "z5.2f"),
-    "tok/s": ("time/tokens_per_second", "4.0f"),
-}
+            done = self.iteration + 1
+            left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
+            say(iteration_line(record, done, self.max_iters, left / 60))
 
 
 def peak_memory_mib(device):

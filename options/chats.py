@@ -9,12 +9,14 @@ import inspect
 import os
 import re
 
-from errors import BadInput, first_line, shorten
+from errors import BadInput, first_line, say, shorten
 from prompts import NO_UTF8
 from tokenizer import text_of
 
 # tokens of many families' templates: <|im_end|>, and DeepSeek's with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
+# a string such as '[{"role": "user", ...', perhaps in quotes, or with the content first
+WRITTEN = r"""\s*["']?\s*(\[\s*\{\s*\\*["'](role|content|from|value)|\{\s*\\*["']role)\\*["']\s*:"""
 # what others write into a message that is not to be learned, such as "weight": 0
 NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
 # where others keep the thoughts of an assistant's message; many chat templates do not read them
@@ -36,6 +38,13 @@ def check_messages(messages, field):
                            f"{shorten(message.get('role'))}; wanted system, user or assistant")
         if NO_UTF8.search(content) or not content and field == "prompt":
             raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
+
+
+def check_text(text, field):
+    """Raise BadInput where a string is a list of messages, written in JSON or Python."""
+    if re.match(WRITTEN, text):
+        raise BadInput(f"field {field!r} is text that looks like messages, {shorten(text)}; it "
+                       "would be learned letter by letter; give the list itself, in JSONL")
 
 
 def check_learned(messages, field):
@@ -111,6 +120,26 @@ class Chats:
         # tokens beside the special ones that are none in messages; no such list before 5.23
         self.controls = getattr(hf, "chat_control_tokens", None)
         self.turn_ends = set()
+
+    def check_kinds(self, rows, path):
+        """
+        Raise BadInput where some prompts of a file are strings and others messages. Say where all
+        are strings, which no template touches, and of how many system_prompt is not the system's.
+        """
+        strings, chats = ([n for n, row in enumerate(rows, 1) if isinstance(row["prompt"], kind)]
+                          for kind in (str, list))
+        if strings and chats:
+            raise BadInput(f"{path}: the prompt of row {strings[0]} is a string, that of row "
+                           f"{chats[0]} messages; only messages get the chat template, so make "
+                           "all of them messages (data/convert.py --chat)")
+        if strings:
+            say(f"warning: {path}: the prompts are strings, so they do not get the chat template "
+                f"of {self.path}{' nor system_prompt' * bool(self.system_prompt)}; a chat model "
+                "wants messages (data/convert.py --chat)")
+        own = sum(row["prompt"][0]["role"] == "system" for row in rows if not strings)
+        if self.system_prompt and own:
+            say(f"{path}: {own} of {len(rows)} rows have a system message of their own, and not "
+                "system_prompt")
 
     def set_special(self, special):
         """Make the tokens special that are plain in the source, or plain again."""

@@ -115,7 +115,7 @@ def kl(kind):
     def estimate(b, most=None):
         def total(x):
             found = loss.kl_estimate(x, b.ref, kind)
-            return (found if most is None else found.clamp(-most, most))[b.mask].sum()
+            return (found if most is None else found.clamp(-most, most))[b.mask].mean()
         return graded(total, b)
     return estimate
 

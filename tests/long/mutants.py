@@ -68,8 +68,8 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "test_configurator", "wins"),
     ("load.py", "(0.3 if in_16_bits else 1e-3)", "0.3e3", "long/test_rooms", "refused"),
     # runs that are stopped, killed, or wrong
-    ("ranks.py", "first, stop = not stop, True", "first = not stop", "test_scripts",
-     "bits and sft"),
+    ("ranks.py", "first, this_rank.stop = not this_rank.stop, True", "first = not this_rank.stop",
+     "test_scripts", "bits and sft"),
     ("errors.py", "os._exit(1 if code is None else code)", "os._exit(1)", "test_scripts", "typo"),
     ("prompts.py", "repr(tuple(ids)).encode()", "repr(len(ids)).encode()", "test_scripts",
      "another"),

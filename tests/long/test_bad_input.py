@@ -4,7 +4,10 @@ writes nothing. (More in tests/: test_scripts.py, test_configurator.py, test_mod
 """
 import json
 import os
+import pty
+import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -12,7 +15,8 @@ import pytest
 import test_configurator
 
 from errors import BadInput
-from tiny import MARKERS, ROOT, assert_one_line, jsonl, keys_of, run, save_random, well, write
+from tiny import (MARKERS, ROOT, assert_one_line, jsonl, keys_of, run, save_random, typed, well,
+                  write)
 
 USER = [dict(role="user", content="1+2=")]
 ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
@@ -78,7 +82,7 @@ TABLE = {
     # keys that do not go together, or that nothing reads
     "no reference": ("grpo.py", dict(ref_path="$policy", kl_coef=0.0), ["ref_path", "kl_coef"]),
     "empty minibatches": ("ppo.py", dict(num_minibatches=6), ["num_minibatches = 6"]),
-    "no held-out prompts": ("ppo.py", dict(keep_best=True, eval_path=""), ["keep_best"]),
+    "no held-out prompts": ("ppo.py", dict(keep_best="score", eval_path=""), ["keep_best"]),
     "weights in 16 bits": ("ppo.py", dict(master_weights=False), ["master_weights"]),
     "weights in another 16 bits": ("sft.py", dict(master_weights=False, dtype="float16"), [
         "master_weights", "--dtype=bfloat16"]),
@@ -203,3 +207,36 @@ def test_without_the_virtual_environment(script):
                             cwd=ROOT, env={}, check=False)
     assert result.returncode in (1, 2) and not result.stdout
     assert len(result.stderr.splitlines()) == 1 and "source .venv/bin/activate" in result.stderr
+
+
+def torchrun_in_a_terminal(keys, until):
+    """
+    What a terminal shows of grpo.py on two ranks under torchrun, whose keys are typed; behind the
+    words `until` torchrun gets a Ctrl-C.
+    """
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "grpo.py"]
+    run = subprocess.Popen([*command, *typed(keys)], cwd=ROOT, stdin=theirs, stdout=theirs,
+                           stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 1 << 16)
+        except OSError:  # the last process that has the terminal is gone
+            break
+        if until and until.encode() in shown:
+            run.send_signal(signal.SIGINT)
+            until = None
+    os.close(ours)
+    return run.wait(), shown.decode().split()
+
+
+def test_the_last_lines_under_torchrun_are_the_runs(world, tmp_path):
+    keys = keys_of(world, "grpo.py", out_dir=f"{tmp_path}/out", max_iters=1000)
+    code, words = torchrun_in_a_terminal(keys | dict(reward_functions="acuracy"), None)
+    assert code == 1 and "grpo.py: error: reward_functions = 'acuracy'" in " ".join(words[-40:])
+    code, words = torchrun_in_a_terminal(keys, "iter 2/1000")
+    assert code == 1 and any("SignalException" in word for word in words)
+    assert re.fullmatch(r"saved before iteration \d+; the same command goes on there",
+                        " ".join(words[-10:])), words[-20:]

@@ -3,6 +3,7 @@ Chats and texts in the tokenizers of models_of_the_world.py: messages become the
 transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
 row is refused; text that spells a special token stays text; ends of responses, and stop strings.
 """
+import contextlib
 import json
 import random
 import re
@@ -18,6 +19,7 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load
+from prompts import dialogue
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
 from tiny import assert_one_line, keys_of_system, run
@@ -380,6 +382,40 @@ def test_what_a_run_says_of_special_tokens(folders, world, tmp_path):
         keys = tiny.keys_of(world, script, max_iters=1, **{key: path})
         result = run(script, tmp_path / script, keys)
         assert result.codes == [0] and ("3 of 3 rows have special" in result.out[0]) == said, result
+
+
+def test_strings_for_a_model_with_a_template(ours, capsys):
+    """All strings: said; strings beside messages: refused; whose system message is it: said."""
+    chat = dict(prompt=[dict(role="user", content="a")])
+    led = dict(prompt=[dict(role="system", content="s"), *chat["prompt"]])
+    chats = ours("qwen2.5", system_prompt="be kind").chats
+    for rows, words in ([dict(prompt="a")] * 3, "strings"), ([chat] * 3, ""), (
+            [led, chat, led], "2 of 3 rows"):
+        chats.check_kinds(rows, "my.jsonl")
+        said = capsys.readouterr().out
+        assert said.startswith(("my.jsonl", "warning: my.jsonl")) and words in said or said == words
+    chats.system_prompt = ""
+    chats.check_kinds([led, chat], "my.jsonl")
+    assert not capsys.readouterr().out
+    for rows in ([chat, chat, dict(prompt="a")], [dict(prompt="a"), led]):
+        with pytest.raises(BadInput, match=r"my.jsonl: .*row [13] .*row [12]"):
+            chats.check_kinds(rows, "my.jsonl")
+
+
+@pytest.mark.parametrize("text, chat", {
+    '[{"role": "user", "content": "a"}]': True, "[{'content': 'a', 'role': 'user'}]": True,
+    '  [ {"content" :"a"}]': True, '"[{\\"role\\": \\"user\\"}]"': True,
+    '[{"from": "human"}]': True,
+    "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]": True, '{"role": "user"}': True,
+    "[\n  {\n    'role': 'user'": True, "[1, 2]": False, '{"a": 1} as YAML?': False, "[": False,
+    '{"content": "a"} in French?': False, "[{": False, '[{"id": 1, "role": 2}]': False,
+    "a [{'role': 'user'}]": False, "'tis": False, '"': False}.items())
+def test_messages_written_as_text_are_refused(text, chat):
+    """A table of CSV has them: they would be learned letter by letter."""
+    for field in ("prompt", "completion"):
+        row = dict(prompt="a", completion="b") | {field: text}
+        with pytest.raises(BadInput, match=field) if chat else contextlib.nullcontext():
+            assert dialogue(row, "completion") == row
 
 
 def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):

@@ -94,7 +94,7 @@ row = prompt_row(dict(prompt="12+34=", answer="46"))
 tokenizer.encode_scored([row["prompt"]], ["46"], [True])
 rows = Rows([dialogue(row | dict(completion="46"), "completion")])
 encode_demonstrations(rows, "a", tokenizer, 9, "error")
-texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1,000", ""]
+texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
 batch = dict(completions=texts, rows=[row] * len(texts), prompts=["12+34="] * len(texts))
 assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
 assert not [name for name in sys.modules if name.startswith(("options", "grading"))]

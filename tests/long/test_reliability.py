@@ -140,6 +140,8 @@ def test_a_second_signal_ends_a_run_that_has_not_stopped(world, tmp_path):
     result = run("sft.py", tmp_path, keys_of(world, "sft.py"), before=at(1, asked))
     assert result.codes == [128 + signal.SIGTERM], result
     assert result.err[0].count("\n") == 1 and result.err[0].startswith("SIGINT: stopping"), result
+    again = run("sft.py", tmp_path, keys_of(world, "sft.py", max_iters=1))  # there is no checkpoint
+    assert ["anew" in said for said in (result.out[0], again.out[0])] == [False, True], again
 
 
 def closes(way):
