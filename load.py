@@ -186,6 +186,10 @@ def settings_of(path, head, system):
         from options.families import settings_of_experts
 
         how |= settings_of_experts(dtype)
+    if has_any(config, ["linear_key_head_dim"]):
+        from options.families import keep_delta_rule_wide
+
+        keep_delta_rule_wide(kind)
     return config, how
 
 
