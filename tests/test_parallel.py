@@ -4,13 +4,14 @@ any number of ranks computes the same: test_by_hand.py.)
 """
 import itertools
 import json
+import math
 import re
 import signal
 
 import pytest
 import torch
 
-from parallel import checksum
+from parallel import checksum, clip_gradients
 from tiny import assert_same_run, assert_stopped, at, keys_of, run, well, write
 
 WORKER = """
@@ -78,6 +79,17 @@ def test_a_checksum_sees_every_bit_and_the_order(dtype):
         assert int(checksum(values[order])) != int(checksum(values))
 
 
+def test_a_checksum_sees_the_order_across_its_chunks():
+    """Large tensors are summed in parts: two words of different parts, or a part further."""
+    values = torch.zeros(2**20 + 8)
+    for place in (2**20, 2**20 + 1):  # word 1 is as far in its part as the second of these
+        swapped = values.clone()
+        swapped[1], swapped[place] = 2.0, 1.0
+        values[1], values[place] = 1.0, 2.0
+        assert int(checksum(values)) != int(checksum(swapped))
+        values[1] = values[place] = 0
+
+
 def drift(name):
     """An action: one bit of a parameter changes, of the policy or of the frozen reward model."""
     def action():
@@ -121,3 +133,15 @@ def test_a_run_stops_on_two_ranks_and_goes_on_with_one(world, tmp_path):
     stopped = run("ppo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, rank=1))
     assert_stopped(stopped, tmp_path)
     assert_same_run(whole, well("ppo.py", tmp_path, keys), ("policy", "value_model"), 1e-9)
+
+
+def test_gradients_in_16_bits_have_a_norm_in_32():
+    """0.010009765625 is a number of bfloat16, sqrt(100,000) of it is none; nor has float16 3e6."""
+    for dtype, each, n in ((torch.bfloat16, 0.010009765625, 100_000), (torch.float16, 1e4, 90_000)):
+        norm = clip_gradients([torch.full((n,), each, dtype=dtype)], 0.5)
+        assert norm.item() == pytest.approx(each * math.sqrt(n), rel=3e-5)
+    numbers = torch.arange(128, 256).double()  # each is a number of bfloat16
+    buffers = [numbers.bfloat16(), torch.tensor([3.0])]
+    norm = math.sqrt(sum(n * n for n in range(128, 256)) + 9)
+    assert clip_gradients(buffers, 7.0).item() == pytest.approx(norm, rel=1e-6)
+    assert torch.equal(buffers[0], (numbers * (7 / (norm + 1e-6))).bfloat16())
