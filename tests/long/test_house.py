@@ -172,10 +172,11 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
     for name in ("config", "data", "grading", "tests"):
         shutil.copytree(os.path.join(ROOT, name), tmp_path / name,
                         ignore=shutil.ignore_patterns("long", "__pycache__"))
-    chosen = "bits and (ppo or grpo) or reward_functions or options"
+    chosen = "bits and (ppo or grpo) or reward_functions or test_options or right_one or taught"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen,
-         *(f"tests/test_{name}.py" for name in ("scripts", "rewards", "options"))],
+         *(f"tests/test_{name}.py" for name in (
+             "scripts", "rewards", "options", "configurator", "by_hand_options"))],
         cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" in done.stdout, (
         done.stdout[-3000:])
