@@ -58,8 +58,9 @@ def test_rows_that_are_too_long():
 
 def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
     """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
-    tokenizer = SimpleNamespace(say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
-        [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
+    tokenizer = SimpleNamespace(
+        chats=None, say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
+            [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
 
     def encoded(*texts):
         rows = Rows(dict(prompt=prompt, completion=text) for prompt, text in texts)
@@ -76,7 +77,7 @@ def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
 
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
     tokenizer = SimpleNamespace(
-        bos_ids=[1], say_marks=lambda *_: None,
+        bos_ids=[1], chats=None, say_marks=lambda *_: None,
         encode_prompts=lambda texts: [[1, *text.encode()] for text in texts])
     models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
     rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))
