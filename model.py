@@ -195,7 +195,8 @@ class Model(nn.Module):
 def vectors_of(model):
     """
     The parameters that are vectors, also where a tensor has one for each expert or head: beside
-    tensors with a matrix for each, as a bias (gpt-oss), or in a norm (Cohere).
+    tensors with a matrix for each, as a bias (gpt-oss), in a norm (Cohere), or as a state's decays
+    (Jamba).
     """
     vectors = set()
     for module in model.modules():
@@ -203,7 +204,7 @@ def vectors_of(model):
         stacked = any(p.dim() == 3 for p in own.values())
         norm = "norm" in type(module).__name__.lower()
         vectors |= {p for name, p in own.items()
-                    if p.dim() < 2 + stacked or norm or "bias" in name}
+                    if p.dim() < 2 + stacked or norm or "bias" in name or name == "A_log"}
     return vectors
 
 
