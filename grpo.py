@@ -48,7 +48,8 @@ from load import autocast, load_policy, load_ref_policy, load_reward_model
 from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
                   mean_of, summarize)
 from model import response_logprobs
-from prompts import batch_rows, hash_of_ids, micro_batches, permutation, run_length, spread
+from prompts import (batch_rows, hash_of_ids, micro_batches, permutation, run_length, say_prompts,
+                     spread)
 from rewards import alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch
 from rollout import add_columns, read_batch, sample_batch
 from run import Run, make_optimizer
@@ -161,6 +162,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "group_size", "policy_path", "reward_path",
                 "prompts_path"],
     token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
+say_prompts(train_rows, eval_rows, batch_size // group_size, max_iters)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
 # which model adds which column to a batch before the update. With one minibatch the forward of the
 # first step also gives the policy's column; then the policy only reads before if the scores need it

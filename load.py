@@ -113,8 +113,13 @@ def check_folder(path):
     if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
         raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
+        hint = nearest(path) or "; train it first" * ("/" in path)
         raise BadInput(f"{path!r}: no such model folder, and no name on the hub, which is "
-                       f"OWNER/NAME{nearest(path) or '; train it first'}")
+                       f"OWNER/NAME, as openai-community/gpt2{hint}")
+    if not os.path.isdir(path):
+        from options.hub import check_name
+
+        check_name(path)
 
 
 def read_model(path, head, system, device="cpu", seed=0):

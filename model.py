@@ -195,8 +195,8 @@ class Model(nn.Module):
 def vectors_of(model):
     """
     The parameters that are vectors, also where a tensor has one for each expert or head: beside
-    tensors with a matrix for each, as a bias (gpt-oss), in a norm (Cohere), or as a state's decays
-    (Jamba).
+    tensors with a matrix for each, as a bias (gpt-oss), in a norm (Cohere), or as the decays of a
+    state space (Jamba).
     """
     vectors = set()
     for module in model.modules():

@@ -44,7 +44,8 @@ from load import autocast, load_policy, load_ref_policy, load_reward_model, load
 from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
                   learning_rate_at, masked_sum, masked_whiten, summarize)
 from model import response_logprobs, response_values
-from prompts import batch_rows, hash_of_ids, micro_batches, permutation, run_length, spread
+from prompts import (batch_rows, hash_of_ids, micro_batches, permutation, run_length, say_prompts,
+                     spread)
 from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
 from rollout import read_batch, sample_batch
 from run import Run, make_optimizer
@@ -158,6 +159,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "max_new_tokens", "value_init", "policy_path",
                 "reward_path", "prompts_path"],
     token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
+say_prompts(train_rows, eval_rows, batch_size, max_iters)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
 value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
 

@@ -279,6 +279,17 @@ def run_length(max_iters, epochs, n, batch_size):
     return math.ceil(round(epochs * n / batch_size, 6)) if epochs else max_iters
 
 
+def say_prompts(train_rows, eval_rows, per_iteration, max_iters):
+    """Say how often a run takes its prompts, and how many of the held-out ones are among them."""
+    say(f"{len(train_rows)} prompts; {max_iters} iterations of {per_iteration} are "
+        f"{max_iters * per_iteration / len(train_rows):.1f} epochs")
+    known = {bytes(ids) for ids in train_rows.ids}
+    both = sum(bytes(ids) in known for ids in eval_rows.ids)
+    if both:
+        say(f"warning: {both} of {len(eval_rows)} prompts of eval_path are also trained on: what "
+            "they show may be learned by heart")
+
+
 def hashed_row(n, *key):
     """A number from 0 to n - 1 that is a function of the key."""
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()

@@ -25,7 +25,8 @@ import torch
 import errors
 import parallel
 import ranks
-from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
+from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
+                        write_cards)
 from configurator import of_model
 from errors import BadInput, Stop, evaluation_lines, iteration_line, say, say_last
 from loss import gap, gap_limit, how_broken, summarize
@@ -75,6 +76,7 @@ class Run:
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers, self.ema = models, optimizers, None
         self.kept = {}  # {file: an object whose tensors() are saved, too}
+        self.evaluated = {}  # the figures of the last evaluation
         if ema_decay > 0:
             from options.ema import MovingAverage
 
@@ -144,7 +146,7 @@ class Run:
         now = time.perf_counter()
         self.times[self.phase] = self.times.get(self.phase, 0.0) + now - self.clock
         self.phase, self.clock = phase, now
-        errors.phase = f"iteration {self.iteration}, {phase}"
+        errors.enter(f"iteration {self.iteration}, {phase}")
 
     def audit_is_due(self):
         """Whether this iteration begins with an audit."""
@@ -190,11 +192,7 @@ class Run:
             with self.ema.in_place():
                 save_final(  # COLLECTIVE
                     self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
-        if parallel.rank_and_size()[0] == 0:
-            with contextlib.suppress(ModuleNotFoundError):  # a fork may do without
-                from options.model_card import write_cards
-
-                write_cards(self.out_dir)
+        write_cards(self.out_dir, self.evaluated)  # COLLECTIVE
         if self.state["broken"]:
             say(f"warning: {self.state['broken']}")
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
@@ -347,6 +345,8 @@ class Run:
         script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
+        held_out = {name: x for name, x in record.items() if name.startswith("eval/")}
+        self.evaluated = held_out or self.evaluated
         record = {"iteration": self.iteration} | {
             name: x for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}

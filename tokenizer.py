@@ -48,6 +48,10 @@ def load_tokenizer(path, system):
 
 def read_folder(path):
     """The tokenizer of transformers in a model folder, or of a hub name. Raises BadInput."""
+    if path.count("/") == 1 and not os.path.exists(path):
+        from options.hub import check_name
+
+        check_name(path)
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()

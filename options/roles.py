@@ -120,7 +120,7 @@ class Apart(Ahead):
         to, own = roles[roles.index(this_rank.role) + 1], trained_tensors(self.run.models["policy"])
         fields = {}
         while "end" not in fields:
-            errors.phase = "waiting for work"
+            errors.enter("waiting for work")
             fields, tensors = receive("train" if this_rank.role == "generate" else "generate")
             if fields.get("settings", self.run.settings) != self.run.settings:
                 raise BadInput("this role has other settings, data or torch than the trainers")

@@ -162,6 +162,9 @@ def hub_files(source):
         return [os.path.join(name, file) for file in files_of_split(files, folder, split, source)]
     import huggingface_hub
 
+    from options.hub import answers
+
+    heard = answers()  # else the library tries for half a minute
     try:
         files = huggingface_hub.list_repo_files(name, repo_type="dataset")
         wanted = files_of_split(files, folder, split, source)
@@ -169,10 +172,10 @@ def hub_files(source):
     except BadInput:
         raise
     except Exception as e:  # no network, no such set, no access: the library raises anything
-        raise BadInput(f"{source}: no such folder here, and the hub did not give it "
-                       f"({first_line(e)[:200]}); where there is a network, type hf download "
-                       f"{name} --repo-type=dataset --local-dir=DIR, then give hf:DIR:SPLIT"
-                       ) from e
+        why = first_line(e)[:200] if heard else "no answer"
+        raise BadInput(f"{source}: no such folder here, and the hub did not give it ({why}); where "
+                       f"there is a network, type hf download {name} --repo-type=dataset "
+                       "--local-dir=DIR, then give hf:DIR:SPLIT") from e
     return [os.path.join(copy, file) for file in wanted]
 
 

@@ -1,5 +1,6 @@
 """prompts.py: a file -> rows; which rows an iteration sees; micro-batches, by enumeration."""
 import itertools
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import parallel
 from errors import BadInput
 from loss import masked_sum
 from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_demonstrations, encode_prompts,
-                     encode_rows, micro_batches, prompt_row, read_rows)
+                     encode_rows, micro_batches, prompt_row, read_rows, say_prompts)
 from tiny import keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
@@ -22,6 +23,19 @@ def test_rows_of_a_file(tmp_path):
     path = write(tmp_path / "b.jsonl", '{"q": {"text": "é"}, "prompt": "old", "a": "x"}\n')
     assert read_rows(path, prompt_row, "q.text>prompt,a>answer") == [
         dict(prompt="é", answer="x", q=dict(text="é"))]
+
+
+@pytest.mark.parametrize("held_out, both", [
+    ([[3, 4]], 0), ([[1, 2], [3], [1, 2]], 2), ([[1], [1, 2, 300]], 1), ([], 0)])
+def test_held_out_prompts_that_are_trained_on_are_counted(capsys, held_out, both):
+    rows = []
+    for all_ids in ([[1, 2], [1, 2, 300], [5]], held_out):
+        rows.append(Rows([{}] * len(all_ids)))
+        rows[-1].ids = [array("i", ids) for ids in all_ids]
+    say_prompts(*rows, 4, 3)
+    said = capsys.readouterr().out
+    assert said.startswith("3 prompts") and "4.0 epochs" in said
+    assert f"{both} of {len(held_out)} " in said if both else "warning" not in said
 
 
 @pytest.mark.parametrize("line, words", [
@@ -58,8 +72,9 @@ def test_rows_that_are_too_long():
 
 def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
     """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
-    tokenizer = SimpleNamespace(say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
-        [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
+    tokenizer = SimpleNamespace(
+        chats=None, say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
+            [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
 
     def encoded(*texts):
         rows = Rows(dict(prompt=prompt, completion=text) for prompt, text in texts)
@@ -76,7 +91,7 @@ def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
 
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
     tokenizer = SimpleNamespace(
-        bos_ids=[1], say_marks=lambda *_: None,
+        bos_ids=[1], chats=None, say_marks=lambda *_: None,
         encode_prompts=lambda texts: [[1, *text.encode()] for text in texts])
     models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
     rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))

@@ -46,7 +46,7 @@ def as_in_run(argv, key, default, keys):
             new = {name: x for name, x in known.items() if x != "" and name not in typed | taken}
             refuse_code(new, file, typed.get("trust_code") == "True")
             taken |= new
-            empty |= {name: x for name, x in known.items() if x == ""}
+            empty |= {name: x for name, x in known.items() if x == "" and name not in typed}
     taken = empty | taken  # empty in all runs: as for eval_path, the tool's default is not theirs
     asked = taken | typed
     if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none

@@ -85,7 +85,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("groups.py", "log_ratio.sum(1, keepdim=True) / lengths", "log_ratio.sum(1, keepdim=True)",
      "test_by_hand", "gspo"),
     ("run.py", 'group["lr"] = lr\n', "pass\n", "test_by_hand", "sft"),
-    ("run.py", "score - best > 1e-6 * abs(best)", "score < best", "long/test_by_hand_options",
+    ("run.py", "now - best > 1e-6 * abs(best)", "now < best", "long/test_by_hand_options",
      "ppo and centred"),
     ("load.py", "tokenizer=policy.tokenizer, seed=seed)", "tokenizer=policy.tokenizer)",
      "test_by_hand", "rules"),

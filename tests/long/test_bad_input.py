@@ -2,6 +2,7 @@
 What people really type wrong, in rows of a table: a run that is one line, with exit code 2, and
 writes nothing. (More in tests/: test_scripts.py, test_configurator.py, test_model.py.)
 """
+import contextlib
 import json
 import os
 import pty
@@ -10,11 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import test_configurator
 
 from errors import BadInput
+from options import hub
 from tiny import (MARKERS, ROOT, assert_one_line, jsonl, keys_of, run, save_random, typed, well,
                   write)
 
@@ -61,7 +65,9 @@ TABLE = {
     # models
     "the folder of a run": ("ppo.py", dict(policy_path="$run"), ["run/policy"]),
     "a file": ("sft.py", dict(init_from="$sft_train"), ["sft_train.jsonl"]),
-    "a hub name, no network": ("sft.py", dict(init_from="nobody/nothing"), ["nobody/nothing"]),
+    "a hub name, no network": ("sft.py", dict(init_from="nobody/nothing"), [
+        "nobody/nothing", "hf download nobody/nothing --local-dir", "model_from_wheel.py"]),
+    "a name without its owner": ("sft.py", dict(init_from="gpt2"), ["'gpt2'", "OWNER/NAME"]),
     "another tokenizer's value": ("ppo.py", dict(reward_path="$other"), ["--value_init=policy"]),
     "another tokenizer's reference": ("grpo.py", dict(ref_path="$swapped"), ["ref_path"]),
     "a tokenizer that is not made": ("sft.py", dict(
@@ -207,6 +213,36 @@ def test_without_the_virtual_environment(script):
                             cwd=ROOT, env={}, check=False)
     assert result.returncode in (1, 2) and not result.stdout
     assert len(result.stderr.splitlines()) == 1 and "source .venv/bin/activate" in result.stderr
+
+
+@pytest.mark.parametrize("way", ["answers", "no network", "a name server that hangs"])
+def test_a_hub_is_asked_once_and_then_its_cache(tmp_path, monkeypatch, way):
+    from huggingface_hub import constants, utils
+
+    def head(address, timeout):
+        asked.append(address)
+        if way != "answers":
+            time.sleep(5 * (way != "no network"))
+            raise OSError("no such host")
+
+    asked = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=head))
+    monkeypatch.setattr(hub, "WAIT", 0.5)
+    for part in ("refs", "snapshots/0f"):
+        os.makedirs(tmp_path / "models--a--b" / part)
+    write(tmp_path / "models--a--b/refs/main", "0f")
+    write(tmp_path / "models--a--b/snapshots/0f/config.json", "{}")
+    hub.answers.cache_clear()
+    began = time.monotonic()
+    for _ in range(3):
+        hub.check_name("a/b")
+        with contextlib.nullcontext() if way == "answers" else pytest.raises(BadInput, match="c/d"):
+            hub.check_name("c/d")
+    assert len(asked) == 1 and time.monotonic() - began < 3
+    assert constants.HF_HUB_OFFLINE == (way != "answers")
+    hub.answers.cache_clear()
 
 
 def torchrun_in_a_terminal(keys, until):
