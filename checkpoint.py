@@ -83,7 +83,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
         if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    empty = [name for name in LOGS if name in names and not os.path.getsize(f"{out_dir}/{name}")]
+    empty = [name for name in LOGS if name in names and not os.lstat(f"{out_dir}/{name}").st_size]
     if folder or {*names} - {*begun, *empty, "config.json"}:  # else nothing can be lost
         if before.get("script", config["script"]) != config["script"]:
             raise BadInput(f"{out_dir} holds a run of {before['script']}; choose another --out_dir")
