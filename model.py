@@ -117,9 +117,8 @@ class Model(nn.Module):
         A step of a decoding: tokens (n, k) behind those in the cache -> the logits of the next one,
         (n, V). attention_mask (n, all tokens so far) and position_ids (n, k): None without padding.
         """
-        with attention_by_products():
-            out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
-                          use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
+        out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
+                      use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
         return out.logits[:, -1]
 
     def layers(self):
@@ -191,30 +190,6 @@ class Model(nn.Module):
 
             longest = min(longest, longest_of_longrope(rope))
         return longest
-
-
-@contextlib.contextmanager
-def attention_by_products():
-    """The block in which one query a row attends by two products in the place of torch's kernel."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attend(module, query, key, value, attention_mask, scaling=None, **more):
-        rows, H, n, d = query.shape
-        if n > 1:
-            return usual(module, query, key, value, attention_mask, scaling=scaling, **more)
-        query = query.reshape(rows, key.shape[1], -1, d) * (scaling or d**-0.5)
-        scores = query @ key.transpose(2, 3)
-        if attention_mask is not None:
-            scores = scores.masked_fill(~attention_mask, -torch.inf)
-        return (scores.softmax(-1) @ value).reshape(rows, 1, H, -1), None
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
 
 
 def vectors_of(model):
