@@ -1,7 +1,7 @@
 """
 The answer in a response: the text behind its thoughts, and in it the final answer. Here are
-<think>, last lines and numbers. Other marks of thoughts stand in grading/marks.py, other forms of
-answers in grading/forms.py; a text that has some loads them.
+<think>, last lines and plain numbers. Other marks of thoughts stand in grading/marks.py, other
+forms of answers in grading/forms.py; a text that has some loads them.
 """
 import functools
 import re
@@ -117,14 +117,11 @@ def same_answer(given, truth):
 
 
 def number_of(text):
-    """The value of a number such as 1,234.50, .5, -3/4 or 3 1/2, or None."""
-    # 1,234, also LaTeX's, but no 0,125
-    text = re.sub(r"(?<![\d.])[1-9]\d{0,2}(?:(?:,|\\,|,\\!|\{,\})\d{3})+(?!\d)",
-                  lambda m: re.sub(r"\D", "", m[0]), text)
-    match = re.fullmatch(
-        r"([+-]?) ?(?:(\d{1,100}) (?=\d+ ?/))?"
-        r"((?:\d{1,100}(?:\.\d{1,100})?|\.\d{1,100})(?:e[+-]?\d{1,3})?)(?: ?/ ?(\d{1,100}))?", text)
-    if not match or match[4] and not int(match[4]):
+    """The value of a number such as 1234.50 or -.5, and of its other forms; or None."""
+    if re.fullmatch(r"[+-]?(?:\d{1,100}(?:\.\d{1,100})?|\.\d{1,100})", text):
+        return Fraction(text)
+    if not re.fullmatch(r"[+-]?[\d. ][-+\d.,/e \\!{}]*", text):
         return None
-    size = int(match[2] or 0) + Fraction(match[3]) / int(match[4] or 1)
-    return -size if match[1] == "-" else size
+    from grading.forms import other_number
+
+    return other_number(text)

@@ -27,7 +27,9 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -44,6 +46,7 @@ from parallel import alone
 FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
 LOCK_WAIT = 30  # seconds: the time in which a run that was asked to stop can save
 LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
+FINAL = "policy", "value_model", "reward_model", "ema_policy", "best_policy"  # what a run leaves
 # keys of all scripts that must be the same when a run resumes
 MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
 lock_file = None  # it is open, and so locked, as long as this process lives
@@ -386,6 +389,33 @@ def sync(path):
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_cards(out_dir, evaluation):
+    """
+    A collective: a README.md, which hubs of models show first, in the folder of each model that a
+    run leaves: from which model it comes, by which command, and its last evaluation, {metric: x}.
+    """
+    def write():
+        config = read_json(os.path.join(out_dir, "config.json"))
+        base, script = config.get("policy_path") or config.get("init_from"), config["script"]
+        card, head = os.path.join(base, "README.md"), ""
+        if os.path.isfile(card):
+            with open(card, encoding="utf-8", errors="replace") as f:
+                head = f.read().partition("---\n")[2].partition("---\n")[0]
+        licence = re.search(r"^license: *\S+$", head, re.MULTILINE)
+        about = [f"base_model: {json.dumps(base)}"] if base != "scratch" else []
+        about += [licence[0]] if licence else []
+        for name in FINAL:
+            if os.path.isdir(os.path.join(out_dir, name)):
+                text = ["---", f"tags: [quartet, {script[:-3]}]", *about, "---", f"# {name}", "",
+                        f"Trained by `{script}` of quartet, beginning with `{base}`:", "",
+                        f"    python {script} {shlex.join(sys.argv[1:])}", ""]
+                text += [f"    {metric:<24} {x:.4g}" for metric, x in evaluation.items()]
+                with open_new(os.path.join(out_dir, name, "README.md")) as f:
+                    f.write("\n".join(text) + "\n")
+
+    alone(write)  # COLLECTIVE
 
 
 # -------------------------------------------------------------------------------------------------

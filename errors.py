@@ -21,7 +21,7 @@ import traceback
 import unicodedata
 
 PARENT = os.getppid()  # as this process begins: see ranks.init
-phase = "start"  # of the run, such as "iteration 7, update"; Run.enter sets it
+phase = "start"  # of the run; see enter
 
 
 class BadInput(ValueError):
@@ -38,6 +38,12 @@ class Stop(RuntimeError):
 
 class Lost(Stop):
     """Another rank has ended or does not answer. Each rank that is left says so."""
+
+
+def enter(what):
+    """Note the phase that begins now, such as "iteration 7, update": error lines name it."""
+    global phase
+    phase = what
 
 
 def report_error(kind, error, trace):

@@ -241,7 +241,7 @@ center_scores(  # COLLECTIVE
 if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
     from options.ahead import ahead_of
     ahead = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)
-    if parallel.role != "train":  # this rank samples, or scores, until the run is over
+    if ranks.this_rank.role != "train":  # this rank samples, or scores, until the run is over
         ahead.serve()  # COLLECTIVE
         sys.exit()
     rollout = ahead.rollout

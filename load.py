@@ -175,10 +175,8 @@ def settings_of(path, head, system):
 
     config, (dtype, _) = AutoConfig.from_pretrained(path, trust_remote_code=False), dtypes(system)
     config.num_labels = 1 if head == "scalar" else config.num_labels
-    attention, classes = system.attn_implementation, auto_class(head)._model_mapping
-    if type(config) not in classes:
-        raise BadInput(f"{path}: {config.model_type} has no class {auto_class(head).__name__[4:]}")
-    if attention == "sdpa" and not classes[type(config)]._supports_sdpa:
+    attention, kind = system.attn_implementation, class_of(path, config, head)
+    if attention == "sdpa" and not kind._supports_sdpa:
         attention = "eager"
     if attention == "eager" and dtype == torch.float64:
         raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
@@ -188,6 +186,10 @@ def settings_of(path, head, system):
         from options.families import settings_of_experts
 
         how |= settings_of_experts(dtype)
+    if has_any(config, ["linear_key_head_dim"]):
+        from options.families import keep_delta_rule_wide
+
+        keep_delta_rule_wide(kind)
     return config, how
 
 
@@ -198,6 +200,14 @@ def auto_class(head):
     logging.set_verbosity_error()  # it warns of padding without a mask, see model.py's header
     logging.disable_progress_bar()
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+
+
+def class_of(path, config, head):
+    """transformers' class for the config of the model at path. Raises BadInput."""
+    classes = auto_class(head)._model_mapping
+    if type(config) not in classes:
+        raise BadInput(f"{path}: {config.model_type} has no class {auto_class(head).__name__[4:]}")
+    return classes[type(config)]
 
 
 def check_index(path, config):

@@ -195,7 +195,8 @@ class Model(nn.Module):
 def vectors_of(model):
     """
     The parameters that are vectors, also where a tensor has one for each expert or head: beside
-    tensors with a matrix for each, as a bias (gpt-oss), or in a norm (Cohere).
+    tensors with a matrix for each, as a bias (gpt-oss), in a norm (Cohere), or as the decays of a
+    state space (Jamba).
     """
     vectors = set()
     for module in model.modules():
@@ -203,7 +204,7 @@ def vectors_of(model):
         stacked = any(p.dim() == 3 for p in own.values())
         norm = "norm" in type(module).__name__.lower()
         vectors |= {p for name, p in own.items()
-                    if p.dim() < 2 + stacked or norm or "bias" in name}
+                    if p.dim() < 2 + stacked or norm or "bias" in name or name == "A_log"}
     return vectors
 
 
@@ -292,19 +293,13 @@ def has_any(config, names):
 @contextlib.contextmanager
 def no_grad_forwards(models, device):
     """The block around every forward of these models without a backward pass; some may be None."""
-    trunks = {trunk_of(model) for model in models if model is not None}
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        for trunk in trunks:
-            if trunk.elsewhere:
+        for model in models:
+            if model is not None and model.elsewhere:
                 from options.shards import here
 
-                stack.enter_context(here(trunk, device))
+                stack.enter_context(here(model, device))
         yield
-
-
-def trunk_of(model):
-    """The Model that has the trunk on which a model stands: mostly itself."""
-    return model if model.base is None else trunk_of(model.base)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -34,12 +34,9 @@ import torch
 import torch.distributed as dist
 
 import errors
-import ranks
 from errors import BadInput, Stop
+from ranks import this_rank
 
-group = None  # the ranks that all functions here are for; None = all (options/roles.py sets these)
-role = "train"  # what this rank is for: train, generate or score
-does = "sample", "score"  # its part of a rollout
 PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the disk
 
 
@@ -50,12 +47,12 @@ PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the
 @contextlib.contextmanager
 def patient():
     """A block of work at the disk: there a rank waits for the slowest one up to PATIENCE."""
-    waiting = dist.is_initialized() and (group or dist.group.WORLD)
+    waiting = dist.is_initialized() and (this_rank.group or dist.group.WORLD)
     if waiting:
-        waiting.set_timeout(max(ranks.wait, PATIENCE))
+        waiting.set_timeout(max(this_rank.wait, PATIENCE))
     yield
     if waiting:
-        waiting.set_timeout(ranks.wait)
+        waiting.set_timeout(this_rank.wait)
 
 
 @contextlib.contextmanager
@@ -76,7 +73,7 @@ def in_step():
         kind, message = from_rank([getattr(error, "exit_code", 1), str(error)], failed[0])
         if error is not None and not hasattr(error, "exit_code"):
             raise error
-        rank = dist.get_global_rank(group or dist.group.WORLD, failed[0])
+        rank = dist.get_global_rank(this_rank.group or dist.group.WORLD, failed[0])
         where = f"on rank {rank}: " if rank or kind == 1 else ""
         raise (BadInput if kind == 2 else Stop)(where + message) from error
 
@@ -98,16 +95,16 @@ def from_rank(value, source=0):
         return value
     text = json.dumps(value).encode() if rank_and_size()[0] == source else b""
     length = torch.tensor([len(text)], device=wire())
-    dist.broadcast(length, group_src=source, group=group)
+    dist.broadcast(length, group_src=source, group=this_rank.group)
     sent = torch.zeros(int(length), dtype=torch.uint8, device=wire())
     sent[:len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[:len(text)]
-    dist.broadcast(sent, group_src=source, group=group)
+    dist.broadcast(sent, group_src=source, group=this_rank.group)
     return json.loads(sent.cpu().numpy().tobytes())
 
 
 def stop_agreed():
     """A collective: whether any rank has been asked to stop."""
-    return bool(all_reduce_max(torch.tensor(float(ranks.stop), device=wire())))
+    return bool(all_reduce_max(torch.tensor(float(this_rank.stop), device=wire())))
 
 
 def ranks_where(flag):
@@ -123,14 +120,14 @@ def ranks_where(flag):
 def holds(name):
     """Whether this rank needs a model's weights. name: as in the keys. See options/roles.py."""
     part = dict(policy="sample", reward="score", judge="score").get(name)
-    return role == "train" or part in does
+    return this_rank.role == "train" or part in this_rank.does
 
 
 def rank_and_size():
     """(the number of this process, how many there are); (0, 1) where there is no group."""
     if not dist.is_initialized():
         return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    return dist.get_rank(this_rank.group), dist.get_world_size(this_rank.group)
 
 
 def wire():
@@ -150,7 +147,7 @@ def broadcast_parameters(models):
     for p in itertools.chain(*(model.parameters() for model in models)):
         if dist.is_initialized() and not is_shard(p) and not p.is_meta:
             sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
-            dist.broadcast(sent, group_src=0, group=group)
+            dist.broadcast(sent, group_src=0, group=this_rank.group)
             p.data.copy_(sent)
 
 
@@ -176,7 +173,7 @@ def all_gather(t):
     if not dist.is_initialized():
         return [t]
     parts = [torch.empty_like(t) for _ in range(rank_and_size()[1])]
-    dist.all_gather(parts, t.contiguous(), group=group)
+    dist.all_gather(parts, t.contiguous(), group=this_rank.group)
     return parts
 
 
@@ -185,7 +182,7 @@ def all_reduce_sum(tensors):
     if not dist.is_initialized() or not tensors:
         return tensors
     total = torch.stack(list(tensors.values()))
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=this_rank.group)
     return dict(zip(tensors, total, strict=True))
 
 
@@ -193,7 +190,7 @@ def all_reduce_max(t):
     """A collective: the elementwise maximum over all ranks. NaN becomes inf: max may drop a NaN."""
     if dist.is_initialized():
         t = torch.where(t.isnan(), torch.inf, t) if t.is_floating_point() else t
-        dist.all_reduce(t, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(t, op=dist.ReduceOp.MAX, group=this_rank.group)
     return t
 
 
@@ -229,7 +226,7 @@ def flatten_gradients(model):
     deletes the views. The gradients of bfloat16 weights are summed in float32: in bfloat16 512
     equal micro-batches would sum to 0.73 of theirs.
     """
-    trained = [p for p in model.parameters() if p.requires_grad and role == "train"]
+    trained = [p for p in model.parameters() if p.requires_grad and this_rank.role == "train"]
     dtypes = {p: torch.promote_types(p.dtype, torch.float32) for p in trained if not is_shard(p)}
     buffers = []
     for dtype in sorted(set(dtypes.values()), key=str):
@@ -261,7 +258,7 @@ def all_reduce_gradients(gradients, scale=1.0):
         if not torch.is_tensor(flat):
             flat.all_reduce()  # of shards
         elif dist.is_initialized():
-            dist.all_reduce(flat, group=group)
+            dist.all_reduce(flat, group=this_rank.group)
         if scale != 1.0:
             flat.mul_(1 / scale)
 

@@ -5,6 +5,7 @@ requests to stop, and leaves. The collectives in between are in parallel.py.
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import os
 import signal
@@ -18,16 +19,28 @@ import errors
 from errors import BadInput, Lost
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # of a scheduler, Ctrl-C, a closed terminal
-stop = False  # whether this process has been asked to stop
-wait = None  # how long a collective waits for a lost rank, the key timeout
+
+
+@dataclasses.dataclass
+class Rank:
+    """What this process is among the others. Only this file writes it; all others read it."""
+
+    role: str = "train"  # what it is for: train, generate or score; see options/roles.py
+    does: tuple[str, ...] = ("sample", "score")  # its part of a rollout
+    group: dist.ProcessGroup | None = None  # the ranks of its role; None: all
+    wait: datetime.timedelta | None = None  # for a lost rank, in a collective: the key timeout
+    stop: bool = False  # it has been asked to stop
+
+
+this_rank = Rank()  # as it is without others, until init
 
 
 def init(system):
     """
-    A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs. From
-    here on REQUESTS are heard, see on_signal. Returns this rank's torch.device.
+    A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs; what
+    this rank is then stands in this_rank. From here on REQUESTS are heard, see on_signal. Returns
+    this rank's torch.device.
     """
-    global wait
     on_requests(on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # if only torchrun is killed, this process must end, too; else it would go on alone
@@ -41,7 +54,7 @@ def init(system):
         from options.trackers import names_in
 
         names_in(system.report_to)
-    wait = datetime.timedelta(seconds=system.timeout)
+    this_rank.wait = datetime.timedelta(seconds=system.timeout)
     # rules, environments and tools are given up before the ranks that wait for them are
     system.reward_timeout = min(system.reward_timeout, system.timeout / 2)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
@@ -55,14 +68,14 @@ def init(system):
             where = dict(backend="nccl")
             if not system.roles:  # with it torch splits later groups off this one, by all ranks
                 where["device_id"] = device
-        dist.init_process_group(timeout=wait, **where)
+        dist.init_process_group(timeout=this_rank.wait, **where)
         # nccl makes its connections only now; it would guess the GPU by the rank
         dist.barrier(device_ids=None if device.index is None else [device.index])
         alarm.cancel()
     if system.roles:  # some of the ranks only generate, or score
         from options.roles import begin
 
-        begin(system)  # COLLECTIVE
+        this_rank.role, this_rank.does, this_rank.group = begin(system)  # COLLECTIVE
     if system.generate_tp > 1:  # some of the ranks sample together
         from options.tensor_parallel import check_ranks
 
@@ -112,10 +125,10 @@ def on_requests(handler):
 
 def on_signal(number, frame):
     """One of REQUESTS: the run stops where it can (stop_agreed); a second one ends it at once."""
-    global stop
-    if stop and number != signal.SIGHUP:  # of one closed terminal shell and kernel send one each
+    # of one closed terminal, shell and kernel send a SIGHUP each
+    if this_rank.stop and number != signal.SIGHUP:
         os._exit(128 + number)
-    first, stop = not stop, True
+    first, this_rank.stop = not this_rank.stop, True
     if first and os.environ.get("RANK", "0") == "0":
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
                 f"{errors.phase}); a second one ends it now, and all since the last checkpoint is "

@@ -30,6 +30,7 @@ from errors import BadInput, Stop, first_line, place_of, say, shorten
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
+from ranks import this_rank
 from rollout import texts_of
 
 
@@ -164,7 +165,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     of the rewards. Raises Stop, on all ranks, if a rule fails or hangs, or a model's output is not
     finite.
     """
-    if "score" not in parallel.does:  # ranks of another role will do it
+    if "score" not in this_rank.does:  # ranks of another role will do it
         return
     B = len(batch["tokens"])
     share = parallel.share(B)
@@ -308,7 +309,7 @@ def center_scores(state, reward_model, value_model, first_batch):
     state keeps the shift, value_model gets it, too. first_batch() samples and scores that batch.
     """
     if reward_model is None or hasattr(reward_model.hf.config, "score_shift") or (
-            parallel.role != "train"):
+            this_rank.role != "train"):
         return
     if state.get("score_shift") is None:
         batch = first_batch()  # COLLECTIVE

@@ -43,10 +43,10 @@ import torch
 import torch.nn as nn
 
 import parallel
-import ranks
 from errors import BadInput
 from load import autocast, dtypes, matrices_of
-from model import decoding_cache, no_grad_forwards, scaled_logits, trunk_of
+from model import decoding_cache, no_grad_forwards, scaled_logits
+from ranks import this_rank
 
 
 def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
@@ -255,7 +255,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     Columns (B,) beside those of as_batch: index, 0 to B - 1; row, the number of the data row that a
     response answers, so rows[batch["row"][i]] is that of response i; slot, the place of that row.
     """
-    if "sample" not in parallel.does:  # ranks of another role have done it
+    if "sample" not in this_rank.does:  # ranks of another role have done it
         from options.roles import received
 
         return received.pop()
@@ -302,11 +302,11 @@ def sampling(policy, temperature, seeds, system, device):
         return
     together = system.generate_tp > 1  # these ranks must take the same steps
     graphs = system.cuda_graphs and device.type == "cuda" and not (
-        together or trunk_of(policy).elsewhere)
+        together or policy.elsewhere)
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
-            stop=None if together else lambda: ranks.stop,
+            stop=None if together else lambda: this_rank.stop,
             graphs=graphs and ("compiled" if system.compile else True))
 
 
@@ -323,10 +323,10 @@ def decoding_copy(policy, system, device):
 
         yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
         return
-    if trunk_of(policy).elsewhere:  # sharded
+    if policy.elsewhere:  # sharded
         from options.shards import gathered
 
-        with gathered(trunk_of(policy)):  # COLLECTIVE
+        with gathered(policy):  # COLLECTIVE
             yield policy
         return
     if matrices in (None, policy.hf.dtype) or policy.base is not None:

@@ -25,7 +25,8 @@ import torch
 import errors
 import parallel
 import ranks
-from checkpoint import append, load_checkpoint, open_folder, save_checkpoint, save_final
+from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
+                        write_cards)
 from configurator import of_model
 from errors import BadInput, Stop, evaluation_lines, iteration_line, say, say_last
 from loss import gap, gap_limit, how_broken, summarize
@@ -47,7 +48,7 @@ def make_optimizer(model, name, system, lr, betas, eps):
         groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
-        fused=parallel.role == "train")  # others never step
+        fused=ranks.this_rank.role == "train")  # others never step
     narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
     if narrow or of_model(system.optim, name) not in ("", "adamw"):
         from options.optimizers import other_optimizer
@@ -75,6 +76,7 @@ class Run:
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers, self.ema = models, optimizers, None
         self.kept = {}  # {file: an object whose tensors() are saved, too}
+        self.evaluated = {}  # the figures of the last evaluation
         if ema_decay > 0:
             from options.ema import MovingAverage
 
@@ -92,7 +94,7 @@ class Run:
                 raise BadInput("this rank has other settings, data or torch than rank 0")
         folder, saved, log = None, None, os.path.join(out_dir, "log.jsonl")
         had_begun = os.path.isfile(log) and os.path.getsize(log) > 0
-        if parallel.role == "train":  # the others write nothing
+        if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0,
@@ -103,7 +105,7 @@ class Run:
                 load_checkpoint(folder, self.trained, optimizers, self.ema)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
-        if system.report_to and parallel.role == "train":
+        if system.report_to and ranks.this_rank.role == "train":
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
@@ -144,7 +146,7 @@ class Run:
         now = time.perf_counter()
         self.times[self.phase] = self.times.get(self.phase, 0.0) + now - self.clock
         self.phase, self.clock = phase, now
-        errors.phase = f"iteration {self.iteration}, {phase}"
+        errors.enter(f"iteration {self.iteration}, {phase}")
 
     def audit_is_due(self):
         """Whether this iteration begins with an audit."""
@@ -176,7 +178,7 @@ class Run:
         try:
             yield
         except Stop as e:
-            if parallel.role != "train":
+            if ranks.this_rank.role != "train":
                 raise
             self.save()  # COLLECTIVE
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
@@ -190,6 +192,7 @@ class Run:
             with self.ema.in_place():
                 save_final(  # COLLECTIVE
                     self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
+        write_cards(self.out_dir, self.evaluated)  # COLLECTIVE
         if self.state["broken"]:
             say(f"warning: {self.state['broken']}")
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
@@ -301,9 +304,13 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record, best = summarize(batch, "eval", reward_names), self.state["best_score"]
-        if self.system.keep_best and (best is None or score - best > 1e-6 * abs(best)):
-            self.state["best_score"] = score
+        record, by = summarize(batch, "eval", reward_names), self.system.keep_best
+        if by and by not in record | {"score": score}:
+            raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
+        best = self.state["best_score"] if self.state.get("best_by", by) == by else None
+        now = (record | {"score": score}).get(by)
+        if by and (best is None or now - best > 1e-6 * abs(best)):
+            self.state |= dict(best_score=now, best_by=by)
             save_final(  # COLLECTIVE
                 self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
@@ -338,6 +345,8 @@ class Run:
         script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
+        held_out = {name: x for name, x in record.items() if name.startswith("eval/")}
+        self.evaluated = held_out or self.evaluated
         record = {"iteration": self.iteration} | {
             name: x for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}

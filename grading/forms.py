@@ -1,9 +1,11 @@
 r"""
 Forms in which texts give their answers: <answer>, \boxed{}, ####, matrices over several lines,
-letters beyond ASCII; answers.py loads them when a text has some. And the reward `format`.
+other numbers, letters beyond ASCII; answers.py loads them for a text that has some. And the reward
+`format`.
 """
 import re
 import unicodedata
+from fractions import Fraction
 
 import torch
 
@@ -44,6 +46,20 @@ def letters(text):
     """A text with one form of each letter (NFC) and of minus; without what nobody sees."""
     seen = re.sub("[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]", "", text)
     return unicodedata.normalize("NFC", seen).replace("\u2212", "-")
+
+
+def other_number(text):
+    """The value of a number such as 1,234.50, -3/4, 3 1/2 or 1e-5, or None."""
+    # 1,234, also LaTeX's, but no 0,125
+    text = re.sub(r"(?<![\d.])[1-9]\d{0,2}(?:(?:,|\\,|,\\!|\{,\})\d{3})+(?!\d)",
+                  lambda m: re.sub(r"\D", "", m[0]), text)
+    match = re.fullmatch(
+        r"([+-]?) ?(?:(\d{1,100}) (?=\d+ ?/))?"
+        r"((?:\d{1,100}(?:\.\d{1,100})?|\.\d{1,100})(?:e[+-]?\d{1,3})?)(?: ?/ ?(\d{1,100}))?", text)
+    if not match or match[4] and not int(match[4]):
+        return None
+    size = int(match[2] or 0) + Fraction(match[3]) / int(match[4] or 1)
+    return -size if match[1] == "-" else size
 
 
 # the reward

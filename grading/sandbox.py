@@ -116,7 +116,7 @@ def run_program(source, calls, stdin, limit, timeout, memory_mib, wall, end=math
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise BadInput("bwrap is missing, and model-written code runs nowhere else: apt install "
-                       "bubblewrap; it needs Linux, such as in docker (docs/scale.md)")
+                       "bubblewrap; it needs Linux")
     limit_core_files()
     # Processes and threads are limited for each user, but not for root; and real root stays root
     # even in a user namespace. So for real root each sandbox becomes a new user, which nobody else

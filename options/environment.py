@@ -30,10 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import parallel
-import ranks
 from errors import BadInput, Stop, first_line, place_of, shorten
 from options.chats import joined
 from options.user_code import load_function
+from ranks import this_rank
 from rollout import as_batch, response_seeds
 
 made = {}  # {tokenizer: its Environment}
@@ -155,7 +155,7 @@ class Environment:
                     paid[i] += [0.0] * len(extra)
                     logprobs[i] += [0.0] * len(extra)
                     live.append(i)
-            if not live or ranks.stop:
+            if not live or this_rank.stop:
                 break
 
         def padded(lists, fill, dtype):

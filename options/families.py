@@ -2,6 +2,8 @@
 What some families of models need beside the others. load.py and model.py ask here when they meet
 such a model: its config.json names it.
 """
+import sys
+
 import torch
 from transformers import DynamicCache
 
@@ -67,6 +69,23 @@ def unread(hf):
 # --------------------------------------------------------------------------------------------------
 # hybrids: layers of linear attention or state spaces, which keep a state, beside others that see
 # all tokens
+
+
+def keep_delta_rule_wide(kind):
+    """
+    kind: transformers' class of a model with gated delta nets (Qwen3.5, OLMo-hybrid). They compute
+    many tokens at once in float32, as they do token by token; autocast would round the products of
+    the one and not of the other, and sampled texts would be read with other log-probs.
+    """
+    module = sys.modules[kind.__module__]
+    rule = getattr(module, "torch_chunk_gated_delta_rule", None)
+
+    def wide(query, *args, **how):
+        with torch.autocast(query.device.type, enabled=False):
+            return rule(query, *args, **how)
+
+    if rule and rule.__module__ == kind.__module__:
+        module.torch_chunk_gated_delta_rule = wide
 
 
 class HybridCache(DynamicCache):

@@ -6,8 +6,8 @@ The key roles: ranks of their own sample, and score, while the others train.
     trainers   -- weights -->   generators   -- batch -->   scorers   -- scores -->   trainers
 
 Without scorers the generators score. The ranks of a role do their collectives among themselves
-(parallel.group), and run the script's own function `rollout`; in it a generator leaves the scoring
-out, and a scorer receives in the place of sampling (parallel.does). Held-out prompts and refills
+(this_rank.group), and run the script's own function `rollout`; in it a generator leaves the scoring
+out, and a scorer receives in the place of sampling (this_rank.does). Held-out prompts and refills
 are the trainers' own. Trainers load all models, generators the policy, scorers the reward model and
 the judge; only the trainers step and save.
 
@@ -32,6 +32,7 @@ from checkpoint import trained_tensors
 from errors import BadInput, Stop
 from options.ahead import Ahead
 from parallel import checksum
+from ranks import this_rank
 
 first = {}  # {role: its first rank}
 way = None  # the group in which roles send to each other
@@ -39,7 +40,10 @@ sent = []  # messages that may be on their way: their works and tensors
 
 
 def begin(system):
-    """A collective of all ranks: make a group of each role. Raises BadInput."""
+    """
+    A collective of all ranks: make a group of each role. Returns role, does and group of this rank,
+    see ranks.Rank. Raises BadInput.
+    """
     global way
     text = system.roles
     if system.generate_tp > 1:
@@ -54,16 +58,18 @@ def begin(system):
     start = 0
     for role in [role for role in ("train", "generate", "score") if counts.get(role)]:
         numbers = range(start, start + counts[role])
-        group = dist.new_group(list(numbers), ranks.wait)
+        group = dist.new_group(list(numbers), this_rank.wait)
         first[role], start = start, numbers.stop
         if dist.get_rank() in numbers:
-            mine, parallel.group, parallel.role = role, group, role
+            own = role, ("sample", "score"), group
     # gloo also on GPUs, where NCCL would keep the GPU waiting
     way = dist.new_group(timeout=parallel.PATIENCE, backend="gloo")
-    if mine != "train":
+    role, does, group = own
+    if role != "train":
         ranks.on_requests(signal.SIG_IGN)
     if "score" in first:
-        parallel.does = dict(generate=("sample",), score=("score",)).get(mine, parallel.does)
+        does = dict(generate=("sample",), score=("score",)).get(role, does)
+    return role, does, group
 
 
 class Apart(Ahead):
@@ -111,14 +117,14 @@ class Apart(Ahead):
     def serve(self):
         """A collective of the others: sample, or score, until the trainers say that it is over."""
         roles = [*first, "train"]
-        to, own = roles[roles.index(parallel.role) + 1], trained_tensors(self.run.models["policy"])
+        to, own = roles[roles.index(this_rank.role) + 1], trained_tensors(self.run.models["policy"])
         fields = {}
         while "end" not in fields:
-            errors.phase = "waiting for work"
-            fields, tensors = receive("train" if parallel.role == "generate" else "generate")
+            errors.enter("waiting for work")
+            fields, tensors = receive("train" if this_rank.role == "generate" else "generate")
             if fields.get("settings", self.run.settings) != self.run.settings:
                 raise BadInput("this role has other settings, data or torch than the trainers")
-            if parallel.role == "generate":
+            if this_rank.role == "generate":
                 for name, t in tensors.items():
                     parallel.fill(own[name], t)  # COLLECTIVE where it is sharded
                 for name, wanted in fields.get("sums", {}).items():
@@ -178,6 +184,6 @@ def receive(source):
     for name, (shape, dtype) in fields.pop("tensors").items():
         dtype = getattr(torch, dtype)
         body = take(math.prod(shape) * dtype.itemsize).to(parallel.wire())
-        dist.broadcast(body, group_src=0, group=parallel.group)  # COLLECTIVE
+        dist.broadcast(body, group_src=0, group=this_rank.group)  # COLLECTIVE
         tensors[name] = body.view(dtype).view(shape)
     return fields, tensors

@@ -21,6 +21,7 @@ from configurator import of_model
 from errors import BadInput
 from load import dtypes, matrices_of, outline, read_model, settle
 from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire
+from ranks import this_rank
 
 # --------------------------------------------------------------------------------------------------
 # the keys
@@ -155,8 +156,8 @@ def mesh_of_ranks(device):
     """The ranks over which a model is split, as torch's mesh."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    if parallel.group:
-        return DeviceMesh.from_group(parallel.group, device.type)
+    if this_rank.group:
+        return DeviceMesh.from_group(this_rank.group, device.type)
     return init_device_mesh(device.type, (rank_and_size()[1],))
 
 
@@ -170,11 +171,11 @@ def fill_from_rank_0(model, whole):
             sent = torch.empty(t.shape, dtype=t.dtype, device=parallel.wire())
         else:
             sent = source.to(parallel.wire(), t.dtype).contiguous()
-        dist.broadcast(sent, group_src=0, group=parallel.group)  # COLLECTIVE
+        dist.broadcast(sent, group_src=0, group=this_rank.group)  # COLLECTIVE
         fill(t, sent)
     facts = [whole.new_head, whole.score_shift] if whole else [0.0, 0.0]
     facts = torch.tensor(facts, dtype=torch.float64, device=parallel.wire())
-    dist.broadcast(facts, group_src=0, group=parallel.group)  # COLLECTIVE
+    dist.broadcast(facts, group_src=0, group=this_rank.group)  # COLLECTIVE
     model.new_head, model.score_shift = bool(facts[0]), facts[1].item()
 
 
@@ -189,6 +190,7 @@ def here(model, device):
     gradients. After the block, also after an error, the gathered layers are freed: FSDP by itself
     frees them only in a backward pass.
     """
+    model = trunk_of(model)
     if fsdp_modules(model):  # not by is_shard: gathered parameters are no shards
         try:
             yield
@@ -209,6 +211,7 @@ def here(model, device):
 @contextlib.contextmanager
 def gathered(model):
     """A collective: in this block a sharded model is whole on each rank, for decoding."""
+    model = trunk_of(model)
     modules = fsdp_modules(model)
     model.set_reshard_after_forward(False)
     for module in modules:
@@ -219,6 +222,11 @@ def gathered(model):
         reshard(model)
         model.set_reshard_after_forward(model.by_layer)
         model.set_reshard_after_forward(False, recurse=False)
+
+
+def trunk_of(model):
+    """The Model that has the trunk on which a model stands: mostly itself."""
+    return model if model.base is None else trunk_of(model.base)
 
 
 def fsdp_modules(model):
@@ -264,7 +272,7 @@ class Shards:
     def norm(self):
         """A collective: the norm over all parts of all ranks."""
         squares = sum(parallel.wide_norm(part) ** 2 for part in self.parts()).to(wire())
-        dist.all_reduce(squares, group=parallel.group)
+        dist.all_reduce(squares, group=this_rank.group)
         return squares.sqrt()
 
 
@@ -286,7 +294,7 @@ def optimizer_of(model, name, system, groups, kind, settings):
     if stage == 1 and rank_and_size()[1] > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer = ZeroRedundancyOptimizer(groups, kind, process_group=parallel.group, **settings)
+        optimizer = ZeroRedundancyOptimizer(groups, kind, process_group=this_rank.group, **settings)
     else:
         # a fused kernel cannot take shards and whole tensors together
         groups = [group | dict(params=[p for p in group["params"] if is_shard(p) == split])
@@ -392,7 +400,7 @@ class Part:
         sent = torch.empty(self.shape, dtype=self.dtype, device=wire())
         if self.owner == rank_and_size()[0]:
             sent.copy_(self.mine)
-        dist.broadcast(sent, group_src=self.owner, group=parallel.group)
+        dist.broadcast(sent, group_src=self.owner, group=this_rank.group)
         return sent
 
 

@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.nn as nn
 
-from load import auto_class, draw_score_head
+from load import auto_class, class_of, draw_score_head
 from model import Model
 
 
@@ -38,14 +38,22 @@ class OnTrunk(Model):
         """transformers' model with this head on the base's trunk."""
         return self.borrowed[1]
 
+    @property
+    def elsewhere(self):
+        """Whether the trunk is split, or in the CPU's memory."""
+        return self.base.elsewhere
+
     def states(self, tokens):
         return self.base.states(tokens)
 
 
 def with_score_head(base):
-    """transformers' model with a scalar head, still empty, on the trunk of a Model."""
+    """
+    transformers' model with a scalar head, still empty, on the trunk of a Model. Raises BadInput.
+    """
     config = copy.deepcopy(base.hf.config)
     config.num_labels = 1
+    class_of(base.path, config, "scalar")  # it has one
     with torch.device("meta"):  # the trunk that is made here is replaced by base's
         hf = auto_class("scalar").from_config(config)
     setattr(hf, hf.base_model_prefix, base.hf.base_model)

@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 import torch
 
 import parallel
-import ranks
 from errors import BadInput, Lost, first_line
+from ranks import this_rank
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = 1800  # seconds that vLLM may take to begin: it compiles kernels for minutes
@@ -184,7 +184,8 @@ class VLLM:
         lengths, finished = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.bool)
         sampled = self.ask("sample", dict(
             prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=rooms or [R] * n,
-            temperature=temperature, eos_ids=sorted(self.tokenizer.eos_ids)), lambda: ranks.stop)
+            temperature=temperature, eos_ids=sorted(self.tokenizer.eos_ids)),
+            lambda: this_rank.stop)
         for row, (ids, of_ids, ended) in enumerate(sampled or ()):
             if len(ids) < (rooms[row] if rooms else R) and not ended:
                 raise Lost(f"vLLM's cache has no room for a prompt of {len(prompts[row])} tokens "

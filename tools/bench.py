@@ -197,7 +197,10 @@ def update(folder, system, b, T, repeats):
 
 
 def print_longest(work, device):
-    """The ten operations that take longest in a call of `work`, with their calls."""
+    """
+    The ten operations that take longest in a call of `work`, and all together: on a GPU the rest of
+    its seconds is waiting for Python.
+    """
     from torch.profiler import profile
 
     with profile() as seen:
@@ -207,7 +210,9 @@ def print_longest(work, device):
             for event in seen.key_averages()  # not what launches a kernel: it has the same time
             if event.device_type.name.lower() == device.type]
     for milliseconds, count, name in sorted(took, reverse=True)[:10]:
-        print(f"    {milliseconds:.2f} ms in {count} {name[:80]}", flush=True)
+        print(f"    {milliseconds:.2f} ms in {count} {name[:80]}")
+    milliseconds, count, _ = zip(*took, strict=True)
+    print(f"    {sum(milliseconds):.2f} ms in all {sum(count)}", flush=True)
 
 
 # -------------------------------------------------------------------------------------------------

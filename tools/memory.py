@@ -229,7 +229,9 @@ def equip(models, config):
         if trained:
             made.append(parallel.flatten_gradients(model))
             for p in trained:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # shards have none yet
+                if p.grad is None:  # shards have none yet
+                    dtype = torch.promote_types(p.dtype, torch.float32)
+                    p.grad = torch.zeros_like(p, dtype=dtype)
             optimizer = make_optimizer(model, SHORT[name], system, 1e-6, (0.9, 0.999), 1e-5)
             optimizer.step()
             states = [t for state in shards.inner(optimizer).state.values() for t in state.values()]

@@ -55,7 +55,8 @@ def as_in_run(argv, key, default, keys):
             if other:
                 say(f"{where}: not used, because all are judged alike: {' '.join(other)}")
             taken |= {name: (x, where) for name, x in new.items()}
-            empty |= {name: (x, where) for name, x in known.items() if x == ""}
+            empty |= {name: (x, where) for name, x in known.items()
+                      if x == "" and name not in typed}
     taken = empty | taken  # empty in all runs: as for eval_path, the tool's default is not theirs
     asked = {name: x for name, (x, _) in taken.items()} | typed
     if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none

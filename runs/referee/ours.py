@@ -2,6 +2,7 @@
 The formulas of quartet, from its functions and from the lines of its pages, in float64; each
 returns one vector. Their keywords are choices that others make: see trainers.CHOICES.
 """
+import functools
 import os
 import re
 import sys
@@ -26,7 +27,13 @@ FORMULAS = vars(loss) | vars(groups)
 
 
 def make_batch(seed, rows_without_tokens=False):
-    """12 responses: with padding, with gaps, of one token, of equal scores; wild ratios."""
+    """
+    B = 12 responses in 3 groups, T columns: with padding, gaps, one token, equal scores, wild
+    ratios. (B, T): mask, and m, its float; span, mask without gaps; longer, span and one token
+    more; last, 1 at a last token; log-probs of now, old, ref, sampler; rewards, values; no number
+    is 0 only because mask is False. (B,): scores; other, of a second reward; right, 1 or 0. pairs
+    (8, 4): log-probs of chosen and rejected, then those of the reference.
+    """
     torch.manual_seed(seed)
     B = 3 * G
     mask = torch.arange(T) < torch.randint(2, T, (B, 1))
@@ -63,6 +70,7 @@ def graded(loss_of, b, at="logprobs"):
     return torch.cat([total.detach().double().view(1), leaf.grad[b.mask]])
 
 
+@functools.cache
 def page(name, words="", numbers=()):
     """The Module of a page, with a recipe NAME.diff, or with a diff of docs/algorithms.md."""
     with open(f"{ROOT}/{name}", encoding="utf-8") as f:
@@ -115,7 +123,7 @@ def kl(kind):
     def estimate(b, most=None):
         def total(x):
             found = loss.kl_estimate(x, b.ref, kind)
-            return (found if most is None else found.clamp(-most, most))[b.mask].sum()
+            return (found if most is None else found.clamp(-most, most))[b.mask].mean()
         return graded(total, b)
     return estimate
 
@@ -328,7 +336,7 @@ def kl_cov(b):
 
 def clip_cov(b):
     """With all in the range drawn. The gradient alone: verl's loss also has what PPO clips."""
-    return covariance(b, "Clip-Cov", "stays", [("0.0002 *", "1.0 *")])[1:]
+    return covariance(b, "Clip-Cov", "stays", (("0.0002 *", "1.0 *"),))[1:]
 
 
 def importance(b):

@@ -58,8 +58,10 @@ def at(b, x):
 
 def each(kinds, kl, *choices):
     """Estimates of the KL, by a function of (log-probs, the reference's, kind)."""
-    return {kind: (lambda b, kind=kind: graded(lambda x: at(b, kl(x, b.ref, kind)).sum(), b),
-                   *choices) for kind in kinds.split()}
+    def mean(kind):
+        return lambda b: graded(lambda x: at(b, kl(x, b.ref, kind)).double().mean(), b)
+
+    return {kind: (mean(kind), *choices) for kind in kinds.split()}
 
 
 def back(b, advantages):

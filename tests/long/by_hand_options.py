@@ -189,6 +189,7 @@ class Kept:
         figures = figures_of(c, batch, "eval")
         by_hand.finish_scores(c, batch, missing)
         score = mean(there([r.score for r in batch]))
+        score = figures.get(c.keep_best, score)
         if c.keep_best and (self.score is None or score > self.score + 1e-6 * abs(self.score)):
             seen["best later"] += self.score is not None
             self.score, self.best = score, self.copies()

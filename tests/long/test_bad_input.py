@@ -88,7 +88,7 @@ TABLE = {
     # keys that do not go together, or that nothing reads
     "no reference": ("grpo.py", dict(ref_path="$policy", kl_coef=0.0), ["ref_path", "kl_coef"]),
     "empty minibatches": ("ppo.py", dict(num_minibatches=6), ["num_minibatches = 6"]),
-    "no held-out prompts": ("ppo.py", dict(keep_best=True, eval_path=""), ["keep_best"]),
+    "no held-out prompts": ("ppo.py", dict(keep_best="score", eval_path=""), ["keep_best"]),
     "weights in 16 bits": ("ppo.py", dict(master_weights=False), ["master_weights"]),
     "weights in another 16 bits": ("sft.py", dict(master_weights=False, dtype="float16"), [
         "master_weights", "--dtype=bfloat16"]),

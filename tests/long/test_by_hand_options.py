@@ -24,7 +24,7 @@ LAYOUTS = test_by_hand.LAYOUTS | {
     "generate": (2, dict(roles="train=1,generate=1")),
     "three roles": (3, dict(roles="train=1,generate=1,score=1"))}
 NONE = dict(ref_path="", staleness=0, importance_cap=0.0, turns=0, lora=(), ema_decay=0.0,
-            keep_best=False)
+            keep_best="")
 PPO = PPO | NONE | dict(texts=False, ptx_coef=1.0)
 GRPO = GRPO | NONE | dict(max_refills=0, refill_by="")
 RM = {key: x for key, x in PAIRS.items() if key not in (
@@ -41,7 +41,7 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         max_new_tokens=15, max_iters=3)),
     # a reward model that does not say its zero; the value model has the same
     "ppo, centred": ("stage 1", ["centred, some", "best later", "not the best"], PPO | EVAL | dict(
-        reward_path="uncentered", missing_eos_penalty=1.0, keep_best=True, max_iters=3, seed=1,
+        reward_path="uncentered", missing_eos_penalty=1.0, keep_best="score", max_iters=3, seed=1,
         ppo_epochs=1)),
     # the batch of an iteration was sampled up to two updates ago
     "ppo, stale": ("three roles, stopped", ["older"], PPO | dict(
@@ -55,7 +55,7 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         max_new_tokens=5)),
     "grpo, refills": ("stage 3", ["refill 1", "left out", "not the best"], GRPO | EVAL | dict(
         mix=[(1.0, "sometimes"), (0.7, "reward_model")], refill_by="sometimes", max_refills=2,
-        batch_size=8, group_size=2, kl_coef=0.0, ema_decay=0.6, keep_best=True, max_iters=3,
+        batch_size=8, group_size=2, kl_coef=0.0, ema_decay=0.6, keep_best="score", max_iters=3,
         num_iterations=1, seed=0)),
     "ppo, lora": ("two ranks", [], PPO | dict(
         lora=(2, 5), value_init="policy", weight_decay=0.1, grad_clip=0.5)),
@@ -74,7 +74,7 @@ def drawn(script, number):
     keys = dict(
         temperature=(0.8, 1.2), missing_eos_penalty=(0.0, 1.0), grad_clip=(0.0, 0.5),
         staleness=(0, 0, 1), importance_cap=(0.0, 1.1), cliprange=(0.2, 0.03), seed=range(9),
-        entropy_coef=(0.0, 0.05), ema_decay=(0.0, 0.7), keep_best=(False, True),
+        entropy_coef=(0.0, 0.05), ema_decay=(0.0, 0.7), keep_best=("", "score", "eval/length"),
         policy_path=("policy", "tied"), kl_estimator=("k1", "k2", "k3"), kl_coef=(0.3, 0.3, 0.0),
         weight_decay=(0.0, 0.1), lr_decay=("constant", "linear", "cosine"), warmup_iters=(0, 2),
         turns=(0, 0, 0, 3), max_new_tokens=(5, 10), num_minibatches=(1, 2, 3), eval_size=(0, 2),

@@ -91,7 +91,7 @@ def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
     """Rank 5 may be the first of its machine. With roles, no group is split off the first one."""
     told = {}
     monkeypatch.setattr(ranks, "choose_device", lambda device: torch.device("cuda", 3))
-    monkeypatch.setattr("options.roles.begin", lambda system: None)
+    monkeypatch.setattr("options.roles.begin", lambda system: ("train", ("sample", "score"), None))
     monkeypatch.setattr(dist, "init_process_group", lambda **keys: told.update(keys))
     monkeypatch.setattr(dist, "barrier", lambda device_ids: told.update(barrier=device_ids))
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -25,7 +25,7 @@ import tiny
 from byte_tokenizer import write_byte_tokenizer
 from checkpoint import save_final
 from errors import BadInput
-from load import autocast, load, probe, read_by_texts
+from load import autocast, load, load_value_model, probe, read_by_texts
 from model import Model
 from prompts import right_pad
 from rollout import decoding_copy
@@ -194,8 +194,11 @@ def test_values_and_scores_are_those_of_beginnings(name, tmp_path):
     """transformers scores a text at its last token: a value is the score of the tokens before."""
     if name in NO_SCORES:
         save(tmp_path, name)
-        with pytest.raises(BadInput, match=FAMILIES[name][0]):
-            load(str(tmp_path), "reward", keys_of_system(), CPU, "scalar")
+        policy = Model(save(tmp_path, name), path=str(tmp_path))
+        for made in (lambda: load(str(tmp_path), "reward", keys_of_system(), CPU, "scalar"),
+                     lambda: load_value_model("shared", policy, None, keys_of_system(), CPU)):
+            with pytest.raises(BadInput, match=FAMILIES[name][0]):
+                made()
         return
     theirs = save(tmp_path, name, scalar=True)
     model = load(str(tmp_path), "reward", keys_of_system(), CPU, "scalar")
@@ -274,7 +277,7 @@ def test_families_do_what_the_docs_say(world, tmp_path):
                 continue
             first = read_log(out)[0]
             # a product of Jamba's rounds otherwise if its matrix is trained
-            assert first["policy/ratio_gap"] == 0 and abs(first["objective/kl"]) < 1e-6, first
+            assert first["policy/ratio_gap"] == 0 and abs(first["objective/kl"]) < 1e-5, first
             assert first["policy/sampler_gap"] < 1e-4
 
 

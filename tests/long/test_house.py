@@ -72,7 +72,8 @@ print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
         [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
         env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
     assert result.returncode == 0, result
-    imported_files = {*result.stderr.split(), "ppo.py"}
+    # the card of a model is written at the end, and a copy may do without
+    imported_files = {*result.stderr.split(), "ppo.py"} - {"options/model_card.py"}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         said = re.search(r"(\d+) flat Python files", f.read())
     assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files
@@ -94,7 +95,7 @@ row = prompt_row(dict(prompt="12+34=", answer="46"))
 tokenizer.encode_scored([row["prompt"]], ["46"], [True])
 rows = Rows([dialogue(row | dict(completion="46"), "completion")])
 encode_demonstrations(rows, "a", tokenizer, 9, "error")
-texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1,000", ""]
+texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
 batch = dict(completions=texts, rows=[row] * len(texts), prompts=["12+34="] * len(texts))
 assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
 assert not [name for name in sys.modules if name.startswith(("options", "grading"))]

@@ -9,13 +9,12 @@ import transformers
 
 import tiny
 from checkpoint import save_final
-from decoding_cache import decoding_cache
 from errors import BadInput
-from load import load, probe
-from model import Model
+from load import autocast, load, probe
+from model import Model, decoding_cache
 from options import decoding_graph
 from options.lora import peft_misreads
-from rollout import decode, response_uniforms
+from rollout import decode, decoding_copy, response_uniforms
 from test_families import FAMILIES, HYBRIDS, random_model, rows_of_texts, save, written
 from test_lora import filled, said, said_by_peft
 from test_model import CPU
@@ -54,6 +53,23 @@ def test_a_text_beside_others_is_itself_alone(name, tmp_path):
         assert (read - logprobs).abs().max() < 1e-4
         lengths.add(len(ids))
     assert len(lengths) > 4
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.no_grad()
+def test_in_16_bits_what_is_sampled_is_read_alike(name, tmp_path):
+    """By a run's own limit. That copies of a model round alike: test_families.py."""
+    save(tmp_path, name)
+    system = keys_of_system(dtype="bfloat16")
+    policy, gaps = load(str(tmp_path), "policy", system, CPU, trained=True), []
+    prompts = [[97, 98, 99, 100], [101], [102, 103] * 3]
+    with autocast(system, CPU), decoding_copy(policy, system, CPU) as decoder:
+        sampled = sample(decoder, prompts, response_uniforms(1, "test", 0, range(3), 12))
+        for prompt, (ids, logprobs) in zip(prompts, sampled, strict=True):
+            text = torch.tensor([prompt + ids])
+            read, _ = policy.logprobs(text, torch.arange(text.shape[1])[None] >= len(prompt))
+            gaps.append((read - logprobs).abs())
+    assert torch.cat(gaps).mean() < 0.02
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

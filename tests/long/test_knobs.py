@@ -52,7 +52,7 @@ CASES = {  # script, keys; ranks and keys until a stop in iteration 1; and from 
 # only files, waiting, or prints depend on these
 UNMOVING = dict(
     device_type="auto", timeout=61, reward_timeout=31, eval_interval=1, eval_size=0,
-    checkpoint_interval=1, keep_checkpoints=2, keep_best=True, save_rollouts=1,
+    checkpoint_interval=1, keep_checkpoints=2, keep_best="score", save_rollouts=1,
     sync_check_interval=1, deterministic=True, rollout_batch_size=100, ema_decay=0.5)
 
 

@@ -72,6 +72,8 @@ STACKED = {  # family, settings: the vectors that are stacked, one for each expe
     "gpt_oss": (dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
                 ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"]),
     "cohere": (dict(use_qk_norm=True), ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+    "jamba": (dict(num_experts=2, num_experts_per_tok=1, mamba_dt_rank=4, use_mamba_kernels=False),
+              ["mamba.A_log"]),
     "mixtral": (dict(num_local_experts=4), [])}
 
 

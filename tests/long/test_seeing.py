@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
@@ -47,6 +48,28 @@ def test_samples_and_rollouts(done, world):
             letters = sum(c in "abcd" for c in line["text"]) / 4
             assert line["scores"].get("reward/letters", letters) == pytest.approx(letters)
     assert [s["scores"]["kl"] for s in samples[:3]] == [0, 0, 0] != samples[-1]["scores"]["kl"]
+
+
+def test_each_model_has_a_card_and_the_best_one_is_by_its_metric(world, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(world.policy, base)
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A base\n")
+    keys = keys_of(world, "ppo.py", policy_path=str(base), eval_interval=1, eval_size=3,
+                   max_iters=2, ema_decay=0.5, keep_best="eval/length")
+    out = well("ppo.py", tmp_path / "ppo", keys)
+    last = read_jsonl(f"{out}/log.jsonl")[-1]
+    for name in ("policy", "value_model", "ema_policy", "best_policy"):
+        with open(f"{out}/{name}/README.md") as f:
+            card = f.read()
+        assert card.startswith("---\n") and "license: apache-2.0\n" in card
+        assert json.dumps(str(base)) in card and f"# {name}\n" in card
+        assert "    python ppo.py " in card and "--keep_best=eval/length" in card
+        assert re.search(rf"eval/kl +{re.escape(format(last['eval/kl'], '.4g'))}\n", card)
+    longest = max(record["eval/length"] for record in read_jsonl(f"{out}/log.jsonl"))
+    state = json.loads((next(Path(out).glob("checkpoint-*")) / "state.json").read_text())
+    assert state["best_score"] == longest and state["best_by"] == "eval/length"
+    wrong = run("ppo.py", tmp_path / "wrong", keys | dict(keep_best="accuracy"))
+    assert_one_line(wrong, "ppo.py", "eval/length")
 
 
 # trackers
