@@ -151,7 +151,12 @@ def place_of(trace):
 
 
 def nearest(path):
-    """The words "; did you mean FILE?" if beside a path lies a file of nearly its name; or ""."""
+    """
+    "; it is a folder" where a path is one, and a file was wanted; "; did you mean FILE?" if beside
+    it lies a file of nearly its name; or "".
+    """
+    if os.path.isdir(path):
+        return "; it is a folder: give a file in it"
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)  # not sft_val for rl_val
