@@ -68,7 +68,8 @@ def report_error(kind, error, trace):
                             "rollout_batch_size, or the model's size")
     elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
         code, message = 2, ("this run needs a file that is not in this folder "
-                            f"({message}); copy it from quartet, or do without its key")
+                            f"({message}); copy the folders options and grading from quartet, or "
+                            "do without its key")
     # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
     if code is None:
         traceback.print_exception(error, file=sys.__stderr__)
