@@ -74,7 +74,10 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
 def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
     """open_folder, on rank 0."""
     contents_of(out_dir, config)  # before anything is written
-    os.makedirs(out_dir, exist_ok=True)
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+    except FileNotFoundError as e:  # of a place such as /proc
+        raise BadInput(f"out_dir = {out_dir!r} cannot be made; choose another --out_dir") from e
     lock(out_dir)
     before, names = contents_of(out_dir, config)  # again: another run may have had the lock
     begun = [name for name in names if name[0] == "."]  # by a save that was killed

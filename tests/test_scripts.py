@@ -7,6 +7,7 @@ import sys
 from math import nan
 
 import pytest
+import torch
 import transformers
 
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
@@ -102,6 +103,24 @@ def test_another_run_in_the_folder_of_one(world, tmp_path):
     assert_one_line(run("sft.py", tmp_path, keys), "sft.py", "token_ids", "--out_dir")
     write(path, text)
     assert len(read_log(well("sft.py", tmp_path, keys | dict(max_iters=4)))) == 5
+
+
+def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
+    """It is logged as a number; one of several numbers is named. And a blank in the out_dir."""
+    def adds(metric):
+        def before(rank):
+            import loss
+
+            summarize = loss.summarize
+            loss.summarize = lambda *args: summarize(*args) | {"objective/mine": metric}
+        return before
+
+    keys = keys_of(world, "ppo.py", max_iters=1, eval_path="", out_dir="a b")
+    result = run("ppo.py", tmp_path, keys, before=adds(torch.tensor([2.5])))
+    assert result.codes == [0] and "--policy_path='a b'/policy" in result.out[0], result
+    assert read_log(tmp_path / "a b")[0]["objective/mine"] == 2.5
+    result = run("ppo.py", tmp_path / "two", keys, before=adds(torch.ones(2)))
+    assert result.codes == [1] and "metric 'objective/mine' has" in result.err[0], result
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step(world, tmp_path):
