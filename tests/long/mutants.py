@@ -50,7 +50,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "extreme"),
     ("rollout.py", "positions[which, -1:] + 1", "positions[which, -1:]", "test_rollout", "loop"),
     ("rollout.py", "lengths=begins + lengths", "lengths=lengths", "test_rollout", "loop"),
-    ("rollout.py", "(rooms[live] > t + 1)", "(rooms[live] > t)", "long/test_rooms", "leave"),
+    ("rollout.py", "(budgets[live] > t + 1)", "(budgets[live] > t)", "long/test_rooms", "leave"),
     ("rewards.py", "sum(weight * torch.where", "sum(torch.where", "test_rewards", "sum"),
     ("rewards.py", "filter(None, (reward_model, value_model))", "[reward_model]", "test_rewards",
      "zero"),
