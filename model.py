@@ -332,7 +332,7 @@ def roomy_layer():
 
     class RoomyLayer(DynamicLayer):
         """
-        rooms: its keys and its values, (rows, heads, columns, width) each, with spare columns
+        buffers: its keys and its values, (rows, heads, columns, width) each, with spare columns
         behind the used ones; self.keys and self.values are views of them.
         """
 
@@ -349,21 +349,21 @@ def roomy_layer():
             begin = self.get_seq_length()
             end = begin + key_states.shape[-2]
             if begin == 0:
-                self.rooms = [F.pad(x, (0, 0, 0, SPARE)) for x in new]
-            elif end > self.rooms[0].shape[-2]:
-                self.rooms = [F.pad(torch.cat([old, x], -2), (0, 0, 0, SPARE))
+                self.buffers = [F.pad(x, (0, 0, 0, SPARE)) for x in new]
+            elif end > self.buffers[0].shape[-2]:
+                self.buffers = [F.pad(torch.cat([old, x], -2), (0, 0, 0, SPARE))
                               for old, x in zip((self.keys, self.values), new, strict=True)]
             else:
-                for room, x in zip(self.rooms, new, strict=True):
-                    room[:, :, begin:end] = x
-            self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+                for buffer, x in zip(self.buffers, new, strict=True):
+                    buffer[:, :, begin:end] = x
+            self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
             return self.keys, self.values
 
         def batch_select_indices(self, indices):
             """Keep only these rows, in this order; a row may come several times."""
             used = self.get_seq_length()
             if used:
-                self.rooms = [room[indices] for room in self.rooms]
-                self.keys, self.values = (room[:, :, :used] for room in self.rooms)
+                self.buffers = [buffer[indices] for buffer in self.buffers]
+                self.keys, self.values = (buffer[:, :, :used] for buffer in self.buffers)
 
     return RoomyLayer
