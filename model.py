@@ -37,7 +37,7 @@ class Model(nn.Module):
     """A model of transformers, `hf`, with the head of a language model or of one scalar a token."""
 
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
-    elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
+    must_fetch = False  # True: its weights are split, or in the CPU's memory: options/shards.py
     compiled = None  # `trunk` as torch.compile makes it
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
@@ -295,10 +295,10 @@ def no_grad_forwards(models, device):
     """The block around every forward of these models without a backward pass; some may be None."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for model in models:
-            if model is not None and model.elsewhere:
-                from options.shards import here
+            if model is not None and model.must_fetch:
+                from options.shards import fetched
 
-                stack.enter_context(here(model, device))
+                stack.enter_context(fetched(model, device))
         yield
 
 

@@ -304,7 +304,7 @@ def sampling(policy, temperature, seeds, system, device):
         return
     together = system.generate_tp > 1  # these ranks must take the same steps
     graphs = system.cuda_graphs and device.type == "cuda" and not (
-        together or policy.elsewhere)
+        together or policy.must_fetch)
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
@@ -325,7 +325,7 @@ def decoding_copy(policy, system, device):
 
         yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
         return
-    if policy.elsewhere:  # sharded
+    if policy.must_fetch:  # sharded
         from options.shards import gathered
 
         with gathered(policy):  # COLLECTIVE

@@ -58,7 +58,7 @@ class Judge:
         for the judged texts. Raises BadInput.
         """
         self.model, self.config, self.parameters = model, model.config, model.parameters
-        self.base, self.elsewhere = model.base, model.elsewhere  # it is used like a reward model
+        self.base, self.must_fetch = model.base, model.must_fetch  # it is used like a reward model
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
         self.chat = bool(tokenizer.chats)
