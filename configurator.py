@@ -12,7 +12,7 @@ A config file is Python; each public name in it must be a key of the script, als
 default and its comment; a * in a comment: most runs set this key. The brackets at the end of a
 comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
 begins as "with tools: " is of a key that has no effect unless the key tools is set, too: it must
-not be 0, False, or, of texts, the default.
+not be 0, False, or, of texts, the default. "in the place of max_iters: ": not both in one place.
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
 configuration is kept as JSON (read_json, write_json).
@@ -56,14 +56,15 @@ class Key(NamedTuple):
     headings: list[str]
 
 
-def configure(script_globals, shared="", argv=None, until=None, **defaults):
+def configure(script_globals, shared="", argv=None, until=None, given=None, **defaults):
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
     str that is assigned as a literal, at the top level, above the call. shared: a file of more
     keys, beside this one. until: a shared key; it and the keys below it are other scripts' and keep
-    their defaults. defaults: the script's own defaults of shared keys.
+    their defaults. given: {key: (value, where it is from)}, which files and arguments override.
+    defaults: the script's own defaults of shared keys.
 
     Returns the final configuration as a dict, with the script's name as "script", and the shared
     keys as attributes of a namespace. Raises BadInput.
@@ -85,7 +86,7 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
             print_help(os.path.basename(script), script_globals.get("__doc__"), keys)
         sys.exit(0)
 
-    overrides = read_arguments(keys, argv)
+    overrides = read_arguments(keys, argv, given)
     config = {name: key.default for name, key in keys.items()} | dict(
         script=os.path.basename(script))
     config |= {name: value for name, (value, _) in overrides.items()}
@@ -95,6 +96,10 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
         if value != keys[name].default and others and not any(
                 is_on(config.get(other), keys.get(other)) for other in others):
             raise BadInput(f"{name} ({where}) has no effect without {' or '.join(others)}")
+        instead = re.match(r"in the place of (\w+): ", keys[name].comment)
+        _, other = overrides.get(instead[1], ("", "")) if instead else ("", "")
+        if value and other and other in (where, "command line"):
+            raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
     script_globals.update({name: config[name] for name in own})
     if speaks:
         print_settings(keys, overrides)
@@ -107,9 +112,10 @@ def is_on(value, key):
     return value != key.default if isinstance(value, str) else bool(value)
 
 
-def read_arguments(keys, argv):
-    """{name: (value, where it came from)} of the arguments argv, checked against {name: Key}."""
-    overrides = {}
+def read_arguments(keys, argv, given=None):
+    """{name: (value, where it is from)} of given, and of argv; checked against {name: Key}."""
+    overrides = {name: (convert(name, value, keys[name].default, where), where)
+                 for name, (value, where) in (given or {}).items()}
     for arg, behind in zip(argv, [*argv[1:], "--"], strict=False):
         if arg.startswith("--") and "=" not in arg:  # behind it: a value, or the next argument
             check_key(arg[2:], keys, arg)

@@ -47,6 +47,9 @@ class Model(nn.Module):
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
         self.recomputed = []  # layers that the backward pass computes again
+        # transformers 5.24 has another name for it, and warns of the old one
+        takes = inspect.signature(type(hf).forward).parameters
+        self.cache_argument = "cache" if "cache" in takes else "past_key_values"
 
     @property
     def config(self):
@@ -114,11 +117,8 @@ class Model(nn.Module):
         A step of a decoding: tokens (n, k) behind those in the cache -> the logits of the next one,
         (n, V). attention_mask (n, all tokens so far) and position_ids (n, k): None without padding.
         """
-        # transformers 5.24 has another name for the argument, and warns of the old one
-        takes = inspect.signature(type(self.hf).forward).parameters
-        name = "cache" if "cache" in takes else "past_key_values"
         out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
-                      use_cache=True, logits_to_keep=1, **{name: cache})
+                      use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
         return out.logits[:, -1]
 
     def layers(self):

@@ -11,7 +11,7 @@ one value. A keyword gives the script's own default of a key.
 """
 # data
 fields = ""  # THEIRS>OURS, names of fields: "question>prompt,solution>answer"; a.b is b inside a
-epochs = 0.0  # how often to go over the training rows; 0 = max_iters counts [0..100000]
+epochs = 0.0  # in the place of max_iters: how often to go over the training rows [0..100000]
 too_long = "error"  # a row that does not fit; prompts lose their beginning [error | drop | cut]
 
 # chats: prompts and completions that are lists of messages. These keys are for the policy's

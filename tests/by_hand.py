@@ -289,7 +289,7 @@ def respond(c, models, row, purpose, iteration, slot, which=0):
 def judge(c, models, row, r):
     """
     What the models and rules say of a response r. own: the places of the tokens that the policy
-    has sampled, here all of them (long/by_hand_options.py has others), and paid: what is paid for
+    has sampled, here all of them (by_hand_options.py has others), and paid: what is paid for
     each of these. All that follows has a number for each of them. counts: what each counts.
     """
     prompt, response = r.prompt, r.response

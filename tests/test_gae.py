@@ -56,3 +56,11 @@ def test_what_is_masked_changes_no_bit(garbage):
     dirty = compute_gae(rewards.masked_fill(~mask, garbage), values.masked_fill(~mask, garbage),
                         mask, 1.0, 0.95)
     assert all(torch.equal(x, y) for x, y in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_16_bits_are_computed_in_float32(dtype):
+    rewards, values, mask = (x.to(dtype) if x.is_floating_point() else x for x in case(700))
+    got = compute_gae(rewards, values, mask, 1.0, 0.95)
+    for g, w in zip(got, by_loop(rewards, values, mask, 1.0, 0.95), strict=True):
+        assert g.dtype == torch.float32 and (g - w).abs().max() <= 2e-6 * max(1, w.abs().max())

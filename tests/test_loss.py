@@ -119,3 +119,8 @@ def test_weights_of_tokens(aggregation, want):
     """One token, three tokens, none; at most 4 are allowed."""
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [0, 0, 0]]).bool()
     assert torch.allclose(token_weights(mask, aggregation, 4), doubles(*want))
+
+
+def test_nothing_to_whiten_by_is_0_and_not_nan():
+    x, all_of_it = torch.full((2, 3), 2.5), torch.ones(2, 3).bool()
+    assert not masked_whiten(x, all_of_it).any() and not masked_whiten(x, ~all_of_it).any()

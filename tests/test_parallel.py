@@ -1,16 +1,17 @@
 """
-parallel.py: what ranks exchange, and what happens if one of them errs. (That
-any number of ranks computes the same: test_by_hand.py.)
+parallel.py: what ranks exchange, whose parameter is odd, and what happens if one of them errs.
+(That any number of ranks computes the same: test_by_hand.py.)
 """
 import itertools
 import json
+import math
 import re
 import signal
 
 import pytest
 import torch
 
-from parallel import checksum
+from parallel import checksum, clip_gradients
 from tiny import assert_same_run, assert_stopped, at, keys_of, run, well, write
 
 WORKER = """
@@ -18,11 +19,12 @@ import json
 import torch
 import parallel
 import ranks
+from errors import BadInput, Stop
 from tiny import keys_of_system
 
-ranks.init(keys_of_system(device_type="cpu", timeout=20))
+ranks.init(keys_of_system(device_type="cpu", timeout=30))
 rank, size = parallel.rank_and_size()
-said = []
+said, failed = [], []
 for n in (7, 3, 2, 1):  # more rows than ranks, as many, fewer
     rows = dict(mask=torch.arange(3 * n).view(n, 3) % 2 == 0,
                 ids=torch.arange(2 * n).view(n, 2) * 2**40,
@@ -40,28 +42,64 @@ said.append(parallel.from_rank(f"rank {rank}", 2))
 flat = torch.full((3,), float(rank))
 parallel.all_reduce_gradients(dict(a=[flat]), 2.0)
 said.append(flat.tolist())
-json.dump(said, open(f"said-{rank}.json", "w"))
-try:
-    with parallel.in_step():
-        if rank == 1:
-            raise OSError("no such disk")
-except RuntimeError as e:
-    print(e)
-except OSError as e:
-    print("on rank 1:", e)
+
+def model(seed):
+    layers, drawn = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7)), \\
+        torch.Generator().manual_seed(seed)
+    for p in layers.parameters():
+        p.data.normal_(generator=drawn)
+    return layers
+
+models, frozen = dict(policy=model(0), reward=model(9).requires_grad_(False)), {}
+for name, owners, change in (
+        ("policy", [], 0), ("policy", [1], "bit"), ("policy", [0], "bit"), ("reward", [2], "bit"),
+        ("reward", [0, 1, 2], "bit"), ("policy", [0, 1, 2], torch.nan), ("reward", [2], torch.inf)):
+    p = models[name][1].weight
+    before = p.detach().clone()
+    if rank in owners and change == "bit":
+        p.data.view(torch.int32)[6, 2] ^= 1
+    elif rank in owners:
+        p.data[6, 2] = change
+    try:
+        failed.append(parallel.audit(models, frozen, 7))
+    except Stop as e:
+        failed.append(str(e))
+    p.data.copy_(before)
+for kinds in ({1: BadInput}, {2: Stop, 1: BadInput}, {0: OSError}):
+    try:
+        with parallel.in_step():
+            if rank in kinds:
+                raise kinds[rank](f"no such file {rank}")
+    except (BadInput, Stop, OSError) as e:  # an error of its own a rank raises as it is
+        failed.append(f"{type(e).__name__}: {e}")
+json.dump([said, failed], open(f"said-{rank}.json", "w"))
 ranks.leave()
 """
 
 
 def test_what_three_ranks_exchange(tmp_path):
-    """Each bit of gathered rows; sums of counts; the error of one rank on all of them."""
+    """Bits of gathered rows, sums, the parameter that differs, the error of one rank on all."""
     result = run(write(tmp_path / "worker.py", WORKER), tmp_path, {}, ranks=3)
     assert result.codes == [0] * 3, result
-    said = [json.load(open(tmp_path / f"said-{rank}.json")) for rank in range(3)]
+    each = [json.load(open(tmp_path / f"said-{rank}.json")) for rank in range(3)]
+    said, failed = zip(*each, strict=True)
     assert said[0] == said[1] == said[2] == [
         True, True, True, True, dict(a=0.5, b=3.0), ["2.0", "inf"], ["of rank", 0], "rank 2",
         [1.5, 1.5, 1.5]]
-    assert all("on rank 1: no such disk" in out for out in result.out)
+    # where all three have changed, a frozen model is still not what it was
+    wanted = [None, "the ranks have drifted apart: policy, parameter 1.weight differs on rank 1 (",
+              "policy, parameter 1.weight differs on rank 0 (",
+              "reward, parameter 1.weight differs on rank 2 (",
+              "the frozen reward, parameter 1.weight has changed on rank 0 and rank 1 and rank 2",
+              "policy, parameter 1.weight is not finite on rank 0 and rank 1 and rank 2",
+              "reward, parameter 1.weight differs on rank 2 (",
+              "BadInput: on rank 1: no such file 1", "BadInput: on rank 1: no such file 1",
+              "Stop: on rank 0: no such file 0"]
+    own = failed[0].pop(), wanted.pop()
+    assert own[0] == "OSError: no such file 0" and failed[1].pop() == failed[2].pop() == own[1]
+    assert failed[0] == failed[1] == failed[2]
+    for said_now, words in zip(failed[0], wanted, strict=True):
+        assert said_now == words or words in said_now, (said_now, words)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -76,6 +114,17 @@ def test_a_checksum_sees_every_bit_and_the_order(dtype):
         order = list(range(5))
         order[a], order[b] = b, a
         assert int(checksum(values[order])) != int(checksum(values))
+
+
+def test_a_checksum_sees_the_order_across_its_chunks():
+    """Large tensors are summed in parts: two words of different parts, or a part further."""
+    values = torch.zeros(2**20 + 8)
+    for place in (2**20, 2**20 + 1):  # word 1 is as far in its part as the second of these
+        swapped = values.clone()
+        swapped[1], swapped[place] = 2.0, 1.0
+        values[1], values[place] = 1.0, 2.0
+        assert int(checksum(values)) != int(checksum(swapped))
+        values[1] = values[place] = 0
 
 
 def drift(name):
@@ -121,3 +170,15 @@ def test_a_run_stops_on_two_ranks_and_goes_on_with_one(world, tmp_path):
     stopped = run("ppo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, rank=1))
     assert_stopped(stopped, tmp_path)
     assert_same_run(whole, well("ppo.py", tmp_path, keys), ("policy", "value_model"), 1e-9)
+
+
+def test_gradients_in_16_bits_have_a_norm_in_32():
+    """0.010009765625 is a number of bfloat16, sqrt(100,000) of it is none; nor has float16 3e6."""
+    for dtype, each, n in ((torch.bfloat16, 0.010009765625, 100_000), (torch.float16, 1e4, 90_000)):
+        norm = clip_gradients([torch.full((n,), each, dtype=dtype)], 0.5)
+        assert norm.item() == pytest.approx(each * math.sqrt(n), rel=3e-5)
+    numbers = torch.arange(128, 256).double()  # each is a number of bfloat16
+    buffers = [numbers.bfloat16(), torch.tensor([3.0])]
+    norm = math.sqrt(sum(n * n for n in range(128, 256)) + 9)
+    assert clip_gradients(buffers, 7.0).item() == pytest.approx(norm, rel=1e-6)
+    assert torch.equal(buffers[0], (numbers * (7 / (norm + 1e-6))).bfloat16())

@@ -10,8 +10,9 @@ import parallel
 from errors import BadInput
 from loss import masked_sum
 from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_demonstrations, encode_prompts,
-                     encode_rows, micro_batches, prompt_row, read_rows, say_prompts)
-from tiny import keys_of_system, write
+                     encode_rows, micro_batches, prompt_row, read_rows, run_length,
+                     say_prompts, spread)
+from tiny import jsonl, keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
     """A BOM, blank lines, numbers as answers, other fields, names of others."""
@@ -166,3 +167,39 @@ def test_a_micro_batch_without_rows_adds_nothing(monkeypatch):
     loss = masked_sum(-empty["advantages"] * logprobs, empty["response_mask"])
     loss.backward()
     assert loss == 0 and not logprobs.grad.any() and len(empty["index"]) == 0
+
+
+@pytest.mark.parametrize("n, size", [(10, 3), (500, 256), (40, 0), (5, 9)])
+def test_an_evaluation_takes_rows_from_all_over_a_sorted_file(n, size):
+    seen = set()
+    for seed in range(20):
+        rows = spread(n, size, seed)
+        assert rows == sorted(set(rows)) and len(rows) == (min(n, size) or n)
+        for task in range(4):  # four tasks, one behind the other: each has its share
+            first, end = n * task // 4, n * (task + 1) // 4
+            assert abs(sum(first <= i < end for i in rows) - len(rows) * (end - first) / n) < 2
+        seen.update(rows)
+    assert len(seen) > 0.9 * n
+
+
+def test_epochs_in_iterations():
+    """The fewest batches that have all rows: 11 tenths of 50 are 55, though 1.1 * 50 is more."""
+    for tenths, n, batch_size in itertools.product(range(1, 35), (1, 3, 50, 7473), (1, 5, 16)):
+        assert run_length(7, tenths / 10, n, batch_size) == -(-tenths * n // (10 * batch_size))
+    assert run_length(7, 0.0, 50, 5) == 7
+
+
+def test_a_mix_of_files(tmp_path):
+    """Each file has its share after every iteration, and its own rows come in whole epochs."""
+    sizes, weights = dict(a=7, b=40, c=1), dict(a=0.1, b=5.0, c=2.0)
+    paths = ",".join(f"{weights[name]}*" + jsonl(tmp_path / f"{name}.jsonl", [
+        dict(name=name, number=i) for i in range(n)]) for name, n in sizes.items())
+    rows, walks = read_rows(paths, dict), {name: [] for name in sizes}
+    for iteration in range(60):
+        for i in batch_rows(3, iteration, 16, rows):
+            walks[rows[i]["name"]].append(rows[i]["number"])
+        for name, walk in walks.items():
+            assert abs(len(walk) - 16 * (iteration + 1) * weights[name] / 7.1) < 3
+    for name, n in sizes.items():
+        epochs = [walks[name][i:i + n] for i in range(0, len(walks[name]) - n + 1, n)]
+        assert all(sorted(epoch) == list(range(n)) for epoch in epochs)

@@ -177,3 +177,9 @@ def test_a_tokenizer_that_adds_a_blank(blanks, text):
     assert blanks.decode(ids[1:]) == "what?" + text
     assert blanks.encode_scored(["what?"], [text])[0] == [
         1, *blanks.hf("what?" + text, add_special_tokens=False)["input_ids"], 2]
+
+
+def test_stop_strings(world):
+    t = load_tokenizer(world.policy, keys_of_system(stop_strings="['Q:', '##']"))
+    assert t.decode_response(b"so## Q:") == "so##" and t.decode_response(b"so#") == "so#"
+    assert [t.has_stop(list(b"abcd ##")[:n]) for n in range(8)] == [False] * 7 + [True]

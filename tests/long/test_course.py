@@ -1,6 +1,7 @@
 """course/: an empty exercise says what to do, right functions pass, each mistake is named."""
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from tiny import ROOT
+from tiny import ROOT, keys_of, well
 
 from gae import compute_gae
 from groups import group_advantages, token_weights
@@ -157,3 +158,30 @@ def test_each_seed_has_a_program_to_mend_and_each_letter_a_meaning():
         assert any(clinic.FAULTS[letter][1] for letter in letters)
     with open(f"{ROOT}/course/lesson8.md", encoding="utf-8") as f:
         assert re.findall(r"(?m)^\| ([A-Z]) \|", f.read()) == [*clinic.FAULTS]
+
+
+def test_the_cells_of_the_notebook(world, tmp_path, monkeypatch):
+    """With a tiny run in the place of the toy; the first cell, the quickstart, is CI's."""
+    notebook = importlib.import_module("notebook")
+    with open(notebook.FILE, encoding="utf-8") as f:
+        cells = json.load(f)["cells"]
+    assert [c["source"] for c in cells] == [
+        c if isinstance(c, str) else "\n".join(c) for c in notebook.CELLS]
+    code = [c for c in cells if c["cell_type"] == "code"]
+    assert all(c["outputs"][0]["text"].strip() for c in code)
+    assert "rows are shifted by one" in code[-1]["outputs"][0]["text"]
+    for name in os.listdir(ROOT):
+        if name not in ("out", ".git", ".venv"):
+            os.symlink(f"{ROOT}/{name}", tmp_path / name)
+    keys = keys_of(world, "ppo.py", max_iters=2)
+    well("ppo.py", tmp_path / "done", keys)
+    os.makedirs(tmp_path / "out" / "arithmetic_sft")
+    os.symlink(tmp_path / "done" / "out", tmp_path / "out" / "arithmetic_ppo")
+    os.symlink(world.policy, tmp_path / "out" / "arithmetic_sft" / "policy")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":" + os.environ["PATH"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names, prompt = {}, world.rows["rl_train"][0]["prompt"]
+    for cell in code[1:]:
+        lines = cell["source"].replace("123+456=", prompt).split("\n")
+        assert notebook.run_cell(lines, names).strip(), cell["source"]

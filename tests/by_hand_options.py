@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import by_hand
 import torch
 from by_hand import (ENDS, EOS, Adapters, AdamW, decode, encode, flat, hashed, is_flat, judge,
-                     language_model, mean, noise_of, parameters_of, prompts_of, sample,
+                     kl_estimate, language_model, mean, noise_of, parameters_of, prompts_of, sample,
                      scalar_model, scalars, seen, summary, there, with_new_head)
 
 by_hand.RULES["environment"] = lambda c, row, r, _: sum(r.given)
@@ -81,17 +81,21 @@ def sampled(c, models, past, rows, purpose, iteration, noise):
     a token counts so much more as it is likelier to this one, but not more than the cap (decoupled
     PPO, arXiv 2505.24298).
     """
-    of_then = copy.copy(models)
+    of_then, version = copy.copy(models), max(0, iteration - c.staleness)
     if purpose == "rollout":
-        version = max(0, iteration - c.staleness)
         of_then.policy = past[version]
         seen["older"] += version < iteration
     batch = [respond(c, of_then, row, purpose, iteration, *which)
              for row, which in zip(rows, noise, strict=True)]
     for r in batch:
+        r.age = iteration - version
+        if not (r.age or c.importance_cap):
+            continue
+        now, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
+        now = [x.item() for x in now]
+        r.moved = [kl_estimate(p, q, "k3") for p, q in zip(r.old, now, strict=True)]
         if c.importance_cap:
-            now, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
-            then, r.old = r.old, [x.item() for x in now]
+            then, r.old = r.old, now
             r.counts = [min(math.exp(p - q), c.importance_cap)
                         for p, q in zip(r.old, then, strict=True)]
             seen["capped"] += sum(count == c.importance_cap for count in r.counts)
@@ -105,6 +109,10 @@ def figures_of(c, batch, prefix):
         figures[f"{prefix}/turns"] = mean([r.turns for r in batch])
         figures[f"{prefix}/environment_share"] = mean([1 - len(r.own) / len(r.response)
                                                        for r in batch])
+    if prefix == "objective" and batch[0].age:
+        figures["policy/staleness"] = batch[0].age
+        if c.importance_cap:  # of all tokens
+            figures["policy/off_policy_kl"] = mean(flat(r.moved for r in batch))
     if c.importance_cap and prefix == "objective":
         counts = flat(r.counts for r in batch)
         figures |= {
@@ -235,6 +243,9 @@ def ppo(c, train, val, texts=()):
         past.append(copy.deepcopy(models.policy) if c.staleness else models.policy)
         batch = sampled(c, models, past, rows_of(iteration), "rollout", iteration, noise)
         record |= figures_of(c, batch, "objective")
+        if batch[0].age and not c.importance_cap:  # of the tokens of the first step
+            first = by_hand.minibatches_of(c, iteration, 1)[0]
+            record["policy/off_policy_kl"] = mean(flat(batch[i].moved for i in first))
         by_hand.finish_scores(c, batch, 0.0)
         record |= by_hand.find_advantages(c, batch)
         record |= by_hand.ppo_update(c, models, adams, batch, iteration, also if texts else None,
