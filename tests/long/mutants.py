@@ -77,7 +77,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("checkpoint.py", 'state, "iteration": iteration}', 'state, "iteration": iteration + 1}',
      "test_scripts", "bits and sft"),
     ("checkpoint.py", "<= iteration][-keep:]", "<= iteration][:keep]", "test_checkpoint", "kills"),
-    ("checkpoint.py", "manifest[name] != found.get(name)", "name not in found",
+    ("checkpoint.py", "manifest[name] != present.get(name)", "name not in found",
      "test_checkpoint", "damaged"),
     ("checkpoint.py", 'ema.fill(dict(read_tensors(folder, "ema")))', "pass", "test_options",
      "whole"),
