@@ -267,8 +267,8 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     sample = list(range(samples)) * len(row_numbers)
     width = max(len(rows.ids[number]) for number in row_numbers)  # the same T on all ranks
     B, tp, (rank, size) = len(row), system.generate_tp, parallel.rank_and_size()
-    mine = parallel.share(B)  # the numbers of this rank's responses
-    numbers = parallel.share(B, rank // tp, size // tp)  # of what tp ranks decode together
+    share = parallel.share(B)  # the numbers of this rank's responses
+    numbers = parallel.share(B, rank // tp, size // tp)  # of those that tp ranks decode together
     ids = [rows.ids[row[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
@@ -282,7 +282,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
                 noise, names)
         else:
             sampled = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
-    sampled = {name: t[mine.start - numbers.start:][:len(mine)] for name, t in sampled.items()}
+    sampled = {name: t[share.start - numbers.start:][:len(share)] for name, t in sampled.items()}
     batch = parallel.gather_rows(sampled, B)  # COLLECTIVE
     for name, column in dict(index=range(B), row=row, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
@@ -334,7 +334,7 @@ def decoding_copy(policy, system, device):
     if matrices in (None, policy.hf.dtype) or policy.base is not None:
         yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
         return
-    # deepcopy copies the modules, but takes buffers and parameters from `memo`
+    # deepcopy copies the modules; their buffers and parameters it takes from `memo`
     memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
     memo[id(policy.tokenizer)] = policy.tokenizer
     for p in policy.parameters():
