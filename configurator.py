@@ -73,8 +73,9 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     own, more = read_keys(script), {}
     if shared:
         more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
-    for name in own.keys() & more.keys():
-        raise BadInput(f"{script} sets {name}, which {shared} has, too; see configure's defaults")
+    both = sorted(own.keys() & more.keys())
+    if both:
+        raise BadInput(f"{script} sets {both[0]}, which {shared} has, too; see configure's defaults")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     shown = list(more)[:list(more).index(until)] if until else more
@@ -119,8 +120,9 @@ def read_arguments(keys, argv, given=None):
     for arg, behind in zip(argv, [*argv[1:], "--"], strict=False):
         if arg.startswith("--") and "=" not in arg:  # behind it: a value, or the next argument
             check_key(arg[2:], keys, arg)
-            meant = keys[arg[2:]].default if behind.startswith("--") or behind.endswith(
-                ".py") else behind
+            meant = behind
+            if behind.startswith("--") or behind.endswith(".py"):
+                meant = keys[arg[2:]].default
             raise BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(meant))}")
     # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
@@ -290,14 +292,14 @@ def check_range(name, value, comment, where):
 
 def of_model(text, name):
     """A key's value for one model, or "": "3" and "policy=3,value=2" have "3" for the policy."""
-    found = ""
+    of_name = ""
     for part in text.split(",") if text.strip() else ():
         model, equals, value = (x.strip() for x in part.rpartition("="))
         if equals and model not in MODELS:
             raise BadInput(f"{text!r}: there is no model {model!r}; they are {', '.join(MODELS)}")
         if not equals or model == name:
-            found = value
-    return found
+            of_name = value
+    return of_name
 
 
 def print_settings(keys, overrides):
