@@ -43,7 +43,7 @@ class Model(nn.Module):
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
         self.hf, self.head, self.path, self.tokenizer = hf.eval(), head, path, tokenizer
-        # is added to every scalar; rm.py measures it and saves it in config.json
+        # a number that is added to every scalar; rm.py measures it and saves it in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
         self.recomputed = []  # layers that the backward pass computes again
@@ -114,8 +114,9 @@ class Model(nn.Module):
 
     def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
         """
-        A step of a decoding: tokens (n, k) behind those in the cache -> the logits of the next one,
-        (n, V). attention_mask (n, all tokens so far) and position_ids (n, k): None without padding.
+        A step of a decoding: tokens (n, k), which stand behind those in the cache -> the logits of
+        the next token, (n, V). attention_mask (n, tokens so far, the padding included) and
+        position_ids (n, k): None where there is no padding.
         """
         out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
                       use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
@@ -182,7 +183,7 @@ class Model(nn.Module):
 
     @property
     def max_positions(self):
-        """How many tokens fit into the context."""
+        """How many tokens, prompt and response together, fit into the context."""
         longest = getattr(self.config, "max_position_embeddings", None) or 2**20
         rope = getattr(self.config, "rope_parameters", None)
         if "longrope" in str(rope):
@@ -214,8 +215,8 @@ def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
     that is sampled. 0 where the mask is False: other numbers could overflow in exp there, and a NaN
     would spread into the gradients. chunk, entropy: see Model.logprobs.
     """
-    found = policy.logprobs(mb["tokens"], mb["response_mask"], temperature, chunk, entropy)
-    return tuple(in_rows(x, mb["response_mask"]) for x in found)
+    both = policy.logprobs(mb["tokens"], mb["response_mask"], temperature, chunk, entropy)  # (n,)
+    return tuple(in_rows(x, mb["response_mask"]) for x in both)
 
 
 def response_values(value_model, mb):
