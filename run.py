@@ -304,7 +304,8 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record, by = summarize(batch, "eval", reward_names), self.system.keep_best
+        record = summarize(batch, "eval", reward_names)
+        by = self.system.keep_best  # the metric by which the best policy is kept, or ""
         if by and by not in record | {"score": score}:
             raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
         best = self.state["best_score"] if self.state.get("best_by", by) == by else None
