@@ -74,7 +74,10 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
 def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
     """open_folder, on rank 0."""
     contents_of(out_dir, config)  # before anything is written
-    os.makedirs(out_dir, exist_ok=True)
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+    except FileNotFoundError as e:  # of a place such as /proc
+        raise BadInput(f"out_dir = {out_dir!r} cannot be made; choose another --out_dir") from e
     lock(out_dir)
     before, names = contents_of(out_dir, config)  # again: another run may have had the lock
     unfinished = [name for name in names if name[0] == "."]  # of a save that was killed
@@ -83,7 +86,9 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
         if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    empty = [name for name in LOGS if name in names and not os.path.getsize(f"{out_dir}/{name}")]
+    logs = {name: os.path.join(out_dir, name) for name in LOGS if name in names}
+    empty = [name for name, file in logs.items()  # or a link to nothing
+             if not os.path.isfile(file) or os.path.getsize(file) == 0]
     if folder or {*names} - {*unfinished, *empty, "config.json"}:  # else nothing can be lost
         if before.get("script", config["script"]) != config["script"]:
             raise BadInput(f"{out_dir} holds a run of {before['script']}; choose another --out_dir")

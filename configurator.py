@@ -196,7 +196,8 @@ def run_config_file(path, keys):
         if "=" in path:  # a key without its dashes, or as Hydra has it
             check_key(path.partition("=")[0].lstrip("+-"), keys, path)
         raise BadInput(f"there is no config file {path!r}" + (
-            nearest(path) if path.endswith(".py") else "; to set a key, type --key=value"))
+            nearest(path) if path.endswith(".py") else
+            "; to set a key, type --key=value, and a list with commas and no blanks"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
         raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
@@ -372,7 +373,9 @@ def contents_of(out_dir, config):
         inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
         if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
             odd.append(f"{key} = {path!r}")
-    if odd or not out_dir:
+    if not out_dir:
+        raise BadInput("out_dir is empty: there is no place for the run; choose another --out_dir")
+    if odd:
         raise BadInput(f"out_dir = {out_dir!r} has {', '.join(odd[:1])}: this run would replace "
                        "it; choose another --out_dir")
     return before, names

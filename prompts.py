@@ -51,8 +51,7 @@ def read_rows(path, shape, fields=""):
         return several_rows(path, shape, fields)
     if not os.path.isfile(path):
         maker = os.path.join(os.path.dirname(path), "prepare.py")
-        hint = f"; {maker} makes it: the first lines of the config file have the command"
-        hint = nearest(path) or hint * os.path.isfile(maker)
+        hint = nearest(path) or f"; type: python {maker}" * os.path.isfile(maker)
         raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{hint}")
     rows = Rows()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
@@ -148,6 +147,7 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
     if limit < 1:
         raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
                        f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
+    key = "max_prompt_tokens" if 0 < system.max_prompt_tokens < limit else "max_new_tokens"
     limit = min(limit, system.max_prompt_tokens or limit)
     if tokenizer.chats:
         tokenizer.chats.check_kinds(rows, path)
@@ -159,7 +159,8 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         return kept + ids[len(ids) - limit + len(kept):]
 
     return encode_rows(rows, path, lambda rows: tokenizer.encode_prompts(
-        [row["prompt"] for row in rows]), limit, system.too_long, front_cut)
+        [row["prompt"] for row in rows]), limit, system.too_long, front_cut,
+        key=key)
 
 
 def encode_demonstrations(rows, path, tokenizer, limit, too_long):
@@ -180,13 +181,14 @@ def encode_demonstrations(rows, path, tokenizer, limit, too_long):
         too_long, cut, lambda example: len(example[0]))
 
 
-def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None):
+def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None,
+                key="max_tokens, and of a new model context"):
     """
     Give Rows their ids, and return the Rows. encode: a function of a list of rows -> their ids.
     too_long: the key of this name, for rows of more than `limit` tokens: "error", "drop", or "cut":
     the function cut shortens a row's ids; where it gives None, the row is dropped.
     length: a function of a row's ids -> how many tokens they are. check: a function of the ids of
-    all rows, such as check_pairs.
+    all rows, such as check_pairs. key: the key that the limit comes from, for the error.
     """
     try:
         encoded = list(encode(rows))
@@ -204,8 +206,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
         if n == 0 or n > limit and too_long == "error":
             hint = "shorten it, or type --too_long=drop" if min(lengths) <= limit else (
                 "no row is short enough: change that key, or take a model with a longer context")
-            raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (see "
-                           f"max_tokens or max_new_tokens); {hint}")
+            raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (by the "
+                           f"key {key}); {hint}")
     long = [i for i, n in enumerate(lengths) if n > limit]
     for i in long:
         encoded[i] = cut(encoded[i]) if too_long == "cut" else None

@@ -103,6 +103,8 @@ def reward_terms(spec, config=None, folder="."):
                 raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
         elif name in BUILT_IN:
             function = built_in(name)
+        elif name.endswith(".py"):
+            raise BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
         else:
             raise BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(BUILT_IN)}, "
                            "and FILE.py:FUNCTION of your own")
@@ -140,8 +142,8 @@ def check_rows(terms, rows, path):
             for number, row in enumerate(rows, 1):
                 if row.get(field) is None:
                     raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
-                                   f"{field!r}; the row has {', '.join(row)}; rename one by "
-                                   f'--fields="THEIRS>{field}"')
+                                   f"{field!r}{', which is null' * (field in row)}; the row has "
+                                   f"{', '.join(row)}; rename one by --fields=\"THEIRS>{field}\"")
                 if field == "answer" and not same_answer(*[final_answer(row[field], lines=0)] * 2):
                     raise BadInput(f"{path}, row {number}: no response could equal the answer "
                                    f"{shorten(row[field])}; correct the row, or leave it out")
@@ -279,7 +281,10 @@ def add_scores(batch, terms):
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
     parallel.check_finite(dict(scores=scores))
     counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
-    batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)
+    nothing = torch.stack(counted).isnan().all(0)  # (B,)
+    if nothing.all():
+        say("warning: no reward applies to any response of this batch, so nothing is learned")
+    batch["scores"] = scores.masked_fill(nothing, math.nan)
 
 
 def last_real(mask):

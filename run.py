@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import math
 import os
+import shlex
 import sys
 import time
 
@@ -195,6 +196,7 @@ class Run:
         write_cards(self.out_dir, self.evaluated)  # COLLECTIVE
         if self.state["broken"]:
             say(f"warning: {self.state['broken']}")
+        next_step = next_step.replace(self.out_dir, shlex.quote(self.out_dir))
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
         self.leave()  # COLLECTIVE
 
@@ -349,7 +351,7 @@ class Run:
         held_out = {name: x for name, x in record.items() if name.startswith("eval/")}
         self.evaluated = held_out or self.evaluated
         record = {"iteration": self.iteration} | {
-            name: x for name, x in record.items() if x is not None}
+            name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
             # two runs that sampled the same tokens have the same hash
@@ -383,6 +385,13 @@ class Run:
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
             say(iteration_line(record, done, self.max_iters, left / 60))
+
+
+def as_number(name, x):
+    """A metric as a number of Python's: it may be a tensor. Raises TypeError by its name."""
+    if isinstance(x, torch.Tensor) and x.numel() != 1:
+        raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
+    return x.item() if hasattr(x, "item") else x
 
 
 def peak_memory_mib(device):

@@ -59,7 +59,9 @@ def read_folder(path):
         hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # transformers raises anything
         if not os.path.exists(path) and path.count("/") != 1:  # nor a name on the hub
-            raise BadInput(f"{path!r}: no such folder; prepare the data first") from e
+            maker = os.path.join(os.path.dirname(path), "prepare.py")
+            hint = f"type: python {maker}" if os.path.isfile(maker) else "prepare the data first"
+            raise BadInput(f"{path!r}: no such folder; {hint}") from e
         raise BadInput(f"{path}: no usable tokenizer ({first_line(e)[:300]})") from e
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
