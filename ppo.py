@@ -144,7 +144,7 @@ models["value_model"] = value_model = load_value_model(
 # the prompts become token ids; all are checked now, not when their turn comes
 train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
                          for path in (prompts_path, eval_path))
-held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows that are used
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows to evaluate on
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 value_lr = value_learning_rate or learning_rate
