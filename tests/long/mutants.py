@@ -1,5 +1,5 @@
 """
-Slips of the pen in the rooms, and the tests that must notice them. A campaign by hand:
+Slips of the pen in the files, and the tests that must notice them. A campaign by hand:
 
     python tests/long/mutants.py              all of them, one after the other
     python tests/long/mutants.py gae.py 7     those of a file, or of these numbers
