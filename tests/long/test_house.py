@@ -122,7 +122,7 @@ def test_each_shared_key_is_read_by_somebody():
 
 
 def collectives(file):
-    """The functions whose docstring says that they are a collective: of a room, or this page."""
+    """The functions whose docstring says that they are a collective, of others or this page."""
     return {"Run"} | {
         node.name for other in files("options") if other not in PAGES or other == file
         for node in ast.walk(tree_of(other)) if isinstance(node, ast.FunctionDef)
