@@ -181,8 +181,7 @@ def run_config_file(path, keys):
         if "=" in path:  # a key without its dashes, or as Hydra has it
             check_key(path.partition("=")[0].lstrip("+-"), keys, path)
         raise BadInput(f"there is no config file {path!r}" + (
-            nearest(path) if path.endswith(".py") else
-            "; to set a key, type --key=value, and a list with commas and no blanks"))
+            nearest(path) if path.endswith(".py") else "; type --key=value, without blanks"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
         raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
