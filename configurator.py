@@ -307,7 +307,7 @@ def print_settings(keys, overrides):
         if value != keys[name].default:
             lines.setdefault(where, []).append(f"{name}={value!r}")
     for where, settings in lines.items():
-        print(textwrap.fill(f"{where}: {' '.join(settings)}", 100, subsequent_indent="    ",
+        print(textwrap.fill(f"{where}: {' '.join(settings)}", 80, subsequent_indent="    ",
                             break_long_words=False, break_on_hyphens=False))
 
 
