@@ -9,10 +9,15 @@ globals, one comment each, and then calls configure:
 files, from left to right, and then each --key=value; of two values for a key the last one counts.
 A config file is Python; each public name in it must be a key of the script, also that of an import
 (import math as _math). This is looked at before it is run. `--help` prints every key with its
-default and its comment; a * in a comment: most runs set this key. The brackets at the end of a
-comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
-begins as "with tools: " is of a key that has no effect unless the key tools is set, too: it must
-not be 0, False, or, of texts, the default.
+default and its comment.
+
+A key's comment is read by the program, too; these parts of it are checked:
+
+    [>= 1], [> 0], [0..1], [a | b | c]   at its end: the values that are allowed
+    with tools: ...                      the key has no effect unless the key tools is set, too: to
+                                         anything but 0 and False or, of texts, the default
+    in the place of max_iters: ...       not both keys may be set in one place
+    * ...                                for the reader: most runs set this key
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
 configuration is kept as JSON (read_json, write_json).
@@ -56,14 +61,15 @@ class Key(NamedTuple):
     headings: list[str]
 
 
-def configure(script_globals, shared="", argv=None, until=None, **defaults):
+def configure(script_globals, shared="", argv=None, until=None, given=None, **defaults):
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
     script_globals: the caller's globals(). Its configuration is every public int, float, bool or
     str that is assigned as a literal, at the top level, above the call. shared: a file of more
     keys, beside this one. until: a shared key; it and the keys below it are other scripts' and keep
-    their defaults. defaults: the script's own defaults of shared keys.
+    their defaults. given: {key: (value, where it is from)}, which files and arguments override.
+    defaults: the script's own defaults of shared keys.
 
     Returns the final configuration as a dict, with the script's name as "script", and the shared
     keys as attributes of a namespace. Raises BadInput.
@@ -72,8 +78,9 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
     own, more = read_keys(script), {}
     if shared:
         more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
-    for name in own.keys() & more.keys():
-        raise BadInput(f"{script} sets {name}, which {shared} has, too; see configure's defaults")
+    twice = ", ".join(sorted(own.keys() & more.keys()))
+    if twice:
+        raise BadInput(f"{script} sets {twice}, which {shared} has, too; see configure's defaults")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     shown = list(more)[:list(more).index(until)] if until else more
@@ -85,16 +92,11 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
             print_help(os.path.basename(script), script_globals.get("__doc__"), keys)
         sys.exit(0)
 
-    overrides = read_arguments(keys, argv)
+    overrides = read_arguments(keys, argv, given)
     config = {name: key.default for name, key in keys.items()} | dict(
         script=os.path.basename(script))
     config |= {name: value for name, (value, _) in overrides.items()}
-    for name, (value, where) in overrides.items():
-        beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
-        others = [other for other in beside.groups() if other] if beside else ()
-        if value != keys[name].default and others and not any(
-                is_on(config.get(other), keys.get(other)) for other in others):
-            raise BadInput(f"{name} ({where}) has no effect without {' or '.join(others)}")
+    check_others(config, keys, overrides)
     script_globals.update({name: config[name] for name in own})
     if speaks:
         print_settings(keys, overrides)
@@ -102,19 +104,38 @@ def configure(script_globals, shared="", argv=None, until=None, **defaults):
                                       for name, key in more.items()})
 
 
+def check_others(config, keys, overrides):
+    """
+    Raise BadInput where a key that is set needs another one that is not, or stands in the place of
+    another one that is set, too. Both are said at the beginning of its comment: see the header.
+    """
+    for name, (value, where) in overrides.items():
+        beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
+        others = [other for other in beside.groups() if other] if beside else ()
+        if value != keys[name].default and others and not any(
+                is_on(config.get(other), keys.get(other)) for other in others):
+            raise BadInput(f"{name} ({where}) has no effect without {' or '.join(others)}")
+        instead = re.match(r"in the place of (\w+): ", keys[name].comment)
+        _, other = overrides.get(instead[1], ("", "")) if instead else ("", "")
+        if value and other and other in (where, "command line"):
+            raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
+
+
 def is_on(value, key):
     """Whether a key is set: a text is not the default, any other value is not 0."""
     return value != key.default if isinstance(value, str) else bool(value)
 
 
-def read_arguments(keys, argv):
-    """{name: (value, where it came from)} of the arguments argv, checked against {name: Key}."""
-    overrides = {}
+def read_arguments(keys, argv, given=None):
+    """{name: (value, where it is from)} of given, and of argv; checked against {name: Key}."""
+    overrides = {name: (convert(name, value, keys[name].default, where), where)
+                 for name, (value, where) in (given or {}).items()}
     for arg, behind in zip(argv, [*argv[1:], "--"], strict=False):
         if arg.startswith("--") and "=" not in arg:  # behind it: a value, or the next argument
             check_key(arg[2:], keys, arg)
-            meant = keys[arg[2:]].default if behind.startswith("--") or behind.endswith(
-                ".py") else behind
+            meant = behind
+            if behind.startswith("--") or behind.endswith(".py"):
+                meant = keys[arg[2:]].default
             raise BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(meant))}")
     # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
@@ -175,7 +196,7 @@ def run_config_file(path, keys):
         if "=" in path:  # a key without its dashes, or as Hydra has it
             check_key(path.partition("=")[0].lstrip("+-"), keys, path)
         raise BadInput(f"there is no config file {path!r}" + (
-            nearest(path) if path.endswith(".py") else "; to set a key, type --key=value"))
+            nearest(path) if path.endswith(".py") else "; type --key=value, without blanks"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
         raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
@@ -284,14 +305,14 @@ def check_range(name, value, comment, where):
 
 def of_model(text, name):
     """A key's value for one model, or "": "3" and "policy=3,value=2" have "3" for the policy."""
-    found = ""
+    of_name = ""
     for part in text.split(",") if text.strip() else ():
         model, equals, value = (x.strip() for x in part.rpartition("="))
         if equals and model not in MODELS:
             raise BadInput(f"{text!r}: there is no model {model!r}; they are {', '.join(MODELS)}")
         if not equals or model == name:
-            found = value
-    return found
+            of_name = value
+    return of_name
 
 
 def print_settings(keys, overrides):
@@ -301,7 +322,7 @@ def print_settings(keys, overrides):
         if value != keys[name].default:
             lines.setdefault(where, []).append(f"{name}={value!r}")
     for where, settings in lines.items():
-        print(textwrap.fill(f"{where}: {' '.join(settings)}", 100, subsequent_indent="    ",
+        print(textwrap.fill(f"{where}: {' '.join(settings)}", 80, subsequent_indent="    ",
                             break_long_words=False, break_on_hyphens=False))
 
 
@@ -351,7 +372,9 @@ def contents_of(out_dir, config):
         inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
         if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
             odd.append(f"{key} = {path!r}")
-    if odd or not out_dir:
+    if not out_dir:
+        raise BadInput("out_dir is empty: there is no place for the run; choose another --out_dir")
+    if odd:
         raise BadInput(f"out_dir = {out_dir!r} has {', '.join(odd[:1])}: this run would replace "
                        "it; choose another --out_dir")
     return before, names

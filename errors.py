@@ -68,7 +68,8 @@ def report_error(kind, error, trace):
                             "rollout_batch_size, or the model's size")
     elif issubclass(kind, ImportError) and re.search(r"\b(options|grading)\b", message):
         code, message = 2, ("this run needs a file that is not in this folder "
-                            f"({message}); copy it from quartet, or do without its key")
+                            f"({message}); copy the folders options and grading from quartet, or "
+                            "do without its key")
     # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
     if code is None:
         traceback.print_exception(error, file=sys.__stderr__)
@@ -151,7 +152,12 @@ def place_of(trace):
 
 
 def nearest(path):
-    """The words "; did you mean FILE?" if beside a path lies a file of nearly its name; or ""."""
+    """
+    "; it is a folder" where a path is one, and a file was wanted; "; did you mean FILE?" if beside
+    it lies a file of nearly its name; or "".
+    """
+    if os.path.isdir(path):
+        return "; it is a folder: give a file in it"
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)  # not sft_val for rl_val

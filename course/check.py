@@ -45,7 +45,8 @@ def verdict(function, check):
     "" if a function is right, else a sentence. check: with CASES, right, MISTAKES, and maybe
     judge(function), which says a sentence itself.
     """
-    place = f"{function.__name__} in {os.path.basename(inspect.getsourcefile(function))}"
+    file = inspect.getsourcefile(function)  # None: it stands in a notebook
+    place = f"{function.__name__} in {os.path.basename(file or 'this notebook')}"
     try:
         if hasattr(check, "judge"):
             return check.judge(function)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 
-from errors import BadInput, Stop, shorten
+from errors import BadInput, Stop, first_line, shorten
 from options.user_code import load_function
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
@@ -30,6 +30,9 @@ def load_reward(named, folder, where):
     """
     function, name = load_function(named, folder, where), named.rpartition(":")[2]
     parameters = trl_parameters(function)  # None: it takes the batch
+    if inspect.isclass(function) or parameters is None and not takes_one(function):
+        wanted = f"{name}(batch), or {name}(prompts, completions, ...) with lists, as TRL's"
+        raise BadInput(f"{where}: {name} is no function of the form {wanted}")
 
     @functools.wraps(function)
     def reward(batch):
@@ -50,7 +53,10 @@ def as_scores(name, returned, batch):
     """
     The result of a reward as a list of floats, one for each response; NaN for None. Raises Stop.
     """
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    try:
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+    except (RuntimeError, TypeError) as e:  # of a tensor on another device
+        raise Stop(f"reward {name!r} returned a tensor that cannot be read: {first_line(e)}") from e
     B = len(batch["completions"])
     if not isinstance(values, (list, tuple)) or len(values) != B:
         raise Stop(f"reward {name!r} must return {B} numbers, one a response, as a 1-D tensor, "
@@ -87,6 +93,17 @@ def trl_parameters(function):
     named = any(p.name in GIVEN for p in parameters)
     bare = len(parameters) == 1 and parameters[0].kind == inspect.Parameter.VAR_KEYWORD
     return parameters if named or bare else None
+
+
+def takes_one(function):
+    """Whether a function can be called with the batch alone."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function that is not Python's
+        return True
+    return True
 
 
 def check_fields(parameters, name, rows, path):

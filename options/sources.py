@@ -16,7 +16,7 @@ import math
 import os
 import re
 
-from errors import BadInput, first_line
+from errors import BadInput, first_line, nearest
 from prompts import Rows, permutation, rename
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
@@ -110,7 +110,7 @@ def turn_of(place, weights):
 def raw_rows(path):
     """Yield (where, row) of a file, the rows as they are. where: "line 3", or "row 3"."""
     if not os.path.isfile(path):
-        raise BadInput(f"{path}: no such file; the current folder is {os.getcwd()}")
+        raise BadInput(f"{path}: no such file in {os.getcwd()}{nearest(path)}")
     ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
     if ending not in ENDINGS:
         raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz behind it")

@@ -22,12 +22,14 @@ share = 0.25  # part [0..1]
 shape = "flat"  # way [flat | round]
 flag = False  # whether
 speed = 1  # with flag or out_dir: in m/s
+minutes = 0.0  # in the place of count: how long
 _hidden = 5  # no key
 computed = count * 2  # no key
 config, system = configure(globals(), "shared.py", limit=50)
 late = 1  # no key
 '''
-OWN = dict(out_dir="out", count=3, rate=0.5, share=0.25, shape="flat", flag=False, speed=1)
+OWN = dict(out_dir="out", count=3, rate=0.5, share=0.25, shape="flat", flag=False, speed=1,
+           minutes=0.0)
 SHARED = "# time\nlimit = 60  # longest wait [1..1000]\n"
 DEFAULTS = OWN | dict(limit=50, script="toy.py")
 
@@ -92,6 +94,17 @@ def test_a_wrong_argument_or_file_is_one_line_that_names_it(toy, arg, words):
     with pytest.raises(BadInput) as e:
         toy("c.py" if "\n" in arg else arg)
     assert "\n" not in str(e.value) and all(word in str(e.value) for word in words), e.value
+
+
+def test_of_two_keys_for_one_thing_a_later_one_counts(toy):
+    """One that is typed, in the place of a file's; not two in one place, nor one that is beaten."""
+    write("c.py", "count = 5\n")
+    write("m.py", "minutes = 2.0\n")
+    assert toy("c.py", "--minutes=2")["minutes"] == 2 and toy("--count=4", "--minutes=0")
+    write("both.py", "count = 5\nminutes = 2.0\n")
+    for argv in (["both.py"], ["--minutes=2", "--count=4"], ["m.py", "--count=4"]):
+        with pytest.raises(BadInput, match="minutes .* count"):
+            toy(*argv)
 
 
 def test_a_path_may_begin_at_home(toy, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 from math import nan
 
 import pytest
+import torch
 import transformers
 
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
@@ -105,6 +106,24 @@ def test_another_run_in_the_folder_of_one(world, tmp_path):
     write(path, text)
     result = run("sft.py", tmp_path, keys | dict(max_iters=4))  # goes on behind the last save
     assert result.codes == [0] and "checkpoint-000003" in result.out[0] and len(read_log(out)) == 5
+
+
+def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
+    """It is logged as a number; one of several numbers is named. And a blank in the out_dir."""
+    def adds(metric):
+        def before(rank):
+            import loss
+
+            summarize = loss.summarize
+            loss.summarize = lambda *args: summarize(*args) | {"objective/mine": metric}
+        return before
+
+    keys = keys_of(world, "ppo.py", max_iters=1, eval_path="", out_dir="a b")
+    result = run("ppo.py", tmp_path, keys, before=adds(torch.tensor([2.5])))
+    assert result.codes == [0] and "--policy_path='a b'/policy" in result.out[0], result
+    assert read_log(tmp_path / "a b")[0]["objective/mine"] == 2.5
+    result = run("ppo.py", tmp_path / "two", keys, before=adds(torch.ones(2)))
+    assert result.codes == [1] and "metric 'objective/mine' has" in result.err[0], result
 
 
 def spoils(rank):

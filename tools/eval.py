@@ -55,7 +55,7 @@ by = ""  # a field of the rows, such as task: the figures for each of its values
 micro_batch_size = 16  # responses that reward model and judge read at once [>= 1]
 trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, system = configure(globals(), "config/keys.py",
-                           argv=as_in_run(sys.argv[1:], "policies", policies, ASKED | JUDGED))
+                           given=as_in_run(sys.argv[1:], "policies", policies, ASKED | JUDGED))
 # -------------------------------------------------------------------------------------------------
 # responses: one policy after the other is loaded and answers all prompts
 

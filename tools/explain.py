@@ -5,6 +5,8 @@ docs/algorithms.md explains one.
 python tools/explain.py --run=out/arithmetic_ppo --prompt="123+456="
 python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=579 --out=out/a.png
 
+python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/a.html  # all of it
+
 Nothing is computed by a copy of the algorithm. The tool runs ppo.py or grpo.py itself for one more
 iteration, from the run's last checkpoint and with the run's keys, and looks at the variables that
 the script then has. The prompt takes the first place of the iteration's batch; the others are the
@@ -53,8 +55,18 @@ prompt = "123+456="  # the policy answers it
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
 out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
+# or all responses of an iteration, with out a page, .html, or .json; tools/iteration.py
+iteration = -1  # which; -1 = with such an out the one behind the last checkpoint [>= -1]
+watch = 0.0  # seconds: make that page again for each new checkpoint, until Ctrl-C [>= 0]
 trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, _ = configure(globals())
+# -------------------------------------------------------------------------------------------------
+if iteration >= 0 or watch or out.endswith((".html", ".json")):
+    from tools.iteration import show
+
+    show(run, iteration, out, watch, trust_code)
+    sys.exit()
+
 # -------------------------------------------------------------------------------------------------
 # the run: its script, its keys, its last checkpoint
 
@@ -201,8 +213,12 @@ def print_table(columns):
 score = batch["scores"][0].item()
 parts = [f"{weight:g} * {name} {cell(batch[f'reward/{name}'][0].item())}"
          for weight, name, _ in names["terms"]]
+asked = texts["rows"][0]["prompt"]
+leads = [m["content"] for m in asked if m["role"] == "system"] if isinstance(asked, list) else []
+leads = leads or [keys["system_prompt"]] * bool(keys["system_prompt"])
 print(visible(f"one response of {run}: iteration {iteration} of {script}.py, from "
-              f"{os.path.basename(checkpoint)}\n\nprompt    {prompt!r}\nresponse  {said[0]!r}"))
+              f"{os.path.basename(checkpoint)}\n\n" + "".join(f"system    {x!r}\n" for x in leads)
+              + f"prompt    {prompt!r}\nresponse  {said[0]!r}"))
 print(f"score     {cell(score)} = {' + '.join(parts)}"
       + ("" if batch["finished"][0] else "; cut off at max_new_tokens"))
 print(f"shaped    {cell(names['scores'][0].item())}, the score after penalties\n")

@@ -2,13 +2,16 @@
 Reads the folder of a run: its keys in config.json, its records in log.jsonl, its samples. And how
 sure a mean over prompts is.
 """
+import contextlib
 import json
 import math
 import os
 from statistics import fmean
 
 from configurator import from_home, read_json
-from errors import BadInput, visible
+from errors import BadInput, say, visible
+from options.sources import raw_rows
+from prompts import rename
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
@@ -28,13 +31,14 @@ def estimate(values):
 
 def as_in_run(argv, key, default, keys):
     """
-    A tool's arguments argv, behind those of the runs that have made its policies: so a key that is
-    not typed is as it was in training. key: the tool's key that has the policies, out_dir/policy,
-    with commas between several; default: its default. keys: {key of the tool: of the run}. Of
-    several runs the first one that sets a key counts. Raises BadInput, see refuse_code.
+    {key: (value, file)} of the runs that have made a tool's policies, for keys that argv has not:
+    these are as in training. key: the tool's key that has the policies, out_dir/policy, with
+    commas between several; default: its default. keys: {key of the tool: of the run}. Of several
+    runs the first one that sets a key counts; where another has another value, it is said. Raises
+    BadInput, see refuse_code.
     """
     typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
-    taken, empty = {}, {}
+    taken, empty = {}, {}  # {key: (value, file)}
     for path in from_home(typed.get(key, default)).split(","):
         file = os.path.join(os.path.dirname(os.path.realpath(path.strip())), "config.json")
         try:
@@ -45,13 +49,19 @@ def as_in_run(argv, key, default, keys):
             known = {name: run[theirs] for name, theirs in keys.items() if theirs in run}
             new = {name: x for name, x in known.items() if x != "" and name not in typed | taken}
             refuse_code(new, file, typed.get("trust_code") == "True")
-            taken |= new
-            empty |= {name: x for name, x in known.items() if x == "" and name not in typed}
+            where = os.path.relpath(file)
+            other = [f"{keys[name]}={x!r}" for name, x in known.items()
+                     if name in taken and x not in ("", taken[name][0])]
+            if other:
+                say(f"{where}: not used, because all are judged alike: {' '.join(other)}")
+            taken |= {name: (x, where) for name, x in new.items()}
+            empty |= {name: (x, where) for name, x in known.items()
+                      if x == "" and name not in typed}
     taken = empty | taken  # empty in all runs: as for eval_path, the tool's default is not theirs
-    asked = taken | typed
+    asked = {name: x for name, (x, _) in taken.items()} | typed
     if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none
         taken.pop("max_turns", None)  # it would have no effect
-    return [f"--{name}={value}" for name, value in taken.items()] + argv
+    return taken
 
 
 def refuse_code(keys, file, trusted):
@@ -68,12 +78,31 @@ def refuse_code(keys, file, trusted):
                                "would run; if you trust it, type --trust_code=True")
 
 
+def system_message_of(path):
+    """
+    [the system message] of the first row that the run of a policy, out_dir/policy, has trained on;
+    [] where it has none, or the file is gone.
+    """
+    file = os.path.join(os.path.dirname(os.path.realpath(path)), "config.json")
+    run = read_json(file) if os.path.isfile(file) else {}
+    data = run.get("prompts_path") or run.get("train_path") or ""
+    data = data if os.path.isfile(data) else data.split(",")[0].rpartition("*")[2].strip()
+    with contextlib.suppress(BadInput):
+        prompt = rename(next(raw_rows(data))[1], run.get("fields", "")).get("prompt")
+        if isinstance(prompt, list) and prompt[0]["role"] == "system":
+            return prompt[:1]
+    return []
+
+
 def split_paths(text, key):
     """
     {short name: path} of a key's paths: x/a/ppo,x/b/ppo -> a/ppo and b/ppo. The names can be
     printed. Raises BadInput.
     """
     paths = [path.strip() for path in text.split(",") if path.strip()]
+    for path in paths:
+        if " " in path and not os.path.isdir(path) and any(map(os.path.isdir, path.split())):
+            raise BadInput(f"{key} = {text!r}: there are commas between several folders")
     full = list(map(os.path.abspath, paths))
     if not paths or len(set(full)) < len(full):
         raise BadInput(f"{key} = {text!r}: wanted a folder, or several different ones with commas")

@@ -10,8 +10,9 @@ python tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=5 --reward_path=out/arithmetic_rm/reward_model
 
 Each line that you type is a new conversation: the policy does not see the earlier ones. A policy
-with a chat template answers it as a chat message; another one continues it as plain text. Keys that
-you do not type, such as temperature, system_prompt and environment, are those of the policy's run.
+with a chat template answers it as a chat message, behind the system message of the run's first row,
+if that has one and you type no system_prompt; another one continues it as plain text. Keys that you
+do not type, such as temperature, system_prompt and environment, are those of the policy's run.
 An environment or tools are Python files: with those of a run it takes --trust_code=True.
 """
 import os
@@ -27,7 +28,7 @@ from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch, texts_of  # noqa: E402
-from tools.runs import ASKED, as_in_run, response_of  # noqa: E402
+from tools.runs import ASKED, as_in_run, response_of, system_message_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
@@ -41,7 +42,7 @@ temperature = 1.0  # 0 = always the most likely token [>= 0]
 seed = 1  # decides the responses [>= 0]
 trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, system = configure(globals(), "config/keys.py", rollout_batch_size=64,
-                           argv=as_in_run(sys.argv[1:], "policy_path", policy_path, ASKED))
+                           given=as_in_run(sys.argv[1:], "policy_path", policy_path, ASKED))
 # -------------------------------------------------------------------------------------------------
 if prompt and prompts:
     raise BadInput("type --prompt or --prompts, not both")
@@ -83,10 +84,15 @@ def answer(rows, where, first=0):
 
 def as_row(text):
     """A row of data with this text as its prompt: a chat message, if there is a chat template."""
-    return prompt_row(dict(prompt=[dict(role="user", content=text)] if policy.tokenizer.chats
-                           else text))
+    return prompt_row(dict(prompt=[*system_message, dict(role="user", content=text)]
+                           if policy.tokenizer.chats else text))
 
 
+system_message = []  # as the policy's run has it
+if policy.tokenizer.chats and not any(arg.startswith("--system_prompt=") for arg in sys.argv):
+    system_message = system_message_of(policy_path)
+if system_message and not prompts:
+    print(visible(f"system: {system_message[0]['content']}"))
 if prompts:
     rows = read_rows(prompts, prompt_row, system.fields)
     answer(rows[:limit or len(rows)], prompts)

@@ -22,6 +22,9 @@ sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402  first: it looks for the packages
 
+if {"-h", "--help"} & set(sys.argv[1:]):
+    sys.exit(print(__doc__.strip()))
+
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, logging  # noqa: E402
 

@@ -79,6 +79,8 @@ def rows_of(templates, each):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__.strip()))
     each = int(sys.argv[1]) if len(sys.argv) > 1 else 60
     for name, some in rows_of(templates(), each).items():
         with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:

@@ -10,6 +10,7 @@ rl_new.jsonl (100 sums of four numbers). No sum is in two of them.
 import json
 import os
 import random
+import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROWS = dict(sft_train=500, rl_train=2000, rl_val=200, rl_new=100)
@@ -44,6 +45,8 @@ def rows(seed=0):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__.strip()))
     for name, some in rows().items():
         with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
             f.writelines(json.dumps(one) + "\n" for one in some)

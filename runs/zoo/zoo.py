@@ -169,6 +169,7 @@ def line_of(name):
 first, table = ({name.strip(): (command, diff) for name, command, diff in re.findall(
     r"(.+?) \| (.+?)(?: < (.+))?\n", text)} for text in (FIRST, ROWS))  # {row: (command, diff)}
 chosen, numbers = list(table) if rows == "all" else rows.split(","), seeds.split(",")
+chosen = [name for name in chosen if name != "sft"]  # that row is always there, the first
 if unknown := set(chosen) - set(table):
     raise BadInput(f"rows = {rows!r}: there is no {min(unknown)}; there are {', '.join(table)}")
 table |= first

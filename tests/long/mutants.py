@@ -1,5 +1,5 @@
 """
-Slips of the pen in the rooms, and the tests that must notice them. A campaign by hand:
+Slips of the pen in the files, and the tests that must notice them. A campaign by hand:
 
     python tests/long/mutants.py              all of them, one after the other
     python tests/long/mutants.py gae.py 7     those of a file, or of these numbers
@@ -50,7 +50,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "extreme"),
     ("rollout.py", "positions[which, -1:] + 1", "positions[which, -1:]", "test_rollout", "loop"),
     ("rollout.py", "lengths=begins + lengths", "lengths=lengths", "test_rollout", "loop"),
-    ("rollout.py", "(rooms[live] > t + 1)", "(rooms[live] > t)", "test_rollout", "leave"),
+    ("rollout.py", "(budgets[live] > t + 1)", "(budgets[live] > t)", "test_rollout", "leave"),
     ("rewards.py", "sum(weight * torch.where", "sum(torch.where", "test_rewards", "sum"),
     ("rewards.py", "filter(None, (reward_model, value_model))", "[reward_model]", "test_rewards",
      "zero"),
@@ -77,7 +77,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("checkpoint.py", 'state, "iteration": iteration}', 'state, "iteration": iteration + 1}',
      "test_scripts", "bits and sft"),
     ("checkpoint.py", "<= iteration][-keep:]", "<= iteration][:keep]", "test_checkpoint", "kills"),
-    ("checkpoint.py", "manifest[name] != found.get(name)", "name not in found",
+    ("checkpoint.py", "manifest[name] != present.get(name)", "name not in found",
      "test_checkpoint", "damaged"),
     ("checkpoint.py", 'ema.fill(dict(read_tensors(folder, "ema")))', "pass", "test_options",
      "whole"),

@@ -27,11 +27,13 @@ ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
 FILES = {  # rows, or the text of a file, which the table names
     "chat": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
     "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
-    "mute": [ROW, dict(prompt="a")], "mixed": [ROW | dict(prompt=USER)],
+    "null": [ROW | dict(answer=None)], "mute": [ROW, dict(prompt="a")],
+    "mixed": [ROW | dict(prompt=USER)],
     "long": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
     "huge": [ROW | dict(prompt="a" * 9)],
     "cut": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty": ""}
-RULES = {"broken": "def f(batch)\n    return 1\n", "fails": "import nowhere_at_all\n"}
+ODD = "def f(completion, answer):\n    return 1.0\nclass g:\n    def __init__(self, batch): pass\n"
+RULES = {"odd": ODD, "broken": "def f(batch)\n    return 1\n", "fails": "import nowhere_at_all\n"}
 
 # name: (script, keys, words of the line). $x is a file of the above, or of the tiny world
 TABLE = {
@@ -57,7 +59,11 @@ TABLE = {
     "a completion that is too long": ("sft.py", dict(train_path="$long", max_tokens=10), [
         "long.jsonl", "row 2", "max_tokens"]),
     "all prompts are too long": ("ppo.py", dict(prompts_path="$huge", max_prompt_tokens=5), [
-        "row 1", "longer context"]),
+        "row 1", "key max_prompt_tokens)", "longer context"]),
+    "a folder of files": ("sft.py", dict(train_path="$made"), ["made", "is a folder"]),
+    "a folder in a mix": ("sft.py", dict(train_path="0.5*$made"), ["made", "is a folder"]),
+    "an answer of null": ("grpo.py", dict(prompts_path="$null", reward_functions="accuracy"), [
+        "row 1", "'answer'", "null"]),
     "data that is not made yet": ("ppo.py", dict(prompts_path="$made/x.jsonl"), [
         "no such file", "made/prepare.py"]),
     "a pair that is too long": ("rm.py", dict(train_path="$long"), ["long.jsonl", "row 2"]),
@@ -82,6 +88,10 @@ TABLE = {
     "rules with a typo": ("grpo.py", dict(reward_functions="$broken_py:f"), [
         "broken.py", "line 1"]),
     "rules that fail": ("grpo.py", dict(reward_functions="$fails_py:f"), ["fails.py", "line 1"]),
+    "a file without its function": ("grpo.py", dict(reward_functions="$odd_py"), [
+        "odd.py:FUNCTION"]),
+    "a function of one response": ("grpo.py", dict(reward_functions="$odd_py:f"), ["f(batch)"]),
+    "a class": ("grpo.py", dict(reward_functions="$odd_py:g"), ["g(batch)"]),
     "no judge": ("grpo.py", dict(reward_functions="judge"), ["judge_path"]),
     "an idle judge": ("grpo.py", dict(judge_path="$policy"), ["judge_path"]),
     "no environment": ("grpo.py", dict(reward_functions="environment"), ["environment"]),
@@ -109,7 +119,8 @@ TABLE = {
     "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
     # the folder
     "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),
-    "no folder": ("rm.py", dict(out_dir=""), ["choose another --out_dir"]),
+    "no folder": ("rm.py", dict(out_dir=""), ["is empty", "choose another --out_dir"]),
+    "no place for a folder": ("rm.py", dict(out_dir="/proc/x"), ["'/proc/x'", "--out_dir"]),
     "a model's folder": ("sft.py", dict(out_dir="$policy"), ["config.json", "--out_dir"])}
 ON_TWO = ("three samplers on two ranks", "two samplers and an environment", "roles of three",
           "roles that are none", "adafactor in shards")  # rank 0 says it

@@ -1,6 +1,7 @@
 """course/: an empty exercise says what to do, right functions pass, each mistake is named."""
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from tiny import ROOT
+from tiny import ROOT, jsonl, keys_of, read_jsonl, well
 
 from gae import compute_gae
 from groups import group_advantages, token_weights
@@ -157,3 +158,71 @@ def test_each_seed_has_a_program_to_mend_and_each_letter_a_meaning():
         assert any(clinic.FAULTS[letter][1] for letter in letters)
     with open(f"{ROOT}/course/lesson8.md", encoding="utf-8") as f:
         assert re.findall(r"(?m)^\| ([A-Z]) \|", f.read()) == [*clinic.FAULTS]
+
+
+def test_the_cells_of_the_notebook(world, tmp_path, monkeypatch):
+    """With a tiny run in the place of the toy; the first cell, the quickstart, is CI's."""
+    notebook = importlib.import_module("notebook")
+    with open(notebook.FILE, encoding="utf-8") as f:
+        cells = json.load(f)["cells"]
+    assert [c["source"] for c in cells] == [
+        c if isinstance(c, str) else "\n".join(c) for c in notebook.CELLS]
+    code = [c for c in cells if c["cell_type"] == "code"]
+    assert all(c["outputs"][0]["text"].strip() for c in code)
+    assert "rows are shifted by one" in code[-1]["outputs"][0]["text"]
+    for name in os.listdir(ROOT):
+        if name not in ("out", ".git", ".venv"):
+            os.symlink(f"{ROOT}/{name}", tmp_path / name)
+    keys = keys_of(world, "ppo.py", max_iters=2)
+    well("ppo.py", tmp_path / "done", keys)
+    os.makedirs(tmp_path / "out" / "arithmetic_sft")
+    os.symlink(tmp_path / "done" / "out", tmp_path / "out" / "arithmetic_ppo")
+    os.symlink(world.policy, tmp_path / "out" / "arithmetic_sft" / "policy")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":" + os.environ["PATH"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names, prompt = {}, world.rows["rl_train"][0]["prompt"]
+    for cell in code[1:]:
+        lines = cell["source"].replace("123+456=", prompt).split("\n")
+        assert notebook.run_cell(lines, names).strip(), cell["source"]
+
+
+def test_60_lines_have_the_figures_of_ppo(tmp_path):
+    """Of two iterations, with small models and batches in the place of the toy's."""
+    toy = tmp_path / "out"
+    os.makedirs(toy / "arithmetic_rm")
+    clinic.write_toy(str(tmp_path))
+    common = dict(device_type="cpu", dtype="float64", checkpoint_interval=0)
+    well("sft.py", tmp_path, clinic.SFT | dict(out_dir="out/arithmetic_sft", max_iters=100))
+    rows = read_jsonl(tmp_path / "rl.jsonl")
+    pairs = jsonl(tmp_path / "pairs.jsonl", [
+        dict(prompt=row["prompt"], chosen=row["answer"], rejected="8") for row in rows])
+    well("rm.py", tmp_path, common | dict(
+        init_from="out/arithmetic_sft/policy", train_path=pairs, val_path="", max_iters=5,
+        batch_size=8, micro_batch_size=8, learning_rate=1e-2, out_dir="out/arithmetic_rm"))
+    os.makedirs(tmp_path / "data" / "arithmetic")
+    train = jsonl(tmp_path / "data" / "arithmetic" / "rl_train.jsonl", rows)
+    B, longest = 12, 9
+    well("ppo.py", tmp_path, common | dict(
+        policy_path="out/arithmetic_sft/policy", reward_path="out/arithmetic_rm/reward_model",
+        prompts_path=train, eval_path="", batch_size=B, max_new_tokens=longest, temperature=1.0,
+        kl_coef=1.0, ppo_epochs=2, num_minibatches=2, micro_batch_size=5, max_iters=2,
+        learning_rate=1e-4, value_learning_rate=3e-4, vf_coef=1.0, out_dir="out/ppo"))
+    with open(f"{ROOT}/course/ppo_in_60_lines.py", encoding="utf-8") as f:
+        source = f.read()
+    for old, new in (("SEED, ITERATIONS = 256, 48,", f"SEED, ITERATIONS = {B}, {longest},"),
+                     (" 1, 20\n", " 1, 2\n"),
+                     ("os.path.abspath(__file__)", repr(f"{ROOT}/course/x.py"))):
+        assert old in source
+        source = source.replace(old, new)
+    said = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert said.returncode == 0, said.stderr
+    found = [[float(x) for x in re.findall(r"-?\d+\.\d+", line)]
+             for line in said.stdout.splitlines()]
+    wanted = [[r[name] for name in ("objective/scores", "objective/kl", "loss/policy",
+                                    "loss/value")] for r in read_jsonl(toy / "ppo" / "log.jsonl")
+              if "loss/policy" in r]
+    assert len(found) == len(wanted) == 2 and wanted[1][1] != 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)

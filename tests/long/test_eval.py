@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import errors
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
-from tools.runs import ASKED, JUDGED, as_in_run
+from tools.runs import ASKED, JUDGED, as_in_run, system_message_of
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -166,7 +166,7 @@ def trained(world, tmp_path_factory):
         temperature=0.9, max_new_tokens=14, max_turns=3, seed=4, reward_timeout=77))
 
 
-def test_zeros_and_empty_keys_of_runs_are_theirs(world, tmp_path):
+def test_zeros_and_empty_keys_of_runs_are_theirs(world, tmp_path, capsys):
     """A run without an eval_path: not the toy's file; seed 0: not seed 1."""
     def asked(**runs):
         for name, keys in runs.items():
@@ -174,20 +174,37 @@ def test_zeros_and_empty_keys_of_runs_are_theirs(world, tmp_path):
             write(tmp_path / name / "config.json", json.dumps(dict(out_dir=name) | keys))
         paths = ",".join(f"{tmp_path}/{name}/policy" for name in runs)
         given = as_in_run([f"--policies={paths}"], "policies", "", ASKED | JUDGED)
-        return dict(arg[2:].split("=", 1) for arg in given[:-1])
+        return {name: value for name, (value, _) in given.items()}
 
     sft = dict(seed=3, fields="a>prompt", val_path="v.jsonl")  # it has no eval_path
     none = dict(seed=0, eval_path="", fields="", max_prompt_tokens=0, stop_strings="")
     some = dict(seed=5, eval_path="e.jsonl", fields="", stop_strings="x")
-    assert asked(one=none) == dict(seed="0", prompts_path="", fields="", max_prompt_tokens="0",
+    assert asked(one=none) == dict(seed=0, prompts_path="", fields="", max_prompt_tokens=0,
                                    stop_strings="")
-    assert asked(one=sft) == dict(seed="3", fields="a>prompt")
+    assert asked(one=sft) == dict(seed=3, fields="a>prompt")
     assert asked(one=sft, two=none)["prompts_path"] == ""
+    capsys.readouterr()
     both = asked(one=none, two=some)
-    assert (both["seed"], both["prompts_path"], both["stop_strings"]) == ("0", "e.jsonl", "x")
+    assert (both["seed"], both["prompts_path"], both["stop_strings"]) == (0, "e.jsonl", "x")
+    said = capsys.readouterr().out  # one seed for all of them
+    assert "two/config.json" in said and "seed=5" in said and "stop_strings" not in said
     shutil.copytree(world.policy, tmp_path / "one" / "policy")
     result = tool("eval", tmp_path, dict(policies=f"{tmp_path}/one/policy"))
     assert_one_line(result, "eval.py", "prompts_path")
+
+
+def test_the_system_message_of_a_run(tmp_path):
+    """That of its first row, in any layout; no file, no run, or a text: none."""
+    led = [dict(role="system", content="be kind"), dict(role="user", content="a")]
+    rows, texts = (jsonl(tmp_path / f"{name}.jsonl", [{"q": prompt}, {"q": "x"}])
+                   for name, prompt in (("led", led), ("texts", "a")))
+    assert system_message_of(f"{tmp_path}/policy") == []
+    for keys, found in ((dict(prompts_path=rows), 1), (dict(train_path=rows), 1),
+                        (dict(prompts_path=f"0.5*{rows},{texts}"), 1),
+                        (dict(prompts_path=texts), 0), ({}, 0),
+                        (dict(prompts_path=f"{tmp_path}/gone.jsonl"), 0)):
+        write(tmp_path / "config.json", json.dumps(dict(out_dir="a", fields="q>prompt") | keys))
+        assert system_message_of(f"{tmp_path}/policy") == led[:found], keys
 
 
 def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
@@ -206,11 +223,11 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
     for folder in "policy", "checkpoint-000001/policy":
         asked = as_in_run(["--trust_code=True", "--temperature=0.5"], "policies",
                           f"{trained}/{folder}", ASKED)
-        assert {"--max_turns=3", "--reward_timeout=77", "--max_new_tokens=14"} < set(asked)
-        assert asked[-1] == "--temperature=0.5" and sum("temperature" in arg for arg in asked) == 1
+        wanted = dict(max_turns=3, reward_timeout=77, max_new_tokens=14)
+        assert {name: asked[name][0] for name in wanted} == wanted and "temperature" not in asked
     monkeypatch.setenv("HOME", os.path.dirname(trained))
     home = as_in_run(["--policies=~/out/policy", "--trust_code=True"], "policies", "none", ASKED)
-    assert {"--max_turns=3", "--max_new_tokens=14"} < set(home)
+    assert (home["max_turns"][0], home["max_new_tokens"][0]) == (3, 14)
     typed_one = tool("eval", tmp_path, dict(
         policies=f"{trained}/policy", samples=0, out="eval", max_new_tokens=3, limit=2,
         environment="", reward_functions="length"))
@@ -260,7 +277,7 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
                                 f"{sent}/config.json", "evil.py", key, "--trust_code=True")
         assert not os.path.exists(tmp_path / "ran"), (key, value)
         own = as_in_run([f"--{key}=mine.py:f"], "policies", f"{sent}/policy", ASKED | JUDGED)
-        assert own == [f"--{key}=mine.py:f"]
+        assert own == {}
     assert tool("sample", tmp_path, dict(
         policy_path=f"{clean}/policy", prompt="a", environment=f"{evil}:f")).codes == [0]
     assert os.path.exists(tmp_path / "ran")

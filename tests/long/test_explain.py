@@ -4,6 +4,7 @@ The run of PPO saves a checkpoint at every iteration. The tool is given a copy t
 second one, so it must compute what the run has computed next, and the third one has the weights
 after that update.
 """
+import json
 import math
 import os
 import pathlib
@@ -15,7 +16,8 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 import torch
 import transformers
-from tiny import ENDS, MARKERS, Started, assert_one_line, keys_of, typed, well
+from tiny import (ENDS, MARKERS, Started, assert_one_line, keys_of, read_jsonl, typed,
+                  well)
 
 from prompts import Rows, batch_rows
 
@@ -190,3 +192,60 @@ def test_each_panel_says_what_it_shows(runs, script, panels):
     assert result.out[0].count("PANEL True True") == panels == result.out[0].count("PANEL")
     printed = result.out[0].partition("one response of")[2].split("\n")
     assert max(map(len, printed[4:])) <= 100
+
+
+# all responses of an iteration
+
+@pytest.mark.parametrize("name, iteration, starts", [
+    ("ppo", 3, "at its checkpoint"), ("ppo", 1, "at the beginning"), ("grpo", 0, "anew")])
+def test_an_iteration_is_computed_again_to_the_last_digit(runs, tmp_path, name, iteration, starts):
+    """All metrics are those of the log; the columns of the tokens add up to them."""
+    folder = f"{runs}/{name}/out"
+    if starts == "at the beginning":  # only the newest checkpoint is left, as by default
+        folder = shutil.copytree(folder, f"{tmp_path}/copy")
+        for number in (0, 1, 2, 3):
+            shutil.rmtree(f"{folder}/checkpoint-{number:06d}", ignore_errors=True)
+    keys = dict(run=folder, iteration=iteration, trust_code=True)
+    result = explain(tmp_path, **keys, out="a.json")
+    assert result.codes == [0], result
+    (entry,) = json.loads((tmp_path / "a.json").read_text())["entries"]
+    record = read_jsonl(f"{folder}/log.jsonl")[iteration]
+    found, wanted = ({k: x for k, x in r.items() if not re.match(
+        "time/|mem/|eval/|objective/(texts|score_shift)", k) and not isinstance(x, str)}
+        for r in (entry["metrics"], record))
+    assert {k: found[k] for k in wanted} == wanted and "objective/kl" in wanted
+    responses = [r for prompt in entry["prompts"] for r in prompt["responses"]]
+    rows = [r["tokens"] for r in responses]
+    n = len(rows)
+
+    def mean_of_sums(column):
+        return sum(sum(row[column]) for row in rows) / n
+
+    assert mean_of_sums("old_log_probs") == pytest.approx(-record["objective/entropy"], rel=1e-5)
+    gap = mean_of_sums("old_log_probs") - mean_of_sums("ref_log_probs")
+    assert gap == pytest.approx(record["objective/kl"], abs=1e-5)
+    assert sum(len(row["ids"]) for row in rows) / n == record["objective/length"]
+    assert statistics.fmean(r["reward"] for r in responses) == pytest.approx(
+        record["objective/scores"], rel=1e-5)
+    for row in rows:
+        assert {len(x) for x in row.values()} == {len(row["ids"])}
+    page = explain(tmp_path, **keys, out="deep/page.html")
+    assert page.codes == [0], page
+    text = (tmp_path / "deep" / "page.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    for one in data["responses"]:
+        assert one["score"] == pytest.approx(sum(w * x for w, _, x in one["sum"]), abs=1e-5)
+        assert {len(x) for x in one["columns"].values()} == {len(one["strings"])}
+        change, ratio = one["columns"]["change"], one["columns"]["ratio"]
+        assert ratio == pytest.approx([math.exp(x) for x in change], rel=1e-4)
+        assert all(x >= -1e-6 for x in one["columns"]["entropy"])
+    moved = [abs(x) for one in data["responses"] for x in one["columns"]["change"]]
+    assert max(moved) > 0  # behind the update, the policy is another
+
+
+def test_an_iteration_that_is_not_there(runs, tmp_path):
+    ppo = f"{runs}/ppo/out"
+    for keys, word in ((dict(run=ppo, iteration=4, out="a.html"), "0 to 3"),
+                       (dict(run=ppo, iteration=1, out="a.png"), "--out=FILE.html"),
+                       (dict(run=f"{runs}/sft/out", iteration=0, out="a.html"), "ppo.py")):
+        assert_one_line(explain(tmp_path, **keys), "explain.py", word)

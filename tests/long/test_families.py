@@ -97,6 +97,9 @@ FAMILIES = {  # name in the table: model_type, settings that change what is comp
     "Hunyuan MoE": ("hunyuan_v1_moe", EXPERTS | dict(moe_topk=2, head_dim=8)),
     "Qwen3.5 (text)": ("qwen3_5_text", DELTA | rope(
         "default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])),
+    "Qwen3.5 MoE (text)": ("qwen3_5_moe_text", EXPERTS | DELTA | dict(
+        shared_expert_intermediate_size=16) | rope(
+            "default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])),
     "Qwen3-Next": ("qwen3_next", EXPERTS | DELTA | dict(shared_expert_intermediate_size=16)),
     "OLMo-hybrid": ("olmo_hybrid", DELTA | dict(linear_conv_kernel_dim=3)),
     "LFM2": ("lfm2", SIZES | CONV), "LFM2 MoE": ("lfm2_moe", EXPERTS | CONV | dict(
@@ -112,12 +115,12 @@ FAMILIES = {  # name in the table: model_type, settings that change what is comp
     "Mamba": ("mamba", SIZES),
     "RWKV": ("rwkv", SIZES | dict(attention_hidden_size=32)),
 }
-HYBRIDS = ["Qwen3.5 (text)", "Qwen3-Next", "OLMo-hybrid", "LFM2", "LFM2 MoE", "Falcon-H1", "Jamba",
-           "Granite 4 hybrid"]
+HYBRIDS = ["Qwen3.5 (text)", "Qwen3.5 MoE (text)", "Qwen3-Next", "OLMo-hybrid", "LFM2", "LFM2 MoE",
+           "Falcon-H1", "Jamba", "Granite 4 hybrid"]
 NO_CACHE = ["Mamba", "RWKV"]
 # transformers has no such class
-NO_SCORES = ["Cohere", "Granite", "OLMoE", "Ernie 4.5", "Gemma 4 (text)", "OLMo-hybrid", "LFM2",
-             "LFM2 MoE", "Falcon-H1", "Granite 4 hybrid"]
+NO_SCORES = ["Cohere", "Granite", "OLMoE", "Ernie 4.5", "Gemma 4 (text)", "OLMo-hybrid",
+             "Qwen3.5 MoE (text)", "LFM2", "LFM2 MoE", "Falcon-H1", "Granite 4 hybrid"]
 READ = [name for name in FAMILIES if name not in NO_CACHE]
 # by all three scripts
 RUN = ["Gemma 2", "OPT", "Mixtral", "Cohere", "Gemma 4 (text)", "Qwen3.5 (text)", "Jamba", "Mamba"]
@@ -301,7 +304,7 @@ def test_split_models_compute_the_same(tmp_path):
             for stage in ("", "3", "2")[:3 if name == "Gemma 2" else 2]:
                 system = keys_of_system(zero_stage=stage, gradient_checkpointing=stage == "3")
                 model = load(f"{tmp_path}/{name}", "policy", system, CPU, trained=True)
-                assert model.elsewhere == bool(stage)
+                assert model.must_fetch == bool(stage)
                 logprobs, _ = model.logprobs(*rows_of_texts())
                 logprobs.square().mean().backward()
                 gradients = {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()

@@ -110,6 +110,37 @@ def test_other_values_stop_the_run_by_name(called):
         assert "\n" not in str(e.value)
 
 
+def test_a_tensor_of_another_device_is_named(called):
+    with pytest.raises(Stop, match="^reward 'mine' returned a tensor that cannot be read: .*meta"):
+        called(torch.ones(3, device="meta"))
+
+
+def test_which_functions_take_a_batch(tmp_path):
+    """Also odd ones, which Python can call with it; the others are refused before the run."""
+    tiny.write(tmp_path / "mine.py", """
+import functools
+def a(batch, weight=1.0): return [weight] * 3
+def b(*batches): return [1, 1, 1]
+c = functools.partial(a, weight=2.0)
+class Judge:
+    def __call__(self, batch): return [1, 1, 1]
+d = Judge()
+e = lambda x: [1, 1, 1]
+def f(prompts, completions): return [1, 1, 1]
+def g(**columns): return [1, 1, 1]
+def no_1(): pass
+def no_2(completion, answer): pass
+def no_3(batch, *, weight): pass
+no_4 = Judge
+no_5 = lambda text, row: 1
+""")
+    for name in "abcdefg":
+        assert load_reward(f"mine.py:{name}", str(tmp_path), "")[1](BATCH) in ([1] * 3, [2] * 3)
+    for number in range(1, 6):
+        with pytest.raises(BadInput, match=f"no_{number}"):
+            load_reward(f"mine.py:no_{number}", str(tmp_path), "")
+
+
 def test_async_functions_are_awaited():
     """What one makes in a call, it can use in the next: all run in one event loop."""
     loops = []

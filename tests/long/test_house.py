@@ -72,8 +72,7 @@ print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
         [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
         env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
     assert result.returncode == 0, result
-    # the card of a model is written at the end, and a copy may do without
-    imported_files = {*result.stderr.split(), "ppo.py"} - {"options/model_card.py"}
+    imported_files = {*result.stderr.split(), "ppo.py"}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         said = re.search(r"(\d+) flat Python files", f.read())
     assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files
@@ -123,7 +122,7 @@ def test_each_shared_key_is_read_by_somebody():
 
 
 def collectives(file):
-    """The functions whose docstring says that they are a collective: of a room, or this page."""
+    """The functions whose docstring says that they are a collective, of others or this page."""
     return {"Run"} | {
         node.name for other in files("options") if other not in PAGES or other == file
         for node in ast.walk(tree_of(other)) if isinstance(node, ast.FunctionDef)

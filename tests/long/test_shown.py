@@ -15,7 +15,7 @@ def copy(world, tmp_path):
     for path in os.listdir(ROOT):
         if os.path.isfile(f"{ROOT}/{path}"):
             shutil.copy(f"{ROOT}/{path}", tmp_path)
-    for folder in ("config", "options", "runs", "recipes", "tools", "docs", "data"):
+    for folder in ("config", "options", "grading", "runs", "recipes", "tools", "docs", "data"):
         shutil.copytree(f"{ROOT}/{folder}", tmp_path / folder,
                         ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
     sums = [dict(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(20)]

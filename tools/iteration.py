@@ -1,0 +1,203 @@
+"""
+All responses of an iteration, token by token, as a page for a browser or as JSON; for explain.py:
+
+python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/seven.html
+python tools/explain.py --run=out/arithmetic_ppo --out=out/live.html --watch=20     # the newest
+python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/seven.json
+
+ppo.py or grpo.py runs again, from the last checkpoint before the iteration, or from the beginning,
+with the run's own keys, in a temporary folder; and its variables are looked at. Nothing is random
+but by name, so all numbers are the run's own. The JSON is for UNIPO, a viewer (poloclub/unipo,
+docs/canonical_schema.json).
+"""
+import contextlib
+import html
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+from checkpoint import list_checkpoints, number_of
+from configurator import open_new, read_json
+from errors import BadInput, visible
+from gae import compute_gae
+from load import autocast
+from loss import kl_estimate
+from model import no_grad_forwards, response_logprobs
+from rollout import texts_of
+from run import Run
+from tools.runs import refuse_code, response_of
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
+
+
+def show(run, iteration, out, watch, trust_code):
+    """
+    Write the page, or the JSON, of an iteration; -1: the one behind the last checkpoint. watch:
+    again every so many seconds in which there is a new checkpoint, until Ctrl-C.
+    """
+    if not out.endswith((".html", ".json")):
+        raise BadInput(f"out = {out!r}: of a whole iteration there is a page or JSON; type "
+                       "--out=FILE.html")
+    before = None
+    while watch:  # in a process of its own: a script runs once in each
+        newest = [number_of(folder) for folder in list_checkpoints(run)][-1:]
+        if newest and newest != before:
+            subprocess.run([sys.executable, os.path.join(ROOT, "tools", "explain.py"),
+                            *(arg for arg in sys.argv[1:] if not arg.startswith("--watch"))],
+                           check=False)
+        before = newest
+        time.sleep(watch)
+    names, record, looks = replay(run, iteration, trust_code)
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    responses = responses_of(names, *looks)
+    text = json.dumps(for_unipo(names, record, responses), allow_nan=False)
+    if out.endswith(".html"):
+        about = dict(run=run, script=names["config"]["script"], responses=responses,
+                     iteration=record["iteration"])
+        with open(PAGE, encoding="utf-8") as f:
+            page = f.read().replace("<!-- title -->", html.escape(
+                visible(f"{run}, iteration {record['iteration']}")), 1)
+        # JSON reads \u003c as "<"; so no text can end the page's <script>
+        text = page.replace("<!-- data -->", json.dumps(about, allow_nan=False).replace(
+            "<", "\\u003c"), 1)
+    with open_new(out + ".tmp") as f:
+        f.write(text)
+    os.replace(out + ".tmp", out)
+    print(visible(f"saved {out}: {len(responses)} responses of iteration {record['iteration']}"))
+
+
+def replay(run, iteration, trust_code):
+    """
+    Run an iteration again: (the script's variables at its end, its record for the log, [what the
+    policy reads before the update, and behind it]). Raises BadInput.
+    """
+    file = os.path.join(run, "config.json")
+    keys = read_json(file) if os.path.isfile(file) else {}
+    if "cliprange" not in keys:
+        raise BadInput(f"run {run!r} is no run of ppo.py or grpo.py")
+    refuse_code(keys, file, trust_code)
+    checkpoints = {number_of(folder): folder for folder in list_checkpoints(run)}
+    if iteration < 0:
+        iteration = min(max(checkpoints, default=0), keys["max_iters"] - 1)
+    if iteration >= keys["max_iters"]:
+        raise BadInput(f"iteration = {iteration}: the run's are 0 to {keys['max_iters'] - 1}")
+    del keys["token_ids"]
+    script = os.path.join(ROOT, keys.pop("script"))
+    keys |= dict(checkpoint_interval=0, report_to="", keep_best="", save_rollouts=0,
+                 eval_interval=10**9)
+    names, looks, records = {"__name__": "__main__", "__file__": script}, [], []
+    enter = Run.enter
+
+    def enter_and_look(self, phase):
+        if self.iteration == iteration and phase in ("update", "metrics"):
+            looks.append(look(names))
+        enter(self, phase)
+
+    def log(self, record, *_, **__):
+        if self.iteration == iteration:
+            records.append({"iteration": iteration} | record)
+            sys.exit()
+
+    Run.enter, Run.log = enter_and_look, log
+    with tempfile.TemporaryDirectory(prefix="explain-") as folder:
+        starts = [number for number in checkpoints if number <= iteration]
+        if starts:
+            start = checkpoints[max(starts)]
+            os.symlink(os.path.abspath(start), os.path.join(folder, os.path.basename(start)))
+            shutil.copy(f"{start}/config.json", folder)
+        argv, sys.argv[1:] = sys.argv[1:], [
+            f"--{key}={value}" for key, value in (keys | dict(out_dir=folder)).items()]
+        with open(script, encoding="utf-8") as f:
+            code = compile(f.read(), script, "exec")
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            exec(code, names)
+        sys.argv[1:] = argv
+    return names, records[0], looks
+
+
+def look(names):
+    """{logprobs, entropy}, (B, T) each: what the policy of now reads in the batch."""
+    batch, device = names["batch"], names["device"]
+    found = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in ("logprobs", "entropy")}
+    with no_grad_forwards([names["policy"]], device), autocast(names["system"], device):
+        for mb in names["my_micro_batches"](batch, batch["index"]):
+            read = response_logprobs(names["policy"], mb, names["temperature"],
+                                     names["system"].head_chunk, True)
+            for column, x in zip(found.values(), read, strict=True):
+                column[mb["index"], :x.shape[1]] = x
+    return found
+
+
+def responses_of(names, before, after):
+    """A dict for each response: its texts, its score and how it came about, lists of its tokens."""
+    batch, tokenizer, terms = names["batch"], names["policy"].tokenizer, names["terms"]
+    mask, old = batch["response_mask"], batch["old_logprobs"]
+    columns = {"log-prob": old, "change": after["logprobs"] - old,
+               "ratio": (after["logprobs"] - old).exp(), "entropy": before["entropy"],
+               "advantage": batch["advantages"]}
+    if "ref_logprobs" in batch:
+        columns |= {"ref": batch["ref_logprobs"],
+                    "KL": kl_estimate(old, batch["ref_logprobs"], names["kl_estimator"])}
+    if "values" in batch:
+        given = names["rewards"], batch["values"], mask, names["gamma"]
+        columns |= {"value": batch["values"], "reward": names["rewards"],
+                    "return": batch["returns"], "raw": compute_gae(*given, names["lam"])[0]}
+    texts = texts_of(batch, names["train_rows"], tokenizer)
+    numbers = {name: x.tolist() for name, x in columns.items()}
+    made = []
+    for i, (row, sampled) in enumerate(zip(texts["rows"], mask.tolist(), strict=True)):
+        own = [t for t, is_sampled in enumerate(sampled) if is_sampled]
+        ids = batch["tokens"][i][mask[i]].tolist()
+        said = dict(text=texts["completions"][i])
+        if "dialogues" in texts:
+            said["messages"] = texts["dialogues"][i]
+        made.append(dict(
+            index=i, row=int(batch["row"][i]), prompt=texts["prompts"][i],
+            answer=row.get("answer"), text=response_of(said), score=batch["scores"][i].item(),
+            shaped=names["scores"][i].item(), finished=bool(batch["finished"][i]),
+            sum=[[weight, name, batch[f"reward/{name}"][i].item()] for weight, name, _ in terms],
+            ids=ids, strings=[tokenizer.decode([token]) for token in ids],
+            ends=[token in tokenizer.eos_ids for token in ids],
+            columns={name: [rows[i][t] for t in own] for name, rows in numbers.items()}))
+    for response in made:  # JSON has no NaN: a reward that does not apply
+        for place in [response, *response["sum"]]:
+            for key, x in place.items() if isinstance(place, dict) else enumerate(place):
+                if isinstance(x, float) and x != x:
+                    place[key] = None
+    return made
+
+
+def for_unipo(names, record, responses):
+    """The iteration in the form of docs/canonical_schema.json of poloclub/unipo."""
+    config, groups = names["config"], {}
+    theirs = {"ref": "ref_log_probs", "KL": "token_kl", "value": "values", "return": "returns",
+              "advantage": "advantages", "log-prob": "old_log_probs", "reward": "rewards"}
+    metrics = {name: x for name, x in record.items() if isinstance(x, (int, float))}
+    for one in responses:
+        columns = one["columns"]
+        tokens = dict(ids=one["ids"], strings=one["strings"], log_probs=[
+            a + b for a, b in zip(columns["log-prob"], columns["change"], strict=True)])
+        tokens |= {theirs[name]: x for name, x in columns.items() if name in theirs}
+        group = groups.setdefault(one["row"], dict(prompt=one["prompt"], responses=[]))
+        group["responses"].append(dict(
+            id=f"step{record['iteration']}_p{one['row']}_sample{len(group['responses'])}",
+            reward=one["score"], response_text=one["text"], response_length=len(one["ids"]),
+            advantage=sum(columns["advantage"]) / max(len(one["ids"]), 1), tokens=tokens))
+    return dict(
+        header=dict(task=config["prompts_path"], dataset=config["prompts_path"],
+                    reward_strategy=config["reward_functions"], algorithm=config["script"][:-3],
+                    totalSteps=config["max_iters"], model_name=config["policy_path"],
+                    reference_model_name=config["ref_path"] or config["policy_path"],
+                    hparams=config),
+        entries=[dict(step=record["iteration"], is_first_step_after_rollout_phase=True,
+                      metrics=metrics | dict(policy_objective=-record["loss/policy"],
+                                             reward=record["objective/scores"]),
+                      prompts=list(groups.values()))])
