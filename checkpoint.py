@@ -54,21 +54,21 @@ lock_file = None  # it is open, and so locked, as long as this process lives
 
 def open_folder(out_dir, config, must_match, token_ids, max_iters, models, trained):
     """
-    A collective: create out_dir and lock it, or check that it has the same run: the keys must_match
-    and token_ids, a hash of all that the run trains on, and those models, {name: Model}, that are
-    not in trained. Returns (folder, state) of the checkpoint to resume from, or None and a new
-    state. Raises BadInput.
+    A collective: create out_dir and lock it, or check that it has the same run: the same values of
+    the keys must_match, the same token_ids (a hash of all that the run trains on), and the same
+    weights of the models, {name: Model}, that are not in trained. Returns (folder, state) of the
+    checkpoint to resume from, or None and a new state. Raises BadInput.
     """
     frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
               if name not in trained}
     frozen |= {path: key for key, path in paths_in(config, ("judge_path", "teacher"))}
-    found = alone(lambda: begin_or_resume(  # COLLECTIVE
+    begun = alone(lambda: begin_or_resume(  # COLLECTIVE
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
         max_iters, frozen))
     with parallel.in_step():  # COLLECTIVE
         if not os.path.isfile(os.path.join(out_dir, "config.json")):
             raise BadInput(f"this rank does not see out_dir {out_dir!r}: no disk that all share")
-    return found
+    return begun
 
 
 def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
@@ -80,14 +80,16 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
         raise BadInput(f"out_dir = {out_dir!r} cannot be made; choose another --out_dir") from e
     lock(out_dir)
     before, names = contents_of(out_dir, config)  # again: another run may have had the lock
-    begun = [name for name in names if name[0] == "."]  # by a save that was killed
-    for name in begun:
+    unfinished = [name for name in names if name[0] == "."]  # of a save that was killed
+    for name in unfinished:
         final = os.path.join(out_dir, name.partition("-")[2])
         if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    empty = [name for name in LOGS if name in names and not os.path.getsize(f"{out_dir}/{name}")]
-    if folder or {*names} - {*begun, *empty, "config.json"}:  # else nothing can be lost
+    logs = {name: os.path.join(out_dir, name) for name in LOGS if name in names}
+    empty = [name for name, file in logs.items()  # or a link to nothing
+             if not os.path.isfile(file) or os.path.getsize(file) == 0]
+    if folder or {*names} - {*unfinished, *empty, "config.json"}:  # else nothing can be lost
         if before.get("script", config["script"]) != config["script"]:
             raise BadInput(f"{out_dir} holds a run of {before['script']}; choose another --out_dir")
         for key in must_match:
@@ -99,7 +101,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
                            "--max_iters, or another --out_dir")
     if frozen:
         state = same_weights(frozen, state or {}, out_dir)
-    for name in begun:
+    for name in unfinished:
         remove(os.path.join(out_dir, name))
     cut_logs(out_dir, state["iteration"] if folder else 0)
     write_json(os.path.join(out_dir, "config.json"), config)
@@ -248,19 +250,19 @@ def write_tensors(folder, stem, tensors):
     A collective: write {name: tensor} as folder/stem.safetensors, or in several files of up to
     FILE_BYTES, stem-00002-of-00031.safetensors, one after the other.
     """
-    files, room = [[]], FILE_BYTES
+    files, left = [[]], FILE_BYTES  # the names in each file; the bytes that are left in the last
     for name, t in tensors.items():
         size = math.prod(t.shape) * t.dtype.itemsize
-        if size > room and files[-1]:
+        if size > left and files[-1]:
             files.append([])
-            room = FILE_BYTES
+            left = FILE_BYTES
         files[-1].append(name)
-        room -= size
+        left -= size
     for number, names in enumerate(files, 1):
         cut = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
         file = os.path.join(folder, f"{stem}{cut}.safetensors")
-        mine = {name: parallel.whole(tensors[name]) for name in names}  # COLLECTIVE
-        alone(partial(save_file, mine, file, metadata={"format": "pt"}))  # COLLECTIVE
+        content = {name: parallel.whole(tensors[name]) for name in names}  # COLLECTIVE
+        alone(partial(save_file, content, file, metadata={"format": "pt"}))  # COLLECTIVE
 
 
 def find_checkpoint(out_dir):
@@ -295,7 +297,7 @@ def number_of(folder):
 
 
 def load_checkpoint(folder, models, optimizers, ema=None):
-    """Fill models, optimizers and moving average. Every rank reads the files, takes its part."""
+    """Fill models, optimizers and moving average. Every rank reads all files, takes its part."""
     for name, model in models.items():
         own = trained_tensors(model)
         for key, t in read_tensors(os.path.join(folder, name), "model"):
@@ -428,17 +430,18 @@ def write_cards(out_dir, evaluation):
 def damage(folder):
     """A folder's damage in a few words; None if every file is as it was saved."""
     try:
-        found, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
+        present, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
     except (OSError, ValueError) as e:
         return f"a file is damaged, or its manifest.json missing: {e}"
-    odd = [name for name in manifest if manifest[name] != found.get(name)]
+    odd = [name for name in manifest if manifest[name] != present.get(name)]
     return f"{odd[0]} is missing or damaged" if odd else None
 
 
 def same_weights(frozen, state, out_dir):
     """
-    The state of a checkpoint, or {}, with the hashes of the models frozen, {path: name}. Raises
-    BadInput where one is another than in the state: the run would go on with another reference.
+    The state of a checkpoint, or {}, with the hashes of the frozen models. frozen: {path: name}.
+    Raises BadInput where a hash is another than in the state: the run would go on with another
+    reference, for example.
     """
     before = state.get("weights", {})  # a checkpoint of an older version has none
     now = {path: hash_of_model(path) for path in frozen}
@@ -458,12 +461,12 @@ def hash_of_model(path):
             file = try_to_load_from_cache(path, "config.json")
             return hash_of_model(os.path.dirname(file)) if isinstance(file, str) else None
         return None
-    found = hashes(path, r"[^/]+\.safetensors|config\.json")
+    digests = hashes(path, r"[^/]+\.safetensors|config\.json")
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         from options.lora import base_of
 
-        found["base"] = hash_of_model(base_of(path))
-    return hashlib.sha256(str(found).encode()).hexdigest()
+        digests["base"] = hash_of_model(base_of(path))
+    return hashlib.sha256(str(digests).encode()).hexdigest()
 
 
 def hashes(folder, names=".*"):

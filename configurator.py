@@ -9,10 +9,15 @@ globals, one comment each, and then calls configure:
 files, from left to right, and then each --key=value; of two values for a key the last one counts.
 A config file is Python; each public name in it must be a key of the script, also that of an import
 (import math as _math). This is looked at before it is run. `--help` prints every key with its
-default and its comment; a * in a comment: most runs set this key. The brackets at the end of a
-comment are the key's range: [>= 1], [> 0], [0..1] or [a | b | c]. It is checked. A comment that
-begins as "with tools: " is of a key that has no effect unless the key tools is set, too: it must
-not be 0, False, or, of texts, the default. "in the place of max_iters: ": not both in one place.
+default and its comment.
+
+A key's comment is read by the program, too; these parts of it are checked:
+
+    [>= 1], [> 0], [0..1], [a | b | c]   at its end: the values that are allowed
+    with tools: ...                      the key has no effect unless the key tools is set, too: to
+                                         anything but 0 and False or, of texts, the default
+    in the place of max_iters: ...       not both keys may be set in one place
+    * ...                                for the reader: most runs set this key
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
 configuration is kept as JSON (read_json, write_json).
@@ -73,8 +78,9 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     own, more = read_keys(script), {}
     if shared:
         more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
-    for name in own.keys() & more.keys():
-        raise BadInput(f"{script} sets {name}, which {shared} has, too; see configure's defaults")
+    twice = ", ".join(sorted(own.keys() & more.keys()))
+    if twice:
+        raise BadInput(f"{script} sets {twice}, which {shared} has, too; see configure's defaults")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     shown = list(more)[:list(more).index(until)] if until else more
@@ -90,6 +96,19 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     config = {name: key.default for name, key in keys.items()} | dict(
         script=os.path.basename(script))
     config |= {name: value for name, (value, _) in overrides.items()}
+    check_others(config, keys, overrides)
+    script_globals.update({name: config[name] for name in own})
+    if speaks:
+        print_settings(keys, overrides)
+    return config, SimpleNamespace(**{name: config.get(name, key.default)
+                                      for name, key in more.items()})
+
+
+def check_others(config, keys, overrides):
+    """
+    Raise BadInput where a key that is set needs another one that is not, or stands in the place of
+    another one that is set, too. Both are said at the beginning of its comment: see the header.
+    """
     for name, (value, where) in overrides.items():
         beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
         others = [other for other in beside.groups() if other] if beside else ()
@@ -100,11 +119,6 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
         _, other = overrides.get(instead[1], ("", "")) if instead else ("", "")
         if value and other and other in (where, "command line"):
             raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
-    script_globals.update({name: config[name] for name in own})
-    if speaks:
-        print_settings(keys, overrides)
-    return config, SimpleNamespace(**{name: config.get(name, key.default)
-                                      for name, key in more.items()})
 
 
 def is_on(value, key):
@@ -119,8 +133,9 @@ def read_arguments(keys, argv, given=None):
     for arg, behind in zip(argv, [*argv[1:], "--"], strict=False):
         if arg.startswith("--") and "=" not in arg:  # behind it: a value, or the next argument
             check_key(arg[2:], keys, arg)
-            meant = keys[arg[2:]].default if behind.startswith("--") or behind.endswith(
-                ".py") else behind
+            meant = behind
+            if behind.startswith("--") or behind.endswith(".py"):
+                meant = keys[arg[2:]].default
             raise BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(meant))}")
     # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
@@ -290,14 +305,14 @@ def check_range(name, value, comment, where):
 
 def of_model(text, name):
     """A key's value for one model, or "": "3" and "policy=3,value=2" have "3" for the policy."""
-    found = ""
+    of_name = ""
     for part in text.split(",") if text.strip() else ():
         model, equals, value = (x.strip() for x in part.rpartition("="))
         if equals and model not in MODELS:
             raise BadInput(f"{text!r}: there is no model {model!r}; they are {', '.join(MODELS)}")
         if not equals or model == name:
-            found = value
-    return found
+            of_name = value
+    return of_name
 
 
 def print_settings(keys, overrides):

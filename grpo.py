@@ -78,7 +78,7 @@ refill_by = ""  # with max_refills: equal in this reward, as accuracy; empty: in
 reward_functions = "1.0*accuracy,0.1*format"  # * a sum of rules, reward_model, mine.py:f
 
 # 3) advantages
-missing_eos_penalty = 0.0  # a response that never ends scores minus this; 0 = off [>= 0]
+missing_eos_penalty = 0.0  # the score of a response that never ends is minus this; 0 = off [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
 
@@ -151,7 +151,7 @@ if "reward_model" in reward_names:
 # the prompts become token ids; all are checked now, not when their turn comes
 train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
                          for path in (prompts_path, eval_path))
-held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows that are used
+held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows to evaluate on
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows),
                                              batch_size // group_size)
 
@@ -164,8 +164,9 @@ run = Run(  # COLLECTIVE
     token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
 say_prompts(train_rows, eval_rows, batch_size // group_size, max_iters)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
-# which model adds which column to a batch before the update. With one minibatch the forward of the
-# first step also gives the policy's column; then the policy only reads before if the scores need it
+# {column: the model that adds it to a batch before the update}. With one minibatch the forward of
+# the first step gives the policy's column, too: then the policy reads before it only where the
+# scores need its log-probs
 readers = first_readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
 if num_minibatches == 1 and not (kl_coef > 0 and kl_in == "reward"):
     first_readers = dict(ref_logprobs=ref_policy)

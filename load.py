@@ -15,7 +15,7 @@ from errors import BadInput, first_line, nearest
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
-SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # 16 bits
+SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # the dtypes of 16 bits
 # the settings by which a model is a mixture of experts
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"]
 
@@ -66,23 +66,24 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     """
     The Model of a folder or hub name, on the device, trained or frozen. A collective where
     zero_stage splits it over the ranks. name: as in the keys, policy, ref, reward, value or judge.
-    head: "lm", or "scalar": a reward or value model; a plain language model gets a new scalar head,
-    drawn from seed (new_head is then True). tokenizer: None: the folder's. Raises BadInput.
+    head: "lm"; or "scalar", of a reward or value model: then a plain language model gets a new
+    scalar head, drawn from seed, and new_head is True. tokenizer: None: that of the folder. Raises
+    BadInput.
     """
     check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
-    held = adapter or parallel.holds(name)
-    if not held:  # another role has it: here are only its shapes
+    has_weights = adapter or parallel.holds(name)
+    if not has_weights:  # ranks of another role have them; this one has only the shapes
         model = outline(path, head, system).requires_grad_(trained)
     elif system.zero_stage or system.offload:
         from options.shards import load_split
 
         model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
     else:
-        # 4 bits: it goes to the GPU matrix by matrix
-        here = "cpu" if adapter and system.quantize == "4bit" else device
-        model = read_model(path, head, system, here, seed)
+        # a model that gets 4 bits is read to the CPU, and goes to the GPU matrix by matrix
+        first = "cpu" if adapter and system.quantize == "4bit" else device
+        model = read_model(path, head, system, first, seed)
         settle(model, system, trained, adapter)
     model.tokenizer = tokenizer
     tokenizer.fit(model, path)
@@ -94,7 +95,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
         model = quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
     if system.compile:
         model.compiled = torch.compile(model.trunk, dynamic=True)
-    if head == "lm" and held:
+    if head == "lm" and has_weights:
         with autocast(system, device), no_grad_forwards([model], device):
             probe(model)
     if adapter:
@@ -131,16 +132,16 @@ def read_model(path, head, system, device="cpu", seed=0):
     try:
         config, how = settings_of(path, head, system)
         check_index(path, config)
-        hf, found = auto_class(head).from_pretrained(
+        hf, report = auto_class(head).from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True, **how)
     except BadInput:
         raise
     except Exception as e:  # for bad words and numbers transformers raises anything
         raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
-    check_tensors(found, hf, head, path)
+    check_tensors(report, hf, head, path)
     model = Model(hf, head, path)
-    if head == "scalar" and "score.weight" in found["missing_keys"]:
+    if head == "scalar" and "score.weight" in report["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in hf.named_parameters():
         if not p.isfinite().all():
@@ -226,12 +227,12 @@ def check_index(path, config):
                                "folder; convert the model with save_pretrained")
 
 
-def check_tensors(found, hf, head, path):
+def check_tensors(report, hf, head, path):
     """
     Raise BadInput for tensors that are missing, of another shape, or not the model's, but for the
-    heads of a scalar model; or for a head that the settings deny. found: transformers' report.
+    heads of a scalar model; or for a head that the settings deny. report: transformers', of a load.
     """
-    missing, extra = set(found["missing_keys"]), set(found["unexpected_keys"])
+    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
     if head == "lm" and "score.weight" in extra:
         raise BadInput(f"{path} is a reward model, no language model; type the policy's folder")
     if head == "scalar":
@@ -240,8 +241,8 @@ def check_tensors(found, hf, head, path):
             raise BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one score")
         missing -= {"score.weight"}
         extra = {n for n in extra if not n.startswith(("lm_head.", "embed_out.", "output."))}
-    shapes = [f"{n}, of shape {tuple(here)} and not {tuple(wanted)}"
-              for n, here, wanted in found["mismatched_keys"]]
+    shapes = [f"{n}, of shape {tuple(shape)} and not {tuple(wanted)}"
+              for n, shape, wanted in report["mismatched_keys"]]
     for what, names in (("lack", missing), ("have, of a wrong shape,", shapes),
                         ("have, beside the model's,", extra)):
         if names:
@@ -256,7 +257,7 @@ def check_tensors(found, hf, head, path):
 
 
 def draw_score_head(model, seed):
-    """A new scalar head: normal with std 1 / sqrt(d + 1) (N+ detail 11)."""
+    """A new scalar head (1, d): normal with std 1 / sqrt(d + 1) (N+ detail 11)."""
     weight = model.hf.score.weight
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.empty(weight.shape).normal_(0, (weight.shape[1] + 1) ** -0.5, generator=generator)

@@ -23,9 +23,9 @@ def masked_mean(x, mask):
 
 def masked_whiten(x, mask):
     """
-    x (B, T), shifted and scaled to mean 0 and standard deviation 1 over all True positions; 0
-    elsewhere (N+ detail 25; the variance is the population's, as in OpenRLHF). Of the batch of all
-    ranks: if each rank whitened its own share, each would have another objective.
+    x (B, T), shifted and scaled to mean 0 and standard deviation 1 over all places where mask is
+    True; 0 where it is False (N+ detail 25; the variance is the population's, as in OpenRLHF). x is
+    the batch of all ranks: if each rank whitened its own share, each would have another objective.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
@@ -162,8 +162,9 @@ def mean_of(scores):
 
 def add_up(sums, mask, tensors):
     """
-    Add tensors {name: (b, W)} of a micro-batch to sums {name: (sum, count)}: the sum where the mask
-    is True, and the number of these places; see parallel.all_reduce_metrics.
+    Add the tensors {name: (b, W)} of a micro-batch to sums, {name: (sum, count)}: to the sum what
+    stands where mask is True, to the count the number of these places. See
+    parallel.all_reduce_metrics.
     """
     for name, x in tensors.items():
         pair = torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
@@ -179,9 +180,10 @@ def as_number(name, x):
 
 def how_broken(record, finished):
     """
-    "", or how the policy of an iteration is broken: its responses do not end any more (at most two
-    thirds as many as in the first iteration, `finished`), and it is far from the reference, or has
-    moved far in one update: 0.3 nats a token. A policy that learns does one of the two at most.
+    "", or in words how the policy of an iteration is broken. Two things must be true: responses do
+    not end any more (at most two thirds as many as in the first iteration, `finished`); and the
+    policy is 0.3 nats a token away from the reference, or has moved so far in one update. A policy
+    that learns does one of the two at most.
     """
     kl, ends = record.get("objective/kl"), record["objective/finished"]
     moved = max((kl or 0) / max(record["objective/length"], 1),

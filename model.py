@@ -37,13 +37,13 @@ class Model(nn.Module):
     """A model of transformers, `hf`, with the head of a language model or of one scalar a token."""
 
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
-    elsewhere = False  # True: split, or in the CPU's memory, see options/shards.py
+    must_fetch = False  # True: its weights are split, or in the CPU's memory: options/shards.py
     compiled = None  # `trunk` as torch.compile makes it
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
         self.hf, self.head, self.path, self.tokenizer = hf.eval(), head, path, tokenizer
-        # is added to every scalar; rm.py measures it and saves it in config.json
+        # a number that is added to every scalar; rm.py measures it and saves it in config.json
         self.score_shift = getattr(hf.config, "score_shift", 0.0)
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
         self.recomputed = []  # layers that the backward pass computes again
@@ -114,8 +114,9 @@ class Model(nn.Module):
 
     def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
         """
-        A step of a decoding: tokens (n, k) behind those in the cache -> the logits of the next one,
-        (n, V). attention_mask (n, all tokens so far) and position_ids (n, k): None without padding.
+        A step of a decoding: tokens (n, k), which stand behind those in the cache -> the logits of
+        the next token, (n, V). attention_mask (n, tokens so far, the padding included) and
+        position_ids (n, k): None where there is no padding.
         """
         out = self.hf(tokens, attention_mask=attention_mask, position_ids=position_ids,
                       use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
@@ -182,7 +183,7 @@ class Model(nn.Module):
 
     @property
     def max_positions(self):
-        """How many tokens fit into the context."""
+        """How many tokens, prompt and response together, fit into the context."""
         longest = getattr(self.config, "max_position_embeddings", None) or 2**20
         rope = getattr(self.config, "rope_parameters", None)
         if "longrope" in str(rope):
@@ -214,8 +215,8 @@ def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
     that is sampled. 0 where the mask is False: other numbers could overflow in exp there, and a NaN
     would spread into the gradients. chunk, entropy: see Model.logprobs.
     """
-    found = policy.logprobs(mb["tokens"], mb["response_mask"], temperature, chunk, entropy)
-    return tuple(in_rows(x, mb["response_mask"]) for x in found)
+    both = policy.logprobs(mb["tokens"], mb["response_mask"], temperature, chunk, entropy)  # (n,)
+    return tuple(in_rows(x, mb["response_mask"]) for x in both)
 
 
 def response_values(value_model, mb):
@@ -295,10 +296,10 @@ def no_grad_forwards(models, device):
     """The block around every forward of these models without a backward pass; some may be None."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for model in models:
-            if model is not None and model.elsewhere:
-                from options.shards import here
+            if model is not None and model.must_fetch:
+                from options.shards import fetched
 
-                stack.enter_context(here(model, device))
+                stack.enter_context(fetched(model, device))
         yield
 
 
@@ -332,7 +333,7 @@ def roomy_layer():
 
     class RoomyLayer(DynamicLayer):
         """
-        rooms: its keys and its values, (rows, heads, columns, width) each, with spare columns
+        buffers: its keys and its values, (rows, heads, columns, width) each, with spare columns
         behind the used ones; self.keys and self.values are views of them.
         """
 
@@ -349,21 +350,21 @@ def roomy_layer():
             begin = self.get_seq_length()
             end = begin + key_states.shape[-2]
             if begin == 0:
-                self.rooms = [F.pad(x, (0, 0, 0, SPARE)) for x in new]
-            elif end > self.rooms[0].shape[-2]:
-                self.rooms = [F.pad(torch.cat([old, x], -2), (0, 0, 0, SPARE))
+                self.buffers = [F.pad(x, (0, 0, 0, SPARE)) for x in new]
+            elif end > self.buffers[0].shape[-2]:
+                self.buffers = [F.pad(torch.cat([old, x], -2), (0, 0, 0, SPARE))
                               for old, x in zip((self.keys, self.values), new, strict=True)]
             else:
-                for room, x in zip(self.rooms, new, strict=True):
-                    room[:, :, begin:end] = x
-            self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+                for buffer, x in zip(self.buffers, new, strict=True):
+                    buffer[:, :, begin:end] = x
+            self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
             return self.keys, self.values
 
         def batch_select_indices(self, indices):
             """Keep only these rows, in this order; a row may come several times."""
             used = self.get_seq_length()
             if used:
-                self.rooms = [room[indices] for room in self.rooms]
-                self.keys, self.values = (room[:, :, :used] for room in self.rooms)
+                self.buffers = [buffer[indices] for buffer in self.buffers]
+                self.keys, self.values = (buffer[:, :, :used] for buffer in self.buffers)
 
     return RoomyLayer

@@ -131,7 +131,7 @@ def rank_and_size():
 
 
 def wire():
-    """The device of the tensors that the group can send: the GPU with nccl, the CPU with gloo."""
+    """The device of tensors that the group can send: the GPU with nccl, the CPU with gloo."""
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
@@ -151,7 +151,7 @@ def broadcast_parameters(models):
             p.data.copy_(sent)
 
 
-def gather_rows(mine, total):
+def gather_rows(part, total):
     """
     A collective: {name: tensor (b, ...)}, this rank's share of `total` rows -> {name: tensor
     (total, ...)}, those of all ranks, in order, on every rank. b may be 0.
@@ -159,12 +159,12 @@ def gather_rows(mine, total):
     size = rank_and_size()[1]
     counts = [len(share(total, rank, size)) for rank in range(size)]
     gathered = {}
-    for name, t in mine.items():
+    for name, t in part.items():
         # all_gather needs the same shape on all ranks: a shorter share is padded with zeros
         padded = t.new_zeros(max(counts), *t.shape[1:])
         padded[:len(t)] = t
-        parts = zip(all_gather(padded), counts, strict=True)
-        gathered[name] = torch.cat([part[:n] for part, n in parts])  # (total, ...)
+        shares = zip(all_gather(padded), counts, strict=True)
+        gathered[name] = torch.cat([rows[:n] for rows, n in shares])  # (total, ...)
     return gathered
 
 
@@ -293,30 +293,31 @@ def wide_norm(t):
 def audit(models, frozen, iteration):
     """
     A collective: raise Stop, on all ranks, unless all ranks have the same finite parameters, and
-    the frozen ones still have their first checksums: frozen, {(model, parameter): checksum}, filled
-    here. A rank's part of a sharded parameter must be finite and, if it is frozen, unchanged.
+    the frozen ones still have their first checksums. frozen: {(model, parameter): checksum}, filled
+    by the first audit. A rank's part of a sharded parameter is not compared with other ranks': it
+    must be finite and, if it is frozen, unchanged.
     """
     names, rows = [], []
     for model_name, model in models.items():
         for name, p in model.named_parameters():
             part = my_part(p.detach())
-            mine = int(checksum(part))
-            changed = not p.requires_grad and frozen.setdefault((model_name, name), mine) != mine
-            compared = 0 if is_shard(p) else mine
+            total = int(checksum(part))
+            changed = not p.requires_grad and frozen.setdefault((model_name, name), total) != total
+            compared = 0 if is_shard(p) else total  # the ranks' shards differ
             # ~x reverses the order of integers, so the largest ~x is ~(the smallest x). -x would be
             # wrong, because the smallest int64 has no negative
             rows.append([compared, ~compared, int(not part.isfinite().all()), int(changed)])
             names.append(f"{model_name}, parameter {name}")
-    mine = torch.tensor(rows, device=wire())  # (parameters, 4)
-    largest, smallest, infinite, changed = all_reduce_max(  # COLLECTIVE
-        mine.clone()).unbind(1)
+    table = torch.tensor(rows, device=wire())  # (parameters, 4)
+    largest, largest_of_inverse, infinite, changed = all_reduce_max(  # COLLECTIVE
+        table.clone()).unbind(1)
     for bad, what, column in (
-            (largest != ~smallest, "the ranks have drifted apart: {} differs on {}", 0),
+            (largest != ~largest_of_inverse, "the ranks have drifted apart: {} differs on {}", 0),
             (infinite > 0, "{} is not finite on {}", 2),
             (changed > 0, "the frozen {} has changed on {}: it is not what it was", 3)):
         if bad.any():
             i = int(bad.nonzero()[0])
-            values = all_gather(mine[i, column])  # COLLECTIVE
+            values = all_gather(table[i, column])  # COLLECTIVE
             values = torch.stack(values).tolist()
             common = max(values, key=values.count) if column == 0 else 0
             odd = [rank for rank, value in enumerate(values) if value != common]

@@ -40,9 +40,9 @@ class Rows(list):
 
 def read_rows(path, shape, fields=""):
     """
-    The Rows of a JSONL file. shape: a function of a row, such as prompt_row, which checks it and
-    brings it into one form.
-    fields: "question>prompt,a.b>answer" renames fields. Raises BadInput, with file and line.
+    The Rows of a JSONL file. shape: a function of a row, such as prompt_row, which checks the row
+    and brings it into one form. fields: "question>prompt,a.b>answer" renames fields. Raises
+    BadInput, with file and line.
     """
     if not os.path.isfile(path) and re.search("[,*:]", path) or re.search(
             r"\.(json|csv|parquet|gz)$", path):
@@ -165,8 +165,9 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 
 def encode_demonstrations(rows, path, tokenizer, limit, too_long):
     """
-    Give Rows the (ids, trained) of each prompt and completion, as Tokenizer.encode_learned. What is
-    too long is cut at its end; without a token that is learned it is left out.
+    Give Rows the (ids, trained) of each prompt and completion, as Tokenizer.encode_learned makes
+    them. With too_long = "cut" a row is cut at its end, and left out if no token that is learned
+    remains.
     """
     def cut(example):
         ids, trained = (x[:limit] for x in example)
@@ -183,14 +184,14 @@ def encode_demonstrations(rows, path, tokenizer, limit, too_long):
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None,
                 key="max_tokens, and of a new model context"):
     """
-    Give Rows their ids, and return them. encode: a function of a list of rows. too_long, for rows
-    of more than `limit` tokens, is the key: "error", "drop" or "cut" (by the function cut; a row of
-    which it leaves nothing, None, is dropped).
-    length: a function of a row's ids, how many tokens they are. check: a function of the ids of all
-    rows, such as check_pairs. key: the key that the limit comes from, for the error.
+    Give Rows their ids, and return the Rows. encode: a function of a list of rows -> their ids.
+    too_long: the key of this name, for rows of more than `limit` tokens: "error", "drop", or "cut":
+    the function cut shortens a row's ids; where it gives None, the row is dropped.
+    length: a function of a row's ids -> how many tokens they are. check: a function of the ids of
+    all rows, such as check_pairs. key: the key that the limit comes from, for the error.
     """
     try:
-        found = list(encode(rows))
+        encoded = list(encode(rows))
     except BadInput:
         for number, row in enumerate(rows, 1):  # which one?
             try:
@@ -199,8 +200,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
                 raise BadInput(f"{path}, row {number}: {e}") from e
         raise
     if check:
-        check(found)
-    lengths = [length(ids) for ids in found]
+        check(encoded)
+    lengths = [length(ids) for ids in encoded]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
             hint = "shorten it, or type --too_long=drop" if min(lengths) <= limit else (
@@ -209,8 +210,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
                            f"key {key}); {hint}")
     long = [i for i, n in enumerate(lengths) if n > limit]
     for i in long:
-        found[i] = cut(found[i]) if too_long == "cut" else None
-    kept = [i for i, ids in enumerate(found) if ids is not None]
+        encoded[i] = cut(encoded[i]) if too_long == "cut" else None
+    kept = [i for i, ids in enumerate(encoded) if ids is not None]
     if long:
         say(f"{path}: {len(long)} of {len(rows)} rows have more than {limit} tokens: {too_long}" + (
             f"; {len(rows) - len(kept)} of them have no token left to learn, and are left out"
@@ -220,7 +221,7 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
     if rows.mix:
         rows.mix = rows.mix.keep(kept)
     rows[:] = [rows[i] for i in kept]
-    rows.ids = [found[i] for i in kept]
+    rows.ids = [encoded[i] for i in kept]
     if isinstance(rows.ids[0], list):
         rows.ids = [array("i", ids) for ids in rows.ids]
     return rows
@@ -228,8 +229,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None
 
 def check_pairs(pairs, path, train_path):
     """
-    Say which of (chosen, rejected) are the same ids: they teach nothing. Raises BadInput if all
-    pairs to train on are. A template may leave out the part that differs.
+    Say in which pairs chosen and rejected have the same ids: these teach nothing. Raises BadInput
+    if all pairs to train on are such: a chat template may leave out the part that differs.
     """
     ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
     if ties:
@@ -329,9 +330,9 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
     padding = max(PADDING, micro_batch_tokens // 8)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     dealt = []  # for each rank its micro-batches
-    for mine in (order[number::size] for number in range(size)):
+    for hand in (order[number::size] for number in range(size)):  # the rows of one rank
         parts, part = [], []
-        for i in mine:
+        for i in hand:
             tokens = lengths[(part or [i])[0]] * (len(part) + 1)  # with row i, and with padding
             full = tokens > micro_batch_tokens > 0
             full |= len(part) == micro_batch_size and micro_batch_tokens == 0

@@ -1,7 +1,7 @@
 """
 Responses -> scores, one number for each response: from rules, which read its text, and from models
 (a reward model, a judge), which read its tokens. A rule is a function reward(batch) -> scores (B,).
-The batch is a dict of lists with an entry for each response. For two responses of the toy:
+Its batch is a dict of lists with an entry for each response. For two responses of the toy:
 
     batch = dict(
         rows=[{"prompt": "123+456=", "answer": "579"}, {"prompt": "250+250=", "answer": "500"}],
@@ -50,8 +50,9 @@ def accuracy(batch):
 
 def thinks(batch):
     """(B,): 1.0 where the response has <think> and, after it, </think>, or the like; else 0.0."""
-    found = [[opens for opens, _ in marks_of(text)] for text in whole_responses(batch)]
-    return torch.tensor([float(marks[:1] == [True] and False in marks) for marks in found])
+    # for each response, of each mark of thoughts, whether it opens them
+    marks_of_each = [[opens for opens, _ in marks_of(text)] for text in whole_responses(batch)]
+    return torch.tensor([float(marks[:1] == [True] and False in marks) for marks in marks_of_each])
 
 
 def length(batch):
@@ -81,8 +82,8 @@ def reward_terms(spec, config=None, folder="."):
         "accuracy,-0.5*mine.py:brevity"  ->  [(1.0, "accuracy", ...), (-0.5, "brevity", ...)]
 
     A reward of weight 0 is only logged. A model's reward has the function None. FILE.py:FUNCTION is
-    the user's; FILE is relative to `folder`. config: all keys: those of the rewards are checked,
-    too. Raises BadInput.
+    the user's; FILE is relative to `folder`. config: all keys of the script; with it those of the
+    rewards are checked, too. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
     terms = []
@@ -111,8 +112,8 @@ def reward_terms(spec, config=None, folder="."):
             raise BadInput(f"{where}: {name!r} is given twice; keep one")
         terms.append((factor, name, function))
     names = [name for _, name, _ in terms]
-    for name, key in KEYS.items() if config else ():
-        if bool(config[key]) != (name in names):
+    for name, key in KEYS.items():
+        if config and bool(config[key]) != (name in names):
             raise BadInput(f"{key} = {config[key]!r}, and {where}: type --reward_functions={name} "
                            f"with --{key}=FOLDER, or neither of the two")
     if config and "environment" in names and not config["environment"] and not config["tools"]:
@@ -171,25 +172,25 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         return
     B = len(batch["tokens"])
     share = parallel.share(B)
-    mine = {name: t[share.start:share.stop] for name, t in batch.items()}
-    mine |= texts_of(mine, rows, policy.tokenizer)
+    part = {name: t[share.start:share.stop] for name, t in batch.items()}  # this rank's rows
+    part |= texts_of(part, rows, policy.tokenizer)
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
-    mine |= dict(max_new_tokens=longest, seconds=system.reward_timeout,
+    part |= dict(max_new_tokens=longest, seconds=system.reward_timeout,
                  limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        scores = by_rules(rules, mine) if len(share) else dict.fromkeys(rules, [])
+        scores = by_rules(rules, part) if len(share) else dict.fromkeys(rules, [])
         for name, x in scores.items():
             columns[f"reward/{name}"] = torch.as_tensor(x, dtype=torch.float64).to(like)
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
-            reward_model, mine, B, micro_batch_size, system, device).to(like)
+            reward_model, part, B, micro_batch_size, system, device).to(like)
     if "judge" in [name for _, name, _ in terms]:
         from options.judging import judge_scores
 
-        columns["reward/judge"] = judge_scores(mine, B, micro_batch_size, system, device).to(like)
-    columns |= dict(accuracy=accuracy(mine).to(device), thinks=thinks(mine).to(device))
+        columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(like)
+    columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
     add_scores(batch, terms)
 
@@ -224,17 +225,20 @@ def by_rules(rules, batch):
     return scores
 
 
-def model_scores(reward_model, mine, total, micro_batch_size, system, device):
-    """The reward model's scores of this rank's responses. total: how many all ranks have."""
-    tokenizer, texts = reward_model.tokenizer, mine.get("dialogues", mine["completions"])
-    if "dialogues" in mine and not tokenizer.chats:  # of several turns: just their texts
+def model_scores(reward_model, part, total, micro_batch_size, system, device):
+    """
+    The reward model's scores of this rank's part of a batch, (b,); with sharded models a
+    collective. total: how many responses all ranks have.
+    """
+    tokenizer, texts = reward_model.tokenizer, part.get("dialogues", part["completions"])
+    if "dialogues" in part and not tokenizer.chats:  # of several turns: just their texts
         texts = ["".join(message["content"] for message in messages) for messages in texts]
     sequences = tokenizer.encode_scored(
-        [row["prompt"] for row in mine["rows"]], texts, mine["finished"].tolist(),
+        [row["prompt"] for row in part["rows"]], texts, part["finished"].tolist(),
         reward_model.max_positions)
     at_once = micro_batch_size
     if system.micro_batch_tokens:
-        at_once = max(system.micro_batch_tokens // mine["tokens"].shape[1], 1)
+        at_once = max(system.micro_batch_tokens // part["tokens"].shape[1], 1)
     # every rank runs as many forwards as the rank with the most rows: models may be sharded
     forwards = math.ceil(math.ceil(total / parallel.rank_and_size()[1]) / at_once)
     with autocast(system, device), no_grad_forwards([reward_model], device):
@@ -252,12 +256,12 @@ def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    for part in parts + [[]] * (forwards - len(parts)):
+    for rows in parts + [[]] * (forwards - len(parts)):
         # padding is behind each text, so any id is right. Without texts: one row
-        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, W) each
-        found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
-        if part:
-            scores[part] = found.to(dtype)
+        tokens, mask = right_pad([sequences[i] for i in rows], 0)  # (b, W) each
+        read = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
+        if rows:
+            scores[rows] = read.to(dtype)
     return scores
 
 

@@ -250,7 +250,7 @@ def right(scores):
     return (chosen > rejected).double() + 0.5 * (chosen == rejected)
 
 
-def judge(scores):
+def pair_metrics(scores):
     """
     Metrics of scores (n, 2) of the held-out pairs. loss: without margins, smoothing and centring.
     accuracy: the share of the pairs in which the chosen one scores higher, see `right`.
@@ -264,10 +264,10 @@ def judge(scores):
 
 
 def evaluate():
-    """A collective: judge the scores of the held-out pairs, and compare them with the teacher's."""
+    """A collective: the metrics of the held-out pairs, with a teacher beside its scores."""
     run.enter("eval")
     scores = all_scores(eval_pairs, reward_model)  # COLLECTIVE; (n, 2)
-    record = judge(scores)
+    record = pair_metrics(scores)
     say(f"eval {run.iteration}: held-out loss {record['eval/loss']:.4f}, "
         f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
         f"{record['eval/calibration_error']:.3f}")
@@ -287,7 +287,7 @@ if teacher:  # it reads all examples once, now, and then leaves the memory
     known = known.tolist()
     for eval_known in rest:  # of the held-out pairs, if there are any; evaluate reads it, too
         say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "
-            "{eval/calibration_error:.3f}".format(**judge(eval_known)))
+            "{eval/calibration_error:.3f}".format(**pair_metrics(eval_known)))
 
 # -------------------------------------------------------------------------------------------------
 # the loop

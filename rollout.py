@@ -77,8 +77,8 @@ def response_seeds(seed, purpose, iteration, slots, samples=None):
 def left_pad(prompts):
     """
     Lists of token ids -> tokens (n, P) int64, padded on the left to the longest, and their mask
-    (n, P) bool. Only a decoding has its rows so: they end in the same column, where each gets its
-    next token. The prompts [5, 6, 7] and [8]:
+    (n, P) bool. Only `decode` has its rows so: they all end in the same column, and each gets its
+    next token in the next one. The prompts [5, 6, 7] and [8]:
 
         tokens   5 6 7     mask   T T T
                  0 0 8            F F T
@@ -94,18 +94,19 @@ def left_pad(prompts):
 
 # faster than no_grad; training may use what as_batch makes of the results
 @torch.inference_mode()
-def decode(policy, prompts, uniforms, temperature=1.0, rooms=None, stop=None, graphs=False,
+def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, graphs=False,
            at_once=0):
     """
     Sample one response to each of n prompts: it ends with any of the tokenizer's eos_ids, or a stop
     string, and this token belongs to it.
 
     prompts: lists of token ids. uniforms: (n, R), R is the longest response. temperature: 0 =
-    always the most likely token. rooms: how many tokens each response may have; None: R. stop:
-    called before each token; if it returns True, the responses stay incomplete, because the caller
-    is about to leave. graphs: True: on an NVIDIA GPU the steps are CUDA graphs; "compiled": of
-    kernels that torch.compile makes. at_once: how many responses decode together, 0 = all; memory
-    only.
+    always the most likely token. budgets: how many tokens each response may have; None: R.
+    stop: a function that is called before each token; if it returns True, the responses stay
+    incomplete, because the caller is about to leave.
+    graphs: True: on an NVIDIA GPU the steps are CUDA graphs; "compiled": graphs of the kernels that
+    torch.compile makes.
+    at_once: how many responses decode together, 0 = all; only memory depends on it.
 
     Returns responses (n, R) int64, padded on the right; the log-probs of their tokens (n, R), in at
     least float32; their lengths (n,); and finished (n,) bool, whether a response ended with an EOS
@@ -115,15 +116,15 @@ def decode(policy, prompts, uniforms, temperature=1.0, rooms=None, stop=None, gr
     if n > at_once > 0:
         starts = range(0, n, at_once)
         parts = [decode(policy, prompts[i:i + at_once], uniforms[i:i + at_once], temperature,
-                        rooms and rooms[i:i + at_once], stop, graphs) for i in starts]
+                        budgets and budgets[i:i + at_once], stop, graphs) for i in starts]
         return tuple(map(torch.cat, zip(*parts, strict=True)))
-    rooms, tokenizer, device = rooms or [R] * n, policy.tokenizer, policy.hf.device
-    for row, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
+    budgets, tokenizer, device = budgets or [R] * n, policy.tokenizer, policy.hf.device
+    for row, (ids, budget) in enumerate(zip(prompts, budgets, strict=True)):
         if not ids:
             raise BadInput(f"prompt {row} is empty")
-        if len(ids) + room > policy.max_positions:
-            raise BadInput(f"a prompt of {len(ids)} tokens and max_new_tokens = {room} exceed the "
-                           f"model's context of {policy.max_positions}")
+        if len(ids) + budget > policy.max_positions:
+            raise BadInput(f"a prompt of {len(ids)} tokens and max_new_tokens = {budget} exceed "
+                           f"the model's context of {policy.max_positions}")
     responses = torch.full((n, R), tokenizer.pad_id, dtype=torch.int64, device=device)
     wide = torch.promote_types(policy.hf.dtype, torch.float32)
     logprobs = torch.zeros(n, R, dtype=wide, device=device)
@@ -131,7 +132,7 @@ def decode(policy, prompts, uniforms, temperature=1.0, rooms=None, stop=None, gr
     if n == 0:  # of more ranks than responses
         return responses, logprobs, lengths, finished
 
-    uniforms, rooms = uniforms.to(device), torch.tensor(rooms, device=device)  # (n, R), (n,)
+    uniforms, budgets = uniforms.to(device), torch.tensor(budgets, device=device)  # (n, R), (n,)
     eos = torch.tensor(sorted(tokenizer.eos_ids), dtype=torch.int64, device=device)
     # read each of the D different prompts once, even if it gets several responses
     numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
@@ -145,7 +146,7 @@ def decode(policy, prompts, uniforms, temperature=1.0, rooms=None, stop=None, gr
         cache, steps = steps_of(
             policy, cache, tokens.shape[1] + R, temperature, graphs == "compiled")
     logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
-    # from here on each response has a row; which (n,): the number of its prompt
+    # from here on each response has a row of its own; which, (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
     if len(numbers) < n:
         cache.batch_select_indices(which)
@@ -162,10 +163,10 @@ def decode(policy, prompts, uniforms, temperature=1.0, rooms=None, stop=None, gr
         responses[i, t], logprobs[i, t], lengths[i] = token[going], logprob[going], t + 1
         ends = torch.isin(token, eos)  # (rows,)
         if tokenizer.stop_strings:
-            found = [tokenizer.has_stop(ids) for ids in responses[i, :t + 1].tolist()]
-            ends[going] |= torch.tensor(found, device=device)
+            stopped = [tokenizer.has_stop(ids) for ids in responses[i, :t + 1].tolist()]
+            ends[going] |= torch.tensor(stopped, device=device)
         finished[i] |= ends[going]
-        goes_on = ~finished[live] & (rooms[live] > t + 1)  # (rows,)
+        goes_on = ~finished[live] & (budgets[live] > t + 1)  # (rows,)
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R or stop is not None and stop():
             break
@@ -206,7 +207,7 @@ def choose(probs, uniform):
     """
     cdf = (probs * 2.0**40).long().cumsum(1)  # (B, V)
     point = (uniform.double() * cdf[:, -1]).long()  # (B,), below the last entry
-    i = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1)  # the first one above
+    i = torch.searchsorted(cdf, point[:, None], right=True).squeeze(1)  # (B,): the first above it
     # with NaN it is V, behind the last index; the checks find the NaN later, and stop the run
     return i.clamp(max=probs.shape[1] - 1)
 
@@ -266,8 +267,8 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     sample = list(range(samples)) * len(row_numbers)
     width = max(len(rows.ids[number]) for number in row_numbers)  # the same T on all ranks
     B, tp, (rank, size) = len(row), system.generate_tp, parallel.rank_and_size()
-    mine = parallel.share(B)  # the numbers of this rank's responses
-    numbers = parallel.share(B, rank // tp, size // tp)  # of what tp ranks decode together
+    share = parallel.share(B)  # the numbers of this rank's responses
+    numbers = parallel.share(B, rank // tp, size // tp)  # of those that tp ranks decode together
     ids = [rows.ids[row[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
@@ -281,7 +282,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
                 noise, names)
         else:
             sampled = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
-    sampled = {name: t[mine.start - numbers.start:][:len(mine)] for name, t in sampled.items()}
+    sampled = {name: t[share.start - numbers.start:][:len(share)] for name, t in sampled.items()}
     batch = parallel.gather_rows(sampled, B)  # COLLECTIVE
     for name, column in dict(index=range(B), row=row, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
@@ -292,8 +293,9 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 def sampling(policy, temperature, seeds, system, device):
     """
     A collective: the block in which the policy samples. It gives a sampler, respond(prompts,
-    uniforms, rooms=None), which returns what `decode` returns, whoever decodes: the policy, a copy
-    of it (decoding_copy), or another engine. seeds: of the responses, for one with its own noise.
+    uniforms, budgets=None), which returns what `decode` returns, whoever decodes: the policy, a
+    copy of it (decoding_copy), or another engine. seeds: of the responses, for an engine that draws
+    its own noise.
     """
     if system.sampler == "vllm":
         from options.vllm import responder
@@ -302,7 +304,7 @@ def sampling(policy, temperature, seeds, system, device):
         return
     together = system.generate_tp > 1  # these ranks must take the same steps
     graphs = system.cuda_graphs and device.type == "cuda" and not (
-        together or policy.elsewhere)
+        together or policy.must_fetch)
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
@@ -323,7 +325,7 @@ def decoding_copy(policy, system, device):
 
         yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
         return
-    if policy.elsewhere:  # sharded
+    if policy.must_fetch:  # sharded
         from options.shards import gathered
 
         with gathered(policy):  # COLLECTIVE
@@ -332,7 +334,7 @@ def decoding_copy(policy, system, device):
     if matrices in (None, policy.hf.dtype) or policy.base is not None:
         yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
         return
-    # deepcopy copies the modules, but takes buffers and parameters from `memo`
+    # deepcopy copies the modules; their buffers and parameters it takes from `memo`
     memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
     memo[id(policy.tokenizer)] = policy.tokenizer
     for p in policy.parameters():

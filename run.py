@@ -124,8 +124,9 @@ class Run:
 
     def iterations(self):
         """
-        A collective: the iterations from the first one, or that of the checkpoint, to max_iters,
-        which only evaluates. Before one come, if they are due: the audit; a checkpoint; a stop.
+        A collective: the numbers of the iterations, from 0, or from that of the checkpoint, to
+        max_iters; in this last one a script only evaluates. Before each iteration come, if they
+        are due: the audit; a checkpoint; a stop.
         """
         for iteration in range(self.start, self.max_iters + 1):
             self.iteration = iteration
@@ -214,9 +215,10 @@ class Run:
 
     def sampler_gap(self, batch):
         """
-        A collective: the distance of the sampler's log-probs from old_logprobs, in nats. In 16
-        bits, or with another engine, other kernels sample, and no limit fits all models: then a
-        large one is only said. At iteration 0 the reference's must be the policy's, too: KL is 0.
+        A collective: the distance of the sampler's log-probs from old_logprobs, in nats; None for
+        a batch of an older policy. In 16 bits, or with another engine, other kernels sample, and no
+        limit fits all models: then the run only warns of a large distance. At iteration 0 the
+        reference's log-probs must be the policy's, too: the KL is 0.
         """
         if "age" in batch:  # an older policy has sampled it (options/ahead.py)
             return None
@@ -236,8 +238,8 @@ class Run:
     def ratio_gap(self, gaps, sums, to_older):
         """
         A collective, in the first step of an update, before any weight has moved: the distance of
-        the ratios from 1, in nats; gaps: of each micro-batch. to_older: the ratio is to an older
-        policy, which has sampled the batch; then the KL to it goes into sums.
+        the log ratios from 0, in nats. gaps: this distance in each micro-batch. to_older: the ratio
+        is to an older policy, which has sampled the batch; then the KL to it goes into sums.
         """
         if to_older:
             sums["policy/off_policy_kl"] = sums["policy/approx_kl"]  # so far of this step alone
@@ -247,7 +249,8 @@ class Run:
     def must_agree(self, worst, what, checked=True):
         """
         A collective: the largest gap of any rank, in nats, between log-probs that are equal in
-        theory (loss.gap). Raises Stop, on all ranks, where it is above loss.gap_limit.
+        theory (loss.gap). what: whose they are, for the error. Raises Stop, on all ranks, where the
+        gap is above loss.gap_limit; checked = False: never.
         """
         worst = parallel.all_reduce_max(worst).item()  # COLLECTIVE
         if not worst <= (self.gap_limit if checked else math.inf):  # also where worst is NaN
@@ -306,7 +309,8 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record, by = summarize(batch, "eval", reward_names), self.system.keep_best
+        record = summarize(batch, "eval", reward_names)
+        by = self.system.keep_best  # the metric by which the best policy is kept, or ""
         if by and by not in record | {"score": score}:
             raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
         best = self.state["best_score"] if self.state.get("best_by", by) == by else None

@@ -99,16 +99,12 @@ class Tokenizer:
         self.stop_strings = parse_stop_strings(system.stop_strings)
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
-        text, ids = self.encode_texts(["a1"])[0], hf("a1")["input_ids"]
-        found = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
-        self.bos_ids = ids[:next(found, 0)]
+        self.bos_ids = self.ids_before_a_string()
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         # many put a blank in front of a text, and SentencePiece takes it away from the text of ids:
-        # not so behind a mark, a character that comes back, and joins with none behind it
-        self.mark = next((mark for mark in MARKS if self.text_of(
-            self.encode_texts([mark])[0]).strip() == mark and not any(
-                mark in token[:-1] for token in self.vocabulary)), MARKS[0])
+        # not so behind a mark
+        self.mark = self.separate_character()
         self.mark_ids = self.encode_texts([self.mark])[0]
         text = self.text_of(self.mark_ids + self.encode_texts(["a"])[0])
         self.adds_blank = text.endswith(f"{self.mark} a")
@@ -116,10 +112,25 @@ class Tokenizer:
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.eos_ids = {self.eos_id} | (chats.turn_ends if chats else set())
 
+    def ids_before_a_string(self):
+        """The ids that the tokenizer itself writes before any string, such as "a1": mostly BOS."""
+        text, ids = self.encode_texts(["a1"])[0], self.hf("a1")["input_ids"]
+        begins = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
+        return ids[:next(begins, 0)]
+
+    def separate_character(self):
+        """One of MARKS that survives encoding and decoding, and joins with no character behind."""
+        for mark in MARKS:
+            text = self.text_of(self.encode_texts([mark])[0])
+            if text.strip() == mark and not any(mark in token[:-1] for token in self.vocabulary):
+                return mark
+        return MARKS[0]
+
     def save(self, folder):
         """
-        Write transformers' files, with the source's special tokens: another one would not show the
-        reader of a response. Version 4 of transformers reads them, too.
+        Write transformers' files, with the source's special tokens: a token that only the
+        run has made special would vanish from the texts that others decode. Version 4 of
+        transformers reads the files, too.
         """
         with self.chats.as_in_source() if self.chats else contextlib.nullcontext():
             self.hf.save_pretrained(folder)
@@ -176,24 +187,25 @@ class Tokenizer:
 
     def encode_scored(self, prompts, completions, finished=None, longest=None):
         """
-        The ids of each prompt and response up to the token at which a reward model's score is read,
-        the last one that is not skipped_id; as in transformers and TRL. With a chat template they
-        are a chat (strings, too). Without one they are strings, joined, with EOS behind them where
-        the response has finished (None: all have). longest: further tokens are cut off.
+        The ids of each prompt and response, up to the token at which a reward model's score is
+        read: the last one that is not skipped_id, as in transformers and TRL. With a chat template
+        the two are a chat, also where they are strings. Without one they are strings, joined, and
+        EOS behind them where the response has finished (None: all have). longest: further tokens
+        are cut off.
         """
         pairs = list(zip(prompts, completions, strict=True))
         if self.chats or not all(isinstance(p, str) and isinstance(c, str) for p, c in pairs):
-            found = [self.need_chats().ids_of_pair(*pair) for pair in pairs]
+            sequences = [self.need_chats().ids_of_pair(*pair) for pair in pairs]
         else:
             ends = [True] * len(pairs) if finished is None else finished
             texts = self.encode_texts([p + c for p, c in pairs])
-            found = [self.bos_ids + ids + [self.eos_id] * end
-                     for ids, end in zip(texts, ends, strict=True)]
-        found = [ids[:longest] for ids in found]
-        for ids in found:
+            sequences = [self.bos_ids + ids + [self.eos_id] * end
+                         for ids, end in zip(texts, ends, strict=True)]
+        sequences = [ids[:longest] for ids in sequences]
+        for ids in sequences:
             while len(ids) > 1 and ids[-1] == self.skipped_id:
                 ids.pop()
-        return found
+        return sequences
 
     def encode_learned(self, prompt, completion):
         """
@@ -214,15 +226,15 @@ class Tokenizer:
         """
         names = sorted(self.specials, key=len, reverse=True)
         marks = re.compile("|".join([TURNS, *(re.escape(s) for s in names if len(s) > 2)]))
-        found = Counter()  # {mark: in how many rows it is the first}
+        firsts = Counter()  # {mark: in how many rows it is the first}
         for row in rows:
             texts = [x["content"] if isinstance(x, dict) else x for field in fields
                      for x in (row[field] if isinstance(row[field], list) else [row[field]])]
-            found.update([mark[0] for mark in map(marks.search, texts) if mark][:1])
-        if found:
-            say(f"warning: {path}: {found.total()} of {len(rows)} rows have special tokens in them "
-                f"that are read as plain text, mostly {found.most_common(1)[0][0]}; give chats as "
-                "messages, and texts without an EOS: the run writes such marks itself")
+            firsts.update([mark[0] for mark in map(marks.search, texts) if mark][:1])
+        if firsts:
+            say(f"warning: {path}: {firsts.total()} of {len(rows)} rows have special tokens in "
+                f"them that are read as plain text, mostly {firsts.most_common(1)[0][0]}; give "
+                "chats as messages, and texts without an EOS: the run writes such marks itself")
 
     def need_chats(self):
         """The chats, of messages. Raises BadInput where there is no template."""

@@ -35,8 +35,8 @@ master_weights = True  # False: train bfloat16 weights: 2 bytes each less, small
 deterministic = False  # GPUs: only kernels that repeat bit for bit, somewhat slower; CPUs always do
 # the kernels of attention; flash attention is a package for GPUs, and for 16 bits
 attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attention_3]
-# compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain little or
-# nothing, and on AMD's they take nearly twice the time. Reading and training are compiled
+# compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain a tenth or
+# nothing (docs/scale.md), and decoding is not compiled. Reading and training are compiled
 # separately and may round differently: then the ratio of an iteration's first step is only about 1
 compile = False  # the layers, and steps of cuda_graphs; needs a C++ compiler, on GPUs Triton
 # seconds after which waiting for a lost rank is an error

@@ -184,9 +184,9 @@ def compute_compiled(policy, cache, *tensors_and_temperature):
         torch._dynamo.maybe_mark_dynamic(t, 0)
     torch._dynamo.maybe_mark_dynamic(seen, 3)
     for layer in cache.layers:
-        for room in layer.rooms:
-            torch._dynamo.maybe_mark_dynamic(room, 0)
-            torch._dynamo.maybe_mark_dynamic(room, 2)
+        for buffer in layer.buffers:
+            torch._dynamo.maybe_mark_dynamic(buffer, 0)
+            torch._dynamo.maybe_mark_dynamic(buffer, 2)
     began = time.perf_counter()
     # two sizes that are equal the first time may differ later
     with torch.fx.experimental._config.patch(use_duck_shape=False):
@@ -254,9 +254,9 @@ class HeldLayer(roomy_layer()):
         """As RoomyLayer's; of a held layer it returns the spare columns, too: a mask hides them."""
         if self.column is None:
             return super().update(key_states, value_states)
-        for room, new in zip(self.rooms, (key_states, value_states), strict=True):
-            room.index_copy_(2, self.column, new.to(room.dtype))
-        return tuple(self.rooms)
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer.index_copy_(2, self.column, new.to(buffer.dtype))
+        return tuple(self.buffers)
 
     def get_seq_length(self):
         """Of a held layer 1: a model that computes with it must be found at the first step."""
@@ -264,13 +264,13 @@ class HeldLayer(roomy_layer()):
 
     def hold(self, used, columns, column):
         """
-        Keep the first `used` columns, in rooms of so many columns with fixed addresses. From now on
-        the one new token of each row is written to `column`, a tensor (1,); None: as before.
+        Keep the first `used` columns, in buffers of `columns` columns, with fixed addresses. From
+        now on the one new token of each row is written to `column`, a tensor (1,); None: as before.
         """
-        full, self.rooms = self.rooms, []
-        for room in full:
+        full, self.buffers = self.buffers, []
+        for buffer in full:
             # a hidden column is multiplied by 0, so it must have no NaN
-            self.rooms.append(room.new_zeros(*room.shape[:2], columns, room.shape[-1]))
-            self.rooms[-1][:, :, :used] = room[:, :, :used]
-        self.keys, self.values = (room[:, :, :used] for room in self.rooms)
+            self.buffers.append(buffer.new_zeros(*buffer.shape[:2], columns, buffer.shape[-1]))
+            self.buffers[-1][:, :, :used] = buffer[:, :, :used]
+        self.keys, self.values = (buffer[:, :, :used] for buffer in self.buffers)
         self.column = column

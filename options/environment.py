@@ -58,11 +58,11 @@ def converse(policy, rows, prompts, uniforms, width, respond, system, noise, nam
     environment, length = environment_of(system, policy.tokenizer), uniforms.shape[1]
 
     def sample(contexts, which, used):
-        rooms = [length - n for n in used]
-        column = torch.arange(max(rooms, default=length)) + torch.tensor(used).long()[:, None]
-        # (n, max(rooms)). A response ends before column `length`: it uses none from behind the %
+        budgets = [length - n for n in used]
+        column = torch.arange(max(budgets, default=length)) + torch.tensor(used).long()[:, None]
+        # (n, max(budgets)). A response ends before column `length`: it uses none from behind the %
         rest = uniforms[list(which)].gather(1, column % length)
-        return respond(contexts, rest, rooms=rooms)
+        return respond(contexts, rest, budgets=budgets)
 
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
         return environment.converse(rows, prompts, noise, names, length, width, sample)

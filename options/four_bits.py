@@ -37,7 +37,7 @@ def quantize(model, device, dtype):
     after the other; before this it may be in the CPU's memory. dtype: in which it computes. Raises
     BadInput.
     """
-    if model.elsewhere or dtype == torch.float64:
+    if model.must_fetch or dtype == torch.float64:
         raise BadInput("quantize = '4bit' goes with no zero_stage 3 and no float64; leave one of "
                        "the two out")
     bits, found = package(), False

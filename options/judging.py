@@ -58,7 +58,7 @@ class Judge:
         for the judged texts. Raises BadInput.
         """
         self.model, self.config, self.parameters = model, model.config, model.parameters
-        self.base, self.elsewhere = model.base, model.elsewhere  # it is used like a reward model
+        self.base, self.must_fetch = model.base, model.must_fetch  # it is used like a reward model
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
         self.chat = bool(tokenizer.chats)
@@ -227,7 +227,7 @@ def as_text(messages):
 judges = {}  # {path: its Judge}: loaded at the first rollout
 
 
-def judge_scores(mine, rows, micro_batch_size, system, device):
+def judge_scores(part, rows, micro_batch_size, system, device):
     """The judge's scores of this rank's responses, of `rows` responses of all ranks."""
     path = system.judge_path
     if path not in judges:
@@ -235,10 +235,10 @@ def judge_scores(mine, rows, micro_batch_size, system, device):
         judges[path] = Judge(model, model.tokenizer, path, system.judge_template)
         say(judges[path].in_words)
     judge = judges[path]
-    texts = mine["completions"]
-    if "dialogues" in mine:
-        texts = [as_text(messages) for messages in mine["dialogues"]]
-    ids = [judge.encode(row, [text]) for row, text in zip(mine["rows"], texts, strict=True)]
+    texts = part["completions"]
+    if "dialogues" in part:
+        texts = [as_text(messages) for messages in part["dialogues"]]
+    ids = [judge.encode(row, [text]) for row, text in zip(part["rows"], texts, strict=True)]
     # as many forwards as the rank with the most rows: the judge may be sharded
     forwards = math.ceil(math.ceil(rows / parallel.rank_and_size()[1]) / micro_batch_size)
     with autocast(system, device), no_grad_forwards([judge.model], device):

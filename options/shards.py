@@ -101,8 +101,8 @@ def splits(stage, trained):
 
 
 def wait_on_cpu(model, device):
-    """Keep a frozen model in the CPU's memory; `here` moves it to the device for its calls."""
-    model.elsewhere = True
+    """Keep a frozen model in the CPU's memory; `fetched` moves it to the device for its calls."""
+    model.must_fetch = True
     for p in model.parameters() if device.type == "cuda" else ():
         p.data = p.data.pin_memory()  # pinned memory copies faster
 
@@ -121,7 +121,7 @@ def shard(model, stage, offload, device, matrices=None):
     from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard,
                                         register_fsdp_forward_method)
 
-    model.elsewhere = True
+    model.must_fetch = True
     model.by_layer = by_layer = stage == 3
     settings = dict(mesh=mesh_of_ranks(device))
     if offload == "params":
@@ -184,7 +184,7 @@ def fill_from_rank_0(model, whole):
 
 
 @contextlib.contextmanager
-def here(model, device):
+def fetched(model, device):
     """
     In this block a model that is split, or waits in the CPU's memory, can be called without
     gradients. After the block, also after an error, the gathered layers are freed: FSDP by itself

@@ -39,9 +39,9 @@ class OnTrunk(Model):
         return self.borrowed[1]
 
     @property
-    def elsewhere(self):
+    def must_fetch(self):
         """Whether the trunk is split, or in the CPU's memory."""
-        return self.base.elsewhere
+        return self.base.must_fetch
 
     def states(self, tokens):
         return self.base.states(tokens)

@@ -91,9 +91,9 @@ def responder(policy, system, device, temperature, seeds):
             raise BadInput(refused.format(e)) from e
     vllm.take_weights(policy)  # COLLECTIVE
 
-    def respond(prompts, uniforms, rooms=None):
-        own = seeds if rooms is None else (uniforms[:, 0] * 2**32).long().tolist()
-        return vllm.respond(prompts, uniforms.shape[1], temperature, own, rooms)
+    def respond(prompts, uniforms, budgets=None):
+        own = seeds if budgets is None else (uniforms[:, 0] * 2**32).long().tolist()
+        return vllm.respond(prompts, uniforms.shape[1], temperature, own, budgets)
 
     return respond
 
@@ -174,7 +174,7 @@ class VLLM:
             raise Lost("vLLM has not taken all weights that were sent to it: it has other names "
                        "for this model's tensors")
 
-    def respond(self, prompts, max_new_tokens, temperature, seeds, rooms=None):
+    def respond(self, prompts, max_new_tokens, temperature, seeds, budgets=None):
         """
         What rollout.decode returns for n prompts: responses and log-probs (n, R), lengths and
         finished (n,). seeds: a number for each response, which decides its noise.
@@ -183,11 +183,11 @@ class VLLM:
         responses, logprobs = torch.full((n, R), self.tokenizer.pad_id), torch.zeros(n, R)
         lengths, finished = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.bool)
         sampled = self.ask("sample", dict(
-            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=rooms or [R] * n,
+            prompts=[list(ids) for ids in prompts], seeds=seeds, max_tokens=budgets or [R] * n,
             temperature=temperature, eos_ids=sorted(self.tokenizer.eos_ids)),
             lambda: this_rank.stop)
         for row, (ids, of_ids, ended) in enumerate(sampled or ()):
-            if len(ids) < (rooms[row] if rooms else R) and not ended:
+            if len(ids) < (budgets[row] if budgets else R) and not ended:
                 raise Lost(f"vLLM's cache has no room for a prompt of {len(prompts[row])} tokens "
                            f"and max_new_tokens = {R}; raise vllm_cache")
             if self.tokenizer.stop_strings:  # vLLM looks in another text than we do: ours count

@@ -2,10 +2,16 @@
 import json
 import os
 import shutil
+import signal
 
+import pytest
+import torch
+from safetensors.torch import load_file
 
-from checkpoint import cut_logs, damage, list_checkpoints
-from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well, write
+import checkpoint
+from checkpoint import cut_logs, damage, find_checkpoint, list_checkpoints, save_checkpoint
+from tiny import (assert_one_line, assert_same_run, at, keys_of, read_log, read_weights, run, well,
+                  write)
 
 STEPS = "sync", "aside", "write_json", "cut_logs", "save_file", "append"
 
@@ -120,3 +126,70 @@ def test_logs_are_cut_to_the_iteration_that_is_next(tmp_path):
     path = write(tmp_path / "log.jsonl", "\n".join(lines) + '\n{"iteration": 1, "x')
     cut_logs(str(tmp_path), 2)
     assert open(path).read() == "\n".join(lines[:3]) + "\n"
+
+
+def test_a_run_goes_on_in_another_dtype(world, tmp_path):
+    """And with an adapter, whose checkpoint has nothing of its trunk, and no config.json."""
+    keys = keys_of(world, "sft.py", lora="2", max_iters=3)
+    whole = well("sft.py", tmp_path / "whole", keys)
+    assert run("sft.py", tmp_path, keys | dict(dtype="float32"),
+               before=at(1, signal.SIGTERM)).codes == [0]
+    (folder,) = list_checkpoints(f"{tmp_path}/out")
+    assert os.listdir(f"{folder}/policy") == ["model.safetensors"]
+    tensors = load_file(f"{folder}/policy/model.safetensors").values()
+    assert all(t.dtype == torch.float32 and 2 in t.shape for t in tensors)  # 2: the rank
+    out = well("sft.py", tmp_path, keys)
+    assert_one_line(run("sft.py", tmp_path, keys | dict(lora="3")), "sft.py", "lora = '2'")
+    a, b = read_weights(f"{whole}/policy"), read_weights(f"{out}/policy")
+    assert 0 < max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
+
+
+# folders, without models
+
+@pytest.fixture
+def out(tmp_path):
+    os.mkdir(tmp_path / "out")
+    write(tmp_path / "out" / "config.json", json.dumps(dict(out_dir="out")))
+    return tmp_path / "out"
+
+
+def save(out, iteration, keep=9, **state):
+    save_checkpoint(str(out), iteration, {}, {}, state, keep)
+
+
+def names(out):
+    return [os.path.basename(folder) for folder in list_checkpoints(str(out))]
+
+
+def test_the_newest_are_kept(out):
+    """By number, not by letters; a damaged one of later never pushes out a good one."""
+    for iteration in (5, 999_999, 1_000_000):
+        save(out, iteration, keep=2)
+    assert names(out) == ["checkpoint-999999", "checkpoint-1000000"]
+    write(out / "checkpoint-1000000" / "state.json", "{}")
+    shutil.copytree(out / "checkpoint-999999", out / "checkpoint-backup")
+    save(out, 7, keep=1)
+    assert names(out) == ["checkpoint-000007"] and os.path.exists(out / "checkpoint-backup")
+    save(out, 7, keep=1, again=1)
+    assert find_checkpoint(str(out))[1] == dict(again=1, iteration=7)
+
+
+def test_a_kill_while_a_folder_is_replaced_loses_neither(out, monkeypatch):
+    """Between the two renamings the older one has no name: the next start gives it back."""
+    save(out, 3)
+    rename = os.rename
+
+    def die(source, target):
+        if ".tmp-" in source:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", die)
+        save(out, 3, again=1)
+    assert names(out) == [] and os.path.exists(out / ".old-checkpoint-000003")
+    os.mkdir(out / ".gone-checkpoint-000001")
+    folder, state = checkpoint.begin_or_resume(
+        str(out), dict(out_dir="out", script="ppo.py"), [], 10**7)
+    assert os.path.basename(folder) == "checkpoint-000003" and state == dict(iteration=3)
+    assert sorted(os.listdir(out)) == [".lock", "checkpoint-000003", "config.json"]

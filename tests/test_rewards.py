@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from answers import behind_thoughts, whole_responses
 from errors import BadInput
 from load import load
 from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows,
@@ -150,3 +151,37 @@ def test_the_zero_of_a_reward_model_of_others(finished, shift):
     center_scores(state, reward, None, None)  # it is known, and not measured again
     said = SimpleNamespace(hf=SimpleNamespace(config=SimpleNamespace(score_shift=0.5)))
     center_scores({}, said, None, None)
+
+
+# behind the thoughts (answers.py)
+
+HARMONY = "<|channel|>analysis<|message|>"
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+PAIRS = {  # text: the text behind the thoughts
+    "5": "5", "": "", "a[/THINK]5": "5", "[THINK]a[/THINK]5[THINK]b[/THINK]6": "6",
+    # the marks of another family are text in thoughts
+    "<think>as in [THINK]</think>5": "5", "<think>a [THINK]b[/THINK] 7": None,
+    "<reasoning>between <think> and </think>": None, "[THINK]<think>[/THINK]5": "5",
+    # two kinds, one behind the other
+    "<think>\n\n</think>\n\n<reasoning>7</reasoning>5": "5", "<think></think><reasoning>7": None,
+    # gpt-oss: no thoughts; words before a call; a call alone; cut off in the header
+    "<|channel|>final<|message|>5": "5", f"<|channel|>commentary<|message|>7{FINAL}5": "5",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}": None,
+    f"{HARMONY}7<|end|><|start|>assistant<|channel|>fin": None, f"{HARMONY}7{FINAL[:-11]}": None,
+    f"{HARMONY}a<|end|><|start|>assistant{HARMONY}b{FINAL}5": "5",
+    # plain words in a text of another model
+    "So here it is. Here is my thought process: 2+3. It is 5.":
+    "So here it is. Here is my thought process: 2+3. It is 5.",
+    "<THINK>5": "<THINK>5", "x[THINK2] <thinker>": "x[THINK2] <thinker>"}
+
+
+def test_pairs_of_marks():
+    assert {text: behind_thoughts(text) for text in PAIRS} == PAIRS
+
+
+@pytest.mark.parametrize("prompt, found", [
+    ("?\n<think>\n", "<think>5"), ("[THINK]", "[THINK]5"), ("write <think> first", "5"),
+    ("<think>a</think>", "5"), ("</think>", "5"), ("?", "5")])
+def test_thoughts_that_the_prompt_has_begun(prompt, found):
+    """Only at its end: they are the response's beginning."""
+    assert whole_responses(batch_of(["5"]) | dict(prompts=[prompt])) == [found]

@@ -137,10 +137,10 @@ def test_finished_rows_leave():
     for t, rows in enumerate(policy.calls[1:], 1):
         running = sum(n > t for n in lengths)
         assert running <= rows < 4 / 3 * running
-    rooms = [1 + i % 7 for i in range(B)]  # a limit for each response
-    out = answer(Coin(), [[1]] * B, R, u, rooms=rooms)
-    assert out["response_mask"].sum(1).tolist() == list(map(min, lengths, rooms))
-    assert out["finished"].tolist() == [n <= room for n, room in zip(lengths, rooms, strict=True)]
+    budgets = [1 + i % 7 for i in range(B)]  # a limit for each response
+    out = answer(Coin(), [[1]] * B, R, u, budgets=budgets)
+    assert out["response_mask"].sum(1).tolist() == list(map(min, lengths, budgets))
+    assert out["finished"].tolist() == [n <= most for n, most in zip(lengths, budgets, strict=True)]
 
 
 @torch.no_grad()

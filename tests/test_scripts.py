@@ -70,8 +70,10 @@ BAD = {  # what people type: script, keys, words of the line
     "a policy as the reward": ("ppo.py", lambda w: dict(reward_path=w.policy), ["rm.py"]),
     "a reward model as the policy": ("ppo.py", lambda w: dict(policy_path=w.reward), ["policy"]),
     "no value model": ("ppo.py", dict(reward_functions="length", reward_path=""), ["value_init"]),
+    "empty minibatches": ("ppo.py", dict(num_minibatches=6), ["num_minibatches = 6"]),
+    "empty minibatches of groups": ("grpo.py", dict(num_minibatches=99), ["num_minibatches = 99"]),
     "a group of 4 in 6": ("grpo.py", dict(group_size=4), ["batch_size = 6", "group_size = 4"]),
-    "no penalty": ("grpo.py", dict(kl_estimator="k1"), ["kl_estimator"]),
+    "no penalty": ("grpo.py", dict(kl_estimator="k1"), ["--kl_estimator=k2"]),
     "an unknown reward": ("grpo.py", dict(reward_functions="acuracy"), ["acuracy", "accuracy"]),
     "no answers": ("grpo.py", lambda w: dict(
         reward_functions="accuracy", prompts_path=w.sft_train), ["row 1", "'answer'"]),
@@ -102,7 +104,8 @@ def test_another_run_in_the_folder_of_one(world, tmp_path):
     write(path, text.replace("abc", "abd"))  # another letter in the same file
     assert_one_line(run("sft.py", tmp_path, keys), "sft.py", "token_ids", "--out_dir")
     write(path, text)
-    assert len(read_log(well("sft.py", tmp_path, keys | dict(max_iters=4)))) == 5
+    result = run("sft.py", tmp_path, keys | dict(max_iters=4))  # goes on behind the last save
+    assert result.codes == [0] and "checkpoint-000003" in result.out[0] and len(read_log(out)) == 5
 
 
 def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
@@ -123,10 +126,22 @@ def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
     assert result.codes == [1] and "metric 'objective/mine' has" in result.err[0], result
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_step(world, tmp_path):
-    def spoils(rank):
-        import parallel
+def spoils(rank):
+    import parallel
 
-        parallel.all_reduce_gradients = lambda gradients, scale: gradients["policy"][0].fill_(nan)
-    result = run("ppo.py", tmp_path, keys_of(world, "ppo.py"), before=spoils)
-    assert_one_line(result, "ppo.py", "iteration 0", "the gradient of policy's", code=1)
+    parallel.all_reduce_gradients = lambda gradients, scale: gradients["policy"][0].fill_(nan)
+
+
+def heats(rank):
+    import rollout
+
+    draw = rollout.draw
+    rollout.draw = lambda logits, *rest: draw(logits / 1.2, *rest)
+
+
+@pytest.mark.parametrize("deed, words", [(spoils, "the gradient of policy's"),
+                                         (heats, "the log-probs of the sampler differ")])
+def test_what_is_wrong_stops_a_run_before_its_first_step(world, tmp_path, deed, words):
+    """A gradient that is not finite; and a sampler of another temperature than the models'."""
+    result = run("ppo.py", tmp_path, keys_of(world, "ppo.py"), before=deed)
+    assert_one_line(result, "ppo.py", "iteration 0", words, code=1)

@@ -97,20 +97,14 @@ TABLE = {
     "no environment": ("grpo.py", dict(reward_functions="environment"), ["environment"]),
     # keys that do not go together, or that nothing reads
     "no reference": ("grpo.py", dict(ref_path="$policy", kl_coef=0.0), ["ref_path", "kl_coef"]),
-    "empty minibatches": ("ppo.py", dict(num_minibatches=6), ["num_minibatches = 6"]),
     "no held-out prompts": ("ppo.py", dict(keep_best="score", eval_path=""), ["keep_best"]),
     "weights in 16 bits": ("ppo.py", dict(master_weights=False), ["master_weights"]),
     "weights in another 16 bits": ("sft.py", dict(master_weights=False, dtype="float16"), [
         "master_weights", "--dtype=bfloat16"]),
-    "half a group": ("grpo.py", dict(batch_size=7, group_size=2), ["batch_size = 7", "group_size"]),
-    "no penalty": ("grpo.py", dict(kl_coef=0.1, kl_in="loss", kl_estimator="k1"), [
-        "kl_estimator", "--kl_estimator=k2"]),
-    "empty minibatches of groups": ("grpo.py", dict(num_minibatches=99), ["num_minibatches = 99"]),
     "three samplers on two ranks": ("grpo.py", dict(generate_tp=3), ["generate_tp = 3"]),
     "two samplers and an environment": ("grpo.py", dict(generate_tp=2, environment="mine.py:f"), [
         "generate_tp = 2", "environment"]),
     "refilled by another": ("grpo.py", dict(max_refills=1, refill_by="accuracy"), ["refill_by"]),
-    "another script's key": ("grpo.py", dict(ppo_epochs=2), ["'ppo_epochs'"]),
     "attention of a package": ("sft.py", dict(attn_implementation="flash_attention_2"), [
         "FlashAttention"]),
     "roles of three": ("ppo.py", dict(roles="train=1,generate=2"), ["roles", "2 rank"]),
@@ -119,6 +113,9 @@ TABLE = {
     "no such stage": ("sft.py", dict(zero_stage="4"), ["zero_stage", "0, 1, 2 or 3"]),
     "no such rank": ("sft.py", dict(lora="many"), ["lora"]),
     "offloaded whole": ("sft.py", dict(offload="policy=params"), ["offload", "policy"]),
+    "muon in shards": ("sft.py", dict(optim="muon", zero_stage="1"), ["muon", "policy", "stage 0"]),
+    "muon on the CPU": ("sft.py", dict(optim="muon", offload="optimizer"), [
+        "muon", "policy", "stage 0"]),
     "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
     # the folder
     "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),

@@ -14,16 +14,16 @@ def test_columns_and_rows_are_those_of_transformers():
     rows, moved = 3, 0
     for step, k in enumerate(lengths):
         new = [torch.randn(rows, 2, k, 4, generator=drawn) for _ in range(2)]
-        place = ours.layers[0].rooms[0].data_ptr() if step else None
+        place = ours.layers[0].buffers[0].data_ptr() if step else None
         for a, b in zip(ours.update(*new, 0), theirs.update(*new, 0), strict=True):
             assert torch.equal(a, b)
         assert ours.get_seq_length() == theirs.get_seq_length() == sum(lengths[:step + 1])
-        moved += ours.layers[0].rooms[0].data_ptr() != place
+        moved += ours.layers[0].buffers[0].data_ptr() != place
         if step in select:
             rows = len(select[step])
             for cache in (ours, theirs):
                 cache.batch_select_indices(torch.tensor(select[step]))
-    assert moved == 3  # at the first step, and where the room was full
+    assert moved == 3  # at the first step, and where the buffers were full
 
 
 def test_layers_that_see_less_are_left_as_they_are():

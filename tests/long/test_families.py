@@ -304,7 +304,7 @@ def test_split_models_compute_the_same(tmp_path):
             for stage in ("", "3", "2")[:3 if name == "Gemma 2" else 2]:
                 system = keys_of_system(zero_stage=stage, gradient_checkpointing=stage == "3")
                 model = load(f"{tmp_path}/{name}", "policy", system, CPU, trained=True)
-                assert model.elsewhere == bool(stage)
+                assert model.must_fetch == bool(stage)
                 logprobs, _ = model.logprobs(*rows_of_texts())
                 logprobs.square().mean().backward()
                 gradients = {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()

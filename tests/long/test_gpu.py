@@ -129,12 +129,12 @@ def test_no_impossible_token_in_many_draws(V):
 
 @pytest.mark.skipif(not ON_GPU, reason="memory can be pinned only for a GPU")
 def test_what_is_offloaded_is_pinned(world):
-    from options.shards import here
+    from options.shards import fetched
 
     device = torch.device(DEVICE)
     model = load(world.reward, "reward", keys_of_system(offload="params"), device, "scalar")
     assert all(p.is_pinned() for p in model.parameters())
-    with here(model, device):
+    with fetched(model, device):
         assert all(p.is_cuda for p in model.parameters())
     assert all(p.is_pinned() for p in model.parameters())
 

@@ -72,8 +72,7 @@ print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
         [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
         env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
     assert result.returncode == 0, result
-    # the card of a model is written at the end, and a copy may do without
-    imported_files = {*result.stderr.split(), "ppo.py"} - {"options/model_card.py"}
+    imported_files = {*result.stderr.split(), "ppo.py"}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         said = re.search(r"(\d+) flat Python files", f.read())
     assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files
@@ -123,7 +122,7 @@ def test_each_shared_key_is_read_by_somebody():
 
 
 def collectives(file):
-    """The functions whose docstring says that they are a collective: of a room, or this page."""
+    """The functions whose docstring says that they are a collective, of others or this page."""
     return {"Run"} | {
         node.name for other in files("options") if other not in PAGES or other == file
         for node in ast.walk(tree_of(other)) if isinstance(node, ast.FunctionDef)
@@ -172,10 +171,11 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
     for name in ("config", "data", "grading", "tests"):
         shutil.copytree(os.path.join(ROOT, name), tmp_path / name,
                         ignore=shutil.ignore_patterns("long", "__pycache__"))
-    chosen = "bits and (ppo or grpo) or reward_functions or options"
+    chosen = "bits and (ppo or grpo) or reward_functions or test_options or right_one or taught"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen,
-         *(f"tests/test_{name}.py" for name in ("scripts", "rewards", "options"))],
+         *(f"tests/test_{name}.py" for name in (
+             "scripts", "rewards", "options", "configurator", "by_hand_options"))],
         cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" in done.stdout, (
         done.stdout[-3000:])

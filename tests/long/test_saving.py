@@ -1,5 +1,5 @@
 """
-checkpoint.py: other dtypes, which folders stay, damage of every kind. And files for others: what
+checkpoint.py: which folders stay, damage of every kind. And files for others: what
 transformers 4 reads. With QUARTET_TRANSFORMERS_4, a folder of
 `pip install --target=FOLDER --no-deps "transformers<5" "huggingface_hub<1" "tokenizers<0.23"`, it
 is asked.
@@ -14,87 +14,22 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 import checkpoint
+import test_checkpoint
 from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput
-from checkpoint import damage, find_checkpoint, list_checkpoints, save_checkpoint, save_final
+from checkpoint import damage, find_checkpoint, save_final
 from load import load
 from test_families import EXPERTS, GPT, HEADS, LLAMA3, LONGROPE, SIZES, random_model, rope, written
 from test_model import CPU
-from tiny import (assert_one_line, at, keys_of, keys_of_system, read_weights, run, well, write)
+from tiny import keys_of, keys_of_system, run, write
 from tokenizer import load_tokenizer
 
-
-def test_a_run_goes_on_in_another_dtype(world, tmp_path):
-    """And with an adapter, whose checkpoint has nothing of its trunk, and no config.json."""
-    keys = keys_of(world, "sft.py", lora="2", max_iters=3)
-    whole = well("sft.py", tmp_path / "whole", keys)
-    assert run("sft.py", tmp_path, keys | dict(dtype="float32"),
-               before=at(1, signal.SIGTERM)).codes == [0]
-    (folder,) = list_checkpoints(f"{tmp_path}/out")
-    assert os.listdir(f"{folder}/policy") == ["model.safetensors"]
-    tensors = load_file(f"{folder}/policy/model.safetensors").values()
-    assert all(t.dtype == torch.float32 and 2 in t.shape for t in tensors)  # 2: the rank
-    out = well("sft.py", tmp_path, keys)
-    assert_one_line(run("sft.py", tmp_path, keys | dict(lora="3")), "sft.py", "lora = '2'")
-    a, b = read_weights(f"{whole}/policy"), read_weights(f"{out}/policy")
-    assert 0 < max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
-
+out, save = test_checkpoint.out, test_checkpoint.save  # the former is a fixture
 
 # folders, without models
-
-
-@pytest.fixture
-def out(tmp_path):
-    os.mkdir(tmp_path / "out")
-    write(tmp_path / "out" / "config.json", json.dumps(dict(out_dir="out")))
-    return tmp_path / "out"
-
-
-def save(out, iteration, keep=9, **state):
-    save_checkpoint(str(out), iteration, {}, {}, state, keep)
-
-
-def names(out):
-    return [os.path.basename(folder) for folder in list_checkpoints(str(out))]
-
-
-def test_the_newest_are_kept(out):
-    """By number, not by letters; a damaged one of later never pushes out a good one."""
-    for iteration in (5, 999_999, 1_000_000):
-        save(out, iteration, keep=2)
-    assert names(out) == ["checkpoint-999999", "checkpoint-1000000"]
-    write(out / "checkpoint-1000000" / "state.json", "{}")
-    shutil.copytree(out / "checkpoint-999999", out / "checkpoint-backup")
-    save(out, 7, keep=1)
-    assert names(out) == ["checkpoint-000007"] and os.path.exists(out / "checkpoint-backup")
-    save(out, 7, keep=1, again=1)
-    assert find_checkpoint(str(out))[1] == dict(again=1, iteration=7)
-
-
-def test_a_kill_while_a_folder_is_replaced_loses_neither(out, monkeypatch):
-    """Between the two renamings the older one has no name: the next start gives it back."""
-    save(out, 3)
-    rename = os.rename
-
-    def die(source, target):
-        if ".tmp-" in source:
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "rename", die)
-        save(out, 3, again=1)
-    assert names(out) == [] and os.path.exists(out / ".old-checkpoint-000003")
-    os.mkdir(out / ".gone-checkpoint-000001")
-    folder, state = checkpoint.begin_or_resume(
-        str(out), dict(out_dir="out", script="ppo.py"), [], 10**7)
-    assert os.path.basename(folder) == "checkpoint-000003" and state == dict(iteration=3)
-    assert sorted(os.listdir(out)) == [".lock", "checkpoint-000003", "config.json"]
-
 
 OTHERS = ["policy", "value_model", "best_policy", "ema_policy", "reward_model", "policy_adapter",
           "checkpoint-000100", "checkpoint-1234567", ".tmp-policy", ".old-checkpoint-000001",

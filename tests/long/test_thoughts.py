@@ -2,11 +2,10 @@
 answers.py: the text behind the thoughts. The marks of thoughts of the families, each written as its
 chat template and its model write a response; what the rewards give for it is known by hand.
 """
-import time
 from types import SimpleNamespace
 
 import pytest
-from answers import behind_thoughts, final_answer, say_unknown_marks, whole_responses
+from answers import final_answer, say_unknown_marks, whole_responses
 from grading.expressions import math_answer
 from grading.forms import format
 from grading.programs import extract_code
@@ -94,36 +93,6 @@ def test_what_the_prompt_has_begun():
             row = dict(prompt=[dict(role="assistant", content=begun)])
             batch = dict(batch_of([f"{last}5"], [f"[user]?[assistant]{begun}"]), rows=[row])
             assert whole_responses(batch) == [f"{begun}{last}5"]
-
-
-PAIRS = {  # text: the text behind the thoughts
-    "5": "5", "": "", "a[/THINK]5": "5", "[THINK]a[/THINK]5[THINK]b[/THINK]6": "6",
-    # the marks of another family are text in thoughts
-    "<think>as in [THINK]</think>5": "5", "<think>a [THINK]b[/THINK] 7": None,
-    "<reasoning>between <think> and </think>": None, "[THINK]<think>[/THINK]5": "5",
-    # two kinds, one behind the other
-    "<think>\n\n</think>\n\n<reasoning>7</reasoning>5": "5", "<think></think><reasoning>7": None,
-    # gpt-oss: no thoughts; words before a call; a call alone; cut off in the header
-    "<|channel|>final<|message|>5": "5", f"<|channel|>commentary<|message|>7{FINAL}5": "5",
-    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}": None,
-    f"{HARMONY}7<|end|><|start|>assistant<|channel|>fin": None, f"{HARMONY}7{FINAL[:-11]}": None,
-    f"{HARMONY}a<|end|><|start|>assistant{HARMONY}b{FINAL}5": "5",
-    # plain words in a text of another model
-    "So here it is. Here is my thought process: 2+3. It is 5.":
-    "So here it is. Here is my thought process: 2+3. It is 5.",
-    "<THINK>5": "<THINK>5", "x[THINK2] <thinker>": "x[THINK2] <thinker>"}
-
-
-def test_pairs_of_marks():
-    assert {text: behind_thoughts(text) for text in PAIRS} == PAIRS
-
-
-def test_it_takes_no_time():
-    """Of 100 KB: if a step were quadratic, minutes."""
-    for piece in ("<", "<think>", "<|channel|>final", "[THINK][/THINK]", "<|end|>", "Here is "):
-        start = time.thread_time()
-        behind_thoughts(piece * (100_000 // len(piece)))
-        assert time.thread_time() - start < 10, piece
 
 
 def test_unknown_marks_are_said_once(capsys):

@@ -72,14 +72,14 @@ class LLM:
             s.max_tokens, s.stop_token_ids = 1, []
         assert s.ignore_eos and s.logprobs == 0
         noise = [torch.Generator().manual_seed(one.seed) for one in settings]
-        rooms = [one.max_tokens for one in settings]
-        uniforms = torch.stack([torch.rand(max(rooms), generator=drawn, dtype=torch.float64)
+        budgets = [one.max_tokens for one in settings]
+        uniforms = torch.stack([torch.rand(max(budgets), generator=drawn, dtype=torch.float64)
                                 for drawn in noise])
         self.model.tokenizer = SimpleNamespace(
             eos_ids=set(s.stop_token_ids), pad_id=0, stop_strings=[],
             vocab_size=self.model.config.vocab_size)
         found = decode(self.model, [one["prompt_token_ids"] for one in prompts], uniforms,
-                       s.temperature, rooms)
+                       s.temperature, budgets)
         results = []
         for ids, logprobs, n, finished in zip(*(x.tolist() for x in found), strict=True):
             said = [{i: SimpleNamespace(logprob=x)}
