@@ -196,8 +196,7 @@ def run_config_file(path, keys):
         if "=" in path:  # a key without its dashes, or as Hydra has it
             check_key(path.partition("=")[0].lstrip("+-"), keys, path)
         raise BadInput(f"there is no config file {path!r}" + (
-            nearest(path) if path.endswith(".py") else
-            "; to set a key, type --key=value, and a list with commas and no blanks"))
+            nearest(path) if path.endswith(".py") else "; type --key=value, without blanks"))
     if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
         raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
@@ -323,7 +322,7 @@ def print_settings(keys, overrides):
         if value != keys[name].default:
             lines.setdefault(where, []).append(f"{name}={value!r}")
     for where, settings in lines.items():
-        print(textwrap.fill(f"{where}: {' '.join(settings)}", 100, subsequent_indent="    ",
+        print(textwrap.fill(f"{where}: {' '.join(settings)}", 80, subsequent_indent="    ",
                             break_long_words=False, break_on_hyphens=False))
 
 

@@ -171,6 +171,13 @@ def add_up(sums, mask, tensors):
         sums[name] = sums.get(name, 0) + pair
 
 
+def as_number(name, x):
+    """A metric as a number of Python's: it may be a tensor. Raises TypeError by its name."""
+    if isinstance(x, torch.Tensor) and x.numel() != 1:
+        raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
+    return x.item() if hasattr(x, "item") else x
+
+
 def how_broken(record, finished):
     """
     "", or in words how the policy of an iteration is broken. Two things must be true: responses do

@@ -285,7 +285,7 @@ def run_length(max_iters, epochs, n, batch_size):
 def say_prompts(train_rows, eval_rows, per_iteration, max_iters):
     """Say how often a run takes its prompts, and how many of the held-out ones are among them."""
     say(f"{len(train_rows)} prompts; {max_iters} iterations of {per_iteration} are "
-        f"{max_iters * per_iteration / len(train_rows):.1f} epochs")
+        f"{max_iters * per_iteration / len(train_rows):.3g} epochs")
     known = {bytes(ids) for ids in train_rows.ids}
     both = sum(bytes(ids) in known for ids in eval_rows.ids)
     if both:

@@ -30,7 +30,7 @@ from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, s
                         write_cards)
 from configurator import of_model
 from errors import BadInput, Stop, evaluation_lines, iteration_line, say, say_last
-from loss import gap, gap_limit, how_broken, summarize
+from loss import as_number, gap, gap_limit, how_broken, summarize
 from model import vectors_of
 from rollout import texts_of
 
@@ -388,13 +388,6 @@ class Run:
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
             say(iteration_line(record, done, self.max_iters, left / 60))
-
-
-def as_number(name, x):
-    """A metric as a number of Python's: it may be a tensor. Raises TypeError by its name."""
-    if isinstance(x, torch.Tensor) and x.numel() != 1:
-        raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
-    return x.item() if hasattr(x, "item") else x
 
 
 def peak_memory_mib(device):

@@ -173,7 +173,10 @@ def keys_of(world, script, **changed):
                           val_path=world.sft_val),
            "rm.py": dict(init_from=world.policy, train_path=world.pairs_train,
                          val_path=world.pairs_val, demonstrations_path=world.sft_val)}
-    return keys | own[script] | changed
+    keys |= own[script] | changed
+    if changed.get("epochs"):  # in the place of max_iters
+        del keys["max_iters"]
+    return keys
 
 
 def answer(policy, prompts, R, uniforms=None, **how):

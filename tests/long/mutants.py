@@ -136,7 +136,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("grpo.py", "            if not learns[rows].any():\n                continue",
      "            if False:\n                continue", "test_steps", "nothing"),
     ("grpo.py", 'mb["old_logprobs"] = logprobs.detach()',
-     'mb["old_logprobs"] = mb["sampler_logprobs"].to(logprobs)', "test_steps", "grpo"),
+     'mb["old_logprobs"] = mb["sampler_logprobs"].to(logprobs)', "test_steps", "gspo"),
     ("run.py", "if not worst <= (self.gap_limit if checked else math.inf):",
      "if not worst <= math.inf:", "test_scripts", "first_step"),
     ("run.py", "        if not good:\n            name = next",

@@ -113,6 +113,9 @@ TABLE = {
     "no such stage": ("sft.py", dict(zero_stage="4"), ["zero_stage", "0, 1, 2 or 3"]),
     "no such rank": ("sft.py", dict(lora="many"), ["lora"]),
     "offloaded whole": ("sft.py", dict(offload="policy=params"), ["offload", "policy"]),
+    "muon in shards": ("sft.py", dict(optim="muon", zero_stage="1"), ["muon", "policy", "stage 0"]),
+    "muon on the CPU": ("sft.py", dict(optim="muon", offload="optimizer"), [
+        "muon", "policy", "stage 0"]),
     "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
     # the folder
     "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),

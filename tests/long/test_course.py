@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from tiny import ROOT, keys_of, well
+from tiny import ROOT, jsonl, keys_of, read_jsonl, well
 
 from gae import compute_gae
 from groups import group_advantages, token_weights
@@ -185,3 +185,44 @@ def test_the_cells_of_the_notebook(world, tmp_path, monkeypatch):
     for cell in code[1:]:
         lines = cell["source"].replace("123+456=", prompt).split("\n")
         assert notebook.run_cell(lines, names).strip(), cell["source"]
+
+
+def test_60_lines_have_the_figures_of_ppo(tmp_path):
+    """Of two iterations, with small models and batches in the place of the toy's."""
+    toy = tmp_path / "out"
+    os.makedirs(toy / "arithmetic_rm")
+    clinic.write_toy(str(tmp_path))
+    common = dict(device_type="cpu", dtype="float64", checkpoint_interval=0)
+    well("sft.py", tmp_path, clinic.SFT | dict(out_dir="out/arithmetic_sft", max_iters=100))
+    rows = read_jsonl(tmp_path / "rl.jsonl")
+    pairs = jsonl(tmp_path / "pairs.jsonl", [
+        dict(prompt=row["prompt"], chosen=row["answer"], rejected="8") for row in rows])
+    well("rm.py", tmp_path, common | dict(
+        init_from="out/arithmetic_sft/policy", train_path=pairs, val_path="", max_iters=5,
+        batch_size=8, micro_batch_size=8, learning_rate=1e-2, out_dir="out/arithmetic_rm"))
+    os.makedirs(tmp_path / "data" / "arithmetic")
+    train = jsonl(tmp_path / "data" / "arithmetic" / "rl_train.jsonl", rows)
+    B, longest = 12, 9
+    well("ppo.py", tmp_path, common | dict(
+        policy_path="out/arithmetic_sft/policy", reward_path="out/arithmetic_rm/reward_model",
+        prompts_path=train, eval_path="", batch_size=B, max_new_tokens=longest, temperature=1.0,
+        kl_coef=1.0, ppo_epochs=2, num_minibatches=2, micro_batch_size=5, max_iters=2,
+        learning_rate=1e-4, value_learning_rate=3e-4, vf_coef=1.0, out_dir="out/ppo"))
+    with open(f"{ROOT}/course/ppo_in_60_lines.py", encoding="utf-8") as f:
+        source = f.read()
+    for old, new in (("SEED, ITERATIONS = 256, 48,", f"SEED, ITERATIONS = {B}, {longest},"),
+                     (" 1, 20\n", " 1, 2\n"),
+                     ("os.path.abspath(__file__)", repr(f"{ROOT}/course/x.py"))):
+        assert old in source
+        source = source.replace(old, new)
+    said = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert said.returncode == 0, said.stderr
+    found = [[float(x) for x in re.findall(r"-?\d+\.\d+", line)]
+             for line in said.stdout.splitlines()]
+    wanted = [[r[name] for name in ("objective/scores", "objective/kl", "loss/policy",
+                                    "loss/value")] for r in read_jsonl(toy / "ppo" / "log.jsonl")
+              if "loss/policy" in r]
+    assert len(found) == len(wanted) == 2 and wanted[1][1] != 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)

@@ -42,6 +42,7 @@ CASES = {  # script, keys; ranks and keys until a stop in iteration 1; and from 
     "grpo, tied": ("grpo.py", dict(policy_path="tied", num_minibatches=1, ref_path="older",
                                    kl_in="reward", kl_estimator="k1", max_refills=1),
                    (3, dict(zero_stage="3")), (1, dict(rollout_batch_size=2))),
+    "grpo, muon": ("grpo.py", dict(optim="muon", weight_decay=0.1), (1, {}), (2, {})),
     "sft, scratch": ("sft.py", dict(
         init_from="scratch", tokenizer_path="policy", family="llama", d_model=20, n_layer=3,
         n_head=2, d_ff=24, context=64, max_tokens=12, too_long="cut", epochs=1.7),
@@ -168,11 +169,12 @@ def test_bfloat16_weights_and_512_equal_micro_batches():
     assert [flat.dtype for flat in buffers] == [torch.float32] and buffers[0].sum() > 0
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
-def test_bfloat16_shards_and_micro_batches(world, tmp_path, stage):
-    """The norm of 24 micro-batches' sum: that of unsplit weights, but for the sum of two ranks."""
+def test_bfloat16_shards_and_micro_batches(world, tmp_path):
+    """The norm of 48 micro-batches' sum: of one rank, two, or shards, but for the sum of two."""
     keys = keys_of(world, "sft.py", dtype="bfloat16", master_weights=False, val_path="",
                    max_iters=1, batch_size=48, micro_batch_size=1)
-    whole, split = (read_log(well("sft.py", tmp_path / x, keys | dict(zero_stage=x),
-                                  ranks=2))[0]["policy/grad_norm"] for x in ("0", stage))
-    assert split == pytest.approx(whole, rel=2e-4)
+    norms = [read_log(well("sft.py", tmp_path / f"{stage}{ranks}", keys | dict(zero_stage=stage),
+                           ranks=ranks))[0]["policy/grad_norm"]
+             for stage, ranks in (("0", 1), ("0", 2), ("2", 2), ("3", 2))]
+    assert norms == pytest.approx([norms[0]] * 4, rel=2e-4), norms
+    assert all(torch.tensor(x).bfloat16().item() != x for x in norms)

@@ -1,14 +1,12 @@
-"""The key optim=muon: its steps by hand; runs that resume, and on two ranks; what is refused."""
+"""The key optim=muon: its steps by hand; and what is a vector. (Runs: test_knobs.py.)"""
 import math
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 import transformers
 from model import Model
 from run import make_optimizer
-from tiny import keys_of
 
 
 def nearly_orthogonal(G):
@@ -100,16 +98,3 @@ def test_stacked_vectors_are_vectors(family, optim):
     if optim == "muon":
         by_muon = {p for group in optimizer.parts[0].param_groups for p in group["params"]}
         assert by_muon and not by_muon & {hf.get_parameter(n) for n in found}
-
-
-def test_a_run_on_one_rank_is_killed_and_goes_on_with_two(world, tmp_path):
-    keys = keys_of(world, "grpo.py", optim="muon", checkpoint_interval=1, weight_decay=0.1)
-    whole = tiny.well("grpo.py", tmp_path / "whole", keys)
-    assert tiny.run("grpo.py", tmp_path, keys, before=tiny.at(2, 9)).codes == [-9]
-    tiny.assert_same_run(whole, tiny.well("grpo.py", tmp_path, keys, ranks=2), tolerance=1e-9)
-
-
-@pytest.mark.parametrize("keys", [dict(zero_stage="1"), dict(offload="optimizer")])
-def test_what_it_does_not_go_with(world, tmp_path, keys):
-    keys = keys_of(world, "sft.py", optim="muon") | keys
-    tiny.assert_one_line(tiny.run("sft.py", tmp_path, keys), "sft.py", "muon", "policy", "stage 0")

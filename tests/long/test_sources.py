@@ -94,5 +94,5 @@ def test_a_run_on_a_mix(world, tmp_path):
         assert len(rows) == 12 and (rows.mix is None) == bool(number)
     assert Counter(drawn(rows, 84)) == dict.fromkeys(range(12), 7)
     out = well("sft.py", tmp_path, keys_of(world, "sft.py", train_path=path, val_path="",
-                                           epochs=2.0, max_iters=99))
+                                           epochs=2.0))
     assert len(read_jsonl(f"{out}/log.jsonl")) == 5 + 1  # 2 * 12 rows, in batches of 5

@@ -2,11 +2,10 @@
 answers.py: the text behind the thoughts. The marks of thoughts of the families, each written as its
 chat template and its model write a response; what the rewards give for it is known by hand.
 """
-import time
 from types import SimpleNamespace
 
 import pytest
-from answers import behind_thoughts, final_answer, say_unknown_marks, whole_responses
+from answers import final_answer, say_unknown_marks, whole_responses
 from grading.expressions import math_answer
 from grading.forms import format
 from grading.programs import extract_code
@@ -94,14 +93,6 @@ def test_what_the_prompt_has_begun():
             row = dict(prompt=[dict(role="assistant", content=begun)])
             batch = dict(batch_of([f"{last}5"], [f"[user]?[assistant]{begun}"]), rows=[row])
             assert whole_responses(batch) == [f"{begun}{last}5"]
-
-
-def test_it_takes_no_time():
-    """Of 100 KB: if a step were quadratic, minutes."""
-    for piece in ("<", "<think>", "<|channel|>final", "[THINK][/THINK]", "<|end|>", "Here is "):
-        start = time.thread_time()
-        behind_thoughts(piece * (100_000 // len(piece)))
-        assert time.thread_time() - start < 10, piece
 
 
 def test_unknown_marks_are_said_once(capsys):
