@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from errors import COLUMNS, columns_of, cut, evaluation_lines, iteration_line
+from run import COLUMNS, columns_of, cut, evaluation_lines, iteration_line
 from loss import how_broken
 
 
