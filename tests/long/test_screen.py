@@ -1,4 +1,4 @@
-"""errors.py and loss.py: what a terminal of 80 columns shows, and when it says that all is lost."""
+"""run.py and loss.py: what a terminal of 80 columns shows, and when it says that all is lost."""
 import math
 
 import pytest
