@@ -251,8 +251,8 @@ class Environment:
     def unframed(self, text):
         """The message that the template has written as this text."""
         for role, pattern in self.frames:
-            if found := re.fullmatch(pattern, text, re.DOTALL):
-                return dict(role=role, **found.groupdict())
+            if match := re.fullmatch(pattern, text, re.DOTALL):
+                return dict(role=role, **match.groupdict())
         return dict(role="user", content=text)
 
 
@@ -271,15 +271,15 @@ def frames(tokenizer):
     pattern has the group content, and the group name where the template names the tool. The longest
     comes first: many templates write a tool's answer within a turn of the user.
     """
-    found = []
+    frames = []
     for head in (dict(role="user"), dict(role="tool"), dict(role="tool", name="NAME")):
         with contextlib.suppress(BadInput):  # it has no such role, or wants a name
             for ended in (True, False):
                 ids = between(tokenizer, dict(head, content="CONTENT"), ended)
                 pattern = re.escape(tokenizer.text_of(ids))
                 pattern = pattern.replace("NAME", r"(?P<name>\S+)", 1)
-                found.append((head["role"], pattern.replace("CONTENT", "(?P<content>.*)", 1)))
-    return sorted(found, key=lambda frame: -len(frame[1]))
+                frames.append((head["role"], pattern.replace("CONTENT", "(?P<content>.*)", 1)))
+    return sorted(frames, key=lambda frame: -len(frame[1]))
 
 
 ASKED = [dict(role="user", content="a"), dict(role="assistant", content="b")]
@@ -364,16 +364,16 @@ def answers(prompt, role, tools):
     texts = ["first", "<think>\nwhy\n</think>\n\nfirst"]
     if prompt.endswith(("<think>", "</think>")):  # it begins to think, or has ended it
         texts = texts[1:] if prompt.endswith("<think>") else texts[:1]
-    found = [dict(role="assistant", content=text) for text in texts]
+    messages = [dict(role="assistant", content=text) for text in texts]
     if not prompt.endswith("</think>"):
-        found.append(dict(role="assistant", content="first", reasoning_content="why"))
+        messages.append(dict(role="assistant", content="first", reasoning_content="why"))
     if role == "tool":
         for name, schemas in tools.types.items() if tools else [("f", dict(a={}))]:
             values = {key: example(schema) for key, schema in schemas.items()}
             values = {key: value for key, value in values.items() if value is not None}
             call = dict(type="function", function=dict(name=name, arguments=values))
-            found.append(dict(found[0], tool_calls=[call]))
-    return found
+            messages.append(dict(messages[0], tool_calls=[call]))
+    return messages
 
 
 def figures_of_turns(batch):

@@ -40,7 +40,7 @@ def quantize(model, device, dtype):
     if model.must_fetch or dtype == torch.float64:
         raise BadInput("quantize = '4bit' goes with no zero_stage 3 and no float64; leave one of "
                        "the two out")
-    bits, found = package(), False
+    bits, any_linear = package(), False
     for layer in model.layers():
         for parent in list(layer.modules()):
             for name, linear in list(parent.named_children()):
@@ -51,12 +51,12 @@ def quantize(model, device, dtype):
                     compute_dtype=dtype, quant_type="nf4", device="meta")
                 small.weight = bits.nn.Params4bit(
                     linear.weight.data, requires_grad=False, quant_type="nf4", module=small)
-                small.bias, found = linear.bias, True
+                small.bias, any_linear = linear.bias, True
                 # autocast's maps give 16 bits; bitsandbytes' give their input's dtype, and so does
                 # the cache
                 small.register_forward_pre_hook(lambda linear, inputs: (inputs[0].to(dtype),))
                 setattr(parent, name, small.to(device))
-    if not found:
+    if not any_linear:
         raise BadInput(f"{model.path}: no matrix of its layers is of torch's class Linear, so none "
                        "can have 4 bits; leave quantize out")
     small = InFourBits(model.hf, model.head, model.path, model.tokenizer)

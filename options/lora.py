@@ -339,15 +339,15 @@ def load_adapted(base, folder, head="lm"):
 
 def fill_adapter(model, folder):
     """Fill an Adapted from the files of save_adapter or peft. Raises BadInput where they differ."""
-    _, found, shift = read_adapter(folder)
+    _, saved, shift = read_adapter(folder)
     own = adapter_tensors(model)
-    for name in sorted(own.keys() | found.keys()):
-        if name not in own or name not in found or own[name].shape != found[name].shape:
+    for name in sorted(own.keys() | saved.keys()):
+        if name not in own or name not in saved or own[name].shape != saved[name].shape:
             raise BadInput(f"{folder}: its {name} is not that of this model with r = {model.rank}; "
                            "was the adapter trained on it?")
-        if not found[name].isfinite().all():
+        if not saved[name].isfinite().all():
             raise BadInput(f"{folder}: tensor {name!r} holds NaN or infinite numbers")
-        own[name].data.copy_(found[name])
+        own[name].data.copy_(saved[name])
     if shift is not None:  # in the settings, too: rewards.center_scores asks whether it is known
         model.score_shift = model.hf.config.score_shift = shift
     model.new_head = False

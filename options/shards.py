@@ -383,7 +383,7 @@ class Part:
     all or nothing of it, where only the rank `owner` has it, such as at ZeRO stage 1.
     """
 
-    mine: torch.Tensor  # None on the ranks that have no part
+    tensor: torch.Tensor  # this rank's; None on the ranks that have no part
     shape: tuple  # of the whole tensor
     dtype: torch.dtype
     like: torch.Tensor = None
@@ -395,11 +395,11 @@ class Part:
             from torch.distributed.tensor import DTensor
 
             mesh = self.like.device_mesh
-            return DTensor.from_local(self.mine.to(mesh.device_type), mesh, self.like.placements,
+            return DTensor.from_local(self.tensor.to(mesh.device_type), mesh, self.like.placements,
                                       shape=self.shape, stride=self.like.stride()).full_tensor()
         sent = torch.empty(self.shape, dtype=self.dtype, device=wire())
         if self.owner == rank_and_size()[0]:
-            sent.copy_(self.mine)
+            sent.copy_(self.tensor)
         dist.broadcast(sent, group_src=self.owner, group=this_rank.group)
         return sent
 
@@ -414,6 +414,6 @@ def everyones(parts):
         header = from_rank([[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
                             for name, t in parts.items()], rank)
         for name, shape, dtype in header:
-            mine = parts.get(name) if rank == rank_and_size()[0] else None
-            known[name] = Part(mine, shape, getattr(torch, dtype), owner=rank)
+            tensor = parts.get(name) if rank == rank_and_size()[0] else None
+            known[name] = Part(tensor, shape, getattr(torch, dtype), owner=rank)
     return known

@@ -44,7 +44,7 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
     BadInput where all scores of the first data, the ones to learn, are the same, or a row is too
     long for a teacher.
     """
-    paths, found = teacher.split(","), [0.0] * len(data)
+    paths, means = teacher.split(","), [0.0] * len(data)
     for path in paths:
         model = load_reward_model(path.strip(), None, system, device)
         for place, (rows, source, fields, numbers) in enumerate(data):
@@ -56,12 +56,12 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
                                f"{model.max_positions}, if its tokens are yours")
             scores = all_scores([rows.ids[number] for number in numbers], model)  # COLLECTIVE
             rows.ids = ids
-            found[place] = found[place] + (scores - scores.mean()) / len(paths)
+            means[place] = means[place] + (scores - scores.mean()) / len(paths)
         del model
-    if found[0].std() < 1e-6:  # a rounding
+    if means[0].std() < 1e-6:  # a rounding
         raise BadInput(f"the teacher {teacher} gives all of {data[0][1]} the same score; was it "
                        "trained?")
-    return found
+    return means
 
 
 def losses_of(scores, known):

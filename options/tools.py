@@ -105,10 +105,10 @@ class Tools:
             texts[n] = (mark[0] if mark else "") + texts[n]
         calls = [(n, *call) for n, text in enumerate(texts) for call in self.calls_in(text)]
         wanted = [call[1:3] for call in calls if call[3] is None]
-        found = iter(self.run(wanted))
+        outcomes = iter(self.run(wanted))
         results = {}
         for n, _, _, error in calls:
-            good, text = (False, error) if error is not None else next(found)
+            good, text = (False, error) if error is not None else next(outcomes)
             failed[numbers[n]] += not good
             results.setdefault(n, []).append(text if good else f"error: {text}")
         # of the last call of a turn, for gpt-oss, which reads who says something
@@ -148,8 +148,8 @@ class Tools:
         """(name, arguments) of a call, which stands as JSON or in tags. Raises ValueError."""
         head, begun, rest = call.strip().partition("<function=")
         if head or not begun:
-            found = json.loads(call)
-            return found["name"], found.get("arguments", {})
+            parts = json.loads(call)
+            return parts["name"], parts.get("arguments", {})
         name, _, rest = rest.partition(">")
         types, arguments = self.types.get(name, {}), {}
         _, begun, rest = rest.partition("<parameter=")
@@ -210,12 +210,12 @@ class Tools:
 
 def written_in(text):
     """The texts of the calls in a turn, but for those in its thoughts."""
-    found, at = [], 0
+    calls, at = [], 0
     while mark := MARKS.search(text, at):
         at = mark.end()
         if not mark[0].startswith("<tool_call>"):
             if not re.match(FIRST, mark[0]):  # what stands before were thoughts
-                found.clear()
+                calls.clear()
             continue
         # values may have the mark of the call's end in them; JSON has an end of its own
         if text.startswith("<function=", at):
@@ -229,9 +229,9 @@ def written_in(text):
             except (ValueError, RecursionError):
                 end = re.compile(rf"</tool_call>|{LAST}|\Z").search(text, at).start()
         end = end if end >= 0 else len(text)
-        found.append(text[at:end])
+        calls.append(text[at:end])
         at = end
-    return found
+    return calls
 
 
 def typed(text, schema):

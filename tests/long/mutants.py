@@ -175,7 +175,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "long/test_turns", "spoiled"),
     ("options/tools.py", "results[n - first] = good, text", "results[n - first] = True, text",
      "long/test_turns", "faults"),
-    ("options/tools.py", "                found.clear()", "                pass", "long/test_turns",
+    ("options/tools.py", "                calls.clear()", "                pass", "long/test_turns",
      "drafts"),
     ("options/tools.py", "text[:LONGEST].encode", "text.encode", "long/test_turns", "as_they"),
     ("options/families.py", 'for name in ("conv_bias", "mamba_proj_bias")', "for name in ()",
