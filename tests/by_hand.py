@@ -454,7 +454,7 @@ def find_advantages(c, batch):
     left = statistics.variance(map(float.__sub__, returns, flat(r.values for r in batch)))
     return {"objective/rlhf_reward": mean([sum(r.rewards) for r in batch]),
             "objective/non_score_reward": before,
-            "val/explained_variance": 1 - left / statistics.variance(returns)}
+            "val/explained_variance": 1 - left / max(statistics.variance(returns), 1e-8)}
 
 
 def ppo_losses(c, models, r, tokens):
