@@ -37,7 +37,7 @@ def bash(folder, *command, **environment):
 
 def test_a_row_of_the_zoo(copy):
     """By a diff, in a copy of the code; the table has its figures, and those of the start."""
-    keys = "--max_iters=1 --batch_size=8 --max_new_tokens=4 --reward_functions=length"
+    keys = "--max_iters=1 --batch_size=8 --max_new_tokens=4 --reward_functions=-1*length"
     code, said = bash(copy, "runs/zoo.sh", "--seeds=1", "--rows=maxrl",
                       f"--more={keys} --learning_rate=1e-2")
     assert code == 0, said
