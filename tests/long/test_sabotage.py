@@ -19,7 +19,6 @@ def saboteur(deed, ranks):
         import parallel
         import prompts
         import rewards
-        import rollout
 
         now, models, mine = [-1], [], rank == ranks - 1
 
@@ -70,10 +69,6 @@ def saboteur(deed, ranks):
                 return said
             return change
 
-        def decode(original, *args, temperature, **how):
-            hot = 1.2 if deed == "the sampler" else 1.0
-            return original(*args, temperature=temperature * hot, **how)
-
         def logits(original, self, states):
             if torch.is_grad_enabled() and deed == "the forward":
                 states = states * 1.01
@@ -86,7 +81,6 @@ def saboteur(deed, ranks):
         patch(rewards, "score_sequences", scores)
         patch(model, "response_logprobs", gradient_of("policy"))
         patch(model, "response_values", gradient_of("value model"))
-        patch(rollout, "decode", decode)
         patch(model.Model, "logits", logits)
         patch(torch.optim.AdamW, "step", step)
 
@@ -106,7 +100,6 @@ CASES = {
     "the gradient of the policy": (GRADIENT.format("policy"), 8, 2, {}),
     "the gradient of the value model": (GRADIENT.format("value_model"), 8, 1, {}),
     "another reference everywhere": (FIRST + "the reference differ", 0, 1, {}),
-    "the sampler": (FIRST + "the sampler differ .*temperature", 0, 1, {}),
     "the forward": (FIRST + "the training forward differ", 0, 1, {}),
     "NaN forward": (FIRST + "the training forward differ", 0, 2, {}),
     "a weight of the policy": ("iteration 1, .* is not finite", None, 1, LATE),

@@ -301,6 +301,8 @@ def test_marks_are_special_in_the_run_alone(tmp_path):
      dict(length_penalty=0.5, num_beams=4, temperature=1.0)),
     (dict(temperature=0.9, top_p=0.6, top_k=0, do_sample=True, early_stopping=True), "",
      dict(temperature=0.9, top_p=0.6, top_k=0, do_sample=True)),
+    (dict(early_stopping=True, num_beams=4, temperature=0.9), "",
+     dict(early_stopping=True, num_beams=4)),
     (dict(output_scores=True, pad_token_id=-1, num_beams=1), "", dict(num_beams=1))])
 def test_settings_of_generation_that_transformers_does_not_save(world, tmp_path, given, lora, left):
     """What has no effect beside the others is left out, and all else stays, with our ends."""
