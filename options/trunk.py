@@ -46,6 +46,10 @@ class OnTrunk(Model):
     def states(self, tokens):
         return self.base.states(tokens)
 
+    def merged(self, name, W):
+        """Model.merged: where the base has an adapter, the trunk that this model reads has it."""
+        return self.base.merged(name, W)
+
 
 def with_score_head(base):
     """

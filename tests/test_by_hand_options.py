@@ -1,7 +1,7 @@
 """
 Whole runs with options against by_hand_options.py, within 1e-9, as in test_by_hand.py: on several
-ranks, with roles, or stopped and begun again. And runs whose keys are drawn: combinations of which
-nobody has thought.
+ranks, with roles, or stopped and begun again, perhaps in another layout. And runs whose keys are
+drawn: combinations of which nobody has thought. (tests/long/test_drawn.py draws more.)
 """
 import inspect
 import json
@@ -59,6 +59,8 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         num_iterations=1, seed=0)),
     "ppo, lora": ("two ranks", [], PPO | dict(
         lora=(2, 5), value_init="policy", weight_decay=0.1, grad_clip=0.5)),
+    # the value model's trunk is the policy's, with its adapter
+    "ppo, lora, shared": ("one rank", [], PPO | dict(lora=(2, 5), value_init="shared")),
     "rm, adapter": ("two ranks", [], RM | dict(
         init_from="policy", lora=(2, 5), weight_decay=0.1, eval_size=2)),
     # two teachers, of which one reads the text in its own tokens; pairs, and single responses
@@ -90,6 +92,7 @@ def drawn(script, number):
         importance=("token", "sequence"), truncated=("keep", "mask"), kl_in=("loss", "reward"),
         cliprange_high=(0.3, 0.04), batch_size=(6, 12),
         aggregation=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
+    keys |= dict(lora=((), (), (2, 5)))
     keys = {key: rng.choice(values) for key, values in keys.items()}
     learned = "reward_model" in [name for _, name in keys["mix"]]
     if script == "ppo" and (not learned or keys["reward_path"] == "other"):
@@ -97,11 +100,15 @@ def drawn(script, number):
     if script == "grpo" and keys["kl_in"] == "loss" and keys["kl_estimator"] == "k1":
         keys["kl_estimator"] = "k3"  # the other one is refused
     layouts = ["one rank", "two ranks", "parts", "tokens"]
-    if keys["ema_decay"] == 0:
+    if keys["lora"]:  # by hand they are GPT-2's, and those of now; in stage 3 policy=params is none
+        keys |= dict(ema_decay=0.0, keep_best="", policy_path="policy", staleness=0)
+        layouts += ["stage 2"]
+    elif keys["ema_decay"] == 0:
         layouts += ["stage 2", "stage 3"]
     if keys["staleness"]:
-        layouts, keys["max_iters"] = [*layouts, "generate", "one rank, stopped"], 3
-    return rng.choice(layouts), [], (PPO if script == "ppo" else GRPO) | keys
+        layouts, keys["max_iters"] = [*layouts, "generate"], 3
+    way = rng.choice(layouts) + rng.choice(["", f", stopped in {rng.choice(layouts)}"])
+    return way, [], (PPO if script == "ppo" else GRPO) | keys
 
 
 CASES |= {f"{script}, drawn {i}": drawn(script, i) for script in ("ppo", "grpo")
@@ -157,16 +164,21 @@ def work_out(world, keys, script):
 
 @pytest.mark.parametrize("name", CASES, ids=[f"{name}: {case[0]}" for name, case in CASES.items()])
 def test_a_run_agrees_with_one_by_hand(world, tmp_path, name):
-    (way, branches, keys), script = CASES[name], name.partition(",")[0]
-    layout, _, stopped = way.partition(", ")
-    ranks, more = LAYOUTS[layout]
-    typed = typed_keys(world, keys, script, more)
-    if stopped:  # in iteration 1. One rank then draws the rows of a batch that it samples ahead
-        ahead = 1 + (ranks == 1) * keys["staleness"]
-        result = run(f"{script}.py", tmp_path, typed, ranks=ranks,
+    check(world, tmp_path, name.partition(",")[0], *CASES[name])
+
+
+def check(world, folder, script, way, branches, keys):
+    """A case: what a run leaves in a folder is what is worked out by hand, by these branches."""
+    layout, stopped, first = way.partition(", stopped")
+    if stopped:  # in iteration 1, in this layout or in another one
+        ranks, more = LAYOUTS[first.removeprefix(" in ") or layout]
+        # one rank, or all without roles, then draw the rows of a batch that is sampled ahead
+        ahead = 1 + ("roles" not in more) * keys["staleness"]
+        result = run(f"{script}.py", folder, typed_keys(world, keys, script, more), ranks=ranks,
                      before=at(ahead, signal.SIGTERM))
-        assert_stopped(result, tmp_path)
-    out = well(f"{script}.py", tmp_path, typed, ranks=ranks)
+        assert_stopped(result, folder)
+    ranks, more = LAYOUTS[layout]
+    out = well(f"{script}.py", folder, typed_keys(world, keys, script, more), ranks=ranks)
     by_hand.seen.clear()
     assert_agrees(out, *work_out(world, keys, script))
     assert not [branch for branch in branches if not by_hand.seen[branch]], by_hand.seen

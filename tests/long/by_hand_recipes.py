@@ -1,14 +1,16 @@
 """
-What recipes of 2025 and 2026 compute, by hand: what takes the place of by_hand.py's functions in
+What recipes and diffs compute, by hand: what takes the place of by_hand.py's functions in
 test_recipes.py, and the cases.
 """
+import itertools
 import math
 import statistics
 
 import torch
 
 import by_hand
-from by_hand import decode, encode, flat, mean, seen
+import test_by_hand_options as with_options
+from by_hand import decode, encode, flat, is_flat, mean, seen
 from test_by_hand import GRPO, PPO
 from tiny import ANSWERS, PROMPTS
 
@@ -18,6 +20,7 @@ judge, sample = by_hand.judge, by_hand.sample
 prompts_of, minibatches_of = by_hand.prompts_of, by_hand.minibatches_of
 kl_estimate = by_hand.kl_estimate
 find_group_advantages, grpo_losses = by_hand.find_group_advantages, by_hand.grpo_losses
+find_advantages, finish_scores = by_hand.find_advantages, by_hand.finish_scores
 
 
 def soft_gate(ratio, advantage, low, high):
@@ -63,7 +66,7 @@ def by_length(c, groups):
         known = [r for r in group if r.judged is not None]
         lengths = sum(len(r.own) for r in known)
         seen["no score"] += len(known) < len(group)
-        for r in known if not by_hand.is_flat(r.judged for r in known) else ():
+        for r in known if not is_flat(r.judged for r in known) else ():
             r.advantage = r.judged - sum(x.judged * len(x.own) for x in known) / lengths
 
 
@@ -89,20 +92,27 @@ def rows_with_tokens(c, iteration, epochs):
         yield minibatch
 
 
-def add_losses(c, models, r, weight, loss_of):
-    """by_hand.grpo_losses, without a KL. loss_of: of log ratios, t, PPO's loss of t, its bound."""
-    logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature)
+def add_losses(c, models, r, weight, loss_of, kl_of=None):
+    """
+    by_hand.grpo_losses with other losses. loss_of(log ratios, t): that of token t, and the bound
+    that has taken its gradient away. kl_of(ratio, x): its KL, x is log(reference / policy).
+    """
+    logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
     log_ratios = [logprob - old for logprob, old in zip(logprobs, r.old, strict=True)]
     total, figures = 0.0 * sum(logprobs), []  # a tensor, even where all tokens are clipped
     for t, logprob in enumerate(logprobs):
-        loss, bound = loss_of(log_ratios, t, *clipped_surrogate(
-            torch.exp(log_ratios[t]), r.advantage, c.cliprange, c.cliprange_high))
-        total = total + loss
-        figures.append({"loss/policy": by_hand.number(loss), "loss/kl": 0.0,
+        loss, bound = loss_of(log_ratios, t)
+        kl = kl_of(torch.exp(log_ratios[t]), r.reference[t] - logprob) if kl_of else 0.0
+        total = total + loss + (c.kl_coef * kl if c.kl_in == "loss" else 0.0)
+        figures.append({"loss/policy": by_hand.number(loss), "loss/kl": by_hand.number(kl),
                         "policy/clipfrac": bool(bound),
                         "policy/approx_kl": by_hand.kl_estimate(r.old[t], logprob.item(), "k3")})
     (total * weight).backward()
     return figures
+
+
+def surrogate(c, log_ratio, advantage):
+    return clipped_surrogate(torch.exp(log_ratio), advantage, c.cliprange, c.cliprange_high)
 
 
 def geometric_mean(c, models, r, weight):
@@ -112,7 +122,7 @@ def geometric_mean(c, models, r, weight):
             return torch.clamp(x, max=c.cliprange_high), x.item() > c.cliprange_high
         return torch.clamp(x, min=-c.cliprange), r.advantage < 0 and x.item() < -c.cliprange
 
-    def loss_of(log_ratios, t, loss, bound):
+    def loss_of(log_ratios, t):
         each = [bounded(x) for x in log_ratios]
         seen["clipped"] += each[t][1]
         seen["far, and kept"] += abs(log_ratios[t].item()) > c.cliprange and not each[t][1]
@@ -138,7 +148,7 @@ def who_pays(c, groups):
 
 
 def losses_with_a_price(c, models, r, weight):
-    def loss_of(log_ratios, t, loss, bound):
+    def loss_of(log_ratios, t):
         seen["pays"] += r.pays[t] and log_ratios[t].item() != 0
         free = -r.advantage * torch.exp(log_ratios[t])
         return free + (abs(log_ratios[t]) if r.pays[t] else 0.0), r.pays[t]
@@ -157,7 +167,8 @@ def who_stays(c, groups):
 
 
 def losses_without_some(c, models, r, weight):
-    def loss_of(log_ratios, t, loss, bound):
+    def loss_of(log_ratios, t):
+        loss, bound = surrogate(c, log_ratios[t], r.advantage)
         seen["stays" if r.stays[t] else bound] += 1
         return (0.0 * loss if r.stays[t] else loss), bound
     return add_losses(c, models, r, weight, loss_of)
@@ -198,20 +209,11 @@ def from_the_teacher(c, groups):
 
 def losses_of_tokens(c, models, r, weight):
     """by_hand.grpo_losses, where each token has its own advantage."""
-    logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature)
-    total, figures = 0.0 * sum(logprobs), []  # a tensor, even where all tokens are clipped
-    for logprob, old, reference, advantage in zip(
-            logprobs, r.old, r.reference, r.advantages, strict=True):
-        loss, bound = clipped_surrogate(
-            torch.exp(logprob - old), advantage, c.cliprange, c.cliprange_high)
+    def loss_of(log_ratios, t):
+        loss, bound = surrogate(c, log_ratios[t], r.advantages[t])
         seen[bound] += 1
-        total = total + loss
-        figures.append({
-            "loss/policy": by_hand.number(loss), "loss/kl": logprob.item() - reference,
-            "policy/clipfrac": bool(bound),
-            "policy/approx_kl": by_hand.kl_estimate(old, logprob.item(), "k3")})
-    (total * weight).backward()
-    return figures
+        return loss, bound
+    return add_losses(c, models, r, weight, loss_of, lambda ratio, x: -x)
 
 
 def unsolved_prompts(c, iteration, count, n):
@@ -230,7 +232,7 @@ def without_flat_groups(c, groups):
     c.batch = flat(groups)
     for number, r in enumerate(c.batch):
         r.group = number // c.group_size
-        r.left_out = by_hand.is_flat(x.score for x in groups[r.group])
+        r.left_out = is_flat(x.score for x in groups[r.group])
         seen["flat group"] += r.left_out
     for group in groups:
         if mean([r.raw for r in group]) >= 0.4:
@@ -333,6 +335,164 @@ TOP_K = dict(models_of=models_with_a_teacher, judge=judged_by_none,
              find_group_advantages=all_teach, grpo_losses=losses_by_the_top_k)
 
 
+def off(token, t):
+    return 0.9 * math.sin(3 * token + t)
+
+
+def adapting_kl_coef(c, batch):
+    figures = find_advantages(c, batch) | {"objective/kl_coef": c.kl_coef}
+    kl = mean([sum(r.old) - sum(r.reference) for r in batch])
+    seen["kl_coef up" if kl > c.kl_target else "kl_coef down"] += 1
+    c.kl_coef *= 1 + min(max(kl / c.kl_target - 1, -0.2), 0.2) * len(batch) / 10_000
+    return figures
+
+
+def dual_clipped(ratio, advantage, low, high):
+    loss, bound = clipped_surrogate(ratio, advantage, low, high)
+    if advantage < 0 and loss > -advantage * 1.1:
+        seen["dual"] += 1
+        return -advantage * 1.1, bound
+    return loss, bound
+
+
+def with_price(c, batch, missing=None):
+    finish_scores(c, batch, missing)
+    for r in batch:
+        if r.finished or not c.missing_eos_penalty:
+            r.score -= 0.3 * len(r.response)
+
+
+def too_far(c, figures):
+    seen["too far"] += (end := mean([one["policy/approx_kl"] for one in figures]) > c.target_kl)
+    return end
+
+
+class FirstWaits(by_hand.AdamW):
+    """The policy's AdamW, which is made before the value model's, makes no step in iteration 0."""
+
+    def __init__(self, parameters, c):
+        super().__init__(parameters, c)
+        self.waits = 0 if hasattr(c, "made") else c.ppo_epochs * c.num_minibatches
+        c.made = True
+
+    def step(self, lr):
+        self.waits -= 1
+        if self.waits < 0:
+            super().step(lr)
+
+
+def centre_and_width(x):
+    return mean(x), math.sqrt(statistics.pvariance(x) + 1e-8)
+
+
+def white_rewards(c, batch):
+    figures = find_advantages(c, batch)
+    middle, deviation = centre_and_width(flat(r.rewards for r in batch))
+    for r in batch:
+        r.rewards = [(x - middle) / deviation + middle for x in r.rewards]
+        r.advantages, r.returns = by_hand.advantages_and_returns(
+            r.rewards, r.values, c.gamma, c.lam)
+    middle, deviation = centre_and_width(flat(r.advantages for r in batch))
+    for r in batch:
+        r.advantages = [(x - middle) / deviation for x in r.advantages]
+    del figures["val/explained_variance"]  # of other returns
+    return figures
+
+
+def with_weights(c, batch):
+    figures, every = find_advantages(c, batch), []
+    for r in batch:
+        weights = [math.exp(-off(token, t)) for t, token in enumerate(r.response)]
+        r.counts = [w if 0.5 <= w <= c.importance_cap else 0.0 for w in weights]
+        every += r.counts
+    seen["left out"] += every.count(0.0)
+    return figures | {
+        "policy/importance": mean(every), "policy/importance_capped": every.count(0) / len(every),
+        "policy/effective_tokens": sum(every)**2 / sum(w * w for w in every) / len(every)}
+
+
+def with_weights_of_responses(c, batch):
+    """min(the product of p / q over the response, cap), at each of its tokens."""
+    figures, every = find_advantages(c, batch), []
+    for r in batch:
+        product = math.exp(-sum(off(token, t) for t, token in enumerate(r.response)))
+        r.counts = [min(product, c.importance_cap)] * len(r.response)
+        every += r.counts
+        seen["at the cap" if product > c.importance_cap else "below the cap"] += 1
+    return figures | {
+        "policy/importance": mean(every),
+        "policy/importance_capped": mean([x == c.importance_cap for x in every]),
+        "policy/effective_tokens": sum(every)**2 / sum(w * w for w in every) / len(every)}
+
+
+def divide(groups):
+    unit = statistics.stdev([r.advantage for r in flat(groups)]) + 1e-4
+    for r in flat(groups):
+        r.advantage /= unit
+
+
+def each_reward_alone(c, groups):
+    for r in flat(groups):
+        r.judged, r.advantage = r.score, 0.0
+    for group in groups:
+        for weight, name in c.mix:
+            x = [r.each[name] for r in group]
+            for r in group if not is_flat(x) else ():
+                r.advantage += weight * (r.each[name] - mean(x)) / (statistics.stdev(x) + 1e-4)
+    divide(groups)
+
+
+def over_the_mean(c, groups):
+    find_group_advantages(c, groups)
+    for group in groups:
+        middle = mean([r.judged for r in group])
+        seen["mean above 0" if middle > 0 else "mean below 0"] += 1
+        for r in group:
+            r.advantage = r.advantage / (middle + 1e-4) if middle > 0 else 0.0
+
+
+def losses_of_one_step(c, models, r, weight, advantages, kl_has_the_ratio):
+    """by_hand.grpo_losses where the old policy is the policy. advantages: of each token."""
+    return add_losses(
+        c, models, r, weight, lambda log_ratios, t: (-torch.exp(log_ratios[t]) * advantages[t], ""),
+        lambda ratio, x: (ratio if kl_has_the_ratio else 1) * (torch.exp(x) - 1 - x))
+
+
+def deepseek_losses(c, models, r, weight):
+    distance = mean([off(token, t) for t, token in enumerate(r.response)])  # the policy is the old
+    r.left_out_now = r.advantage < 0 and distance > c.off_policy_limit
+    seen["left out" if r.left_out_now else "worse, and kept" if r.advantage < 0 else "good"] += 1
+    advantage = 0 if r.left_out_now else r.advantage
+    return losses_of_one_step(c, models, r, weight, [advantage] * len(r.own), True)
+
+
+def deepseek_update(c, models, adam, batch, iteration):
+    figures = grpo_update(c, models, adam, batch, iteration)
+    share = sum(len(r.own) * r.left_out_now for r in batch) / sum(len(r.own) for r in batch)
+    return figures | {"policy/left_out": share}
+
+
+def by_turns(c, groups):
+    for group in groups:
+        for r in group:
+            r.judged, r.advantages, r.worth = r.score, [], {}
+            r.turn_of = [sum(b > a + 1 for a, b in itertools.pairwise(r.own[:t + 1]))
+                         for t in range(len(r.own))]  # a new turn behind a gap
+            for t, turn in enumerate(r.turn_of):
+                r.worth.setdefault(turn, r.score - sum(r.paid[:t]))
+        for r in group:
+            for turn in r.turn_of:
+                x = [other.worth[turn] for other in group if turn in other.worth]
+                r.advantages.append(0.0 if is_flat(x) else
+                                    (r.worth[turn] - mean(x)) / (statistics.stdev(x) + 1e-4))
+                seen["alone" if len(x) == 1 else f"turn {turn}"] += 1
+            r.advantage = any(r.advantages)
+
+
+def losses_of_turns(c, models, r, weight):
+    return losses_of_one_step(c, models, r, weight, r.advantages, False)
+
+
 # diffs, texts that are changed in them, script, keys, functions by hand, branches -----------------
 
 # no reference; all responses of a step are in one minibatch of the two
@@ -392,3 +552,47 @@ CASES = {
         ["top_k_distillation"], [("TOP_K = 16", "TOP_K = 5")], "grpo",
         GRPO | dict(ref_path="older", num_minibatches=1, entropy_coef=0.02, max_iters=3), TOP_K,
         ["reward", "above", "below"])}
+ONE_STEP = dict(num_minibatches=1, num_iterations=1, max_iters=3)
+CASES |= {
+    "kl_controller, dual clip, length": (
+        ["kl_controller", "Dual clip", "price of length"], [("* 3, ", "* 1.1, "), ("0.01", "0.3")],
+        "ppo", PPO | dict(kl_target=0.02, missing_eos_penalty=2.0, max_iters=3),
+        dict(find_advantages=adapting_kl_coef, clipped_surrogate=dual_clipped,
+             finish_scores=with_price), ["dual", "kl_coef up", "kl_coef down", "no end"]),
+    "target_kl, whitened rewards": (
+        ["target_kl", "Whitened rewards"], [], "ppo",
+        PPO | dict(target_kl=0.15, ppo_epochs=3, max_iters=3, value_init="policy"),
+        dict(too_far=too_far, find_advantages=white_rewards), ["too far"]),
+    "masked_importance, a value model alone": (
+        ["masked_importance", "first learns alone"], [(">= 10", ">= 1")], "ppo",
+        PPO | dict(importance_cap=1.5, max_iters=3),
+        dict(AdamW=FirstWaits, find_advantages=with_weights), ["left out"]),
+    "one weight for a response": (
+        ["One weight for a response"], [], "ppo", PPO | dict(importance_cap=1.5, max_iters=3),
+        dict(find_advantages=with_weights_of_responses), ["at the cap", "below the cap"]),
+    "target_kl, REINFORCE++": (
+        ["target_kl", "REINFORCE++** with"], [], "grpo",
+        GRPO | dict(target_kl=0.25, scale_by="none", kl_estimator="k2", num_iterations=3,
+                    max_iters=3, mix=[(1.0, "some")]),
+        dict(too_far=too_far, find_group_advantages=divided),
+        ["too far", "no score"]),
+    "GDPO": (
+        ["GDPO"], [], "grpo",
+        GRPO | dict(mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5,
+                    max_iters=3), dict(find_group_advantages=each_reward_alone), []),
+    "MaxRL, a KL that ends": (
+        ["MaxRL", "A KL that ends"], [("max=10", "max=0.05")], "grpo",
+        GRPO | dict(scale_by="none", max_iters=3, missing_eos_penalty=1.0),
+        dict(find_group_advantages=over_the_mean, kl_estimate=short_kl),
+        ["mean above 0", "mean below 0", "short", "too long"]),
+    "deepseek_v32": (
+        ["deepseek_v32"], [], "grpo",
+        GRPO | ONE_STEP | dict(off_policy_limit=0.1),
+        dict(grpo_losses=deepseek_losses, grpo_update=deepseek_update),
+        ["left out", "worse, and kept", "good"]),
+    "turn_credit": (
+        ["turn_credit"], [], "grpo", with_options.GRPO | ONE_STEP | dict(
+            turns=3, mix=[(0.7, "environment"), (0.5, "letters")], missing_eos_penalty=0.3,
+            batch_size=8, group_size=4, max_new_tokens=14, seed=1),
+        dict(find_group_advantages=by_turns, grpo_losses=losses_of_turns),
+        ["alone", "turn 1", "no end"])}

@@ -14,7 +14,6 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well
 
-from run import Run
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
 
@@ -374,14 +373,3 @@ def test_labels_of_the_page_are_round_and_fit(tmp_path):
         assert iterations[0] == 0 and n * 0.6 <= iterations[-1] <= n
         step = f"{steps[0]:.0e}"  # 1, 2 or 5 times a power of ten
         assert step[0] in "125" and steps[0] == pytest.approx(float(step), rel=1e-3)
-
-
-@pytest.mark.parametrize("own", [{"val/explained_variance": 0.98}, {"objective/flat_groups": 0.53}])
-def test_the_line_of_an_iteration_fits_into_100_letters(own):
-    """Of the toy with PPO, and with GRPO."""
-    record = own | {"objective/scores": 6.43, "objective/kl": 1.19, "objective/accuracy": 0.97,
-                    "objective/length": 28.1, "policy/clipfrac": 0.012, "mem/peak_mib": 812.5,
-                    "time/tokens_per_second": 4012.3}
-    run_so_far = types.SimpleNamespace(iteration=19, start=0, max_iters=40, began=time.time() - 60)
-    line = Run.progress(run_so_far, record)
-    assert "iter 20/40" in line and "1.0 min left" in line and len(line) <= 100

@@ -83,7 +83,7 @@ def table():
 @described
 def odd(n: int):
     return ({"Z\u00fcrich": ["\u65e5\u672c"]}, ["\U0001f600"], "\u00e9!", None, 1.5,
-            chr(0xd800), {"a": chr(0xd800)}, "<&>")[n]
+            chr(0xd800), {"a": chr(0xd800)}, "<&>", "x" * 20_000)[n]
 
 @described
 def typed(i: int = 0, f: float = 0.0, s: str = "", b: bool = False, o: dict[str, int] = None,
@@ -513,7 +513,7 @@ def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
 
 def test_results_are_said_as_they_are(tools_of):
     results = ['{"Z\u00fcrich": ["\u65e5\u672c"]}', '["\U0001f600"]', "\u00e9!", "null", "1.5",
-               "?", '{"a": "?"}', "<&>"]
+               "?", '{"a": "?"}', "<&>", "x" * 10_000]
     calls = [call("odd", n=n) for n in range(len(results))]
     assert said(tools_of("chatml"), *calls) == (results, [0] * len(results))
 
