@@ -17,9 +17,11 @@ import contextlib
 import hashlib
 import math
 import os
+import random
 import shlex
 import sys
 import time
+import unicodedata
 
 import torch
 
@@ -29,7 +31,7 @@ import ranks
 from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
                         write_cards)
 from configurator import of_model
-from errors import BadInput, Stop, evaluation_lines, iteration_line, say, say_last
+from errors import BadInput, Stop, say, say_last, visible
 from loss import as_number, gap, gap_limit, how_broken, summarize
 from model import vectors_of
 from rollout import texts_of
@@ -388,6 +390,71 @@ class Run:
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
             say(iteration_line(record, done, self.max_iters, left / 60))
+
+
+# -------------------------------------------------------------------------------------------------
+# what a run prints: a line of 80 columns an iteration, one of 100 an evaluation, and two samples
+
+# the columns of an iteration's line: name -> metric, format (z: no -0.00)
+COLUMNS = {
+    "score": ("objective/scores", "z5.2f"),
+    "kl": ("objective/kl", "z4.2f"),
+    "acc": ("objective/accuracy", "4.2f"),
+    "len": ("objective/length", "4.0f"),
+    "flat": ("objective/flat_groups", "3.1f"),
+    "ev": ("val/explained_variance", "z5.2f"),
+    "loss": ("loss/sft", "6.4f"),
+    "pair loss": ("loss/preference", "6.4f"),
+    "right": ("train/accuracy", "4.2f"),
+    "tok/s": ("time/tokens_per_second", "4.0f"),
+}
+
+
+def iteration_line(record, done, max_iters, minutes):
+    """The line of an iteration: the first COLUMNS of its record that fit, and the time left."""
+    columns = [f"{name} {record[metric]:{form}}"
+               for name, (metric, form) in COLUMNS.items() if metric in record]
+    first, last = f"iter {done}/{max_iters}", f"{minutes:.1f} min left"
+    while len(line := "  ".join([first, *columns, last])) > 80 and columns:
+        columns.pop()
+    return line
+
+
+def evaluation_lines(iteration, record, samples):
+    """The lines of an evaluation: its figures, and two of its samples, each time two others."""
+    lines = [f"eval {iteration}:"]
+    for name, x in record.items():
+        figure = f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}"
+        if len(lines[-1]) + 2 + len(figure) > 100:
+            lines.append("   ")
+        lines[-1] += f" {figure}" if lines[-1].endswith((":", "   ")) else f"  {figure}"
+    for sample in random.Random(iteration).sample(samples, min(2, len(samples))):
+        prompt = sample["prompt"]
+        if not isinstance(prompt, str):  # a chat: its last question
+            users = [message for message in prompt if message["role"] == "user"]
+            prompt = (users or prompt)[-1]["content"]
+        end = "" if sample["finished"] else " [cut off]"
+        lines += [f"    > {cut(prompt, 74)}",
+                  f"      {cut(sample['text'], 74 - len(end)) or '[empty]'}{end}"]
+    return "\n".join(lines)
+
+
+def cut(text, width):
+    """A text as one line of at most `width` columns: of a longer one the beginning and the end."""
+    text = " ".join(visible(text).split())
+    if columns_of(text) <= width:
+        return text
+    half, parts = (width - 5) // 2, []
+    for letters in (text, text[::-1]):
+        while columns_of(letters) > half:
+            letters = letters[:half] if len(letters) > half else letters[:-1]
+        parts.append(letters)
+    return f"{parts[0].rstrip()} ... {parts[1][::-1].lstrip()}"
+
+
+def columns_of(text):
+    """How many columns of a terminal a text takes: Chinese letters take two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def peak_memory_mib(device):

@@ -1,9 +1,9 @@
-"""errors.py and loss.py: what a terminal of 80 columns shows, and when it says that all is lost."""
+"""run.py and loss.py: what a terminal of 80 columns shows, and when it says that all is lost."""
 import math
 
 import pytest
 
-from errors import COLUMNS, columns_of, cut, evaluation_lines, iteration_line
+from run import COLUMNS, columns_of, cut, evaluation_lines, iteration_line
 from loss import how_broken
 
 
