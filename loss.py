@@ -193,3 +193,26 @@ def how_broken(record, finished):
     far = f"its KL is {kl:.3g} nats, " if kl is not None else ""
     return (f"the policy is broken: {far}{ends:.0%} of its responses end, {finished:.0%} did at "
             "first. See 'KL runs away' in docs/diagnosis.md: mostly the learning rate is too large")
+
+
+def what_is_lost(record):
+    """
+    {name: (share, line)} of what keeps more than half of an iteration's batch from teaching, with
+    the figure and the likely cause: responses that are cut, groups without a difference, responses
+    without a reward.
+    """
+    right, ends = record.get("objective/accuracy"), record["objective/finished"]
+    cause = "see 'Groups are flat' in docs/diagnosis.md"
+    if right is not None:
+        cause = f"{right:.0%} of the answers are right: the prompts are " + (
+            "too easy now" if right > 0.5 else
+            "too hard, or the reward does not read the answers")
+    found = dict(
+        cut=(1 - ends, "of the responses are cut at max_new_tokens, and teach where to stop "
+             "nowhere: raise it, or see 'Responses grow to the limit' in docs/diagnosis.md"),
+        flat=(record.get("objective/flat_groups", 0.0), f"of the groups have equal scores, and "
+              f"teach nothing; {cause}"),
+        unscored=(1 - record.get("objective/scored", 1.0), "of the responses have no reward: each "
+                  "reward function gave None"))
+    return {name: (share, f"{share:.0%} {line}") for name, (share, line) in found.items()
+            if share > 0.5}

@@ -32,7 +32,7 @@ from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, s
                         write_cards)
 from configurator import of_model
 from errors import BadInput, Stop, say, say_last, visible
-from loss import as_number, gap, gap_limit, how_broken, summarize
+from loss import as_number, gap, gap_limit, how_broken, summarize, what_is_lost
 from model import vectors_of
 from rollout import texts_of
 
@@ -101,7 +101,7 @@ class Run:
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0,
-                     finished=None, broken="")
+                     finished=None, broken="", said={})
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
@@ -373,6 +373,10 @@ class Run:
             if broken and not self.state["broken"]:
                 say(f"warning: iteration {self.iteration}: {broken}")
             self.state["broken"] = broken
+            for name, (share, line) in what_is_lost(record).items():
+                if share >= 2 * self.state["said"].get(name, 0.0):  # once; again, if it has doubled
+                    self.state["said"] |= {name: share}
+                    say(f"warning: iteration {self.iteration}: {line}")
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))

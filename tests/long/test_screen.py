@@ -2,9 +2,11 @@
 import math
 
 import pytest
+import tiny
+from tiny import keys_of
 
+from loss import how_broken, what_is_lost
 from run import COLUMNS, columns_of, cut, evaluation_lines, iteration_line
-from loss import how_broken
 
 
 @pytest.mark.parametrize("size", [0.001, 7.0, -123.456, 98765.4, math.nan])
@@ -71,3 +73,27 @@ def test_when_a_policy_is_broken(kl, length, moved, ends, first, broken):
         del record["objective/kl"]
     found = how_broken(record, first)
     assert bool(found) == broken and ("docs/diagnosis.md" in found) == broken
+
+
+@pytest.mark.parametrize("figures, named, words", [
+    (dict(finished=1.0), [], []),
+    (dict(finished=0.03), ["cut"], ["97%", "max_new_tokens"]),
+    (dict(finished=0.5, flat_groups=0.5, scored=0.5), [], []),
+    (dict(finished=1.0, flat_groups=0.9, accuracy=0.01), ["flat"], ["90%", "too hard"]),
+    (dict(finished=1.0, flat_groups=0.75, accuracy=0.9), ["flat"], ["75%", "too easy"]),
+    (dict(finished=1.0, flat_groups=1.0), ["flat"], ["100%", "diagnosis.md"]),
+    (dict(finished=0.25, scored=0.0), ["cut", "unscored"], ["100% of the responses have no"])])
+def test_what_most_of_a_batch_is_lost_to(figures, named, words):
+    found = what_is_lost({f"objective/{name}": x for name, x in figures.items()})
+    assert [*found] == named
+    assert all(word in " ".join(line for _, line in found.values()) for word in words)
+
+
+def test_it_is_said_once(world, tmp_path):
+    """Not in each iteration; and not again by a run that goes on."""
+    keys = keys_of(world, "grpo.py", reward_functions="0*accuracy", max_iters=3, eval_path="",
+                   checkpoint_interval=1)
+    for iterations in (3, 5):
+        result = tiny.run("grpo.py", tmp_path, keys | dict(max_iters=iterations))
+        assert result.codes == [0], result
+        assert result.out[0].count("100% of the groups") == (iterations == 3)
