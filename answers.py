@@ -36,7 +36,10 @@ def behind_thoughts(text):
 
 
 def marks_of(text):
-    """[(whether it stands before thoughts, its match)]: the first mark in a text, and its like."""
+    """
+    The marks of thoughts in a text that are of the same pair as its first one, such as <think> and
+    </think>: [(whether the mark stands before thoughts, its match), ...].
+    """
     marks = [((mark.lastindex - 1) // 2, mark) for mark in patterns(text)[0].finditer(text)]
     return [(mark.lastindex % 2 == 1, mark) for pair, mark in marks if pair == marks[0][0]]
 
@@ -55,8 +58,9 @@ def whole_responses(batch):
         read = prompt if prompt is not None else messages if isinstance(messages, str) else ""
         ending = read.rstrip().rpartition("\n")[2]
         if not patterns(begun)[0].search(begun):
-            begun = next((mark[0] for mark in patterns(ending)[0].finditer(ending)
-                          if mark.lastindex % 2 and mark.end() == len(ending)), begun)
+            for mark in patterns(ending)[0].finditer(ending):
+                if mark.lastindex % 2 and mark.end() == len(ending):  # thoughts begin behind it
+                    begun = mark[0]
         texts.append(begun + completion)
     return texts
 

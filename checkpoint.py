@@ -144,7 +144,8 @@ def cut_logs(out_dir, iteration):
         with open(file, encoding="utf-8", errors="replace") as f:
             for line in f:
                 with contextlib.suppress(ValueError):
-                    kept += [line] if json.loads(line)["iteration"] < iteration else []
+                    if json.loads(line)["iteration"] < iteration:
+                        kept.append(line)
         with open_new(file + ".tmp") as f:
             f.writelines(kept)
         os.replace(file + ".tmp", file)
