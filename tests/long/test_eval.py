@@ -248,7 +248,7 @@ def test_samples_with_scores(world, trained, tmp_path):
     plain = re.sub(r"   \(score .*?\)", "", said)
     assert again.split("\n> ")[1:] == plain.split("\n> ")[1:]  # the noise is the prompt's
     result = tool("sample", tmp_path, keys | dict(temperature=0.0), stdin="a\n\nabc\n")
-    keys_said = r"command line: .*\n(    .*\n)*"  # in as many lines as they need
+    keys_said = r"command line:.*\n(    .*\n)*"  # in as many lines as they need
     assert result.codes == [0] and re.sub(keys_said, "", result.out[0]).count("\n") == 2, result
     result = tool("sample", tmp_path, dict(
         policy_path=f"{trained}/policy", prompt="dddd", trust_code=True))
