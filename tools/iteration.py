@@ -16,6 +16,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import time
 
 import torch
 
+import ranks
 from checkpoint import list_checkpoints, number_of
 from configurator import open_new, read_json
 from errors import BadInput, visible
@@ -107,10 +109,13 @@ def replay(run, iteration, trust_code):
             sys.exit()
 
     Run.enter, Run.log = enter_and_look, log
+    ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
         starts = [number for number in checkpoints if number <= iteration]
+        first = max(starts, default=0)
+        print(f"computing iterations {first} to {iteration} again", flush=True)
         if starts:
-            start = checkpoints[max(starts)]
+            start = checkpoints[first]
             os.symlink(os.path.abspath(start), os.path.join(folder, os.path.basename(start)))
             shutil.copy(f"{start}/config.json", folder)
         argv, sys.argv[1:] = sys.argv[1:], [

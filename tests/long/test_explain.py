@@ -10,13 +10,17 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import time
 
 import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 import torch
 import transformers
-from tiny import (ENDS, MARKERS, Started, assert_one_line, keys_of, read_jsonl, typed,
+from tiny import (ENDS, MARKERS, ROOT, Started, assert_one_line, keys_of, read_jsonl, typed,
                   well)
 
 from prompts import Rows, batch_rows
@@ -249,3 +253,23 @@ def test_an_iteration_that_is_not_there(runs, tmp_path):
                        (dict(run=ppo, iteration=1, out="a.png"), "--out=FILE.html"),
                        (dict(run=f"{runs}/sft/out", iteration=0, out="a.html"), "ppo.py")):
         assert_one_line(explain(tmp_path, **keys), "explain.py", word)
+
+
+def test_the_page_of_the_newest_iteration_while_a_run_goes_on(runs, tmp_path):
+    folder, page = shutil.copytree(f"{runs}/ppo/cut", tmp_path / "run"), tmp_path / "page.html"
+    argv = [f"--run={folder}", f"--out={page}", "--watch=0.2"]
+    with subprocess.Popen([sys.executable, f"{ROOT}/tools/explain.py", *argv], cwd=tmp_path,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=lambda: signal.signal(
+                              signal.SIGINT, signal.default_int_handler)) as process:
+        for iteration in (DONE, DONE + 1):
+            until = time.monotonic() + 120
+            while not (page.exists() and f'"iteration": {iteration}' in page.read_text()):
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.1)
+            name = f"checkpoint-{DONE + 1:06d}"  # the run has saved once more
+            if iteration == DONE:
+                shutil.copytree(f"{runs}/ppo/out/{name}", tmp_path / name)
+                os.rename(tmp_path / name, f"{folder}/{name}")
+        process.send_signal(signal.SIGINT)
+        assert "interrupted" in process.stderr.read() and process.wait() == 130
