@@ -5,6 +5,8 @@ such a model: its config.json names it.
 import sys
 
 import torch
+import transformers
+from packaging import version
 from transformers import DynamicCache
 
 from errors import BadInput
@@ -99,6 +101,9 @@ class HybridCache(DynamicCache):
             raise ValueError("its states have a bias, which padding on the left would add to them")
         if config.dtype == torch.float64 and "conv" not in getattr(config, "layer_types", ()):
             raise ValueError("its states are computed in float32; type --dtype=float32")
+        old = version.parse(transformers.__version__) < version.parse("5.23")
+        if old and config.model_type == "falcon_h1":
+            raise ValueError("with padding it wants transformers 5.23")
 
     def batch_select_indices(self, indices):
         """Keep only these rows, in this order; a row may come several times."""

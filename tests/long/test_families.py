@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import pytest
 import torch
 import transformers
+from packaging import version
 from safetensors.torch import load_file, save_file
 
 import tiny
@@ -115,6 +116,7 @@ FAMILIES = {  # name in the table: model_type, settings that change what is comp
     "Mamba": ("mamba", SIZES),
     "RWKV": ("rwkv", SIZES | dict(attention_hidden_size=32)),
 }
+OLD = version.parse(transformers.__version__) < version.parse("5.23")  # no hybrids are tried
 HYBRIDS = ["Qwen3.5 (text)", "Qwen3.5 MoE (text)", "Qwen3-Next", "OLMo-hybrid", "LFM2", "LFM2 MoE",
            "Falcon-H1", "Jamba", "Granite 4 hybrid"]
 NO_CACHE = ["Mamba", "RWKV"]
@@ -149,6 +151,8 @@ def written(folder, model):
 
 def save(folder, name, scalar=False):
     """The random model of a family, saved with its tokenizer; and transformers' model."""
+    if name in HYBRIDS and OLD:
+        pytest.skip("of transformers 5.23")
     theirs = random_model(*FAMILIES[name], scalar)
     written(folder, theirs)
     return theirs
@@ -328,7 +332,8 @@ def test_in_16_bits_all_copies_round_alike(tmp_path):
     rows they have the same bits. (Shards, and whole runs: test_zero.py.)
     """
     system = keys_of_system(dtype="bfloat16")
-    for kind, settings in (*(FAMILIES[name] for name in ("Qwen2", "Mixtral", *HYBRIDS)),
+    hybrids = [] if OLD else HYBRIDS
+    for kind, settings in (*(FAMILIES[name] for name in ("Qwen2", "Mixtral", *hybrids)),
                            ("ernie4_5_moe", ERNIE)):
         folder = written(tmp_path / kind, random_model(kind, settings))
         policy = load(folder, "policy", system, CPU, trained=True)
