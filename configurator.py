@@ -392,9 +392,14 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Replace a JSON file as a whole: another rank never reads a half-written file."""
+    """Replace a JSON file as a whole."""
+    write_text(path, json.dumps(value, indent=2))
+
+
+def write_text(path, text):
+    """Replace a file as a whole: another rank, or a browser, never reads a half-written file."""
     with open_new(path + ".tmp") as f:
-        json.dump(value, f, indent=2)
+        f.write(text)
     os.replace(path + ".tmp", path)
 
 

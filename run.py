@@ -313,10 +313,11 @@ class Run:
         """
         record = summarize(batch, "eval", reward_names)
         by = self.system.keep_best  # the metric by which the best policy is kept, or ""
-        if by and by not in record | {"score": score}:
+        figures = record | {"score": score}
+        if by and by not in figures:
             raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
         best = self.state["best_score"] if self.state.get("best_by", by) == by else None
-        now = (record | {"score": score}).get(by)
+        now = figures.get(by)
         if by and (best is None or now - best > 1e-6 * abs(best)):
             self.state |= dict(best_score=now, best_by=by)
             save_final(  # COLLECTIVE

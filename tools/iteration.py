@@ -11,7 +11,6 @@ but by name, so all numbers are the run's own. The JSON is for UNIPO, a viewer (
 docs/canonical_schema.json).
 """
 import contextlib
-import html
 import io
 import json
 import os
@@ -26,7 +25,7 @@ import torch
 
 import ranks
 from checkpoint import list_checkpoints, number_of
-from configurator import open_new, read_json
+from configurator import read_json, write_text
 from errors import BadInput, visible
 from gae import compute_gae
 from load import autocast
@@ -34,7 +33,7 @@ from loss import kl_estimate
 from model import no_grad_forwards, response_logprobs
 from rollout import texts_of
 from run import Run
-from tools.runs import refuse_code, response_of
+from tools.runs import fill_page, refuse_code, response_of
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
@@ -60,19 +59,13 @@ def show(run, iteration, out, watch, trust_code):
     names, record, looks = replay(run, iteration, trust_code)
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     responses = responses_of(names, *looks)
-    text = json.dumps(for_unipo(names, record, responses), allow_nan=False)
     if out.endswith(".html"):
-        about = dict(run=run, script=names["config"]["script"], responses=responses,
-                     iteration=record["iteration"])
-        with open(PAGE, encoding="utf-8") as f:
-            page = f.read().replace("<!-- title -->", html.escape(
-                visible(f"{run}, iteration {record['iteration']}")), 1)
-        # JSON reads \u003c as "<"; so no text can end the page's <script>
-        text = page.replace("<!-- data -->", json.dumps(about, allow_nan=False).replace(
-            "<", "\\u003c"), 1)
-    with open_new(out + ".tmp") as f:
-        f.write(text)
-    os.replace(out + ".tmp", out)
+        text = fill_page(PAGE, f"{run}, iteration {record['iteration']}", dict(
+            run=run, script=names["config"]["script"], responses=responses,
+            iteration=record["iteration"]))
+    else:
+        text = json.dumps(for_unipo(names, record, responses), allow_nan=False)
+    write_text(out, text)
     print(visible(f"saved {out}: {len(responses)} responses of iteration {record['iteration']}"))
 
 

@@ -16,8 +16,6 @@ by a score to see what earns it: a reward that is being hacked shows at once.
 """
 import difflib
 import fnmatch
-import html
-import json
 import os
 import re
 import sys
@@ -28,9 +26,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, ROOT)
 
-from configurator import configure, open_new, read_json, read_keys  # noqa: E402
+from configurator import configure, read_json, read_keys, write_text  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
-from tools.runs import read_records, response_of, split_paths  # noqa: E402
+from tools.runs import fill_page, read_records, response_of, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
@@ -162,12 +160,7 @@ def page_of(wanted):
         keys = read_json(file) if os.path.isfile(file) else {}
         shown.append(dict(name=name, samples=samples, config=keys, changed=changed_in(keys),
                           curves={metric: curve for metric, curve in curves.items() if curve}))
-    # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
-    # sample can end the script or begin a tag. JSON reads \u003c as the same character.
-    data = json.dumps(dict(runs=shown, meanings=meanings(), watch=watch), allow_nan=False)
-    with open(PAGE, encoding="utf-8") as f:
-        page = f.read().replace("<!-- title -->", html.escape(", ".join(logs)), 1)
-    return page.replace("<!-- data -->", data.replace("<", "\\u003c"), 1)
+    return fill_page(PAGE, ", ".join(logs), dict(runs=shown, meanings=meanings(), watch=watch))
 
 
 def changed_in(keys):
@@ -217,10 +210,7 @@ if out:
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
 if out.endswith(".html"):
     while True:
-        text = page_of(choose(metrics) or logged)
-        with open_new(out + ".tmp") as f:
-            f.write(text)
-        os.replace(out + ".tmp", out)  # a browser never reads half of it
+        write_text(out, page_of(choose(metrics) or logged))
         if not watch:
             break
         print(visible(f"{time.strftime('%X')}: wrote {out} for a browser; Ctrl-C ends this"),

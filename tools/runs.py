@@ -3,6 +3,7 @@ Reads the folder of a run: its keys in config.json, its records in log.jsonl, it
 sure a mean over prompts is.
 """
 import contextlib
+import html
 import json
 import math
 import os
@@ -136,3 +137,13 @@ def response_of(sample):
         return sample["text"]
     return " ".join(m["content"].strip() if m["role"] == "assistant" else
                     f"[{m['role']}: {m['content'].strip()}]" for m in sample["messages"])
+
+
+def fill_page(file, title, data):
+    """The text of a page: of `file`, a page without data, with a title and the data as JSON."""
+    # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
+    # sample can end the script or begin a tag. JSON reads \u003c as the same character.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    with open(file, encoding="utf-8") as f:
+        page = f.read().replace("<!-- title -->", html.escape(visible(title)))
+    return page.replace("<!-- data -->", text, 1)
