@@ -1,12 +1,12 @@
-"""run.py and loss.py: what a terminal of 80 columns shows, and when it says that all is lost."""
+"""run.py: what a terminal of 80 columns shows, and when it says that all is lost."""
 import math
 
 import pytest
 import tiny
 from tiny import keys_of
 
-from loss import how_broken, what_is_lost
-from run import COLUMNS, columns_of, cut, evaluation_lines, iteration_line
+from run import (COLUMNS, columns_of, cut, evaluation_lines, how_broken, iteration_line,
+                 what_is_lost)
 
 
 @pytest.mark.parametrize("size", [0.001, 7.0, -123.456, 98765.4, math.nan])
