@@ -374,9 +374,12 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     if value_init == "reward":
         if reward_model is None:
             raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
-        if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
-            raise BadInput("the reward model has another tokenizer than the policy, so no value "
-                           "model can start as it; type --value_init=policy")
+    start = dict(reward=reward_model, policy=policy, shared=policy).get(value_init)
+    path = start.path if start else value_init
+    tokenizer = start.tokenizer if start else load_tokenizer(path, system)
+    if tokenizer.vocabulary != policy.tokenizer.vocabulary:
+        raise BadInput(f"{path} has another tokenizer than the policy, so no value model can start "
+                       "as it; type --value_init=policy")
     if value_init == "shared":  # both losses train the policy's trunk
         from options.trunk import OnTrunk
 
@@ -386,8 +389,7 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
 
         value_model = value_on_trunk(policy, reward_model, value_init, system, seed)
     else:
-        start = reward_model if value_init == "reward" else policy
-        value_model = load(start.path, "value", system, device, head="scalar", trained=True,
+        value_model = load(path, "value", system, device, head="scalar", trained=True,
                            tokenizer=policy.tokenizer, seed=seed)
     if value_model.new_head:
         value_model.hf.score.weight.data *= 0.2

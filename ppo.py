@@ -59,7 +59,7 @@ eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
 reward_path = ""  # * a model with one label, where reward_functions names reward_model
-value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
+value_init = "reward"  # the value model's start: reward, policy, shared (the policy), or a folder
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix

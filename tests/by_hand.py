@@ -123,8 +123,8 @@ def value_model_of(c, models):
     The value model, and its own parameters. A new head begins at a fifth, and its unit is not known
     yet: it counts in standard deviations of the first scores.
     """
-    if c.value_init == "reward":
-        value = scalar_model(c.reward_path)
+    if c.value_init not in ("policy", "shared"):
+        value = scalar_model(c.reward_path if c.value_init == "reward" else c.value_init)
         return value, list(parameters_of(value).values())
     shared = c.value_init == "shared"  # a head on the policy's trunk, which both losses train
     trunk = (models.policy if shared else language_model(c.policy_path)).base_model
