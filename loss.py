@@ -129,7 +129,7 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
         figures["kl"] = (log_ratio * importance).sum(1).mean()
     figures["length"] = mask.sum(1).double().mean()
     figures["finished"] = batch["finished"].double().mean()
-    if not batch["accuracy"].isnan().any():  # NaN: the data has no answers
+    if "accuracy" in batch and not batch["accuracy"].isnan().any():  # NaN: a row without answer
         figures["accuracy"] = batch["accuracy"].mean()
         figures["thinks"] = batch["thinks"].mean()
     for name in reward_names if len(reward_names) > 1 else ():

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from answers import behind_thoughts, whole_responses
 from errors import BadInput
+from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
-from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows,
-                     last_real, length, reward_terms, score_sequences, thinks)
+from rewards import (add_scores, alike_for_equal_texts, center_scores, check_rows, last_real,
+                     length, reward_terms, score_sequences)
 from tiny import keys_of_system, write
 
 NAN = float("nan")
@@ -153,7 +153,7 @@ def test_the_zero_of_a_reward_model_of_others(finished, shift):
     center_scores({}, said, None, None)
 
 
-# behind the thoughts (answers.py)
+# behind the thoughts (grading/answers.py)
 
 HARMONY = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"

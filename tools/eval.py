@@ -29,10 +29,10 @@ from statistics import fmean  # noqa: E402
 import parallel  # noqa: E402
 import ranks  # noqa: E402
 from errors import BadInput, say, shorten  # noqa: E402
+from grading.answers import final_answer, same_answer, whole_responses  # noqa: E402
 from load import check_folder, load, load_reward_model  # noqa: E402
 from prompts import spread  # noqa: E402
-from rewards import (final_answer, read_prompts, reward_terms, same_answer,  # noqa: E402
-                     score_batch, whole_responses)
+from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch, texts_of  # noqa: E402
 from tools.runs import ASKED, JUDGED, as_in_run, estimate, split_paths  # noqa: E402
 

@@ -24,10 +24,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 from configurator import configure  # noqa: E402
 from errors import BadInput  # noqa: E402
 
+from grading.answers import accuracy  # noqa: E402
 from load import autocast, load  # noqa: E402
 from prompts import batch_rows, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
-from rewards import accuracy  # noqa: E402
 from rollout import decode, response_uniforms  # noqa: E402
 
 policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compared
