@@ -28,8 +28,8 @@ import torch
 import errors
 import parallel
 import ranks
-from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
-                        write_cards)
+from checkpoint import (append, has_lines, load_checkpoint, open_folder, save_checkpoint,
+                        save_final, write_cards)
 from configurator import of_model
 from errors import BadInput, Stop, say, say_last, visible
 from loss import gap, gap_limit, summarize
@@ -96,7 +96,7 @@ class Run:
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, data or torch than rank 0")
         folder, saved, log = None, None, os.path.join(out_dir, "log.jsonl")
-        had_begun = os.path.isfile(log) and os.path.getsize(log) > 0
+        had_begun = has_lines(log)
         if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
