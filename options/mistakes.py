@@ -6,10 +6,12 @@ wrong, where, and what to type.
 import ast
 import difflib
 import os
+import re
 import shlex
 
 from configurator import unknown
-from errors import BadInput, first_line
+from errors import BadInput, first_line, say, shorten
+from prompts import NO_UTF8
 
 
 def nearest(path):
@@ -76,3 +78,59 @@ def set_twice(path):
             if name[0] != "_":
                 lines[name] = node.lineno
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# rows of data
+
+# a string such as '[{"role": "user", ...', perhaps in quotes, or with the content first
+WRITTEN = r"""\s*["']?\s*(\[\s*\{\s*\\*["'](role|content|from|value)|\{\s*\\*["']role)\\*["']\s*:"""
+
+
+def no_file(path):
+    """Of a path of data where there is no file."""
+    maker = os.path.join(os.path.dirname(path), "prepare.py")
+    hint = nearest(path) or f"; type: python {maker}" * os.path.isfile(maker)
+    return BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{hint}")
+
+
+def check_text(row, field):
+    """Raise BadInput where a field of a row is no text, or messages, written in JSON or Python."""
+    if not isinstance(row, dict):
+        raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
+    value = row.get(field)
+    if value is None:
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
+                       f'one by --fields="THEIRS>{field}", or see data/convert.py')
+    if not isinstance(value, str):
+        raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
+                       f"messages of text, found {shorten(value)}")
+    if not value or re.search(NO_UTF8, value):
+        raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(value)}")
+    if re.match(WRITTEN, value):
+        raise BadInput(f"field {field!r} is text that looks like messages, {shorten(value)}; it "
+                       "would be learned letter by letter; give the list itself, in JSONL")
+
+
+def of_rows(rows, path, encode, error):
+    """Of rows that cannot be encoded: the first one that cannot."""
+    for number, row in enumerate(rows, 1):
+        try:
+            list(encode([row]))
+        except BadInput as e:
+            return BadInput(f"{path}, row {number}: {e}")
+    return error
+
+
+def check_ties(pairs, path, train_path):
+    """
+    Say in which pairs chosen and rejected have the same ids: these teach nothing. Raises BadInput
+    if all pairs to train on are such: a chat template may leave out the part that differs.
+    """
+    ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
+    text = (f"{path}: in {len(ties)} of {len(pairs)} pairs chosen and rejected are the same "
+            f"tokens: row {', '.join(map(str, ties[:5]))}{', ...' * (len(ties) > 5)}")
+    if len(ties) == len(pairs) and path == train_path:
+        raise BadInput(f"{text}; if the rows differ, the chat template leaves the difference out; "
+                       "type --chat_template=FILE")
+    say(f"warning: {text}; they teach nothing")

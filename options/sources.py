@@ -1,5 +1,5 @@
 """
-Rows from more than one file of JSONL:
+Rows that are not simply those of one file of JSONL, or whose fields have other names:
 
     a.jsonl,0.3*b.jsonl        several sources, each with a weight if you like
     hf:openai/gsm8k:main:train a data set of the Hugging Face hub, or a folder in its layout
@@ -16,8 +16,9 @@ import math
 import os
 import re
 
-from errors import BadInput, first_line, nearest
-from prompts import Rows, permutation, rename
+from errors import BadInput, first_line, shorten
+from options.mistakes import no_file
+from prompts import Rows, permutation
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
 
@@ -26,9 +27,9 @@ ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
 # several sources
 
 
-def several_rows(spec, shape, fields):
+def several_rows(spec, shape):
     """
-    The Rows of a path such as prompts_path that is not one file of JSONL. shape, fields: see
+    The Rows of a path such as prompts_path that is not one file of JSONL. shape: see
     prompts.read_rows. Raises BadInput.
     """
     rows, sizes, weights = Rows(), [], []
@@ -45,7 +46,7 @@ def several_rows(spec, shape, fields):
         for file in hub_files(source) if source.startswith("hf:") else [source]:
             for where, row in raw_rows(file):
                 try:
-                    rows.append(shape(rename(row, fields)))
+                    rows.append(shape(row))
                 except BadInput as e:
                     raise BadInput(f"{file}, {where}: {e}") from e
         sizes.append(len(rows) - before)
@@ -55,6 +56,32 @@ def several_rows(spec, shape, fields):
         rows.mix = Mix([n for n, size in enumerate(sizes) for _ in range(size)],
                        [1.0 if weight is None else weight for weight in weights])
     return rows
+
+
+def renamed(shape, fields):
+    """shape, a function of a row, behind a renaming of its fields by the key `fields`."""
+    return lambda row: shape(rename(row, fields))
+
+
+def rename(row, fields):
+    """
+    A row with quartet's names of the fields: "question>prompt,a.b>answer". A dot leads into a
+    nested field.
+    """
+    if not isinstance(row, dict):
+        raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
+    pairs = [part.split(">") for part in fields.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise BadInput(f"fields = {fields!r}: wanted THEIRS>OURS, in quotes")
+    renamed = {key: row[key] for key in row if key not in [pair[0].strip() for pair in pairs]}
+    for theirs, ours in pairs:
+        value = row
+        for key in [theirs] if theirs in row else theirs.strip().split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise BadInput(f"fields: {theirs!r} is missing; the row has {', '.join(row)}")
+            value = value[key]
+        renamed[ours.strip()] = value
+    return renamed
 
 
 class Mix:
@@ -110,7 +137,7 @@ def turn_of(place, weights):
 def raw_rows(path):
     """Yield (where, row) of a file, the rows as they are. where: "line 3", or "row 3"."""
     if not os.path.isfile(path):
-        raise BadInput(f"{path}: no such file in {os.getcwd()}{nearest(path)}")
+        raise no_file(path)
     ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
     if ending not in ENDINGS:
         raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz behind it")

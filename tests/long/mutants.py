@@ -35,7 +35,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "range(iteration, iteration + batch_size)", "test_prompts", "epochs"),
     ("prompts.py", "(order[number::size] for", "(order[number * len(order) // size:] for",
      "test_prompts", "cards"),
-    ("prompts.py", "enumerate(lengths) if n > limit", "enumerate(lengths) if n >= limit",
+    ("options/too_long.py", "enumerate(lengths) if n > limit", "enumerate(lengths) if n >= limit",
      "test_prompts", "too_long"),
     ("prompts.py", "max([lengths[i] for i in part], default=2)", "lengths[part[-1]] if part else 2",
      "test_prompts", "micro"),
