@@ -8,6 +8,7 @@ import os
 import threading
 
 from errors import BadInput
+from options.mistakes import check_folder
 
 WAIT = 8  # seconds
 
@@ -35,7 +36,11 @@ def answers():
 
 
 def check_name(name):
-    """Raise BadInput where the hub does not answer, and its cache has no such model."""
+    """
+    Raise BadInput where a path that is no folder is no name on the hub either; or where the hub
+    does not answer, and its cache has no such model.
+    """
+    check_folder(name)
     from huggingface_hub import try_to_load_from_cache
 
     files = "config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"

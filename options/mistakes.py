@@ -5,13 +5,14 @@ wrong, where, and what to type.
 """
 import ast
 import difflib
+import glob
 import os
 import re
 import shlex
+from collections import Counter
 
 from configurator import unknown
 from errors import BadInput, first_line, say, shorten
-from prompts import NO_UTF8
 
 
 def nearest(path):
@@ -96,6 +97,8 @@ def no_file(path):
 
 def check_text(row, field):
     """Raise BadInput where a field of a row is no text, or messages, written in JSON or Python."""
+    from prompts import NO_UTF8  # it imports torch, and arguments are looked at before that
+
     if not isinstance(row, dict):
         raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
     value = row.get(field)
@@ -134,3 +137,85 @@ def check_ties(pairs, path, train_path):
         raise BadInput(f"{text}; if the rows differ, the chat template leaves the difference out; "
                        "type --chat_template=FILE")
     say(f"warning: {text}; they teach nothing")
+
+
+# --------------------------------------------------------------------------------------------------
+# folders of models and tokenizers
+
+
+def no_folder(path):
+    """Of a path that is neither a model's folder nor could be a name on the hub; or None."""
+    for name in ("policy", "reward_model"):
+        if os.path.isdir(os.path.join(path, name)):
+            return BadInput(f"{path} is the folder of a run, not of a model; type {path}/{name}")
+    configs = [os.path.join(path, f"{kind}config.json") for kind in ("", "adapter_")]
+    if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
+        return BadInput(f"{path}: no config.json in this folder, it is not a saved model")
+    if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
+        maker = os.path.join(os.path.dirname(path), "prepare.py")
+        hint = nearest(path) or (f"; type: python {maker}" if os.path.isfile(maker) else
+                                 "; train it first, or prepare the data" * ("/" in path))
+        return BadInput(f"{path!r}: no such folder, and no name on the hub, which is OWNER/NAME, "
+                        f"as openai-community/gpt2{hint}")
+    return None
+
+
+def check_folder(path):
+    """Raise BadInput where a path is neither a model's folder nor could be a name on the hub."""
+    if error := no_folder(path):
+        raise error
+
+
+def no_model(path, error):
+    """Of a folder, or a name on the hub, from which transformers has read no model."""
+    return no_folder(path) or BadInput(
+        f"{path}: transformers cannot load this model: {first_line(error)}")
+
+
+def no_tokenizer(path, error):
+    """Of a folder, or a name on the hub, from which transformers has read no tokenizer."""
+    has_files = glob.glob(os.path.join(glob.escape(path), "tokenizer*"))
+    return not has_files and no_folder(path) or BadInput(
+        f"{path}: no usable tokenizer ({first_line(error)[:300]})")
+
+
+def odd_tensors(report, hf, head, path):
+    """
+    Of a file whose tensors are not those of the model `hf`: some are missing, have another shape,
+    or are not the model's; or it has another head. report: transformers', of a load.
+    """
+    from load import NEW_OR_UNUSED, plain_head
+
+    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if head == "lm" and "score.weight" in extra:
+        return BadInput(f"{path} is a reward model, no language model; type the policy's folder")
+    if head == "scalar":
+        if not plain_head(hf):
+            return BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one "
+                            "score")
+        missing, extra = ({n for n in names if not re.fullmatch(NEW_OR_UNUSED, n)}
+                          for names in (missing, extra))
+    shapes = [f"{n}, of shape {tuple(shape)} and not {tuple(wanted)}"
+              for n, shape, wanted in report["mismatched_keys"]]
+    what, names = next((what, names) for what, names in (
+        ("lack", missing), ("have, of a wrong shape,", shapes),
+        ("have, beside the model's,", extra)) if names)
+    return BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such in "
+                    "all); is the download complete?")
+
+
+def say_marks(rows, fields, path, marks):
+    """
+    Say how many rows spell special tokens in these fields, strings or messages. They are read as
+    letters, and mostly somebody has rendered a chat, or written an EOS behind a text. marks: a
+    pattern of them.
+    """
+    firsts = Counter()  # {mark: in how many rows it is the first}
+    for row in rows:
+        texts = [x["content"] if isinstance(x, dict) else x for field in fields
+                 for x in (row[field] if isinstance(row[field], list) else [row[field]])]
+        firsts.update([mark[0] for mark in map(marks.search, texts) if mark][:1])
+    if firsts:
+        say(f"warning: {path}: {firsts.total()} of {len(rows)} rows have special tokens in them "
+            f"that are read as plain text, mostly {firsts.most_common(1)[0][0]}; give chats as "
+            "messages, and texts without an EOS: the run writes such marks itself")
