@@ -132,7 +132,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "long/test_zero", "first"),
     ("load.py", "parts = hf.get_decoder(), hf.get", "parts = hf, hf.get",
      "long/test_zero", "vision"),
-    ("run.py", "factor = 0.5 if not good else 2.0", "factor = 1.0 if not good else 2.0",
+    ("options/float16.py", "factor = 0.5 if not good else 2.0", "factor = 1.0 if not good else 2.0",
      "long/test_zero", "scale"),
     ("grpo.py", "            if not learns[rows].any():\n                continue",
      "            if False:\n                continue", "test_steps", "nothing"),

@@ -67,7 +67,8 @@ files = [file for file in files if file.startswith({ROOT!r}) and not file.starts
 print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
 """
     prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="1+2="), dict(prompt="34+5=")])
-    keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts)
+    keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts,
+                   max_new_tokens=40)  # nearly all responses end: of others a run warns
     result = subprocess.run(
         [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
         env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
