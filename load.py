@@ -50,21 +50,6 @@ def autocast(system, device):
     return torch.autocast(device.type, matrices, cache_enabled=False)
 
 
-def matrices_of(model):
-    """
-    The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings, the biases of experts, the decays of states (A_log), matrices that the family keeps
-    in 32 bits (routers), a scalar head.
-    """
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    wide = {id(p) for m in tables for p in m.parameters()}
-    if model.head == "scalar":
-        wide.add(id(model.hf.score.weight))
-    kept = ("bias", "A_log", *(model.hf._keep_in_fp32_modules_strict or ()))
-    return [p for name, p in model.named_parameters()
-            if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
-
-
 def load(path, name, system, device, head="lm", trained=False, tokenizer=None, seed=0):
     """
     The Model of a folder or hub name, on the device, trained or frozen. A collective where
@@ -236,11 +221,14 @@ def settle(model, system, trained, adapter=""):
     for p in model.parameters():
         p.requires_grad_(p in read)
     if trained and system.gradient_checkpointing:
-        model.recompute()
+        from options.recompute import recompute
+
+        recompute(model)
     matrices = dtypes(system)[1]
     if matrices and (adapter or not trained):
-        for p in matrices_of(model):
-            p.data = p.data.to(matrices)
+        from options.sixteen_bits import round_matrices
+
+        round_matrices(model, matrices)
 
 
 def read_by_texts(hf):

@@ -73,25 +73,21 @@ def reward_terms(spec, config=None, folder="."):
             factor = float(weight) if star else 1.0
         except ValueError:
             factor = math.nan
-        if not math.isfinite(factor):
-            raise BadInput(f"{where}: {part.strip()!r} is no NUMBER*NAME, such as 0.5*accuracy")
+        if not math.isfinite(factor) or ":" not in name and name not in BUILT_IN:
+            from options.mistakes import no_reward
+
+            raise no_reward(part.strip(), where, BUILT_IN)
         if ":" in name:
             from options.foreign_rewards import load_reward
 
             name, function = load_reward(name, folder, where)
-            if name in BUILT_IN:
-                raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
-        elif name in BUILT_IN:
-            function = built_in(name)
-        elif name.endswith(".py"):
-            raise BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
         else:
-            raise BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(BUILT_IN)}, "
-                           "and FILE.py:FUNCTION of your own")
-        if name in [known for _, known, _ in terms]:
-            raise BadInput(f"{where}: {name!r} is given twice; keep one")
+            function = built_in(name)
         terms.append((factor, name, function))
     names = [name for _, name, _ in terms]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise BadInput(f"{where}: {twice[0]!r} is given twice; keep one")
     for name, key in MODELS.items():
         if config and bool(config[key]) != (name in names):
             raise BadInput(f"{key} = {config[key]!r}, and {where}: type --reward_functions={name} "

@@ -35,16 +35,14 @@ With an environment its words stand in the response, too: there response_mask is
 B responses, R = max_new_tokens, T = R + the tokens of the batch's longest prompt, V vocabulary.
 """
 import contextlib
-import copy
 import functools
 import hashlib
 
 import torch
-import torch.nn as nn
 
 import parallel
 from errors import BadInput
-from load import autocast, dtypes, matrices_of
+from load import autocast, dtypes
 from model import decoding_cache, no_grad_forwards, scaled_logits
 from ranks import this_rank
 
@@ -334,17 +332,9 @@ def decoding_copy(policy, system, device):
     if matrices in (None, policy.hf.dtype) or policy.base is not None:
         yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
         return
-    # deepcopy copies the modules; their buffers and parameters it takes from `memo`
-    memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
-    memo[id(policy.tokenizer)] = policy.tokenizer
-    for p in policy.parameters():
-        t = p.detach().to(matrices if id(p) in rounded else p.dtype)
-        memo[id(p)] = nn.Parameter(t, requires_grad=False)
-    decoder = copy.deepcopy(policy, memo)
-    head = decoder.hf.get_output_embeddings()
-    if head.weight is decoder.hf.get_input_embeddings().weight:  # tied: only the head is rounded
-        head.weight = nn.Parameter(head.weight.to(matrices), requires_grad=False)
-    yield decoder
+    from options.sixteen_bits import rounded_copy
+
+    yield rounded_copy(policy, matrices)
 
 
 def texts_of(batch, rows, tokenizer):

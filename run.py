@@ -32,7 +32,6 @@ from checkpoint import (append, has_lines, load_checkpoint, open_folder, save_ch
 from configurator import of_model
 from errors import BadInput, Stop, say, visible
 from loss import gap, gap_limit, summarize
-from model import vectors_of
 from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
@@ -43,10 +42,9 @@ def make_optimizer(model, name, system, lr, betas, eps):
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=parameters)]
     if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
-        small = vectors_of(model)
-        vectors = [p for p in parameters if p in small]
-        groups = [dict(params=[p for p in parameters if p not in small])]
-        groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
+        from options.optimizers import groups_of
+
+        groups = groups_of(model)
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
         fused=ranks.this_rank.role == "train")  # others never step
@@ -98,7 +96,7 @@ class Run:
         if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0,
+        fresh = dict(iteration=0, loss_scale=2.0**16, clean_steps=0,
                      broken="", said={})
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
@@ -281,7 +279,7 @@ class Run:
                  for name, buffers in gradients.items()}
         good = all(map(math.isfinite, norms.values()))
         if self.system.dtype == "float16":
-            from options.float16 import overflowed
+            from options.sixteen_bits import overflowed
 
             if overflowed(self.state, good, self.iteration):
                 return {}
@@ -308,16 +306,12 @@ class Run:
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
         record = summarize(batch, "eval", reward_names)
-        by = self.system.keep_best  # the metric by which the best policy is kept, or ""
-        figures = record | {"score": score}
-        if by and by not in figures:
-            raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
-        best = self.state["best_score"] if self.state.get("best_by", by) == by else None
-        now = figures.get(by)
-        if by and (best is None or now - best > 1e-6 * abs(best)):
-            self.state |= dict(best_score=now, best_by=by)
-            save_final(  # COLLECTIVE
-                self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
+        if self.system.keep_best:
+            from options.keep_best import is_best
+
+            if is_best(record | {"score": score}, self.system.keep_best, self.state):
+                save_final(  # COLLECTIVE
+                    self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
         say(evaluation_lines(self.iteration, record, samples))
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE

@@ -239,10 +239,9 @@ class Tokenizer:
 
     def unseen(self):
         """The ids that no text shows: special ends, and padding that is in no stop string."""
-        pad = self.text_of([self.pad_id]) if self.stop_strings else ""
-        shown = any(pad in s for s in self.stop_strings)
         ends = {self.eos_id, *self.eos_ids.intersection(self.specials.values())}
-        return ends if shown else ends | {self.pad_id}
+        pad = self.text_of([self.pad_id]) if self.stop_strings else ""
+        return ends if any(pad in s for s in self.stop_strings) else ends | {self.pad_id}
 
     def decode(self, ids, behind=False):
         """

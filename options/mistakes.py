@@ -219,3 +219,18 @@ def say_marks(rows, fields, path, marks):
         say(f"warning: {path}: {firsts.total()} of {len(rows)} rows have special tokens in them "
             f"that are read as plain text, mostly {firsts.most_common(1)[0][0]}; give chats as "
             "messages, and texts without an EOS: the run writes such marks itself")
+
+
+def no_reward(part, where, names):
+    """Of a part of reward_functions that is not NUMBER*NAME, with one of the names."""
+    weight, star, name = (text.strip() for text in part.rpartition("*"))
+    try:
+        good = not star or abs(float(weight)) < float("inf")
+    except ValueError:
+        good = False
+    if not good:
+        return BadInput(f"{where}: {part!r} is no NUMBER*NAME, such as 0.5*accuracy")
+    if name.endswith(".py"):
+        return BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
+    return BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(names)}, and "
+                    "FILE.py:FUNCTION of your own")

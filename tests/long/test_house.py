@@ -68,7 +68,7 @@ print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
 """
     prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="1+2="), dict(prompt="34+5=")])
     keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts,
-                   max_new_tokens=40)  # nearly all responses end: of others a run warns
+                   max_new_tokens=40, temperature=0.2)  # responses end, and have plain letters
     result = subprocess.run(
         [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
         env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
