@@ -46,6 +46,12 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
 # keys of text that is no path, so a ~ in it is a ~
 TEXTS = "prompt", "answer", "system_prompt", "stop_strings", "template_kwargs"
+# the [ranges] that a comment may end with: whether a value is in one
+RANGES = {
+    r"([^\[\]]*\|[^\[\]]*)": lambda value, words: value in words.split(" | "),
+    r"(\S+)\.\.(\S+)": lambda value, low, high: float(low) <= value <= float(high),
+    r">= (\S+)": lambda value, low: value >= float(low),
+    r"> (\S+)": lambda value, low: value > float(low)}
 # what a user reads, and not the names of Python's types
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -254,21 +260,11 @@ def convert(key, value, default, where):
 
 def check_range(name, value, comment, where):
     """Enforce the [range] at the end of a key's comment. Raises BadInput."""
-    match = re.search(r"\[([^\[\]]+)\]$", comment)
-    if not match:
-        return
-    rule = match.group(1)
-    if "|" in rule:
-        good = value in [choice.strip() for choice in rule.split("|")]
-    elif ".." in rule:
-        low, high = (float(x) for x in rule.split(".."))
-        good = low <= value <= high
-    else:
-        sign, bound = rule.split()
-        good = value > float(bound) if sign == ">" else value >= float(bound)
-    if not good:
-        raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule}]; "
-                       f"{comment[:match.start()].strip('* ')}")
+    for pattern, holds in RANGES.items():
+        rule = re.search(rf"\[({pattern})\]$", comment)
+        if rule and not holds(value, *rule.groups()[1:]):
+            raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule[1]}]; "
+                           f"{comment[:rule.start()].strip('* ')}")
 
 
 def of_model(text, name):

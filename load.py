@@ -282,10 +282,8 @@ def load_policy(path, system, device, seed=0):
 
 def load_ref_policy(path, policy, system, device):
     """The frozen reference: of ref_path, or the SFT model; with LoRA the policy's frozen base."""
-    if policy.base is not None and not system.ref_path:
-        return policy.base
     if not system.ref_path:
-        return load(path, "ref", system, device, tokenizer=policy.tokenizer)
+        return policy.base or load(path, "ref", system, device, tokenizer=policy.tokenizer)
     ref_policy = load(system.ref_path, "ref", system, device)
     if ref_policy.tokenizer.vocabulary != policy.tokenizer.vocabulary:
         raise BadInput(f"ref_path {system.ref_path!r} has another tokenizer than the policy; give "
@@ -322,16 +320,13 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
         from options.trunk import OnTrunk
 
         return OnTrunk(policy, seed=seed)
-    if value_init == "reward":
-        if reward_model is None:
-            raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
-        if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
-            raise BadInput("the reward model has another tokenizer than the policy, so no value "
-                           "model can start as it; type --value_init=policy")
+    start = reward_model if value_init == "reward" else policy
+    if start is None or start.tokenizer.vocabulary != policy.tokenizer.vocabulary:
+        raise BadInput("value_init = 'reward': there is no reward model, or one with another "
+                       "tokenizer than the policy's; type --value_init=policy")
     if system.share_base:
         from options.lora import value_on_trunk
 
         return value_on_trunk(policy, reward_model, value_init, system, seed)
-    start = reward_model if value_init == "reward" else policy
     return load(start.path, "value", system, device, head="scalar", trained=True,
                 tokenizer=policy.tokenizer, seed=seed)

@@ -163,7 +163,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         from options.judging import judge_scores
 
         columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(like)
-    if any(rows[number].get("answer") is not None for number in batch["row"].tolist()):
+    if any(row.get("answer") is not None for row in rows):  # of the data: in each batch the same
         from grading.answers import accuracy, thinks
 
         columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))

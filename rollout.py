@@ -118,11 +118,10 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
         return tuple(map(torch.cat, zip(*parts, strict=True)))
     budgets, tokenizer, device = budgets or [R] * n, policy.tokenizer, policy.hf.device
     for row, (ids, budget) in enumerate(zip(prompts, budgets, strict=True)):
-        if not ids:
-            raise BadInput(f"prompt {row} is empty")
-        if len(ids) + budget > policy.max_positions:
-            raise BadInput(f"a prompt of {len(ids)} tokens and max_new_tokens = {budget} exceed "
-                           f"the model's context of {policy.max_positions}")
+        if not 0 < len(ids) <= policy.max_positions - budget:
+            raise BadInput(f"prompt {row} has {len(ids)} tokens: it is empty, or does not fit with "
+                           f"max_new_tokens = {budget} into the model's context of "
+                           f"{policy.max_positions}")
     responses = torch.full((n, R), tokenizer.pad_id, dtype=torch.int64, device=device)
     wide = torch.promote_types(policy.hf.dtype, torch.float32)
     logprobs = torch.zeros(n, R, dtype=wide, device=device)

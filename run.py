@@ -430,9 +430,10 @@ def evaluation_lines(iteration, record, samples):
         lines[-1] += f" {figure}" if lines[-1].endswith((":", "   ")) else f"  {figure}"
     for sample in random.Random(iteration).sample(samples, min(2, len(samples))):
         prompt = sample["prompt"]
-        if not isinstance(prompt, str):  # a chat: its last question
-            users = [message for message in prompt if message["role"] == "user"]
-            prompt = (users or prompt)[-1]["content"]
+        if not isinstance(prompt, str):
+            from options.chats import last_question
+
+            prompt = last_question(prompt)
         end = "" if sample["finished"] else " [cut off]"
         lines += [f"    > {cut(prompt, 74)}",
                   f"      {cut(sample['text'], 74 - len(end)) or '[empty]'}{end}"]

@@ -63,6 +63,12 @@ def beside_its_content(message):
                        if message.get(key) not in (None, 1)}
 
 
+def last_question(messages):
+    """What a run prints of a prompt: the last message of the user, or the last one."""
+    users = [message for message in messages if message["role"] == "user"]
+    return (users or messages)[-1]["content"]
+
+
 # --------------------------------------------------------------------------------------------------
 # messages -> ids
 
