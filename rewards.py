@@ -112,15 +112,6 @@ def check_rows(terms, rows, path):
             rule.check_rows(rows, path)
 
 
-def need_field(field, reward, rows, path):
-    """Raise BadInput where a row lacks a field that a reward needs."""
-    for number, row in enumerate(rows, 1):
-        if row.get(field) is None:
-            raise BadInput(f"{path}, row {number}: the reward {reward!r} needs the field {field!r}"
-                           f"{', which is null' * (field in row)}; the row has {', '.join(row)}; "
-                           f"rename one by --fields=\"THEIRS>{field}\"")
-
-
 def read_prompts(path, terms, models, max_new_tokens, system):
     """The Rows of a file of prompts, with their ids, checked for all that will need them."""
     if not path:

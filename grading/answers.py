@@ -12,7 +12,6 @@ from fractions import Fraction
 import torch
 
 from errors import BadInput, say, shorten
-from rewards import need_field
 
 THINK = re.compile("(<think>)|(</think>)")  # the mark before thoughts, and the one behind them
 # how all marks in grading/marks.py begin, and what all answers of grading/forms.py have
@@ -39,6 +38,15 @@ def thinks(batch):
     # for each response, of each mark of thoughts, whether it opens them
     marks_of_each = [[opens for opens, _ in marks_of(text)] for text in whole_responses(batch)]
     return torch.tensor([float(marks[:1] == [True] and False in marks) for marks in marks_of_each])
+
+
+def need_field(field, reward, rows, path):
+    """Raise BadInput where a row lacks a field that a reward needs."""
+    for number, row in enumerate(rows, 1):
+        if row.get(field) is None:
+            raise BadInput(f"{path}, row {number}: the reward {reward!r} needs the field {field!r}"
+                           f"{', which is null' * (field in row)}; the row has {', '.join(row)}; "
+                           f"rename one by --fields=\"THEIRS>{field}\"")
 
 
 def check_answers(rows, path, reward="accuracy"):

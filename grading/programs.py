@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from errors import BadInput, shorten
 from grading import sandbox
-from grading.answers import whole_responses
+from grading.answers import need_field, whole_responses
 from grading.marks import FRAMES, MARKS
-from rewards import need_field
 
 
 def code(batch):
