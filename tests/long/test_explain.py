@@ -37,7 +37,8 @@ def runs(world, tmp_path_factory):
     """The folder of the runs: ppo/out, ppo/cut with two iterations alone, grpo/out, sft/out."""
     folder = tmp_path_factory.mktemp("runs")
     more = dict(max_iters=4, checkpoint_interval=1, keep_checkpoints=9, num_minibatches=1)
-    whole = well("ppo.py", folder / "ppo", keys_of(world, "ppo.py", batch_size=BATCH, **more))
+    more |= dict(batch_size=BATCH, value_init="policy")
+    whole = well("ppo.py", folder / "ppo", keys_of(world, "ppo.py", **more))
     cut = shutil.copytree(whole, f"{folder}/ppo/cut")
     for later in (3, 4):
         shutil.rmtree(f"{cut}/checkpoint-{later:06d}")
@@ -125,7 +126,9 @@ def test_the_numbers_of_ppo(world, runs):
     rewards[-1] += score
     near("reward", rewards, 6e-5)
     found = states(step.format(DONE, "value_model"), tokens, "SequenceClassification")
-    values = [found[len(asked) - 1 + t].item() for t in range(n)]
+    unit = read_jsonl(f"{runs}/ppo/out/log.jsonl")[0]["val/unit"]
+    assert unit != 1
+    values = [found[len(asked) - 1 + t].item() * unit for t in range(n)]
     near("value", values)
     deltas = [rewards[t] + (values[t + 1] if t + 1 < n else 0) - values[t] for t in range(n)]
     raw = [math.fsum(0.95 ** (later - t) * deltas[later] for later in range(t, n))
