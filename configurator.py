@@ -200,8 +200,8 @@ def run_config_file(path, keys):
         bound = symtable.symtable(text, path, "exec").get_symbols()
         names = [each.get_name() for each in bound if each.is_assigned() or each.is_imported()]
         check_names(names, keys, path)
-        lines = [target.id for node in ast.parse(text).body for target in getattr(
-            node, "targets", ()) if getattr(target, "id", "_")[0] != "_"]  # key = ...
+        lines = [target.id for node in ast.parse(text).body if isinstance(node, ast.Assign)
+                 for target in node.targets if getattr(target, "id", "_")[0] != "_"]  # key = ...
         # Python would take data for a program, too; and of two lines for a key one has no effect
         if all(name[0] == "_" for name in names) or len({*lines}) < len(lines) or (
                 not path.endswith(".py")):

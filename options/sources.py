@@ -32,6 +32,8 @@ def several_rows(spec, shape):
     The Rows of a path such as prompts_path that is not one file of JSONL. shape: see
     prompts.read_rows. Raises BadInput.
     """
+    if not spec:
+        raise no_file(spec)
     rows, sizes, weights = Rows(), [], []
     for part in [spec] if os.path.exists(spec) else spec.split(","):
         weight, star, source = part.strip().rpartition("*")
