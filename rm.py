@@ -17,6 +17,8 @@ them.
 from configurator import configure  # first: it must be imported before torch
 from errors import BadInput, say
 
+import contextlib
+
 import torch
 
 import parallel
@@ -120,9 +122,10 @@ def encode(rows, path, fields, model):
     rows = encode_rows(rows, path, encode_all, limit, system.too_long, None,
                        lambda sequences: max(map(len, sequences)))
     if fields == PAIR and not teacher and any(chosen == other for chosen, other in rows.ids):
-        from options.mistakes import check_ties
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.mistakes import check_ties
 
-        check_ties(rows.ids, path, train_path)
+            check_ties(rows.ids, path, train_path)
     return rows
 
 

@@ -170,10 +170,11 @@ class Run:
             self.save()  # COLLECTIVE
             saved = f"saved before iteration {self.iteration}; the same command goes on there"
             say(saved)
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # which says more behind it
-                from options.torchrun import say_again
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun says more behind it
+                with contextlib.suppress(ImportError):  # a fork may do without
+                    from options.torchrun import say_again
 
-                say_again(saved)
+                    say_again(saved)
             self.leave()  # COLLECTIVE
             sys.exit(0)
 
@@ -363,9 +364,10 @@ class Run:
             taught = (finished, record.get("objective/scored", 1.0),
                       1 - record.get("objective/flat_groups", 0.0))  # shares of the batch
             if min(taught) <= 2 / 3 or self.state["broken"]:
-                from options.alarms import say_what_is_wrong
+                with contextlib.suppress(ImportError):  # a fork may do without
+                    from options.alarms import say_what_is_wrong
 
-                say_what_is_wrong(record, self.state, self.iteration)
+                    say_what_is_wrong(record, self.state, self.iteration)
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
@@ -444,9 +446,10 @@ def cut(text, width):
     """A text as one line of at most `width` columns: of a longer one the beginning and the end."""
     text = " ".join(visible(text).split())
     if not text.isascii():  # letters of other scripts may take two columns
-        from options.wide_letters import cut_wide
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.wide_letters import cut_wide
 
-        return cut_wide(text, width)
+            return cut_wide(text, width)
     half = (width - 5) // 2
     return text if len(text) <= width else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
 

@@ -212,9 +212,10 @@ class Tokenizer:
         names = sorted(self.specials, key=len, reverse=True)
         marks = re.compile("|".join([TURNS, *(re.escape(s) for s in names if len(s) > 2)]))
         if any(marks.search(str(row[field])) for row in rows for field in fields):
-            from options.mistakes import say_marks
+            with contextlib.suppress(ImportError):  # a fork may do without
+                from options.mistakes import say_marks
 
-            say_marks(rows, fields, path, marks)
+                say_marks(rows, fields, path, marks)
 
     def need_chats(self):
         """The chats, of messages. Raises BadInput where there is no template."""
