@@ -37,6 +37,7 @@ class Rows(list):
 
     ids = ()
     mix = None  # of several files with weights, see options/sources.py
+    sources = ()  # the name of each row's source, if they have some
 
 
 def read_rows(path, shape, fields=""):
@@ -45,14 +46,14 @@ def read_rows(path, shape, fields=""):
     and brings it into one form. fields: the key; see options/sources.py. Raises BadInput, with file
     and line.
     """
+    if not os.path.isfile(path) or re.search(r"\.(json|csv|parquet|gz)$", path):
+        from options.sources import several_rows
+
+        return several_rows(path, shape, fields)
     if fields:
         from options.sources import renamed
 
         shape = renamed(shape, fields)
-    if not os.path.isfile(path) or re.search(r"\.(json|csv|parquet|gz)$", path):
-        from options.sources import several_rows
-
-        return several_rows(path, shape)
     rows = Rows()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
         for number, line in enumerate(f, 1):

@@ -18,6 +18,7 @@ import hashlib
 import math
 import os
 import random
+import re
 import shlex
 import sys
 import time
@@ -306,7 +307,7 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record = summarize(batch, "eval", reward_names)
+        record = summarize(batch, "eval", reward_names, rows=rows)
         if self.system.keep_best:
             from options.keep_best import is_best
 
@@ -425,7 +426,8 @@ def iteration_line(record, done, max_iters, minutes):
 def evaluation_lines(iteration, record, samples):
     """The lines of an evaluation: its figures, and two of its samples, each time two others."""
     lines = [f"eval {iteration}:"]
-    for name, x in record.items():
+    totals = {name: x for name, x in record.items() if re.fullmatch("eval/(reward/)?[^/]+", name)}
+    for name, x in totals.items():  # those by source are in the log
         figure = f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}"
         if len(lines[-1]) + 2 + len(figure) > 100:
             lines.append("   ")
