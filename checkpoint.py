@@ -39,7 +39,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
-from configurator import contents_of, open_new, paths_in, plain, read_json, write_json
+from configurator import open_new, read_json, write_json
 from errors import BadInput, Stop, say
 from parallel import alone
 
@@ -49,6 +49,9 @@ LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 FINAL = "policy", "value_model", "reward_model", "ema_policy", "best_policy"  # what a run leaves
 # keys of all scripts that must be the same when a run resumes
 MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
+# all names that a run writes in out_dir, and later replaces or deletes; no others are touched
+OURS = re.compile(r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|"
+                  r"reward_model)(_adapter)?)|config\.json|(log|samples|rollouts)\.jsonl")
 lock_file = None  # it is open, and so locked, as long as this process lives
 
 
@@ -77,7 +80,8 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
     try:
         os.makedirs(out_dir, exist_ok=True)
     except FileNotFoundError as e:  # of a place such as /proc
-        raise BadInput(f"out_dir = {out_dir!r} cannot be made; choose another --out_dir") from e
+        raise BadInput(f"out_dir = {out_dir!r} is empty, or cannot be made; choose another "
+                       "--out_dir") from e
     lock(out_dir)
     before, names = contents_of(out_dir, config)  # again: another run may have had the lock
     unfinished = [name for name in names if name[0] == "."]  # of a save that was killed
@@ -86,16 +90,14 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
         if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    logs = {name: os.path.join(out_dir, name) for name in LOGS if name in names}
-    empty = [name for name, file in logs.items()  # or a link to nothing
-             if not os.path.isfile(file) or os.path.getsize(file) == 0]
+    empty = [name for name in LOGS if not has_lines(os.path.join(out_dir, name))]
     if folder or {*names} - {*unfinished, *empty, "config.json"}:  # else nothing can be lost
-        if before.get("script", config["script"]) != config["script"]:
-            raise BadInput(f"{out_dir} holds a run of {before['script']}; choose another --out_dir")
-        for key in must_match:
+        before = dict(script=config["script"]) | before
+        for key in ("script", *must_match):
             if (before.get(key) or "") != (config.get(key) or ""):
-                raise BadInput(f"{out_dir} holds a run with {key} = {before.get(key)!r}, not "
-                               f"{config.get(key)!r}; delete it, or choose another --out_dir")
+                raise BadInput(f"{out_dir} holds a run of {before['script']} with {key} = "
+                               f"{before.get(key)!r}, not {config.get(key)!r}; delete it, or "
+                               "choose another --out_dir")
         if folder and state["iteration"] > max_iters:
             raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
                            "--max_iters, or another --out_dir")
@@ -106,6 +108,32 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
     cut_logs(out_dir, state["iteration"] if folder else 0)
     write_json(os.path.join(out_dir, "config.json"), config)
     return folder, state
+
+
+def contents_of(out_dir, config):
+    """
+    (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
+    such names are no run's, or where this run would replace its own models or data.
+    """
+    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
+    before, top = {}, os.path.realpath(out_dir)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
+        before = read_json(os.path.join(out_dir, "config.json"))
+    odd = [f"{name}, and is no run's" for name in names if "out_dir" not in before]
+    for key, path in paths_in(config):
+        inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
+        if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
+            odd.append(f"{key} = {path!r}")
+    if odd:
+        raise BadInput(f"out_dir = {out_dir!r} has {odd[0]}: this run would replace it; choose "
+                       "another --out_dir")
+    return before, names
+
+
+def paths_in(config, keys=("_path", "init_from", "teacher", "value_init")):
+    """[(key, path)] of the models and data that keys with these ends name; some name several."""
+    return [(key, path.strip()) for key, value in config.items() if key.endswith(keys)
+            for path in str(value).split(",") if path.strip()]
 
 
 def lock(out_dir):
@@ -132,6 +160,11 @@ def append(out_dir, name, records):
                 f.write(json.dumps(finite, allow_nan=False) + "\n")
 
     alone(write)
+
+
+def has_lines(log):
+    """Whether a log has lines, and is a file: no link to nothing, for example."""
+    return os.path.isfile(log) and os.path.getsize(log) > 0
 
 
 def cut_logs(out_dir, iteration):
@@ -388,6 +421,13 @@ def remove(path):
         os.unlink(path)
 
 
+def plain(path):
+    """A file's path; a link, pipe or device of its name, which could lead anywhere, is removed."""
+    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
+        os.remove(path)
+    return path
+
+
 def sync(path):
     """Wait until a file, or a folder's list of names, is on the disk itself."""
     fd = os.open(path, os.O_RDONLY)
@@ -405,21 +445,19 @@ def write_cards(out_dir, evaluation):
     def write():
         config = read_json(os.path.join(out_dir, "config.json"))
         base, script = config.get("policy_path") or config.get("init_from"), config["script"]
-        card, head = os.path.join(base, "README.md"), ""
-        if os.path.isfile(card):
-            with open(card, encoding="utf-8", errors="replace") as f:
+        about = [f"base_model: {json.dumps(base)}"] * (base != "scratch")
+        with contextlib.suppress(OSError):  # mostly it has no card
+            with open(os.path.join(base, "README.md"), encoding="utf-8", errors="replace") as f:
                 head = f.read().partition("---\n")[2].partition("---\n")[0]
-        licence = re.search(r"^license: *\S+$", head, re.MULTILINE)
-        about = [f"base_model: {json.dumps(base)}"] if base != "scratch" else []
-        about += [licence[0]] if licence else []
+            about += re.findall(r"^license: *\S+$", head, re.MULTILINE)[:1]
+        head = ["---", f"tags: [quartet, {script[:-3]}]", *about, "---"]
+        text = ["", f"Trained by `{script}` of quartet, beginning with `{base}`:", "",
+                f"    python {script} {shlex.join(sys.argv[1:])}", "",
+                *(f"    {metric:<24} {x:.4g}" for metric, x in evaluation.items()), ""]
         for name in FINAL:
             if os.path.isdir(os.path.join(out_dir, name)):
-                text = ["---", f"tags: [quartet, {script[:-3]}]", *about, "---", f"# {name}", "",
-                        f"Trained by `{script}` of quartet, beginning with `{base}`:", "",
-                        f"    python {script} {shlex.join(sys.argv[1:])}", ""]
-                text += [f"    {metric:<24} {x:.4g}" for metric, x in evaluation.items()]
                 with open_new(os.path.join(out_dir, name, "README.md")) as f:
-                    f.write("\n".join(text) + "\n")
+                    f.write("\n".join([*head, f"# {name}", *text]))
 
     alone(write)  # COLLECTIVE
 
@@ -456,11 +494,10 @@ def same_weights(frozen, state, out_dir):
 def hash_of_model(path):
     """A hash of a model's weights and settings in its files; None where they are not here."""
     if not os.path.isdir(path):  # a name on the hub
-        from huggingface_hub import try_to_load_from_cache
+        from options.hub import cached_folder
 
-        with contextlib.suppress(ValueError):  # of a wrong name: it is refused where it is loaded
-            file = try_to_load_from_cache(path, "config.json")
-            return hash_of_model(os.path.dirname(file)) if isinstance(file, str) else None
+        path = cached_folder(path)
+    if path is None:
         return None
     digests = hashes(path, r"[^/]+\.safetensors|config\.json")
     if os.path.isfile(os.path.join(path, "adapter_config.json")):

@@ -26,18 +26,16 @@ This file is imported before torch, whose libraries read the two settings below 
 """
 import ast
 import contextlib
-import difflib
 import json
 import os
 import re
-import shlex
 import symtable
 import sys
 import textwrap
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadInput, nearest, shorten
+from errors import BadInput, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
@@ -46,9 +44,14 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
-SCRIPTS = "ppo.py", "grpo.py", "sft.py", "rm.py"
 # keys of text that is no path, so a ~ in it is a ~
 TEXTS = "prompt", "answer", "system_prompt", "stop_strings", "template_kwargs"
+# the [ranges] that a comment may end with: whether a value is in one
+RANGES = {
+    r"([^\[\]]*\|[^\[\]]*)": lambda value, words: value in words.split(" | "),
+    r"(\S+)\.\.(\S+)": lambda value, low, high: float(low) <= value <= float(high),
+    r">= (\S+)": lambda value, low: value >= float(low),
+    r"> (\S+)": lambda value, low: value > float(low)}
 # what a user reads, and not the names of Python's types
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -89,6 +92,8 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
         if speaks:
+            from options.help import print_help
+
             print_help(os.path.basename(script), script_globals.get("__doc__"), keys)
         sys.exit(0)
 
@@ -130,13 +135,10 @@ def read_arguments(keys, argv, given=None):
     """{name: (value, where it is from)} of given, and of argv; checked against {name: Key}."""
     overrides = {name: (convert(name, value, keys[name].default, where), where)
                  for name, (value, where) in (given or {}).items()}
-    for arg, behind in zip(argv, [*argv[1:], "--"], strict=False):
-        if arg.startswith("--") and "=" not in arg:  # behind it: a value, or the next argument
-            check_key(arg[2:], keys, arg)
-            meant = behind
-            if behind.startswith("--") or behind.endswith(".py"):
-                meant = keys[arg[2:]].default
-            raise BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(meant))}")
+    if any(arg.startswith("--") and "=" not in arg for arg in argv):
+        from options.mistakes import without_value
+
+        raise without_value(argv, keys)
     # files first: a typed value counts more than a file, in any order
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if not arg.startswith("--"):
@@ -144,7 +146,8 @@ def read_arguments(keys, argv, given=None):
                 overrides[name] = (convert(name, value, keys[name].default, arg), arg)
             continue
         name, _, text = arg[2:].partition("=")
-        check_key(name, keys, arg)
+        if name not in keys:
+            raise unknown(name, keys, arg)
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
@@ -188,76 +191,47 @@ def read_keys(file):
 def run_config_file(path, keys):
     """
     Execute a config file in a fresh namespace; returns its public names, which must be keys. Raises
-    BadInput, for data or another program before it is run.
+    BadInput; for another program before any of it is run.
     """
-    data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
-    hint = f"to give data, type --{data}={path}"
-    if not os.path.isfile(path):
-        if "=" in path:  # a key without its dashes, or as Hydra has it
-            check_key(path.partition("=")[0].lstrip("+-"), keys, path)
-        raise BadInput(f"there is no config file {path!r}" + (
-            nearest(path) if path.endswith(".py") else "; type --key=value, without blanks"))
-    if not path.endswith(".py"):  # Python would take a line of JSON for a program, too
-        raise BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     namespace = {"__file__": path}
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read()
         bound = symtable.symtable(text, path, "exec").get_symbols()
         names = [each.get_name() for each in bound if each.is_assigned() or each.is_imported()]
-        names = [name for name in names if not name.startswith("_")]
-        for name in names:
-            check_key(name, keys, path)
-        check_twice(text, path)
-        if not names:
-            raise BadInput(f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
+        check_names(names, keys, path)
+        lines = [target.id for node in ast.parse(text).body if isinstance(node, ast.Assign)
+                 for target in node.targets if getattr(target, "id", "_")[0] != "_"]  # key = ...
+        # Python would take data for a program, too; and of two lines for a key one has no effect
+        if all(name[0] == "_" for name in names) or len({*lines}) < len(lines) or (
+                not path.endswith(".py")):
+            raise ValueError(f"{path} is no config file")
         exec(compile(text, path, "exec"), namespace)
+        check_names(namespace, keys, path)
     except BadInput:
         raise
-    except Exception as e:  # any error of the file is reported with its line
-        line, trace = getattr(e, "lineno", "?"), e.__traceback__
-        while trace:
-            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
-            trace = trace.tb_next
-        raise BadInput(f"{path}, line {line}: {type(e).__name__}: {e}") from e
-    for name in namespace:
-        if not name.startswith("_"):
-            check_key(name, keys, path)
+    except Exception as e:  # a program raises anything
+        from options.mistakes import no_config_file
+
+        raise no_config_file(path, keys, e) from e
     return {name: value for name, value in namespace.items() if not name.startswith("_")}
 
 
-def check_twice(text, path):
-    """Raise BadInput if a config file sets a key in two lines: the first one has no effect."""
-    lines = {}  # {key: the line that sets it}
-    for node in ast.parse(text).body:
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            name = getattr(target, "id", "_")
-            if name in lines:
-                raise BadInput(f"{path}, line {node.lineno}: {name} is set in line {lines[name]}, "
-                               "too; delete one of the two")
-            if not name.startswith("_"):
-                lines[name] = node.lineno
+def check_names(names, keys, where):
+    """Raise BadInput where one of these names is neither a key nor hidden by a _ in front."""
+    for name in names:
+        if name not in keys and not name.startswith("_"):
+            raise unknown(name, keys, where)
 
 
-def check_key(key, keys, where):
-    """Raise BadInput, with the script that has it, or the nearest key, unless it is one of keys."""
-    if key in keys:
-        return
-    scripts = [os.path.join(os.path.dirname(__file__), name) for name in SCRIPTS]
-    others = [os.path.basename(script) for script in scripts
-              if os.path.isfile(script) and key in read_keys(script)]
-    theirs = ""
+def unknown(key, keys, where):
+    """The BadInput for a key that there is not; with what may be meant, if options/ is there."""
+    hint = "--help lists the keys"
     with contextlib.suppress(ImportError):  # a fork may do without
-        from options.foreign_names import hint_for
+        from options.foreign_names import meant
 
-        theirs = hint_for(key)
-    # a wrong hint is worse than none
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
-    hint = (f"it is a key of {' and '.join(others)}" if others else theirs or (
-            f"did you mean {near[0]!r}?" if near else "--help lists the keys"))
-    if where.endswith(".py") and not others:
-        hint += " (a name that is no key begins with _)"
-    raise BadInput(f"unknown key {key!r} ({where}): {hint}")
+        hint = meant(key, keys, where) or hint
+    return BadInput(f"unknown key {key!r} ({where}): {hint}")
 
 
 def parse(key, text, default):
@@ -286,21 +260,11 @@ def convert(key, value, default, where):
 
 def check_range(name, value, comment, where):
     """Enforce the [range] at the end of a key's comment. Raises BadInput."""
-    match = re.search(r"\[([^\[\]]+)\]$", comment)
-    if not match:
-        return
-    rule = match.group(1)
-    if "|" in rule:
-        good = value in [choice.strip() for choice in rule.split("|")]
-    elif ".." in rule:
-        low, high = (float(x) for x in rule.split(".."))
-        good = low <= value <= high
-    else:
-        sign, bound = rule.split()
-        good = value > float(bound) if sign == ">" else value >= float(bound)
-    if not good:
-        raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule}]; "
-                       f"{comment[:match.start()].strip('* ')}")
+    for pattern, holds in RANGES.items():
+        rule = re.search(rf"\[({pattern})\]$", comment)
+        if rule and not holds(value, *rule.groups()[1:]):
+            raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule[1]}]; "
+                           f"{comment[:rule.start()].strip('* ')}")
 
 
 def of_model(text, name):
@@ -326,65 +290,8 @@ def print_settings(keys, overrides):
                             break_long_words=False, break_on_hyphens=False))
 
 
-def print_help(script, doc, keys):
-    """Print the script's docstring, and every key with its default and comment, in 80 columns."""
-    def show(line, indent):
-        print(textwrap.fill(line, 80, subsequent_indent=" " * indent, break_on_hyphens=False))
-
-    for paragraph in (doc or "").strip().split("\n\n"):
-        if re.search(r"^ |  ", paragraph, re.MULTILINE):  # commands, a list or a table
-            for line in paragraph.split("\n"):
-                column = len(re.match(r"(.*  )?", line)[0])  # the last one of a table
-                show(line, column if column < 56 else 4)
-        else:
-            show(paragraph, 0)
-        print()
-    print(f"usage: python {script} [config.py ...] [--key=value ...: they win]")
-    print("keys (*: most runs set it):")
-    for name, key in keys.items():
-        if key.headings:
-            print()
-        for heading in key.headings:
-            show(f"  {heading}", 2)
-        comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line
-        show(f"    {f'{name} = {key.default!r}':<28}  {comment}", 34)
-
-
 # -------------------------------------------------------------------------------------------------
 # settings in JSON files: of runs, and of transformers' models and tokenizers
-
-# all names that a run writes in out_dir, and later replaces or deletes; no others are touched
-OURS = re.compile(r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|"
-                  r"reward_model)(_adapter)?)|config\.json|(log|samples|rollouts)\.jsonl")
-
-
-def contents_of(out_dir, config):
-    """
-    (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
-    such names are no run's, or where this run would replace its own models or data.
-    """
-    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
-    before, top = {}, os.path.realpath(out_dir)
-    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
-        before = read_json(os.path.join(out_dir, "config.json"))
-    odd = [f"{name}, and is no run's" for name in names if "out_dir" not in before]
-    for key, path in paths_in(config):
-        inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
-        if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
-            odd.append(f"{key} = {path!r}")
-    if not out_dir:
-        raise BadInput("out_dir is empty: there is no place for the run; choose another --out_dir")
-    if odd:
-        raise BadInput(f"out_dir = {out_dir!r} has {', '.join(odd[:1])}: this run would replace "
-                       "it; choose another --out_dir")
-    return before, names
-
-
-def paths_in(config, keys=("_path", "init_from", "teacher", "value_init")):
-    """[(key, path)] of the models and data that keys with these ends name; some name several."""
-    return [(key, path.strip()) for key, value in config.items() if key.endswith(keys)
-            for path in str(value).split(",") if path.strip()]
-
 
 def read_json(path):
     with open(path, encoding="utf-8") as f:
@@ -411,10 +318,3 @@ def open_new(path):
     if os.path.lexists(path):
         os.remove(path)
     return open(path, "x", encoding="utf-8")  # O_EXCL: it follows no link that is made meanwhile
-
-
-def plain(path):
-    """A file's path; a link, pipe or device of its name, which could lead anywhere, is removed."""
-    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
-        os.remove(path)
-    return path

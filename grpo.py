@@ -32,7 +32,6 @@ are in groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLO
 config/dapo.py and its neighbours.
 """
 from configurator import configure  # first: it must be imported before torch
-from errors import say
 
 import sys
 from functools import partial
@@ -41,7 +40,7 @@ import torch
 
 import parallel
 import ranks
-from errors import BadInput
+from errors import BadInput, say
 from groups import (flat_groups, group_advantages, gspo_log_ratio, summarize_groups,
                     token_weights)
 from load import autocast, load_policy, load_ref_policy, load_reward_model

@@ -5,17 +5,20 @@ quartet can decode the family (`probe`).
 """
 import contextlib
 import os
+import re
 
 import torch
 import torch.nn as nn
 
 import parallel
-from configurator import of_model, read_json
-from errors import BadInput, first_line, nearest
+from configurator import of_model
+from errors import BadInput, first_line
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # the dtypes of 16 bits
+# of a scalar model: its head, which may be new, and those of language models, which it has not
+NEW_OR_UNUSED = r"score\.weight|(lm_head|embed_out|output)\..*"
 # the settings by which a model is a mixture of experts
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"]
 
@@ -47,21 +50,6 @@ def autocast(system, device):
     return torch.autocast(device.type, matrices, cache_enabled=False)
 
 
-def matrices_of(model):
-    """
-    The parameters that autocast rounds wherever they are used: the matrices, but not the table of
-    embeddings, the biases of experts, the decays of states (A_log), matrices that the family keeps
-    in 32 bits (routers), a scalar head.
-    """
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    wide = {id(p) for m in tables for p in m.parameters()}
-    if model.head == "scalar":
-        wide.add(id(model.hf.score.weight))
-    kept = ("bias", "A_log", *(model.hf._keep_in_fp32_modules_strict or ()))
-    return [p for name, p in model.named_parameters()
-            if p.dim() >= 2 and id(p) not in wide and not any(part in name for part in kept)]
-
-
 def load(path, name, system, device, head="lm", trained=False, tokenizer=None, seed=0):
     """
     The Model of a folder or hub name, on the device, trained or frozen. A collective where
@@ -70,7 +58,6 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     scalar head, drawn from seed, and new_head is True. tokenizer: None: that of the folder. Raises
     BadInput.
     """
-    check_folder(path)
     tokenizer = tokenizer or load_tokenizer(path, system)
     adapter = of_model(system.lora, name) if trained else ""
     has_weights = adapter or parallel.holds(name)
@@ -105,24 +92,6 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     return model
 
 
-def check_folder(path):
-    """Raise BadInput where a path is neither a model's folder nor could be a name on the hub."""
-    for name in ("policy", "reward_model"):
-        if os.path.isdir(os.path.join(path, name)):
-            raise BadInput(f"{path} is the folder of a run, not of a model; type {path}/{name}")
-    configs = [os.path.join(path, f"{kind}config.json") for kind in ("", "adapter_")]
-    if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
-        raise BadInput(f"{path}: no config.json in this folder, it is not a saved model")
-    if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
-        hint = nearest(path) or "; train it first" * ("/" in path)
-        raise BadInput(f"{path!r}: no such model folder, and no name on the hub, which is "
-                       f"OWNER/NAME, as openai-community/gpt2{hint}")
-    if not os.path.isdir(path):
-        from options.hub import check_name
-
-        check_name(path)
-
-
 def read_model(path, head, system, device="cpu", seed=0):
     """The Model of a folder as it is, with transformers. The other arguments: see load."""
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
@@ -131,15 +100,33 @@ def read_model(path, head, system, device="cpu", seed=0):
         return read_merged(path, head, system, device, seed)
     try:
         config, how = settings_of(path, head, system)
-        check_index(path, config)
+        one_file = os.path.isfile(os.path.join(path, "model.safetensors"))
+        if not one_file or getattr(config, "transformers_weights", None):
+            from options.many_files import check_index
+
+            check_index(path, config)
         hf, report = auto_class(head).from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True, **how)
     except BadInput:
         raise
     except Exception as e:  # for bad words and numbers transformers raises anything
-        raise BadInput(f"{path}: transformers cannot load this model: {first_line(e)}") from e
-    check_tensors(report, hf, head, path)
+        from options.mistakes import no_model
+
+        raise no_model(path, e) from e
+    names = [*report["missing_keys"], *report["unexpected_keys"]]
+    heads = NEW_OR_UNUSED if head == "scalar" else "$"
+    if report["mismatched_keys"] or not all(re.fullmatch(heads, name) for name in names) or (
+            head == "scalar" and not plain_head(hf)):
+        from options.mistakes import odd_tensors
+
+        raise odd_tensors(report, hf, head, path)
+    out = hf.get_output_embeddings()
+    if out and getattr(hf.config, "tie_word_embeddings", False) and (
+            out.weight is not hf.get_input_embeddings().weight):
+        from options.families import refuse_untied
+
+        refuse_untied(path)
     model = Model(hf, head, path)
     if head == "scalar" and "score.weight" in report["missing_keys"]:
         draw_score_head(model, seed)
@@ -177,11 +164,10 @@ def settings_of(path, head, system):
     config, (dtype, _) = AutoConfig.from_pretrained(path, trust_remote_code=False), dtypes(system)
     config.num_labels = 1 if head == "scalar" else config.num_labels
     attention, kind = system.attn_implementation, class_of(path, config, head)
-    if attention == "sdpa" and not kind._supports_sdpa:
-        attention = "eager"
-    if attention == "eager" and dtype == torch.float64:
-        raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
-                       " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
+    if attention == "eager" or not kind._supports_sdpa:
+        from options.families import slower_attention
+
+        attention = slower_attention(path, attention, dtype)
     how = dict(dtype=dtype, attn_implementation=attention)
     if has_any(config, EXPERTS):
         from options.families import settings_of_experts
@@ -211,49 +197,10 @@ def class_of(path, config, head):
     return classes[type(config)]
 
 
-def check_index(path, config):
-    """
-    Raise BadInput where the list of a model's files of weights names others than safetensors in its
-    own folder: transformers would read a pickle, or a file of another folder.
-    """
-    from transformers.utils import cached_file
-
-    for name in "model.safetensors.index.json", getattr(config, "transformers_weights", None) or "":
-        file = name.endswith(".json") and cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False)
-        for part in set(read_json(file)["weight_map"].values()) if file else ():
-            if not part.endswith(".safetensors") or os.path.isabs(part) or ".." in part.split("/"):
-                raise BadInput(f"{file} names {part!r}, which is no file of safetensors in its "
-                               "folder; convert the model with save_pretrained")
-
-
-def check_tensors(report, hf, head, path):
-    """
-    Raise BadInput for tensors that are missing, of another shape, or not the model's, but for the
-    heads of a scalar model; or for a head that the settings deny. report: transformers', of a load.
-    """
-    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
-    if head == "lm" and "score.weight" in extra:
-        raise BadInput(f"{path} is a reward model, no language model; type the policy's folder")
-    if head == "scalar":
-        score = getattr(hf, "score", None)
-        if not isinstance(score, nn.Linear) or score.out_features != 1 or score.bias is not None:
-            raise BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one score")
-        missing -= {"score.weight"}
-        extra = {n for n in extra if not n.startswith(("lm_head.", "embed_out.", "output."))}
-    shapes = [f"{n}, of shape {tuple(shape)} and not {tuple(wanted)}"
-              for n, shape, wanted in report["mismatched_keys"]]
-    for what, names in (("lack", missing), ("have, of a wrong shape,", shapes),
-                        ("have, beside the model's,", extra)):
-        if names:
-            raise BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such "
-                           "in all); is the download complete?")
-    out = hf.get_output_embeddings()
-    if out and getattr(hf.config, "tie_word_embeddings", False) and (
-            out.weight is not hf.get_input_embeddings().weight):
-        from options.families import refuse_untied
-
-        refuse_untied(path)
+def plain_head(hf):
+    """Whether the head of a scalar model is a linear map to one number."""
+    score = getattr(hf, "score", None)
+    return isinstance(score, nn.Linear) and score.out_features == 1 and score.bias is None
 
 
 def draw_score_head(model, seed):
@@ -274,11 +221,14 @@ def settle(model, system, trained, adapter=""):
     for p in model.parameters():
         p.requires_grad_(p in read)
     if trained and system.gradient_checkpointing:
-        model.recompute()
+        from options.recompute import recompute
+
+        recompute(model)
     matrices = dtypes(system)[1]
     if matrices and (adapter or not trained):
-        for p in matrices_of(model):
-            p.data = p.data.to(matrices)
+        from options.sixteen_bits import round_matrices
+
+        round_matrices(model, matrices)
 
 
 def read_by_texts(hf):
@@ -332,10 +282,8 @@ def load_policy(path, system, device, seed=0):
 
 def load_ref_policy(path, policy, system, device):
     """The frozen reference: of ref_path, or the SFT model; with LoRA the policy's frozen base."""
-    if policy.base is not None and not system.ref_path:
-        return policy.base
     if not system.ref_path:
-        return load(path, "ref", system, device, tokenizer=policy.tokenizer)
+        return policy.base or load(path, "ref", system, device, tokenizer=policy.tokenizer)
     ref_policy = load(system.ref_path, "ref", system, device)
     if ref_policy.tokenizer.vocabulary != policy.tokenizer.vocabulary:
         raise BadInput(f"ref_path {system.ref_path!r} has another tokenizer than the policy; give "
@@ -371,9 +319,8 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     The trained value model: see the key value_init. shared: a head on the policy's own trunk. A new
     head is a fifth of N+'s: its first values are noise, and shall be small beside the scores.
     """
-    if value_init == "reward":
-        if reward_model is None:
-            raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
+    if value_init == "reward" and reward_model is None:
+        raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
     start = dict(reward=reward_model, policy=policy, shared=policy).get(value_init)
     path = start.path if start else value_init
     tokenizer = start.tokenizer if start else load_tokenizer(path, system)

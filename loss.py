@@ -130,7 +130,7 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0, rows=None):
         figures["kl"] = (log_ratio * importance).sum(1).mean()
     figures["length"] = mask.sum(1).double().mean()
     figures["finished"] = batch["finished"].double().mean()
-    if not batch["accuracy"].isnan().any():  # NaN: the data has no answers
+    if "accuracy" in batch and not batch["accuracy"].isnan().any():  # NaN: a row without answer
         figures["accuracy"] = batch["accuracy"].mean()
         figures["thinks"] = batch["thinks"].mean()
     for name in reward_names if len(reward_names) > 1 else ():
@@ -144,18 +144,10 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0, rows=None):
         from options.sources import figures_by_source
 
         figures |= figures_by_source(batch, rows, prefix, reward_names)
-    if importance_cap > 0 and "age" in batch:  # from the policy that sampled to that of the update
-        off = kl_estimate(batch["sampler_logprobs"], batch["old_logprobs"], "k3")
-        figures["policy/off_policy_kl"] = masked_mean(off, mask).item()
     if importance_cap > 0:
-        weights = importance_weights(batch, importance_cap)[mask]  # (tokens,)
-        capped = weights == importance_cap  # in their own dtype: 1.1 has other bits in float64
-        weights = weights.double()
-        # the effective sample size (Kong, 1992)
-        worth = weights.sum() ** 2 / (weights**2).sum().clamp(min=1e-30)  # tokens
-        figures |= {"policy/importance": weights.mean().item(),
-                    "policy/importance_capped": capped.double().mean().item(),
-                    "policy/effective_tokens": (worth / len(weights)).item()}
+        from options.importance import figures_of_importance
+
+        figures |= figures_of_importance(batch, importance_cap)
     return figures
 
 

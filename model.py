@@ -27,7 +27,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from errors import BadInput
 
 # settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2, Falcon-H1
 SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier"]
@@ -130,25 +129,6 @@ class Model(nn.Module):
         return [m for m in self.hf.base_model.modules()
                 if kinds & {kind.__name__ for kind in type(m).__mro__}]
 
-    def recompute(self):
-        """
-        Gradient checkpointing, transformers' own: the backward pass computes each layer again. A
-        step takes a third longer, and far less memory. Raises BadInput where a family has none.
-        """
-        if not self.hf.supports_gradient_checkpointing:
-            raise BadInput(f"{self.path}: transformers' {type(self.hf).__name__} has no gradient "
-                           "checkpointing; type --gradient_checkpointing=False")
-        # transformers before 5.23 has another name for it
-        enable = getattr(self.hf, "activation_checkpointing_enable",
-                         self.hf.gradient_checkpointing_enable)
-        enable(dict(use_reentrant=False))
-        # transformers does it where a layer's flag `training` is set: in_training sets it. While
-        # the layer runs it is not set: some have dropout of their own
-        self.recomputed = [m for m in self.layers() if getattr(m, "gradient_checkpointing", False)]
-        for layer in self.recomputed:
-            layer._gradient_checkpointing_func = without_dropout(
-                layer, layer._gradient_checkpointing_func)
-
     def merged(self, name, W):
         """W, a whole tensor of self.hf with this name; with LoRA, plus its adapter."""
         return W
@@ -191,22 +171,6 @@ class Model(nn.Module):
 
             longest = min(longest, longest_of_longrope(rope))
         return longest
-
-
-def vectors_of(model):
-    """
-    The parameters that are vectors, also where a tensor has one for each expert or head: beside
-    tensors with a matrix for each, as a bias (gpt-oss), in a norm (Cohere), or as the decays of a
-    state space (Jamba).
-    """
-    vectors = set()
-    for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        stacked = any(p.dim() == 3 for p in own.values())
-        norm = "norm" in type(module).__name__.lower()
-        vectors |= {p for name, p in own.items()
-                    if p.dim() < 2 + stacked or norm or "bias" in name or name == "A_log"}
-    return vectors
 
 
 def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
@@ -267,7 +231,7 @@ def at_least_float32(x):
 
 @contextlib.contextmanager
 def in_training(layers):
-    """A block in which these layers have the flag `training`, each by itself: see recompute."""
+    """A block in which these layers have the flag `training`: see options/recompute.py."""
     for layer in layers:
         layer.training = True
     try:
@@ -275,15 +239,6 @@ def in_training(layers):
     finally:
         for layer in layers:
             layer.training = False
-
-
-def without_dropout(layer, checkpointed):
-    """`checkpointed`, by which transformers runs a layer that is computed again, in eval mode."""
-    def run(*args):
-        layer.training = False
-        return checkpointed(*args)
-
-    return run
 
 
 def has_any(config, names):

@@ -26,9 +26,10 @@ from itertools import pairwise
 import torch
 
 import parallel
-from errors import BadInput, nearest, say, shorten
+from errors import BadInput, say, shorten
 
-NO_UTF8 = re.compile("[\ud800-\udfff]")  # what Python reads where bytes are no UTF-8
+NO_UTF8 = "[\ud800-\udfff]"  # what Python reads where bytes are no UTF-8
+ODD = re.compile(NO_UTF8 + r"|\A[\s'\"]*[\[{]")  # or a text that may be a list of messages
 
 
 class Rows(list):
@@ -42,50 +43,28 @@ class Rows(list):
 def read_rows(path, shape, fields=""):
     """
     The Rows of a JSONL file. shape: a function of a row, such as prompt_row, which checks the row
-    and brings it into one form. fields: "question>prompt,a.b>answer" renames fields. Raises
-    BadInput, with file and line.
+    and brings it into one form. fields: the key; see options/sources.py. Raises BadInput, with file
+    and line.
     """
-    if not os.path.isfile(path) and re.search("[,*:]", path) or re.search(
-            r"\.(json|csv|parquet|gz)$", path):
+    if not os.path.isfile(path) or re.search(r"\.(json|csv|parquet|gz)$", path):
         from options.sources import several_rows
 
         return several_rows(path, shape, fields)
-    if not os.path.isfile(path):
-        maker = os.path.join(os.path.dirname(path), "prepare.py")
-        hint = nearest(path) or f"; type: python {maker}" * os.path.isfile(maker)
-        raise BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{hint}")
+    if fields:
+        from options.sources import renamed
+
+        shape = renamed(shape, fields)
     rows = Rows()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
         for number, line in enumerate(f, 1):
             if line.strip():
                 try:
-                    rows.append(shape(rename(json.loads(line), fields)))
-                except json.JSONDecodeError as e:
-                    raise BadInput(f"{path}, line {number}: no JSON, from character {e.pos + 1} on "
-                                   f"({e.msg}); a row is one line") from e
-                except ValueError as e:  # mostly BadInput
-                    raise BadInput(f"{path}, line {number}: {e}") from e
+                    rows.append(shape(json.loads(line)))
+                except ValueError as e:  # no JSON, or BadInput
+                    raise BadInput(f"{path}, line {number}: {getattr(e, 'msg', e)}") from e
     if not rows:
         raise BadInput(f"{path}: the file is empty")
     return rows
-
-
-def rename(row, fields):
-    """A row with quartet's names of the fields. A dot leads into a nested field."""
-    if not isinstance(row, dict):
-        raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
-    pairs = [part.split(">") for part in fields.split(",") if part]
-    if any(len(pair) != 2 for pair in pairs):
-        raise BadInput(f"fields = {fields!r}: wanted THEIRS>OURS, in quotes")
-    renamed = {key: row[key] for key in row if key not in [pair[0].strip() for pair in pairs]}
-    for theirs, ours in pairs:
-        value = row
-        for key in [theirs] if theirs in row else theirs.strip().split("."):
-            if not isinstance(value, dict) or key not in value:
-                raise BadInput(f"fields: {theirs!r} is missing; the row has {', '.join(row)}")
-            value = value[key]
-        renamed[ours.strip()] = value
-    return renamed
 
 
 def prompt_row(row):
@@ -94,7 +73,7 @@ def prompt_row(row):
     answer = row.get("answer")
     if isinstance(answer, int) or isinstance(answer, float) and math.isfinite(answer):
         row["answer"] = repr(answer).removesuffix(".0")
-    elif answer is not None and (not isinstance(answer, str) or NO_UTF8.search(answer)):
+    elif answer is not None and (not isinstance(answer, str) or re.search(NO_UTF8, answer)):
         raise BadInput(f"field 'answer' must be UTF-8 text or a number, found {shorten(answer)}")
     return row
 
@@ -114,23 +93,15 @@ def dialogue(row, *completions):
 
 def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
-    value = row.get(field)
-    if value is None:
-        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
-                       f'one by --fields="THEIRS>{field}", or see data/convert.py')
+    value = row.get(field) if isinstance(row, dict) else None
     if isinstance(value, list):
         from options.chats import check_messages
 
         check_messages(value, field)
-    elif not isinstance(value, str):
-        raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
-                       f"messages of text, found {shorten(value)}")
-    elif NO_UTF8.search(value) or not value and field == "prompt":
-        raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(value)}")
-    elif value.lstrip(" \n\t'\"").startswith(("[", "{")):
-        from options.chats import check_text
+    elif not isinstance(value, str) or ODD.search(value) or not value and field == "prompt":
+        from options.mistakes import check_text
 
-        check_text(value, field)
+        check_text(row, field)
     return value
 
 
@@ -182,65 +153,27 @@ def encode_demonstrations(rows, path, tokenizer, limit, too_long):
         too_long, cut, lambda example: len(example[0]))
 
 
-def encode_rows(rows, path, encode, limit, too_long, cut, length=len, check=None,
+def encode_rows(rows, path, encode, limit, too_long, cut, length=len,
                 key="max_tokens, and of a new model context"):
     """
     Give Rows their ids, and return the Rows. encode: a function of a list of rows -> their ids.
     too_long: the key of this name, for rows of more than `limit` tokens: "error", "drop", or "cut":
     the function cut shortens a row's ids; where it gives None, the row is dropped.
-    length: a function of a row's ids -> how many tokens they are. check: a function of the ids of
-    all rows, such as check_pairs. key: the key that the limit comes from, for the error.
+    length: a function of a row's ids -> how many tokens they are. key: the key that the limit comes
+    from, for the error.
     """
     try:
         encoded = list(encode(rows))
-    except BadInput:
-        for number, row in enumerate(rows, 1):  # which one?
-            try:
-                encode([row])
-            except BadInput as e:
-                raise BadInput(f"{path}, row {number}: {e}") from e
-        raise
-    if check:
-        check(encoded)
-    lengths = [length(ids) for ids in encoded]
-    for number, n in enumerate(lengths, 1):
-        if n == 0 or n > limit and too_long == "error":
-            hint = "shorten it, or type --too_long=drop" if min(lengths) <= limit else (
-                "no row is short enough: change that key, or take a model with a longer context")
-            raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (by the "
-                           f"key {key}); {hint}")
-    long = [i for i, n in enumerate(lengths) if n > limit]
-    for i in long:
-        encoded[i] = cut(encoded[i]) if too_long == "cut" else None
-    kept = [i for i, ids in enumerate(encoded) if ids is not None]
-    if long:
-        say(f"{path}: {len(long)} of {len(rows)} rows have more than {limit} tokens: {too_long}" + (
-            f"; {len(rows) - len(kept)} of them have no token left to learn, and are left out"
-            if too_long == "cut" and len(kept) < len(rows) else ""))
-    if not kept:
-        raise BadInput(f"{path}: no row is left; raise the limit of tokens")
-    if rows.mix:
-        rows.mix = rows.mix.keep(kept)
-    rows[:] = [rows[i] for i in kept]
-    rows.ids = [encoded[i] for i in kept]
-    if isinstance(rows.ids[0], list):
-        rows.ids = [array("i", ids) for ids in rows.ids]
+    except BadInput as e:
+        from options.mistakes import of_rows
+
+        raise of_rows(rows, path, encode, e) from e
+    if not all(0 < length(ids) <= limit for ids in encoded):  # some rows do not fit
+        from options.too_long import fit
+
+        encoded = fit(rows, encoded, path, limit, too_long, cut, length, key)
+    rows.ids = [array("i", ids) if isinstance(ids, list) else ids for ids in encoded]
     return rows
-
-
-def check_pairs(pairs, path, train_path):
-    """
-    Say in which pairs chosen and rejected have the same ids: these teach nothing. Raises BadInput
-    if all pairs to train on are such: a chat template may leave out the part that differs.
-    """
-    ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
-    if ties:
-        text = (f"{path}: in {len(ties)} of {len(pairs)} pairs chosen and rejected are the same "
-                f"tokens: row {', '.join(map(str, ties[:5]))}{', ...' * (len(ties) > 5)}")
-        if len(ties) == len(pairs) and path == train_path:
-            raise BadInput(f"{text}; if the rows differ, the chat template leaves the difference "
-                           "out; type --chat_template=FILE")
-        say(f"warning: {text}; they teach nothing")
 
 
 def hash_of_ids(rows):

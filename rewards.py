@@ -8,7 +8,7 @@ Its batch is a dict of lists with an entry for each response. For two responses 
         prompts=["123+456=", "250+250="],
         completions=["<think>3+6+0=09;2+5+0=07;1+4+0=05</think>579", "501"],
     )
-    accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not
+    accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not (grading/answers.py)
     thinks(batch)    # [1.0, 0.0]: only the first one thinks
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
@@ -16,6 +16,7 @@ the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which
 may take; and `limits` of programs. Of several turns the completion is the last one, and `dialogues`
 has all messages.
 """
+import importlib
 import math
 import sys
 import threading
@@ -24,35 +25,12 @@ import traceback
 import torch
 
 import parallel
-from answers import (answers_of, final_answer, marks_of, same_answer, say_unknown_marks,
-                     whole_responses)
-from errors import BadInput, Stop, first_line, place_of, say, shorten
+from errors import BadInput, Stop, first_line, place_of, say
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
 from ranks import this_rank
 from rollout import texts_of
-
-
-def accuracy(batch):
-    """
-    (B,): 1.0 where the final answer of the response is that of the row's `answer` ("72" or a whole
-    solution that ends with "#### 72"), else 0.0; NaN without one. No algebra: see the reward
-    `math`.
-    """
-    scores = []
-    for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
-        answer = row.get("answer")
-        right = answer is not None and same_answer(*answers_of(response, answer))
-        scores.append(math.nan if answer is None else float(right))
-    return torch.tensor(scores)
-
-
-def thinks(batch):
-    """(B,): 1.0 where the response has <think> and, after it, </think>, or the like; else 0.0."""
-    # for each response, of each mark of thoughts, whether it opens them
-    marks_of_each = [[opens for opens, _ in marks_of(text)] for text in whole_responses(batch)]
-    return torch.tensor([float(marks[:1] == [True] and False in marks) for marks in marks_of_each])
 
 
 def length(batch):
@@ -69,10 +47,12 @@ def environment(batch):
     return batch["turn_rewards"].sum(1)
 
 
-BUILT_IN = ("accuracy", "math", "format", "thinks", "length", "code", "environment", "judge",
-            "reward_model")
-NEEDS = {"accuracy": ("answer",), "math": ("answer",), "code": ("tests",)}  # fields of the rows
-KEYS = {"reward_model": "reward_path", "judge": "judge_path"}  # which model it is
+# built-in rules, {name: (file of grading/, function)}: the file is loaded where a run names it
+RULES = dict(
+    accuracy=("answers", "accuracy"), math=("expressions", "math_answer"),
+    format=("forms", "format"), thinks=("answers", "thinks"), code=("programs", "code"))
+MODELS = {"reward_model": "reward_path", "judge": "judge_path"}  # and the key that says which one
+BUILT_IN = *RULES, "length", "environment", *MODELS
 
 
 def reward_terms(spec, config=None, folder="."):
@@ -93,26 +73,22 @@ def reward_terms(spec, config=None, folder="."):
             factor = float(weight) if star else 1.0
         except ValueError:
             factor = math.nan
-        if not math.isfinite(factor):
-            raise BadInput(f"{where}: {part.strip()!r} is no NUMBER*NAME, such as 0.5*accuracy")
+        if not math.isfinite(factor) or ":" not in name and name not in BUILT_IN:
+            from options.mistakes import no_reward
+
+            raise no_reward(part.strip(), where, BUILT_IN)
         if ":" in name:
             from options.foreign_rewards import load_reward
 
             name, function = load_reward(name, folder, where)
-            if name in BUILT_IN:
-                raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
-        elif name in BUILT_IN:
-            function = built_in(name)
-        elif name.endswith(".py"):
-            raise BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
         else:
-            raise BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(BUILT_IN)}, "
-                           "and FILE.py:FUNCTION of your own")
-        if name in [known for _, known, _ in terms]:
-            raise BadInput(f"{where}: {name!r} is given twice; keep one")
+            function = built_in(name)
         terms.append((factor, name, function))
     names = [name for _, name, _ in terms]
-    for name, key in KEYS.items():
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise BadInput(f"{where}: {twice[0]!r} is given twice; keep one")
+    for name, key in MODELS.items():
         if config and bool(config[key]) != (name in names):
             raise BadInput(f"{key} = {config[key]!r}, and {where}: type --reward_functions={name} "
                            f"with --{key}=FOLDER, or neither of the two")
@@ -122,33 +98,18 @@ def reward_terms(spec, config=None, folder="."):
 
 
 def built_in(name):
-    """The function of a built-in reward; None of a model's. Rare ones are only imported here."""
-    if name == "math":
-        from grading.expressions import math_answer
-        return math_answer
-    if name == "code":
-        from grading.programs import code
-        return code
-    if name == "format":
-        from grading.forms import format
-        return format
-    return dict(accuracy=accuracy, thinks=thinks, length=length, environment=environment).get(name)
+    """The function of a built-in reward; None of a model's."""
+    if name in RULES:
+        file, function = RULES[name]
+        return getattr(importlib.import_module(f"grading.{file}"), function)
+    return dict(length=length, environment=environment).get(name)
 
 
 def check_rows(terms, rows, path):
     """Raise BadInput where a row lacks what a reward needs, or its sandbox is missing."""
-    for _, name, function in terms:
-        for field in NEEDS.get(name, ()):
-            for number, row in enumerate(rows, 1):
-                if row.get(field) is None:
-                    raise BadInput(f"{path}, row {number}: the reward {name!r} needs the field "
-                                   f"{field!r}{', which is null' * (field in row)}; the row has "
-                                   f"{', '.join(row)}; rename one by --fields=\"THEIRS>{field}\"")
-                if field == "answer" and not same_answer(*[final_answer(row[field], lines=0)] * 2):
-                    raise BadInput(f"{path}, row {number}: no response could equal the answer "
-                                   f"{shorten(row[field])}; correct the row, or leave it out")
-        if hasattr(function, "check_rows"):
-            function.check_rows(rows, path)
+    for _, _, rule in terms:
+        if hasattr(rule, "check_rows"):
+            rule.check_rows(rows, path)
 
 
 def read_prompts(path, terms, models, max_new_tokens, system):
@@ -157,7 +118,10 @@ def read_prompts(path, terms, models, max_new_tokens, system):
         return Rows()
     rows = read_rows(path, prompt_row, system.fields)
     check_rows(terms, rows, path)
-    say_unknown_marks(next(iter(models.values())).tokenizer)
+    if RULES.keys() & {name for _, name, _ in terms}:
+        from grading.answers import say_unknown_marks
+
+        say_unknown_marks(next(iter(models.values())).tokenizer)
     rows = encode_prompts(rows, path, models, max_new_tokens, system)
     if any("source" in row for row in rows):
         from options.sources import name_sources
@@ -169,9 +133,9 @@ def read_prompts(path, terms, models, max_new_tokens, system):
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
     """
     A collective: add the scores to a sampled batch, which all ranks have; every rank scores its
-    share. New columns (B,): reward/NAME for each reward; accuracy, thinks; scores, the weighted sum
-    of the rewards. Raises Stop, on all ranks, if a rule fails or hangs, or a model's output is not
-    finite.
+    share. New columns (B,): reward/NAME for each reward; accuracy and thinks, where rows have an
+    answer; scores, the weighted sum of the rewards. Raises Stop, on all ranks, if a rule fails or
+    hangs, or a model's output is not finite.
     """
     if "score" not in this_rank.does:  # ranks of another role will do it
         return
@@ -195,7 +159,10 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         from options.judging import judge_scores
 
         columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(like)
-    columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))
+    if any(row.get("answer") is not None for row in rows):  # of the data: in each batch the same
+        from grading.answers import accuracy, thinks
+
+        columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
     add_scores(batch, terms)
 

@@ -17,6 +17,8 @@ them.
 from configurator import configure  # first: it must be imported before torch
 from errors import BadInput, say
 
+import contextlib
+
 import torch
 
 import parallel
@@ -24,8 +26,8 @@ import ranks
 from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
-from prompts import (batch_rows, check_pairs, deal_rows, dialogue, encode_rows, hash_of_ids,
-                     read_rows, right_pad, run_length, spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
+                     right_pad, run_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -117,10 +119,14 @@ def encode(rows, path, fields, model):
 
     model.tokenizer.say_marks(rows, ["prompt", *fields], path)
     limit = min(model.max_positions, max_tokens or model.max_positions)
-    return encode_rows(rows, path, encode_all, limit, system.too_long, None,
-                       lambda sequences: max(map(len, sequences)),
-                       lambda ids: fields == PAIR and not teacher and check_pairs(
-                           ids, path, train_path))
+    rows = encode_rows(rows, path, encode_all, limit, system.too_long, None,
+                       lambda sequences: max(map(len, sequences)))
+    if fields == PAIR and not teacher and any(chosen == other for chosen, other in rows.ids):
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.mistakes import check_ties
+
+            check_ties(rows.ids, path, train_path)
+    return rows
 
 
 def read(path, fields):

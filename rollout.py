@@ -35,16 +35,14 @@ With an environment its words stand in the response, too: there response_mask is
 B responses, R = max_new_tokens, T = R + the tokens of the batch's longest prompt, V vocabulary.
 """
 import contextlib
-import copy
 import functools
 import hashlib
 
 import torch
-import torch.nn as nn
 
 import parallel
 from errors import BadInput
-from load import autocast, dtypes, matrices_of
+from load import autocast, dtypes
 from model import decoding_cache, no_grad_forwards, scaled_logits
 from ranks import this_rank
 
@@ -120,11 +118,10 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
         return tuple(map(torch.cat, zip(*parts, strict=True)))
     budgets, tokenizer, device = budgets or [R] * n, policy.tokenizer, policy.hf.device
     for row, (ids, budget) in enumerate(zip(prompts, budgets, strict=True)):
-        if not ids:
-            raise BadInput(f"prompt {row} is empty")
-        if len(ids) + budget > policy.max_positions:
-            raise BadInput(f"a prompt of {len(ids)} tokens and max_new_tokens = {budget} exceed "
-                           f"the model's context of {policy.max_positions}")
+        if not 0 < len(ids) <= policy.max_positions - budget:
+            raise BadInput(f"prompt {row} has {len(ids)} tokens: it is empty, or does not fit with "
+                           f"max_new_tokens = {budget} into the model's context of "
+                           f"{policy.max_positions}")
     responses = torch.full((n, R), tokenizer.pad_id, dtype=torch.int64, device=device)
     wide = torch.promote_types(policy.hf.dtype, torch.float32)
     logprobs = torch.zeros(n, R, dtype=wide, device=device)
@@ -334,17 +331,9 @@ def decoding_copy(policy, system, device):
     if matrices in (None, policy.hf.dtype) or policy.base is not None:
         yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
         return
-    # deepcopy copies the modules; their buffers and parameters it takes from `memo`
-    memo, rounded = {id(t): t for t in policy.buffers()}, {id(p) for p in matrices_of(policy)}
-    memo[id(policy.tokenizer)] = policy.tokenizer
-    for p in policy.parameters():
-        t = p.detach().to(matrices if id(p) in rounded else p.dtype)
-        memo[id(p)] = nn.Parameter(t, requires_grad=False)
-    decoder = copy.deepcopy(policy, memo)
-    head = decoder.hf.get_output_embeddings()
-    if head.weight is decoder.hf.get_input_embeddings().weight:  # tied: only the head is rounded
-        head.weight = nn.Parameter(head.weight.to(matrices), requires_grad=False)
-    yield decoder
+    from options.sixteen_bits import rounded_copy
+
+    yield rounded_copy(policy, matrices)
 
 
 def texts_of(batch, rows, tokenizer):

@@ -22,23 +22,20 @@ import re
 import shlex
 import sys
 import time
-import unicodedata
 
 import torch
 
 import errors
 import parallel
 import ranks
-from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
-                        write_cards)
+from checkpoint import (append, has_lines, load_checkpoint, open_folder, save_checkpoint,
+                        save_final, write_cards)
 from configurator import of_model
-from errors import BadInput, Stop, say, say_last, visible
+from errors import BadInput, Stop, say, visible
 from loss import gap, gap_limit, summarize
-from model import vectors_of
 from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
-GROWTH, MOST = 200, 20  # float16: steps until the loss scale doubles; overflows in a row, an error
 
 
 def make_optimizer(model, name, system, lr, betas, eps):
@@ -46,10 +43,9 @@ def make_optimizer(model, name, system, lr, betas, eps):
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [dict(params=parameters)]
     if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
-        small = vectors_of(model)
-        vectors = [p for p in parameters if p in small]
-        groups = [dict(params=[p for p in parameters if p not in small])]
-        groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
+        from options.optimizers import groups_of
+
+        groups = groups_of(model)
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
         fused=ranks.this_rank.role == "train")  # others never step
@@ -97,12 +93,12 @@ class Run:
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, data or torch than rank 0")
         folder, saved, log = None, None, os.path.join(out_dir, "log.jsonl")
-        had_begun = os.path.isfile(log) and os.path.getsize(log) > 0
+        had_begun = has_lines(log)
         if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
-        fresh = dict(iteration=0, best_score=None, loss_scale=2.0**16, clean_steps=0,
-                     finished=None, broken="", said={})
+        fresh = dict(iteration=0, loss_scale=2.0**16, clean_steps=0,
+                     broken="", said={})
         self.state, self.folder = fresh | (saved or {}), folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
@@ -173,7 +169,13 @@ class Run:
         """
         if parallel.stop_agreed():  # COLLECTIVE
             self.save()  # COLLECTIVE
-            say_last(f"saved before iteration {self.iteration}; the same command goes on there")
+            saved = f"saved before iteration {self.iteration}; the same command goes on there"
+            say(saved)
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun says more behind it
+                with contextlib.suppress(ImportError):  # a fork may do without
+                    from options.torchrun import say_again
+
+                    say_again(saved)
             self.leave()  # COLLECTIVE
             sys.exit(0)
 
@@ -279,16 +281,9 @@ class Run:
                  for name, buffers in gradients.items()}
         good = all(map(math.isfinite, norms.values()))
         if self.system.dtype == "float16":
-            # float16 rounds gradients below 6e-8 to 0, so the loss is multiplied by a scale: it is
-            # halved after an overflow, doubled after GROWTH steps without one (arXiv 1710.03740).
-            # clean: steps in a row without an overflow; below 0, with one
-            clean = self.state["clean_steps"]
-            clean = max(clean, 0) + 1 if good else min(clean, 0) - 1
-            factor = 0.5 if not good else 2.0 if clean % GROWTH == 0 else 1.0
-            scale = min(self.state["loss_scale"] * factor, 2.0**24)
-            self.state |= dict(clean_steps=clean, loss_scale=scale)
-            if not good and clean > -MOST:
-                say(f"iteration {self.iteration}: a float16 gradient overflowed; step skipped")
+            from options.sixteen_bits import overflowed
+
+            if overflowed(self.state, good, self.iteration):
                 return {}
         if not good:
             name = next(name for name, norm in norms.items() if not math.isfinite(norm))
@@ -313,16 +308,12 @@ class Run:
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
         record = summarize(batch, "eval", reward_names, rows=rows)
-        by = self.system.keep_best  # the metric by which the best policy is kept, or ""
-        figures = record | {"score": score}
-        best = self.state["best_score"] if self.state.get("best_by", by) == by else None
-        if by and best is None and by not in figures:
-            raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
-        now = figures.get(by)  # None: no reward applied to a response of that source, this time
-        if now is not None and (best is None or now - best > 1e-6 * abs(best)):
-            self.state |= dict(best_score=now, best_by=by)
-            save_final(  # COLLECTIVE
-                self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
+        if self.system.keep_best:
+            from options.keep_best import is_best
+
+            if is_best(record | {"score": score}, self.system.keep_best, self.state):
+                save_final(  # COLLECTIVE
+                    self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
         samples = self.samples(batch, rows, SAMPLES)
         say(evaluation_lines(self.iteration, record, samples))
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
@@ -369,16 +360,15 @@ class Run:
             if "age" in batch:
                 record["policy/staleness"] = int(batch["age"][0])
             tokens = int(batch["response_mask"].sum())
-            if self.state["finished"] is None:  # the first iteration
-                self.state["finished"] = record["objective/finished"]
-            broken = how_broken(record, self.state["finished"])
-            if broken and not self.state["broken"]:
-                say(f"warning: iteration {self.iteration}: {broken}")
-            self.state["broken"] = broken
-            for name, (share, line) in what_is_lost(record).items():
-                if share >= 2 * self.state["said"].get(name, 0.0):  # once; again, if it has doubled
-                    self.state["said"] |= {name: share}
-                    say(f"warning: iteration {self.iteration}: {line}")
+            finished = record["objective/finished"]
+            self.state.setdefault("finished", finished)  # of the first iteration
+            taught = (finished, record.get("objective/scored", 1.0),
+                      1 - record.get("objective/flat_groups", 0.0))  # shares of the batch
+            if min(taught) <= 2 / 3 or self.state["broken"]:
+                with contextlib.suppress(ImportError):  # a fork may do without
+                    from options.alarms import say_what_is_wrong
+
+                    say_what_is_wrong(record, self.state, self.iteration)
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
@@ -403,50 +393,6 @@ def as_number(name, x):
     if isinstance(x, torch.Tensor) and x.numel() != 1:
         raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
     return x.item() if hasattr(x, "item") else x
-
-
-# -------------------------------------------------------------------------------------------------
-# what a run warns of
-
-
-def how_broken(record, finished):
-    """
-    "", or in words how the policy of an iteration is broken. Two things must be true: responses do
-    not end any more (at most two thirds as many as in the first iteration, `finished`); and the
-    policy is 0.3 nats a token away from the reference, or has moved so far in one update. A policy
-    that learns does one of the two at most.
-    """
-    kl, ends = record.get("objective/kl"), record["objective/finished"]
-    moved = max((kl or 0) / max(record["objective/length"], 1),
-                record.get("policy/approx_kl", 0))
-    if not moved > 0.3 or ends > finished * 2 / 3:
-        return ""
-    far = f"its KL is {kl:.3g} nats, " if kl is not None else ""
-    return (f"the policy is broken: {far}{ends:.0%} of its responses end, {finished:.0%} did at "
-            "first. See 'KL runs away' in docs/diagnosis.md: mostly the learning rate is too large")
-
-
-def what_is_lost(record):
-    """
-    {name: (share, line)} of what keeps more than half of an iteration's batch from teaching, with
-    the figure and the likely cause: responses that are cut, groups without a difference, responses
-    without a reward.
-    """
-    right, ends = record.get("objective/accuracy"), record["objective/finished"]
-    cause = "see 'Groups are flat' in docs/diagnosis.md"
-    if right is not None:
-        cause = f"{right:.0%} of the answers are right: the prompts are " + (
-            "too easy now" if right > 0.5 else
-            "too hard, or the reward does not read the answers")
-    found = dict(
-        cut=(1 - ends, "of the responses are cut at max_new_tokens, and teach where to stop "
-             "nowhere: raise it, or see 'Responses grow to the limit' in docs/diagnosis.md"),
-        flat=(record.get("objective/flat_groups", 0.0), f"of the groups have equal scores, and "
-              f"teach nothing; {cause}"),
-        unscored=(1 - record.get("objective/scored", 1.0), "of the responses have no reward: each "
-                  "reward function gave None"))
-    return {name: (share, f"{share:.0%} {line}") for name, (share, line) in found.items()
-            if share > 0.5}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -488,9 +434,10 @@ def evaluation_lines(iteration, record, samples):
         lines[-1] += f" {figure}" if lines[-1].endswith((":", "   ")) else f"  {figure}"
     for sample in random.Random(iteration).sample(samples, min(2, len(samples))):
         prompt = sample["prompt"]
-        if not isinstance(prompt, str):  # a chat: its last question
-            users = [message for message in prompt if message["role"] == "user"]
-            prompt = (users or prompt)[-1]["content"]
+        if not isinstance(prompt, str):
+            from options.chats import last_question
+
+            prompt = last_question(prompt)
         end = "" if sample["finished"] else " [cut off]"
         lines += [f"    > {cut(prompt, 74)}",
                   f"      {cut(sample['text'], 74 - len(end)) or '[empty]'}{end}"]
@@ -500,19 +447,13 @@ def evaluation_lines(iteration, record, samples):
 def cut(text, width):
     """A text as one line of at most `width` columns: of a longer one the beginning and the end."""
     text = " ".join(visible(text).split())
-    if columns_of(text) <= width:
-        return text
-    half, parts = (width - 5) // 2, []
-    for letters in (text, text[::-1]):
-        while columns_of(letters) > half:
-            letters = letters[:half] if len(letters) > half else letters[:-1]
-        parts.append(letters)
-    return f"{parts[0].rstrip()} ... {parts[1][::-1].lstrip()}"
+    if not text.isascii():  # letters of other scripts may take two columns
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.wide_letters import cut_wide
 
-
-def columns_of(text):
-    """How many columns of a terminal a text takes: Chinese letters take two."""
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+            return cut_wide(text, width)
+    half = (width - 5) // 2
+    return text if len(text) <= width else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
 
 
 def peak_memory_mib(device):

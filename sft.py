@@ -91,7 +91,9 @@ def from_scratch(system, device):
         hf = auto_class("lm").from_config(settings, dtype=torch.float32)
     model = Model(hf.to(device, dtypes(system)[0]), tokenizer=tokenizer)
     if system.gradient_checkpointing:
-        model.recompute()
+        from options.recompute import recompute
+
+        recompute(model)
     return model
 
 

@@ -10,20 +10,17 @@ Text -> token ids and back, with transformers' AutoTokenizer.
 Here are strings; options/chats.py writes messages in a chat template. Text that looks like a
 special token is plain text in all of them: a prompt cannot end a turn or a response.
 """
-import ast
 import contextlib
 import glob
 import os
 import re
-from collections import Counter
 from itertools import islice
 
 from configurator import read_json, write_json
-from errors import BadInput, first_line, say, shorten
+from errors import BadInput
 
 # how the chat templates of many families begin a turn
 TURNS = r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>"
-MARKS = "\x01|~^`;#"  # characters that hardly any tokenizer joins with the next ones
 
 
 def load_tokenizer(path, system):
@@ -48,7 +45,7 @@ def load_tokenizer(path, system):
 
 def read_folder(path):
     """The tokenizer of transformers in a model folder, or of a hub name. Raises BadInput."""
-    if path.count("/") == 1 and not os.path.exists(path):
+    if not os.path.isdir(path):  # a name on the hub
         from options.hub import check_name
 
         check_name(path)
@@ -58,11 +55,9 @@ def read_folder(path):
     try:
         hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # transformers raises anything
-        if not os.path.exists(path) and path.count("/") != 1:  # nor a name on the hub
-            maker = os.path.join(os.path.dirname(path), "prepare.py")
-            hint = f"type: python {maker}" if os.path.isfile(maker) else "prepare the data first"
-            raise BadInput(f"{path!r}: no such folder; {hint}") from e
-        raise BadInput(f"{path}: no usable tokenizer ({first_line(e)[:300]})") from e
+        from options.mistakes import no_tokenizer
+
+        raise no_tokenizer(path, e) from e
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
                        "files there, and set eos_token in its tokenizer_config.json")
@@ -96,18 +91,18 @@ class Tokenizer:
 
     def __init__(self, hf, path, system, chats=None):
         self.hf, self.path, self.chats = hf, path, chats
-        self.stop_strings = parse_stop_strings(system.stop_strings)
+        self.stop_strings = []
+        if system.stop_strings:
+            from options.stop_strings import parse
+
+            self.stop_strings = parse(system.stop_strings)
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
         self.bos_ids = self.ids_before_a_string()
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
-        # many put a blank in front of a text, and SentencePiece takes it away from the text of ids:
-        # not so behind a mark
-        self.mark = self.separate_character()
-        self.mark_ids = self.encode_texts([self.mark])[0]
-        text = self.text_of(self.mark_ids + self.encode_texts(["a"])[0])
-        self.adds_blank = text.endswith(f"{self.mark} a")
+        # many put a blank in front of a text, and SentencePiece takes it away from the text of ids
+        self.adds_blank = self.text_of(2 * self.encode_texts(["a"])[0]) != "aa"
         self.skipped_id = self.messages_of = None
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.eos_ids = {self.eos_id} | (chats.turn_ends if chats else set())
@@ -117,14 +112,6 @@ class Tokenizer:
         text, ids = self.encode_texts(["a1"])[0], self.hf("a1")["input_ids"]
         begins = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
         return ids[:next(begins, 0)]
-
-    def separate_character(self):
-        """One of MARKS that survives encoding and decoding, and joins with no character behind."""
-        for mark in MARKS:
-            text = self.text_of(self.encode_texts([mark])[0])
-            if text.strip() == mark and not any(mark in token[:-1] for token in self.vocabulary):
-                return mark
-        return MARKS[0]
 
     def save(self, folder):
         """
@@ -171,10 +158,11 @@ class Tokenizer:
 
     def encode_behind(self, texts):
         """The ids of each of these strings as they are behind another text: no blank is added."""
-        if not self.adds_blank:
-            return self.encode_texts(texts)
-        marked = self.encode_texts([self.mark + text for text in texts])
-        return [ids[len(self.mark_ids):] for ids in marked]
+        if self.adds_blank:
+            from options.blanks import encode_behind
+
+            return encode_behind(self, texts)
+        return self.encode_texts(texts)
 
     def encode_prompts(self, prompts):
         """
@@ -220,21 +208,14 @@ class Tokenizer:
         return ids + more, [False] * len(ids) + [True] * len(more)
 
     def say_marks(self, rows, fields, path):
-        """
-        Say how many rows spell special tokens in these fields, strings or messages. They are read
-        as letters, and mostly somebody has rendered a chat, or written an EOS behind a text.
-        """
+        """Warn of rows that spell special tokens in these fields: they are read as letters."""
         names = sorted(self.specials, key=len, reverse=True)
         marks = re.compile("|".join([TURNS, *(re.escape(s) for s in names if len(s) > 2)]))
-        firsts = Counter()  # {mark: in how many rows it is the first}
-        for row in rows:
-            texts = [x["content"] if isinstance(x, dict) else x for field in fields
-                     for x in (row[field] if isinstance(row[field], list) else [row[field]])]
-            firsts.update([mark[0] for mark in map(marks.search, texts) if mark][:1])
-        if firsts:
-            say(f"warning: {path}: {firsts.total()} of {len(rows)} rows have special tokens in "
-                f"them that are read as plain text, mostly {firsts.most_common(1)[0][0]}; give "
-                "chats as messages, and texts without an EOS: the run writes such marks itself")
+        if any(marks.search(str(row[field])) for row in rows for field in fields):
+            with contextlib.suppress(ImportError):  # a fork may do without
+                from options.mistakes import say_marks
+
+                say_marks(rows, fields, path, marks)
 
     def need_chats(self):
         """The chats, of messages. Raises BadInput where there is no template."""
@@ -251,16 +232,17 @@ class Tokenizer:
 
     def text_behind(self, ids):
         """The text of ids that continue a text: their first blank stays."""
-        if not self.adds_blank:
-            return self.text_of(ids)
-        return self.text_of(self.mark_ids + ids).partition(self.mark)[2]
+        if self.adds_blank:
+            from options.blanks import text_behind
+
+            return text_behind(self, ids)
+        return self.text_of(ids)
 
     def unseen(self):
         """The ids that no text shows: special ends, and padding that is in no stop string."""
-        pad = self.text_of([self.pad_id]) if self.stop_strings else ""
-        shown = any(pad in s for s in self.stop_strings)
         ends = {self.eos_id, *self.eos_ids.intersection(self.specials.values())}
-        return ends if shown else ends | {self.pad_id}
+        pad = self.text_of([self.pad_id]) if self.stop_strings else ""
+        return ends if any(pad in s for s in self.stop_strings) else ends | {self.pad_id}
 
     def decode(self, ids, behind=False):
         """
@@ -302,14 +284,3 @@ class Tokenizer:
             self.hf.pad_token = min(free, default=self.hf.eos_token)
             self.pad_id = self.hf.pad_token_id
         self.skipped_id = self.pad_id
-
-
-def parse_stop_strings(text):
-    """The key stop_strings, one text as it is, or a list in Python -> a list of texts."""
-    if not text.startswith("["):
-        return [text] if text else []
-    try:  # from a config file, "['\n']" has real line breaks
-        return [s for s in ast.literal_eval(text.replace("\n", "\\n")) if s + ""]
-    except (ValueError, SyntaxError, TypeError) as e:
-        raise BadInput(f"stop_strings = {shorten(text)}: wanted one text, or a list, such as "
-                       "--stop_strings=\"['Q:', '\\n\\n']\"") from e

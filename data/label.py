@@ -24,12 +24,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402  first: it must be imported before torch
 
 from errors import BadInput  # noqa: E402
+from grading.answers import accuracy  # noqa: E402
 from load import autocast, load  # noqa: E402
 from model import no_grad_forwards  # noqa: E402
 from options.judging import Judge, template_text  # noqa: E402
 from prompts import encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
-from rewards import accuracy, score_sequences  # noqa: E402
+from rewards import score_sequences  # noqa: E402
 from rollout import sample_batch, texts_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from answers import answers_of, same_answer, whole_responses
 from errors import BadInput, Stop
+from grading.answers import answers_of, check_answers, same_answer, whole_responses
 from grading.forms import letters
 from grading.sandbox import cpus_of_a_rank, use_all_cpus
 
@@ -53,14 +53,15 @@ def math_answer(batch):
     return [float(bool(verdicts[pair])) for pair in pairs]
 
 
-def check_installed(rows, path):
-    """Raise BadInput unless math-verify is installed."""
+def check_math(rows, path):
+    """Raise BadInput unless the rows have answers, and math-verify is installed."""
+    check_answers(rows, path, "math")
     if importlib.util.find_spec("math_verify") is None:
         raise BadInput("the reward 'math' grades with the package math-verify, which is not "
                        "installed; type pip install math-verify, or use accuracy")
 
 
-math_answer.check_rows = check_installed  # rewards.py calls it
+math_answer.check_rows = check_math  # rewards.py calls it
 
 
 # --------------------------------------------------------------------------------------------------

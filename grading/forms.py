@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import torch
 
-from answers import behind_thoughts, lines_of, marks_of, whole_responses
+from grading.answers import behind_thoughts, lines_of, marks_of, whole_responses
 
 
 def formed_answer(text, lines):

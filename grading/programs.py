@@ -11,9 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from answers import whole_responses
 from errors import BadInput, shorten
 from grading import sandbox
+from grading.answers import need_field, whole_responses
 from grading.marks import FRAMES, MARKS
 
 
@@ -45,6 +45,7 @@ def code(batch):
 
 def check_code(rows, path):
     """Raise BadInput unless the sandbox works and the tests of all rows can be read."""
+    need_field("tests", "code", rows, path)
     sandbox.check_sandbox()
     for number, row in enumerate(rows, 1):
         check_tests(row["tests"], f"{path}, row {number}")

@@ -15,8 +15,6 @@ from tokenizer import text_of
 
 # tokens of many families' templates: <|im_end|>, and DeepSeek's with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
-# a string such as '[{"role": "user", ...', perhaps in quotes, or with the content first
-WRITTEN = r"""\s*["']?\s*(\[\s*\{\s*\\*["'](role|content|from|value)|\{\s*\\*["']role)\\*["']\s*:"""
 # what others write into a message that is not to be learned, such as "weight": 0
 NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
 # where others keep the thoughts of an assistant's message; many chat templates do not read them
@@ -36,15 +34,8 @@ def check_messages(messages, field):
         if message.get("role") not in ("system", "user", "assistant"):
             raise BadInput(f"field {field!r}, message {number}: the role is "
                            f"{shorten(message.get('role'))}; wanted system, user or assistant")
-        if NO_UTF8.search(content) or not content and field == "prompt":
+        if re.search(NO_UTF8, content) or not content and field == "prompt":
             raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(content)}")
-
-
-def check_text(text, field):
-    """Raise BadInput where a string is a list of messages, written in JSON or Python."""
-    if re.match(WRITTEN, text):
-        raise BadInput(f"field {field!r} is text that looks like messages, {shorten(text)}; it "
-                       "would be learned letter by letter; give the list itself, in JSONL")
 
 
 def check_learned(messages, field):
@@ -70,6 +61,12 @@ def beside_its_content(message):
     thoughts = {key: message[key] for key in THOUGHTS_APART if message.get(key)}
     return thoughts | {key: message[key] for key in NOT_LEARNED
                        if message.get(key) not in (None, 1)}
+
+
+def last_question(messages):
+    """What a run prints of a prompt: the last message of the user, or the last one."""
+    users = [message for message in messages if message["role"] == "user"]
+    return (users or messages)[-1]["content"]
 
 
 # --------------------------------------------------------------------------------------------------

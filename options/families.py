@@ -32,6 +32,18 @@ def settings_of_experts(dtype):
     return dict(experts_implementation="batched_mm") if dtype == torch.float64 else {}
 
 
+def slower_attention(path, attention, dtype):
+    """
+    The kernels of attention, for the key attn_implementation, in a family without sdpa, or where
+    eager ones are wanted. Raises BadInput in float64.
+    """
+    attention = "eager" if attention == "sdpa" else attention
+    if attention == "eager" and dtype == torch.float64:
+        raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
+                       " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
+    return attention
+
+
 def rescaled(logits, config):
     """The logits (n, V) of a family that does more behind its head: (n, V)."""
     logits = logits * getattr(config, "logit_scale", 1.0)  # Cohere

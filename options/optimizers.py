@@ -1,6 +1,7 @@
 """
 The key optim: Adafactor, which keeps a sum a row and a column for each matrix; AdamW with states in
-8 bits, by the package bitsandbytes; and Muon for matrices. And the AdamW of master_weights=False.
+8 bits, by the package bitsandbytes; and Muon for matrices. And the AdamW of master_weights=False,
+and the groups of weight_decay.
 
 torchao (0.18) has 8 bits, too: as many bytes, steps as close to those of fp32. But it compiles for
 each shape of matrix (5 to 14 seconds of a core, and a C++ compiler must be there), safetensors does
@@ -14,12 +15,37 @@ import torch
 
 from configurator import of_model
 from errors import BadInput
-from model import vectors_of
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
 # With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and the learning
 # rate is divided by FLOOR beforehand. FLOOR is a power of two, so that neither rounds anything.
 FLOOR = 2.0**20
+
+
+def groups_of(model):
+    """Groups of a model's trained parameters: weight_decay is for matrices, not for vectors."""
+    small, groups = vectors_of(model), {}
+    for p in model.parameters():
+        if p.requires_grad:
+            groups.setdefault(p in small, []).append(p)
+    return [dict(params=groups.get(False, []))] + [
+        dict(params=some, weight_decay=0.0) for vectors, some in groups.items() if vectors]
+
+
+def vectors_of(model):
+    """
+    The parameters that are vectors, also where a tensor has one for each expert or head: beside
+    tensors with a matrix for each, as a bias (gpt-oss), in a norm (Cohere), or as the decays of a
+    state space (Jamba).
+    """
+    vectors = set()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        stacked = any(p.dim() == 3 for p in own.values())
+        norm = "norm" in type(module).__name__.lower()
+        vectors |= {p for name, p in own.items()
+                    if p.dim() < 2 + stacked or norm or "bias" in name or name == "A_log"}
+    return vectors
 
 
 def other_optimizer(model, system, name, lr, betas, eps):

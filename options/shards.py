@@ -19,7 +19,9 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput
-from load import dtypes, matrices_of, outline, read_model, settle
+from load import dtypes, outline, read_model, settle
+from options.recompute import recompute
+from options.sixteen_bits import matrices_of
 from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire
 from ranks import this_rank
 
@@ -87,7 +89,7 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
     for frozen_name in frozen:
         model.get_parameter(frozen_name).requires_grad_(False)
     if trained and system.gradient_checkpointing:
-        model.recompute()
+        recompute(model)
     shard(model, stage, offload, device, dtypes(system)[1] if whole else None)
     model.to_empty(device="cpu" if offload == "params" else device)
     model.hf.tie_weights()  # to_empty makes two tensors of a tied one

@@ -1,5 +1,5 @@
 """
-Rows from more than one file of JSONL:
+Rows that are not simply those of one file of JSONL, or whose fields have other names:
 
     a.jsonl,0.3*b.jsonl        several sources, each with a weight if you like
     hf:openai/gsm8k:main:train a data set of the Hugging Face hub, or a folder in its layout
@@ -21,8 +21,9 @@ from collections import Counter
 from statistics import fmean
 from zlib import crc32
 
-from errors import BadInput, first_line, nearest, say
-from prompts import Rows, permutation, prompt_row, rename
+from errors import BadInput, first_line, say, shorten
+from options.mistakes import no_file
+from prompts import Rows, permutation, prompt_row
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
 MOST = 64  # sources; of more there are no figures
@@ -38,6 +39,8 @@ def several_rows(spec, shape, fields):
     prompts.read_rows. Of several sources a prompt without the field `source` gets the source's name
     there. Raises BadInput.
     """
+    if not spec:
+        raise no_file(spec)
     rows, sizes, weights, files = Rows(), [], [], []
     for part in [spec] if os.path.exists(spec) else spec.split(","):
         weight, star, source = part.strip().rpartition("*")
@@ -67,6 +70,32 @@ def several_rows(spec, shape, fields):
         rows.mix = Mix([n for n, size in enumerate(sizes) for _ in range(size)],
                        [1.0 if weight is None else weight for weight in weights])
     return rows
+
+
+def renamed(shape, fields):
+    """shape, a function of a row, behind a renaming of its fields by the key `fields`."""
+    return lambda row: shape(rename(row, fields))
+
+
+def rename(row, fields):
+    """
+    A row with quartet's names of the fields: "question>prompt,a.b>answer". A dot leads into a
+    nested field.
+    """
+    if not isinstance(row, dict):
+        raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
+    pairs = [part.split(">") for part in fields.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise BadInput(f"fields = {fields!r}: wanted THEIRS>OURS, in quotes")
+    renamed = {key: row[key] for key in row if key not in [pair[0].strip() for pair in pairs]}
+    for theirs, ours in pairs:
+        value = row
+        for key in [theirs] if theirs in row else theirs.strip().split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise BadInput(f"fields: {theirs!r} is missing; the row has {', '.join(row)}")
+            value = value[key]
+        renamed[ours.strip()] = value
+    return renamed
 
 
 class Mix:
@@ -166,7 +195,7 @@ def figures_by_source(batch, rows, prefix, reward_names):
     the metrics that loss.summarize has for all. A response to which a reward does not apply, or
     whose row has no answer, does not count; without any that counts there is no figure.
     """
-    columns = {name: batch[name] for name in ("scores", "accuracy", "finished")}
+    columns = {name: batch[name] for name in ("scores", "accuracy", "finished") if name in batch}
     columns["length"] = batch["response_mask"].sum(1)
     if len(reward_names) > 1:
         columns |= {f"reward/{name}": batch[f"reward/{name}"] for name in reward_names}
@@ -185,7 +214,7 @@ def figures_by_source(batch, rows, prefix, reward_names):
 def raw_rows(path):
     """Yield (where, row) of a file, the rows as they are. where: "line 3", or "row 3"."""
     if not os.path.isfile(path):
-        raise BadInput(f"{path}: no such file in {os.getcwd()}{nearest(path)}")
+        raise no_file(path)
     ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
     if ending not in ENDINGS:
         raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz behind it")

@@ -16,8 +16,9 @@ import torch.nn as nn
 
 import parallel
 from errors import BadInput, first_line
-from load import auto_class, matrices_of
+from load import auto_class
 from model import Model
+from options.sixteen_bits import matrices_of
 from parallel import fill, is_shard
 
 

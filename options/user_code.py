@@ -1,6 +1,6 @@
 """
 The user's functions, given as FILE.py:FUNCTION: rewards, environments, tools. Such a file imports
-helpers that lie beside it. One with the name of a file of quartet's, such as answers.py, is the
+helpers that lie beside it. One with the name of a file of quartet's, such as rewards.py, is the
 helper for the user's files, and quartet's for quartet's: `import` has another meaning in them.
 """
 import builtins

@@ -33,8 +33,8 @@ import ranks
 from load import autocast, load_policy, load_ref_policy
 from loss import gap, learning_rate_at
 from model import in_rows, no_grad_forwards
-from prompts import (batch_rows, check_pairs, deal_rows, dialogue, encode_rows, hash_of_ids,
-                     read_rows, right_pad, run_length, spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
+                     right_pad, run_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -100,9 +100,13 @@ def read(path):
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
     rows = read_rows(path, lambda row: dialogue(row, *PAIR), system.fields)
     policy.tokenizer.say_marks(rows, ["prompt", *PAIR], path)
-    return encode_rows(rows, path, encode, limit, system.too_long, None,
-                       lambda pair: max(len(ids) for ids, _ in pair),
-                       lambda pairs: check_pairs(pairs, path, train_path))
+    rows = encode_rows(rows, path, encode, limit, system.too_long, None,
+                       lambda pair: max(len(ids) for ids, _ in pair))
+    if any(chosen == rejected for chosen, rejected in rows.ids):
+        from options.mistakes import check_ties
+
+        check_ties(rows.ids, path, train_path)
+    return rows
 
 
 train_rows, eval_pairs = read(train_path), []

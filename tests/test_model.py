@@ -152,7 +152,7 @@ def test_a_broken_folder_is_one_line(world, tmp_path, what):
 
 @pytest.mark.parametrize("path", ["out/nothing", "nothing", ""])
 def test_names_that_are_no_models(path):
-    with pytest.raises(BadInput, match="no such model folder"):
+    with pytest.raises(BadInput, match="no such folder"):
         load(path, "policy", keys_of_system(), CPU)
 
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from answers import behind_thoughts, whole_responses
 from errors import BadInput
+from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
-from rewards import (accuracy, add_scores, alike_for_equal_texts, center_scores, check_rows,
-                     last_real, length, reward_terms, score_sequences, thinks)
-from tiny import keys_of_system, write
+from rewards import (add_scores, alike_for_equal_texts, center_scores, check_rows, last_real,
+                     length, reward_terms, score_sequences)
+from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
 
 NAN = float("nan")
 
@@ -153,7 +153,7 @@ def test_the_zero_of_a_reward_model_of_others(finished, shift):
     center_scores({}, said, None, None)
 
 
-# behind the thoughts (answers.py)
+# behind the thoughts (grading/answers.py)
 
 HARMONY = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -185,3 +185,17 @@ def test_pairs_of_marks():
 def test_thoughts_that_the_prompt_has_begun(prompt, found):
     """Only at its end: they are the response's beginning."""
     assert whole_responses(batch_of(["5"]) | dict(prompts=[prompt])) == [found]
+
+
+def test_data_of_which_some_rows_have_answers(world, tmp_path):
+    """
+    Refills put groups with and without answers into one batch: all batches have the same columns.
+    The mean of the accuracy is only said where all rows have an answer.
+    """
+    prompts = jsonl(tmp_path / "rows.jsonl", [
+        dict(prompt=letter, answer=letter if i % 2 else None)
+        for i, letter in enumerate("abcdefgh")])  # of odd length: all groups are flat
+    keys = keys_of(world, "grpo.py", prompts_path=prompts, max_refills=2, eval_path="",
+                   reward_functions=f"{world.rules}:sometimes,0.1*length")
+    log = read_log(well("grpo.py", tmp_path, keys))
+    assert [record["iteration"] for record in log] == [0, 1, 2, 3]

@@ -29,10 +29,12 @@ from statistics import fmean  # noqa: E402
 import parallel  # noqa: E402
 import ranks  # noqa: E402
 from errors import BadInput, say, shorten  # noqa: E402
-from load import check_folder, load, load_reward_model  # noqa: E402
+from grading.answers import final_answer, same_answer, whole_responses  # noqa: E402
+from load import load, load_reward_model  # noqa: E402
+from options.hub import check_name  # noqa: E402
+from options.mistakes import check_folder  # noqa: E402
 from prompts import spread  # noqa: E402
-from rewards import (final_answer, read_prompts, reward_terms, same_answer,  # noqa: E402
-                     score_batch, whole_responses)
+from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch, texts_of  # noqa: E402
 from tools.runs import ASKED, JUDGED, as_in_run, estimate, split_paths  # noqa: E402
 
@@ -69,7 +71,7 @@ if right_by not in ["accuracy", *reward_names]:
     raise BadInput(f"right_by = {right_by!r} is not measured; name it in --reward_functions, too")
 modes = {"greedy": (0.0, 1)} | ({"sampled": (temperature, samples)} if samples else {})
 for path in paths.values():  # all of them, before the first one answers
-    check_folder(path)
+    (check_folder if os.path.isdir(path) else check_name)(path)
 reward_model, all_rows = None, None
 records = []  # a dict for each response
 for policy_name, path in paths.items():

@@ -44,6 +44,8 @@ from model import (SPARE, Model, decoding_cache, no_grad_forwards,  # noqa: E402
                    response_logprobs, response_values)
 from options import lora, shards  # noqa: E402
 from options.ema import MovingAverage  # noqa: E402
+from options.hub import check_name  # noqa: E402
+from options.mistakes import check_folder  # noqa: E402
 from rollout import decoding_copy, draw  # noqa: E402
 from run import make_optimizer  # noqa: E402
 
@@ -165,7 +167,7 @@ def fake_tensors(ranks):
 
 def read_fake(path, head, system, device="cpu", seed=0):
     """load.read_model, of which only the config.json is read."""
-    load.check_folder(path)
+    (check_folder if os.path.isdir(path) else check_name)(path)
     path = lora.lowest_base(path)
     config, how = load.settings_of(path, head, system)
     if how["attn_implementation"] != "eager":  # a fake tensor has no other kernels

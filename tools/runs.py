@@ -11,8 +11,7 @@ from statistics import fmean
 
 from configurator import from_home, read_json
 from errors import BadInput, say, visible
-from options.sources import raw_rows
-from prompts import rename
+from options.sources import raw_rows, rename
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (

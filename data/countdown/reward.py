@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import torch
 
-from answers import behind_thoughts, whole_responses
+from grading.answers import behind_thoughts, whole_responses
 
 LONGEST = 200  # characters of an equation, which also bounds the digits
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,

@@ -41,32 +41,32 @@ def test_bad_files_are_one_line(tmp_path):
 
 def test_a_helper_beside_the_file_is_the_users(tmp_path):
     """Also under the name of one of quartet's files, which quartet's files still get."""
-    import answers
+    import errors
     for name, text in {
-            "answers.py": "from loss import SIZE\nhere = SIZE + 1\n",
-            "loss.py": "SIZE = 6\n", "helper.py": "import answers as a\nseven = a.here\n",
+            "errors.py": "from loss import SIZE\nhere = SIZE + 1\n",
+            "loss.py": "SIZE = 6\n", "helper.py": "import errors as a\nseven = a.here\n",
             "torch/notes.txt": "", "tools/deep.py": "import rewards\nfrom . import own\n",
-            "tools/own.py": "from answers import here as h\n", "rm/__init__.py": "import groups",
+            "tools/own.py": "from errors import here as h\n", "rm/__init__.py": "import groups",
             "prompts/rows.jsonl": "", "data/rows.jsonl": "",
-            "rewards.py": "from rewards import accuracy, thinks\nimport prompts, data.convert\n",
+            "rewards.py": "from rewards import last_real, length\nimport prompts, data.convert\n",
             "rm/groups.py": "five = 5\n", "lib/gae.py": "three = 3\n", "groups.py": "five = 55\n",
             "mine.py": """
 import os, sys, torch
-import answers, helper, rm.groups, tools.deep
+import errors, helper, rm.groups, tools.deep
 import rm.groups as g
-from rewards import accuracy                  # quartet's, by rewards.py beside this file
-from grading.expressions import math_answer   # quartet's, and it imports quartet's answers
+from rewards import length                    # quartet's, by rewards.py beside this file
+from grading.expressions import math_answer   # quartet's, and it imports quartet's errors
 from tools import own
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
 import gae
 
 def f(batch):
     from loss import SIZE
-    import answers as late
+    import errors as late
     import mine
-    assert late is answers and mine.f is f and own.h == 7 and torch.ones(1)
-    assert tools.deep.rewards.accuracy is accuracy
-    five, two = rm.groups.five, answers.here - five_of(batch)
+    assert late is errors and mine.f is f and own.h == 7 and torch.ones(1)
+    assert tools.deep.rewards.length is length
+    five, two = rm.groups.five, errors.here - five_of(batch)
     return [SIZE, helper.seven, g.five] if (five, two, gae.three) == (5, 2, 3) else []
 
 def five_of(batch):
@@ -82,7 +82,7 @@ def five_of(batch):
         assert reward(BATCH) == [6, 7, 5]
     finally:
         sys.path[:] = path
-    assert sys.modules["answers"] is answers and hasattr(answers, "final_answer")
+    assert sys.modules["errors"] is errors and hasattr(errors, "BadInput")
     assert not [name for name, module in sys.modules.items() if name not in before
                 and str(tmp_path) in str(getattr(module, "__file__", ""))
                 and not name.startswith("code in ")]

@@ -67,7 +67,8 @@ files = [file for file in files if file.startswith({ROOT!r}) and not file.starts
 print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
 """
     prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="1+2="), dict(prompt="34+5=")])
-    keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts)
+    keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts,
+                   max_new_tokens=40, temperature=0.2)  # responses end, and have plain letters
     result = subprocess.run(
         [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
         env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
@@ -83,7 +84,7 @@ import sys
 from configurator import read_keys
 from types import SimpleNamespace
 from prompts import Rows, dialogue, encode_demonstrations, prompt_row
-from rewards import accuracy, thinks
+from grading.answers import accuracy, thinks
 from tokenizer import load_tokenizer
 from data.byte_tokenizer import write_byte_tokenizer
 
@@ -97,7 +98,8 @@ encode_demonstrations(rows, "a", tokenizer, 9, "error")
 texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
 batch = dict(completions=texts, rows=[row] * len(texts), prompts=["12+34="] * len(texts))
 assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
-assert not [name for name in sys.modules if name.startswith(("options", "grading"))]
+assert not [name for name in sys.modules if name.startswith(("options", "grading.forms"))]
+assert "grading.marks" not in sys.modules
 accuracy(dict(completions=["<answer>46</answer>"], rows=[row]))
 assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
 """

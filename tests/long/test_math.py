@@ -11,8 +11,9 @@ import time
 import pytest
 from errors import BadInput, Stop
 from grading import expressions
+from grading.answers import accuracy, final_answer
 from grading.expressions import math_answer
-from rewards import accuracy, check_rows, final_answer, reward_terms
+from rewards import check_rows, reward_terms
 
 ROWS = [dict(prompt="q", answer="1 + x")]
 

@@ -5,8 +5,9 @@ import pytest
 import tiny
 from tiny import keys_of
 
-from run import (COLUMNS, columns_of, cut, evaluation_lines, how_broken, iteration_line,
-                 what_is_lost)
+from options.alarms import how_broken, what_is_lost
+from options.wide_letters import columns_of
+from run import COLUMNS, cut, evaluation_lines, iteration_line
 
 
 @pytest.mark.parametrize("size", [0.001, 7.0, -123.456, 98765.4, math.nan])

@@ -1,15 +1,16 @@
 """
-answers.py: the text behind the thoughts. The marks of thoughts of the families, each written as its
-chat template and its model write a response; what the rewards give for it is known by hand.
+grading/answers.py: the text behind the thoughts. The marks of thoughts of the families, each
+written as its chat template and its model write a response; what the rewards give for it is known
+by hand.
 """
 from types import SimpleNamespace
 
 import pytest
-from answers import final_answer, say_unknown_marks, whole_responses
+from grading.answers import (accuracy, final_answer, say_unknown_marks, thinks,
+                             whole_responses)
 from grading.expressions import math_answer
 from grading.forms import format
 from grading.programs import extract_code
-from rewards import accuracy, thinks
 
 HARMONY = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"

@@ -146,9 +146,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world, tmp_path):
 
 def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path):
     def before(steps):
-        import run as room
+        from options import sixteen_bits
 
-        room.GROWTH = 4
+        sixteen_bits.GROWTH = 4
         return overflows(steps, 0)
 
     keys = keys_of(world, "grpo.py", dtype="float16", max_iters=5, eval_path="", num_minibatches=1,

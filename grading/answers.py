@@ -1,19 +1,68 @@
 """
-The answer in a response: the text behind its thoughts, and in it the final answer. Here are
-<think>, last lines and plain numbers. Other marks of thoughts stand in grading/marks.py, other
-forms of answers in grading/forms.py; a text that has some loads them.
+The rewards `accuracy` and `thinks`, and what all rules read: the answer in a response, which is the
+text behind its thoughts, and in it the final answer. Here are <think>, last lines and plain
+numbers. Other marks of thoughts stand in grading/marks.py, other forms of answers in
+grading/forms.py; a text that has some loads them.
 """
 import functools
+import math
 import re
 from fractions import Fraction
 
-from errors import say
+import torch
+
+from errors import BadInput, say, shorten
 
 THINK = re.compile("(<think>)|(</think>)")  # the mark before thoughts, and the one behind them
 # how all marks in grading/marks.py begin, and what all answers of grading/forms.py have
 OTHER_MARK = re.compile(r"<(?!/?think>)|[◁[]|Here (?:is|are) my")
 FORM = re.compile(r"<answer>|\\(?:boxed|fbox)|####")
 
+
+def accuracy(batch):
+    """
+    (B,): 1.0 where the final answer of the response is that of the row's `answer` ("72" or a whole
+    solution that ends with "#### 72"), else 0.0; NaN without one. No algebra: see the reward
+    `math`.
+    """
+    scores = []
+    for response, row in zip(whole_responses(batch), batch["rows"], strict=True):
+        answer = row.get("answer")
+        right = answer is not None and same_answer(*answers_of(response, answer))
+        scores.append(math.nan if answer is None else float(right))
+    return torch.tensor(scores)
+
+
+def thinks(batch):
+    """(B,): 1.0 where the response has <think> and, after it, </think>, or the like; else 0.0."""
+    # for each response, of each mark of thoughts, whether it opens them
+    marks_of_each = [[opens for opens, _ in marks_of(text)] for text in whole_responses(batch)]
+    return torch.tensor([float(marks[:1] == [True] and False in marks) for marks in marks_of_each])
+
+
+def need_field(field, reward, rows, path):
+    """Raise BadInput where a row lacks a field that a reward needs."""
+    for number, row in enumerate(rows, 1):
+        if row.get(field) is None:
+            raise BadInput(f"{path}, row {number}: the reward {reward!r} needs the field {field!r}"
+                           f"{', which is null' * (field in row)}; the row has {', '.join(row)}; "
+                           f"rename one by --fields=\"THEIRS>{field}\"")
+
+
+def check_answers(rows, path, reward="accuracy"):
+    """Raise BadInput where a row has no answer, or one that no response could equal."""
+    need_field("answer", reward, rows, path)
+    for number, row in enumerate(rows, 1):
+        if not same_answer(*[final_answer(row["answer"], lines=0)] * 2):
+            raise BadInput(f"{path}, row {number}: no response could equal the answer "
+                           f"{shorten(row['answer'])}; correct the row, or leave it out")
+
+
+accuracy.check_rows = check_answers  # rewards.py calls it
+
+
+# --------------------------------------------------------------------------------------------------
+# texts
 
 def patterns(text):
     """(marks of thoughts, marks around an answer) that a text may have."""

@@ -1,0 +1,30 @@
+"""
+Tokenizers that put a blank in front of a text, and take it away from the text of ids, as those of
+SentencePiece do: not so behind a mark.
+"""
+import functools
+
+MARKS = "\x01|~^`;#"  # characters that hardly any tokenizer joins with the next ones
+
+
+@functools.cache  # once for each tokenizer
+def mark_of(tokenizer):
+    """One of MARKS that survives encoding and decoding, and joins with no character behind; ids."""
+    for mark in MARKS:
+        (ids,) = tokenizer.encode_texts([mark])
+        joins = any(mark in token[:-1] for token in tokenizer.vocabulary)
+        if tokenizer.text_of(ids).strip() == mark and not joins:
+            return mark, ids
+    return MARKS[0], tokenizer.encode_texts([MARKS[0]])[0]
+
+
+def encode_behind(tokenizer, texts):
+    """The ids of each of these strings as they are behind another text: no blank is added."""
+    mark, mark_ids = mark_of(tokenizer)
+    return [ids[len(mark_ids):] for ids in tokenizer.encode_texts([mark + x for x in texts])]
+
+
+def text_behind(tokenizer, ids):
+    """The text of ids that continue a text: their first blank stays."""
+    mark, mark_ids = mark_of(tokenizer)
+    return tokenizer.text_of(mark_ids + ids).partition(mark)[2]

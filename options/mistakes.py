@@ -1,0 +1,236 @@
+"""
+What a user may have meant, looked up once something has failed. The core does the plain thing;
+where it fails, a function here looks at what was given, and returns the error: in one line what is
+wrong, where, and what to type.
+"""
+import ast
+import difflib
+import glob
+import os
+import re
+import shlex
+from collections import Counter
+
+from configurator import unknown
+from errors import BadInput, first_line, say, shorten
+
+
+def nearest(path):
+    """
+    "; it is a folder" where a path is one, and a file was wanted; "; did you mean FILE?" if beside
+    it lies a file of nearly its name; or "".
+    """
+    if os.path.isdir(path):
+        return "; it is a folder: give a file in it"
+    folder, name = os.path.split(path)
+    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)  # not sft_val for rl_val
+    return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+
+
+# --------------------------------------------------------------------------------------------------
+# arguments and config files
+
+
+def without_value(argv, keys):
+    """Of arguments, one of which is a key alone, such as --rate 0.5."""
+    arg, behind = next((arg, behind) for arg, behind in zip(argv, [*argv[1:], "--"], strict=True)
+                       if arg.startswith("--") and "=" not in arg)
+    if arg[2:] not in keys:
+        return unknown(arg[2:], keys, arg)
+    if behind.startswith("--") or behind.endswith(".py"):  # the next argument, and not the value
+        behind = keys[arg[2:]].default
+    return BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(behind))}")
+
+
+def no_config_file(path, keys, error):
+    """Of a file that could not be run as a config file, or an argument that is no file."""
+    data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
+    hint = f"to give data, type --{data}={path}"
+    name = path.partition("=")[0].lstrip("+-")
+    if not os.path.isfile(path):
+        if "=" in path and name not in keys:  # a key without its dashes, or as Hydra has it
+            return unknown(name, keys, path)
+        return BadInput(f"there is no config file {path!r}" + (
+            nearest(path) if path.endswith(".py") else "; type --key=value, without blanks"))
+    if not path.endswith(".py"):
+        return BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
+    if str(error) == f"{path} is no config file":
+        return set_twice(path) or BadInput(
+            f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
+    line, trace = getattr(error, "lineno", "?"), error.__traceback__
+    while trace:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
+        trace = trace.tb_next
+    return BadInput(f"{path}, line {line}: {first_line(error)}")
+
+
+def set_twice(path):
+    """Of a config file that sets a key in two lines: the first one has no effect; or None."""
+    lines = {}  # {key: the line that sets it}
+    with open(path, encoding="utf-8") as f:
+        tree = ast.parse(f.read())
+    for node in tree.body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            name = getattr(target, "id", "_")
+            if name in lines:
+                return BadInput(f"{path}, line {node.lineno}: {name} is set in line {lines[name]}, "
+                                "too; delete one of the two")
+            if name[0] != "_":
+                lines[name] = node.lineno
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# rows of data
+
+# a string such as '[{"role": "user", ...', perhaps in quotes, or with the content first
+WRITTEN = r"""\s*["']?\s*(\[\s*\{\s*\\*["'](role|content|from|value)|\{\s*\\*["']role)\\*["']\s*:"""
+
+
+def no_file(path):
+    """Of a path of data where there is no file."""
+    maker = os.path.join(os.path.dirname(path), "prepare.py")
+    hint = nearest(path) or f"; type: python {maker}" * os.path.isfile(maker)
+    return BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{hint}")
+
+
+def check_text(row, field):
+    """Raise BadInput where a field of a row is no text, or messages, written in JSON or Python."""
+    from prompts import NO_UTF8  # it imports torch, and arguments are looked at before that
+
+    if not isinstance(row, dict):
+        raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
+    value = row.get(field)
+    if value is None:
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
+                       f'one by --fields="THEIRS>{field}", or see data/convert.py')
+    if not isinstance(value, str):
+        raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
+                       f"messages of text, found {shorten(value)}")
+    if not value or re.search(NO_UTF8, value):
+        raise BadInput(f"field {field!r} is empty, or no UTF-8 text: {shorten(value)}")
+    if re.match(WRITTEN, value):
+        raise BadInput(f"field {field!r} is text that looks like messages, {shorten(value)}; it "
+                       "would be learned letter by letter; give the list itself, in JSONL")
+
+
+def of_rows(rows, path, encode, error):
+    """Of rows that cannot be encoded: the first one that cannot."""
+    for number, row in enumerate(rows, 1):
+        try:
+            list(encode([row]))
+        except BadInput as e:
+            return BadInput(f"{path}, row {number}: {e}")
+    return error
+
+
+def check_ties(pairs, path, train_path):
+    """
+    Say in which pairs chosen and rejected have the same ids: these teach nothing. Raises BadInput
+    if all pairs to train on are such: a chat template may leave out the part that differs.
+    """
+    ties = [number for number, (chosen, rejected) in enumerate(pairs, 1) if chosen == rejected]
+    text = (f"{path}: in {len(ties)} of {len(pairs)} pairs chosen and rejected are the same "
+            f"tokens: row {', '.join(map(str, ties[:5]))}{', ...' * (len(ties) > 5)}")
+    if len(ties) == len(pairs) and path == train_path:
+        raise BadInput(f"{text}; if the rows differ, the chat template leaves the difference out; "
+                       "type --chat_template=FILE")
+    say(f"warning: {text}; they teach nothing")
+
+
+# --------------------------------------------------------------------------------------------------
+# folders of models and tokenizers
+
+
+def no_folder(path):
+    """Of a path that is neither a model's folder nor could be a name on the hub; or None."""
+    for name in ("policy", "reward_model"):
+        if os.path.isdir(os.path.join(path, name)):
+            return BadInput(f"{path} is the folder of a run, not of a model; type {path}/{name}")
+    configs = [os.path.join(path, f"{kind}config.json") for kind in ("", "adapter_")]
+    if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
+        return BadInput(f"{path}: no config.json in this folder, it is not a saved model")
+    if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
+        maker = os.path.join(os.path.dirname(path), "prepare.py")
+        hint = nearest(path) or (f"; type: python {maker}" if os.path.isfile(maker) else
+                                 "; train it first, or prepare the data" * ("/" in path))
+        return BadInput(f"{path!r}: no such folder, and no name on the hub, which is OWNER/NAME, "
+                        f"as openai-community/gpt2{hint}")
+    return None
+
+
+def check_folder(path):
+    """Raise BadInput where a path is neither a model's folder nor could be a name on the hub."""
+    if error := no_folder(path):
+        raise error
+
+
+def no_model(path, error):
+    """Of a folder, or a name on the hub, from which transformers has read no model."""
+    return no_folder(path) or BadInput(
+        f"{path}: transformers cannot load this model: {first_line(error)}")
+
+
+def no_tokenizer(path, error):
+    """Of a folder, or a name on the hub, from which transformers has read no tokenizer."""
+    has_files = glob.glob(os.path.join(glob.escape(path), "tokenizer*"))
+    return not has_files and no_folder(path) or BadInput(
+        f"{path}: no usable tokenizer ({first_line(error)[:300]})")
+
+
+def odd_tensors(report, hf, head, path):
+    """
+    Of a file whose tensors are not those of the model `hf`: some are missing, have another shape,
+    or are not the model's; or it has another head. report: transformers', of a load.
+    """
+    from load import NEW_OR_UNUSED, plain_head
+
+    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if head == "lm" and "score.weight" in extra:
+        return BadInput(f"{path} is a reward model, no language model; type the policy's folder")
+    if head == "scalar":
+        if not plain_head(hf):
+            return BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one "
+                            "score")
+        missing, extra = ({n for n in names if not re.fullmatch(NEW_OR_UNUSED, n)}
+                          for names in (missing, extra))
+    shapes = [f"{n}, of shape {tuple(shape)} and not {tuple(wanted)}"
+              for n, shape, wanted in report["mismatched_keys"]]
+    what, names = next((what, names) for what, names in (
+        ("lack", missing), ("have, of a wrong shape,", shapes),
+        ("have, beside the model's,", extra)) if names)
+    return BadInput(f"{path}: its weights {what} the tensor {min(names)} ({len(names)} such in "
+                    "all); is the download complete?")
+
+
+def say_marks(rows, fields, path, marks):
+    """
+    Say how many rows spell special tokens in these fields, strings or messages. They are read as
+    letters, and mostly somebody has rendered a chat, or written an EOS behind a text. marks: a
+    pattern of them.
+    """
+    firsts = Counter()  # {mark: in how many rows it is the first}
+    for row in rows:
+        texts = [x["content"] if isinstance(x, dict) else x for field in fields
+                 for x in (row[field] if isinstance(row[field], list) else [row[field]])]
+        firsts.update([mark[0] for mark in map(marks.search, texts) if mark][:1])
+    if firsts:
+        say(f"warning: {path}: {firsts.total()} of {len(rows)} rows have special tokens in them "
+            f"that are read as plain text, mostly {firsts.most_common(1)[0][0]}; give chats as "
+            "messages, and texts without an EOS: the run writes such marks itself")
+
+
+def no_reward(part, where, names):
+    """Of a part of reward_functions that is not NUMBER*NAME, with one of the names."""
+    weight, star, name = (text.strip() for text in part.rpartition("*"))
+    try:
+        good = not star or abs(float(weight)) < float("inf")
+    except ValueError:
+        good = False
+    if not good:
+        return BadInput(f"{where}: {part!r} is no NUMBER*NAME, such as 0.5*accuracy")
+    if name.endswith(".py"):
+        return BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
+    return BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(names)}, and "
+                    "FILE.py:FUNCTION of your own")

@@ -1,0 +1,31 @@
+"""
+Rows of more tokens than a run has room for, by the key too_long: an error, dropped, or cut.
+"""
+from errors import BadInput, say
+
+
+def fit(rows, encoded, path, limit, too_long, cut, length, key):
+    """
+    The ids of the rows that are left, from `encoded`, those of all rows, of which some have more
+    than `limit` tokens, or none. The others are taken out of the Rows. See prompts.encode_rows.
+    """
+    lengths = [length(ids) for ids in encoded]
+    for number, n in enumerate(lengths, 1):
+        if n == 0 or n > limit and too_long == "error":
+            hint = "shorten it, or type --too_long=drop" if min(lengths) <= limit else (
+                "no row is short enough: change that key, or take a model with a longer context")
+            raise BadInput(f"{path}, row {number}: it has {n} tokens, and 1 to {limit} fit (by the "
+                           f"key {key}); {hint}")
+    long = [i for i, n in enumerate(lengths) if n > limit]
+    for i in long:
+        encoded[i] = cut(encoded[i]) if too_long == "cut" else None
+    kept = [i for i, ids in enumerate(encoded) if ids is not None]
+    say(f"{path}: {len(long)} of {len(rows)} rows have more than {limit} tokens: {too_long}" + (
+        f"; {len(rows) - len(kept)} of them have no token left to learn, and are left out"
+        if too_long == "cut" and len(kept) < len(rows) else ""))
+    if not kept:
+        raise BadInput(f"{path}: no row is left; raise the limit of tokens")
+    if rows.mix:
+        rows.mix = rows.mix.keep(kept)
+    rows[:] = [rows[i] for i in kept]
+    return [encoded[i] for i in kept]
