@@ -309,29 +309,3 @@ def test_no_text_reaches_the_terminal_as_a_command(world, tmp_path):
         result = tool(name, tmp_path, keys)
         said = result.out[0] + result.err[0]
         assert r"\x1b[" in said and not re.search("[\x1b\x07]", said), result
-
-
-def test_bad_input_is_one_line(world, keys, tmp_path):
-    wrong = {  # what is typed: a word of the line
-        "policies": (f"{world.policy},nowhere", "nowhere"), "right_by": ("code", "right_by"),
-        "reward_path": (world.policy, "rm.py"), "max_new_tokens": (60, "row")}
-    for key, (value, word) in wrong.items():
-        result = tool("eval", tmp_path, keys | {key: value})
-        assert_one_line(result, "eval.py", word)
-        assert "prompts\n" not in result.out[0] and not os.path.exists(tmp_path / "eval.json")
-    os.mkdir(tmp_path / "nothing")
-    assert_one_line(tool("sample", tmp_path, dict(policy_path=f"{tmp_path}/nothing")), "sample.py",
-                    "config.json")
-
-
-def test_no_figure_stands_in_the_table_twice(keys, world, tmp_path):
-    """Of k = 1 only what is no mean of another row: the share of responses with all of it."""
-    one = keys | dict(policies=world.policy, samples=1, reward_path="", limit=2)
-    own = "accuracy", "length", "finished"
-    for more, extra in ((dict(reward_functions="accuracy"), []), (
-            dict(reward_functions=f"{world.rules}:letters", right_by="letters"),
-            ["greedy reward/letters", "sampled reward/letters", "sampled pass@1"])):
-        result = tool("eval", tmp_path, one | more)
-        assert result.codes == [0], result
-        assert sorted(read(tmp_path).policies["policy"]) == sorted(
-            [f"{mode} {name}" for mode in ("greedy", "sampled") for name in own] + extra)

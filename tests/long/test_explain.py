@@ -20,7 +20,7 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 import torch
 import transformers
-from tiny import (ENDS, MARKERS, ROOT, Started, assert_one_line, keys_of, read_jsonl, typed,
+from tiny import (ENDS, MARKERS, ROOT, Started, keys_of, read_jsonl, typed,
                   well)
 
 from prompts import Rows, batch_rows
@@ -159,45 +159,6 @@ def test_a_group_of_grpo(runs):
     assert float(table(result.out[0])["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)
 
 
-def test_bad_input_is_one_line(world, runs):
-    for keys, words in ((dict(run=world.policy), ["no checkpoint"]),
-                        (dict(run=f"{runs}/sft/out"), ["ppo.py"]),
-                        (dict(run=f"{runs}/grpo/out", prompt="12=", trust_code=True), ["answer"]),
-                        (dict(run=f"{runs}/grpo/out", prompt="12=", answer="ab"),
-                         ["rules.py", "--trust_code=True"]),
-                        (dict(run=f"{runs}/ppo/out", prompt="1+" * 40), ["row 1"])):
-        assert_one_line(explain(runs / "explain", **keys), "explain.py", *words)
-    assert not os.path.exists(runs / "explain" / "out")
-
-
-@pytest.mark.parametrize("script, panels", [("ppo", 5), ("grpo", 4)])
-def test_each_panel_says_what_it_shows(runs, script, panels):
-    """A title that names its curves, a unit; and the lines of the table have room in a terminal."""
-    def before(rank):
-        from matplotlib.figure import Figure
-
-        def savefig(figure, *args, **kwargs):
-            figure.canvas.draw()
-            for axis in figure.axes:
-                title = axis.get_title(loc="left")
-                names = [text.get_text() for text in axis.get_legend().get_texts()]
-                fits = axis._left_title.get_window_extent().x1 < figure.bbox.x1
-                print("PANEL", bool(axis.get_ylabel()) and fits, all(
-                    f"{name}: " in title for name in names if name != "clipped"))
-            print("LAST", axis.get_xlabel())
-
-        Figure.savefig = savefig
-
-    result = Started("tools/explain.py", typed(dict(
-        run=f"{runs}/{script}/out", prompt="12=", answer="ab", seed=3, out="b.png",
-        trust_code=True)),
-        str(runs / "explain"), before=before).wait()
-    assert result.codes == [0] and "token" in result.out[0].partition("LAST")[2], result
-    assert result.out[0].count("PANEL True True") == panels == result.out[0].count("PANEL")
-    printed = result.out[0].partition("one response of")[2].split("\n")
-    assert max(map(len, printed[4:])) <= 100
-
-
 # all responses of an iteration
 
 @pytest.mark.parametrize("name, iteration, starts", [
@@ -245,14 +206,6 @@ def test_an_iteration_is_computed_again_to_the_last_digit(runs, tmp_path, name, 
         assert all(x >= -1e-6 for x in one["columns"]["entropy"])
     moved = [abs(x) for one in data["responses"] for x in one["columns"]["change"]]
     assert max(moved) > 0  # behind the update, the policy is another
-
-
-def test_an_iteration_that_is_not_there(runs, tmp_path):
-    ppo = f"{runs}/ppo/out"
-    for keys, word in ((dict(run=ppo, iteration=4, out="a.html"), "0 to 3"),
-                       (dict(run=ppo, iteration=1, out="a.png"), "--out=FILE.html"),
-                       (dict(run=f"{runs}/sft/out", iteration=0, out="a.html"), "ppo.py")):
-        assert_one_line(explain(tmp_path, **keys), "explain.py", word)
 
 
 def test_the_page_of_the_newest_iteration_while_a_run_goes_on(runs, tmp_path):
