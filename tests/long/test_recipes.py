@@ -1,7 +1,7 @@
 """
 recipes/*.diff and the diffs in docs/algorithms.md: each applies to a copy of the files, and the
 copy runs with nothing else of the repository, on two ranks, killed and resumed. What comes out is
-what by_hand.py works out, with the functions of by_hand_recipes.py in the place of its own.
+what by_hand.py works out, with the functions of recipes/worked_out.py in the place of its own.
 """
 import glob
 import os
@@ -18,8 +18,8 @@ import by_hand
 import test_by_hand
 import test_by_hand_options as with_options
 from by_hand import seen
-from by_hand_recipes import CASES
 from conftest import ROOT
+from recipes.worked_out import CASES
 from test_by_hand import GRPO, assert_agrees
 from tiny import at, of_copy, run
 
