@@ -125,6 +125,13 @@ TABLE = {
     "muon on the CPU": ("sft.py", dict(optim="muon", offload="optimizer"), [
         "muon", "policy", "stage 0"]),
     "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
+    "adafactor in others": ("sft.py", dict(optim="adafactor", zero_stage="2"), ["policy", "stage"]),
+    "8 bits on the CPU": ("sft.py", dict(optim="adamw8bit", offload="optimizer"), [
+        "policy", "stage"]),
+    "8 bits of 16": ("sft.py", dict(optim="adamw8bit", dtype="bfloat16", master_weights=False), [
+        "adamw8bit", "master_weights"]),
+    "no such optimizer": ("sft.py", dict(optim="sgd"), ["sgd", "adafactor"]),
+    "4 bits alone": ("sft.py", dict(quantize="4bit"), ["quantize", "lora"]),
     # the folder
     "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),
     "no folder": ("rm.py", dict(out_dir=""), ["is empty", "choose another --out_dir"]),

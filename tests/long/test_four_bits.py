@@ -15,7 +15,7 @@ from options.four_bits import in_full, quantize
 from options.optimizers import other_optimizer
 from test_families import SIZES, random_model, save
 from test_model import CPU
-from tiny import keys_of_system, run
+from tiny import keys_of_system
 
 
 def trouble():
@@ -81,17 +81,6 @@ def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
         gap = (policies[0][name] - t).abs().max()
         assert gap < 0.4 * t.abs().max() and (gap > 0) == ("_proj" in name), name
     load(f"{whole}/policy", "policy", keys_of_system(), CPU)
-
-
-@pytest.mark.parametrize("words, keys", [
-    (["policy", "stage"], dict(optim="adamw8bit", offload="optimizer")),
-    (["policy", "stage"], dict(optim="adafactor", zero_stage="2")),
-    (["adamw8bit", "master_weights"], dict(optim="adamw8bit", dtype="bfloat16",
-                                           master_weights=False)),
-    (["sgd", "adafactor"], dict(optim="sgd")), (["quantize", "lora"], dict(quantize="4bit"))])
-def test_what_is_refused(world, tmp_path, words, keys):
-    keys = tiny.keys_of(world, "sft.py", **keys)
-    tiny.assert_one_line(run("sft.py", tmp_path, keys), "sft.py", *words)
 
 
 def adafactor_by_hand(W, gradients, lr, decay):

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from errors import BadInput
 from options.ahead import Ahead
-from test_reliability import hang, once, patched
+from test_reliability import once, patched
 from tiny import (assert_one_line, assert_same_run, at, keys_of, keys_of_system, read_log, run,
-                  well, write)
+                  well)
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
 FLAT = dict(max_refills=2, refill_by="sometimes", kl_in="reward", num_minibatches=1)
@@ -118,32 +118,6 @@ def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(keys, tmp_path,
     out = well("ppo.py", tmp_path, own)
     assert 0 < there < len(read_log(out))
     assert_same_run(alone("ppo"), out, ("policy", "value_model"), 1e-9)
-
-
-def test_a_generator_that_hangs_ends_the_run_after_the_timeout(world, tmp_path):
-    own = keys_of(world, "grpo.py", roles="train=1,generate=1", timeout=4, reward_timeout=3,
-                  eval_path="")
-    result = run("grpo.py", tmp_path, own, ranks=2,
-                 before=patched("rollout", "decode", once(1, hang), rank=1))
-    assert result.codes == [1, 9] and result.err[0].count("\n") == 1, result
-    assert "lost touch with another rank" in result.err[0], result
-
-
-def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
-    rule = write(tmp_path / "mine.py", "import os\n\ndef late(batch):\n"
-                 "    wrong = os.path.exists('wrong') and os.path.exists('out/log.jsonl')\n"
-                 "    return [1 / (not wrong)] * len(batch['completions'])\n")
-    write(tmp_path / "wrong", "")
-    own = keys_of(world, "ppo.py", reward_functions=f"{rule}:late", reward_path="",
-                  value_init="policy", roles=THREE, eval_path="")
-    result = run("ppo.py", tmp_path, own, ranks=3)
-    assert set(result.codes) == {1}, result
-    said = result.err[0]
-    assert said.count("\n") == 1 and all(word in said for word in (
-        "'late' failed at mine.py, line 5", "The run is saved before iteration 1")), result
-    os.remove(tmp_path / "wrong")
-    out = well("ppo.py", tmp_path, own | dict(roles=""))
-    assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3]
 
 
 def after(action):
