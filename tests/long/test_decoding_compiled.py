@@ -1,27 +1,15 @@
 """
 options/decoding_graph.py with the key compile: the compiled step of a decoding samples what the
 plain one does. A CPU has no CUDA graphs: here each step is computed anew, by the same code.
-torch.compile reads the code and makes a graph, which is run as it is; with QUARTET_INDUCTOR=1 it
-also makes kernels, of two families.
-
-    python tests/long/test_decoding_compiled.py     # all families of test_families.py
+torch.compile reads the code and makes a graph, which is run as it is.
 """
-import os
-import sys
-import tempfile
 
-if __name__ == "__main__":
-    sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
-    import conftest  # noqa: F401  the path, and one thread
-
-import pytest
 import torch
 
 from load import autocast, load
-from model import Model
 from options import decoding_graph
 from rollout import decoding_copy
-from test_families import FAMILIES, READ, random_model, written
+from test_families import FAMILIES, random_model, written
 from test_model import CPU
 from tiny import answer, in_a_fork, keys_of_system
 
@@ -82,16 +70,6 @@ def test_families_sample_the_same(tmp_path):
             same, gap, stats, said = compare(name, f"{tmp_path}/{name}", "eager", 0.8, layers)
             assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (
                 name, gap, stats, said)
-
-    in_a_fork(check)
-
-
-@pytest.mark.skipif("QUARTET_INDUCTOR" not in os.environ, reason="a minute of a core for each")
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_with_kernels_of_a_compiler(tmp_path, name):
-    def check():
-        same, gap, stats, said = compare(name, str(tmp_path), "inductor")
-        assert same and gap < 1e-5 and stats["unique_graphs"] == 1 and not said, (gap, stats, said)
 
     in_a_fork(check)
 
@@ -162,36 +140,3 @@ def test_a_wrong_step_is_never_used(tmp_path, capfd):
              if "decoding without torch.compile" in line]
     assert len(lines) == len(WRONG)
     assert all(reason in line for line, (_, reason) in zip(lines, WRONG.values(), strict=True))
-
-
-class Counts(Model):
-    """A model that reads how many columns the cache has: no graph can know that."""
-
-    def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
-        logits = super().next_logits(tokens, cache, attention_mask, position_ids)
-        return logits.roll(cache.get_seq_length(), -1)
-
-
-def test_without_both(tmp_path, capfd):
-    """Neither compiled nor held is right: plain steps, from the first one on."""
-    def check():
-        begin("eager")
-        save(tmp_path, "Llama", layers=1)
-        policy = load(str(tmp_path), "policy", keys_of_system(), CPU)
-        policy.__class__ = Counts
-        a, b = (sampled(policy, on) for on in (False, True))
-        assert torch.equal(a["tokens"], b["tokens"]) and decoding_graph.off
-        assert (a["sampler_logprobs"] - b["sampler_logprobs"]).abs().max() < 1e-5
-        assert torch.equal(a["tokens"], sampled(policy, True)["tokens"])  # nothing is tried again
-
-    in_a_fork(check)
-    out = capfd.readouterr().out
-    assert out.count("without torch.compile: ") == out.count("without CUDA graphs: ") == 1
-
-
-if __name__ == "__main__":
-    for name in READ:
-        with tempfile.TemporaryDirectory() as folder:
-            same, gap, stats, said = compare(name, folder, "eager")
-            print(f"{name}: {'the same tokens' if same else 'OTHER TOKENS'}, log-probs within "
-                  f"{gap:.1g}, {stats['unique_graphs']} graphs {said}", flush=True)

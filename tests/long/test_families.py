@@ -348,10 +348,9 @@ def test_in_16_bits_all_copies_round_alike(tmp_path):
 
 @pytest.mark.parametrize("keys, name", [
     (dict(dtype="float32"), "Qwen3"), (dict(dtype="bfloat16"), "gpt-oss"),
-    (dict(dtype="float16"), "Qwen3"), (dict(dtype="float64"), "Pythia (GPT-NeoX)"),
     (dict(dtype="bfloat16", master_weights=False), "DeepSeek-V3"),
-    (dict(dtype="float32", lora="2"), "Qwen3"), (dict(dtype="bfloat16", lora="2"), "Qwen3"),
-    (dict(dtype="bfloat16", lora="2", master_weights=False), "Pythia (GPT-NeoX)")], ids=str)
+    (dict(dtype="float64", lora="2"), "Pythia (GPT-NeoX)"),
+    (dict(dtype="bfloat16", lora="2", master_weights=False), "Qwen3")], ids=str)
 @torch.no_grad()
 def test_what_is_saved_is_what_was_computed(tmp_path, keys, name):
     """Steps of 1e-4 of a weight: in bfloat16 numbers above 1 are 0.0078 apart. LoRA, too."""
@@ -401,17 +400,6 @@ def test_a_family_without_gradient_checkpointing(tmp_path, kind, lora):
     with pytest.raises(BadInput, match=f"{path}.* --gradient_checkpointing=False"):
         load(path, "policy", keys_of_system(gradient_checkpointing=True, lora=lora), CPU,
              trained=True)
-
-
-@torch.no_grad()
-def test_scores_are_float32_under_autocast(tmp_path):
-    """Scores around 100 in steps of much less than 1/2, which would be those of bfloat16."""
-    save(tmp_path, "Llama", scalar=True)
-    model = load(str(tmp_path), "reward", keys_of_system(dtype="bfloat16"), CPU, "scalar")
-    model.score_shift = 100.0
-    with torch.autocast("cpu", torch.bfloat16):
-        values = model.values(*rows_of_texts())
-    assert values.dtype == torch.float32 and (values % 0.5 != 0).any()
 
 
 # --------------------------------------------------------------------------------------------------

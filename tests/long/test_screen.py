@@ -2,10 +2,8 @@
 import math
 
 import pytest
-import tiny
-from tiny import keys_of
 
-from run import (COLUMNS, columns_of, cut, evaluation_lines, how_broken, iteration_line,
+from run import (COLUMNS, columns_of, evaluation_lines, how_broken, iteration_line,
                  what_is_lost)
 
 
@@ -54,11 +52,6 @@ def test_an_evaluation_fits_and_shows_others_each_time():
     assert len(shown) > 10
 
 
-def test_the_middle_is_cut_out():
-    assert cut("a  b\n", 9) == "a b" and cut("", 9) == "" and cut("123456789", 9) == "123456789"
-    assert cut("0123456789", 9) == "01 ... 89" and cut("\u6f22" * 9, 11) == "\u6f22 ... \u6f22"
-
-
 @pytest.mark.parametrize("kl, length, moved, ends, first, broken", [
     (378, 48, 30, 0.0, 1.0, True), (None, 48, 5, 0.1, 0.9, True), (30, 48, 0, 0.3, 0.9, True),
     (16.7, 44, 0.13, 0.96, 1.0, False),  # reward hacking, of README
@@ -87,13 +80,3 @@ def test_what_most_of_a_batch_is_lost_to(figures, named, words):
     found = what_is_lost({f"objective/{name}": x for name, x in figures.items()})
     assert [*found] == named
     assert all(word in " ".join(line for _, line in found.values()) for word in words)
-
-
-def test_it_is_said_once(world, tmp_path):
-    """Not in each iteration; and not again by a run that goes on."""
-    keys = keys_of(world, "grpo.py", reward_functions="0*accuracy", max_iters=3, eval_path="",
-                   checkpoint_interval=1)
-    for iterations in (3, 5):
-        result = tiny.run("grpo.py", tmp_path, keys | dict(max_iters=iterations))
-        assert result.codes == [0], result
-        assert result.out[0].count("100% of the groups") == (iterations == 3)
