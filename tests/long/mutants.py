@@ -126,7 +126,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "long/test_roles", "stopped"),
     ("options/roles.py",
      "                    parallel.fill(own[name], t)  # COLLECTIVE where it is sharded",
-     "                    pass", "long/test_roles", "change"),
+     "                    pass", "long/test_knobs", "roles"),
     ("options/shards.py", "    if not whole:  # a trained", "    if True:  # a trained",
      "long/test_zero", "first"),
     ("load.py", "parts = hf.get_decoder(), hf.get", "parts = hf, hf.get",
