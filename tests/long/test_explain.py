@@ -17,10 +17,10 @@ import sys
 import time
 
 import matplotlib.pyplot  # noqa: F401  once, before the forks
+import by_hand
 import pytest
 import torch
-import transformers
-from tiny import (ENDS, MARKERS, ROOT, Started, keys_of, read_jsonl, typed,
+from tiny import (ROOT, Started, keys_of, read_jsonl, typed,
                   well)
 
 from prompts import Rows, batch_rows
@@ -56,94 +56,65 @@ def table(text):
     return dict(zip(names, columns, strict=True))
 
 
-def ids_of(text):
-    pieces = re.split(f"({'|'.join(map(re.escape, MARKERS))})", text)
-    return [i for piece in pieces for i in (
-        [256 + MARKERS.index(piece)] if piece in MARKERS else piece.encode())]
-
-
-@torch.no_grad()
-def states(folder, tokens, head="CausalLM"):
-    """The numbers of a model at each token: log-probs of all ids, (T, V), or a score, (T,)."""
-    auto = getattr(transformers, f"AutoModelFor{head}")
-    hf = auto.from_pretrained(folder, dtype=torch.float64).eval()
-    if head == "CausalLM":
-        logits = hf(torch.tensor([tokens])).logits[0] / 0.8
-        logits[:, 260:] = -torch.inf  # ids that no text has
-        return logits.log_softmax(-1)
-    found = hf.score(hf.base_model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
-    return found + hf.config.score_shift
-
-
 def test_the_numbers_of_ppo(world, runs):
     rows = Rows(world.rows["rl_train"])
     prompt = rows[batch_rows(1, DONE, BATCH, rows)[0]]["prompt"]
     before = {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()}
     result = explain(runs / "explain", run=f"{runs}/ppo/cut", prompt=prompt, out="deep/a.png")
     assert result.codes == [0], result
-    after = {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()
-             and "/explain/" not in str(p)}
-    assert before == after  # the runs' folders are as they were
+    assert before == {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()
+                      and "/explain/" not in str(p)}  # the runs' folders are as they were
     assert open(f"{runs}/explain/deep/a.png", "rb").read(4) == b"\x89PNG"
     said, columns = result.out[0], table(result.out[0])
     response = eval(re.search(r"^response  (.*)$", said, re.MULTILINE)[1])
-    n = len(columns["#"])
-    assert 2 <= n <= 6
     numbers = {name: [float(x) for x in cells] for name, cells in columns.items()
                if name not in ("#", "token", "clip")}
+    n, asked = len(columns["#"]), by_hand.encode(prompt)
 
     def near(name, expected, within=6e-4):
         assert numbers[name] == pytest.approx(expected, abs=within), name
 
-    # the table calls every end EOS: which one was it?
-    asked, fits = ids_of(prompt), []
-    for end in ENDS:
-        ids = (ids_of(response) + [end])[:n]
-        logprobs = states(f"{runs}/ppo/cut/checkpoint-{DONE:06d}/policy", asked + ids)
-        own = [logprobs[len(asked) - 1 + t, i].item() for t, i in enumerate(ids)]
-        fits += [ids] if own == pytest.approx(numbers["policy"], abs=6e-4) else []
-    ids, tokens = fits[0], asked + fits[0]
-
-    def of_response(folder):
-        found = states(folder, tokens)
-        return [found[len(asked) - 1 + t, i].item() for t, i in enumerate(ids)]
+    def logprobs_of(folder, ids):
+        with torch.no_grad():
+            found, _ = by_hand.logprobs_of(by_hand.language_model(folder), asked, ids, 0.8)
+        return [x.item() for x in found]
 
     step = f"{runs}/ppo/out/checkpoint-{{:06d}}/{{}}"
-    policy, new = (of_response(step.format(i, "policy")) for i in (DONE, DONE + 1))
-    reference = of_response(world.policy)
-    near("policy", policy)
+    # the table calls every end EOS: which one was it?
+    ids, policy = next((ids, found) for end in by_hand.ENDS
+                       for ids in [(by_hand.encode(response) + [end])[:n]]
+                       for found in [logprobs_of(step.format(DONE, "policy"), ids)]
+                       if found == pytest.approx(numbers["policy"], abs=6e-4))
+    reference, new = (logprobs_of(folder, ids) for folder in (
+        world.policy, step.format(DONE + 1, "policy")))
     near("ref", reference)
     near("new", new)
     KL = [a - b for a, b in zip(policy, reference, strict=True)]
     near("KL", KL, 6e-5)
     score = -1.0
-    if tokens[-1] in ENDS:
-        score = states(world.reward, tokens, "SequenceClassification")[-1].item()
+    if ids[-1] in by_hand.ENDS:
+        score = by_hand.scalars(by_hand.scalar_model(world.reward), asked + ids)[-1].item()
     shaped = float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1])
     assert shaped == pytest.approx(score, abs=6e-4)
     rewards = [-0.3 * x for x in KL]
     rewards[-1] += score
     near("reward", rewards, 6e-5)
-    found = states(step.format(DONE, "value_model"), tokens, "SequenceClassification")
-    values = [found[len(asked) - 1 + t].item() for t in range(n)]
+    value_model = by_hand.scalar_model(step.format(DONE, "value_model"))
+    values = [x.item() for x in by_hand.scalars(value_model, asked + ids)[len(asked) - 1:-1]]
     near("value", values)
-    deltas = [rewards[t] + (values[t + 1] if t + 1 < n else 0) - values[t] for t in range(n)]
-    raw = [math.fsum(0.95 ** (later - t) * deltas[later] for later in range(t, n))
-           for t in range(n)]
-    near("delta", deltas)
+    raw, returns = by_hand.advantages_and_returns(rewards, values, 1.0, 0.95)
+    near("delta", by_hand.advantages_and_returns(rewards, values, 1.0, 0.0)[0])
     near("raw", raw)
-    near("ret", [a + v for a, v in zip(raw, values, strict=True)])
-    # whitened: one shift and one scale for all tokens of the batch
-    white = numbers["white"]
+    near("ret", returns)
+    white = numbers["white"]  # one shift and one scale for all tokens of the batch
     scale = (white[0] - white[-1]) / (raw[0] - raw[-1])
     near("white", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
     ratios = [math.exp(a - b) for a, b in zip(new, policy, strict=True)]
     near("ratio", ratios)
-    clipped = [min(max(x, 0.8), 1.2) for x in ratios]
-    losses = [max(-a * x, -a * c) for a, x, c in zip(white, ratios, clipped, strict=True)]
-    near("loss", losses, 2e-3)
-    taken = [-a * c > -a * x for a, x, c in zip(white, ratios, clipped, strict=True)]
-    assert [x == "yes" for x in columns["clip"]] == taken
+    losses = [by_hand.clipped_surrogate(torch.tensor(x), a, 0.2, 0.2)
+              for a, x in zip(white, ratios, strict=True)]
+    near("loss", [by_hand.number(loss) for loss, _ in losses], 2e-3)
+    assert [x == "yes" for x in columns["clip"]] == [bool(bound) for _, bound in losses]
 
 
 def test_a_group_of_grpo(runs):

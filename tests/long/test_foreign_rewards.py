@@ -43,17 +43,15 @@ def test_a_helper_beside_the_file_is_the_users(tmp_path):
     """Also under the name of one of quartet's files, which quartet's files still get."""
     import answers
     for name, text in {
-            "answers.py": "from loss import SIZE\nhere = SIZE + 1\n",
-            "loss.py": "SIZE = 6\n", "helper.py": "import answers as a\nseven = a.here\n",
-            "torch/notes.txt": "", "tools/deep.py": "import rewards\nfrom . import own\n",
+            "answers.py": "from loss import SIZE\nhere = SIZE + 1\n", "loss.py": "SIZE = 6\n",
+            "helper.py": "import answers as a\nseven = a.here\n", "torch/notes.txt": "",
+            "tools/deep.py": "import rewards\nfrom . import own\n",
             "tools/own.py": "from answers import here as h\n", "rm/__init__.py": "import groups",
-            "prompts/rows.jsonl": "", "data/rows.jsonl": "",
             "rewards.py": "from rewards import accuracy, thinks\nimport prompts, data.convert\n",
             "rm/groups.py": "five = 5\n", "lib/gae.py": "three = 3\n", "groups.py": "five = 55\n",
             "mine.py": """
 import os, sys, torch
-import answers, helper, rm.groups, tools.deep
-import rm.groups as g
+import answers, helper, rm.groups as g, tools.deep
 from rewards import accuracy                  # quartet's, by rewards.py beside this file
 from grading.expressions import math_answer   # quartet's, and it imports quartet's answers
 from tools import own
@@ -62,17 +60,12 @@ import gae
 
 def f(batch):
     from loss import SIZE
+    from groups import five
     import answers as late
     import mine
-    assert late is answers and mine.f is f and own.h == 7 and torch.ones(1)
-    assert tools.deep.rewards.accuracy is accuracy
-    five, two = rm.groups.five, answers.here - five_of(batch)
-    return [SIZE, helper.seven, g.five] if (five, two, gae.three) == (5, 2, 3) else []
-
-def five_of(batch):
-    from groups import five
-    assert five == 55
-    return 5
+    assert late is answers and mine.f is f and own.h == 7 and torch.ones(1) and five == 55
+    assert tools.deep.rewards.accuracy is accuracy and gae.three == 3
+    return [SIZE, helper.seven, g.five]
 """}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tiny.write(tmp_path / name, text)

@@ -49,13 +49,13 @@ def filled(template, prompt, response):
     return head.replace("{prompt}", prompt) + response + tail
 
 
-WORDS = ["Paris", "1+2=3", "the fox", "caf\u00e9", "\n", "{prompt}", "<eos>"]
+WORDS = ["Paris", "1+2=3", "caf\u00e9", "\n", "{prompt}", "<eos>"]
 
 
 @pytest.mark.parametrize("template, count", [("yes_no", 2), ("rubric", 10)])
 def test_scores_as_transformers(folder, template, count):
     judge, model = judge_of(folder, template), AutoModelForCausalLM.from_pretrained(folder).double()
-    texts = [" ".join(WORDS[:n]) for n in (0, 1, 5, 7)]
+    texts = [" ".join(WORDS[:n]) for n in (0, 1, 4, 6)]
     questions = [judge.encode(dict(prompt="a?"), [text]) for text in texts]
     for text, score in zip(texts, score_sequences(judge, questions, 3, "cpu").tolist(),
                            strict=True):
