@@ -195,34 +195,30 @@ def test_tldr(world, tmp_path):
     """In OpenAI's layout; a token is a byte, and a prompt has 46 of them beside its post."""
     w = "w".__mul__
     posts = {  # what becomes of each: prompt and completion
-        ("My cat.\nA lot.", "cat"): (asked("My cat.\nA lot."), " cat"),
         ("one\n" + w(462), "512"): (asked("one\n" + w(462)), " 512"),  # as long as it may be
         (f"one\n{w(300)}\n{w(300)}", "cut"): (asked("one\n" + w(300)), " cut"),
-        ("long", w(51)): (asked("long"), " " + w(51)), ("too long", w(52)): None,
-        ("nothing", " "): None}
-    compared = [(" good", " bad", 0, "train"), (" bad", "good", 1, "valid1"),
-                (w(168), " fine", 1, "train"), ("a", "b", 1, "valid2")]
+        ("long", w(51)): (asked("long"), " " + w(51)), ("too long", w(52)): None}
     about = dict(title="Help", subreddit="cats")
     pairs = [dict(info=dict(about, post="My cat."), choice=choice, split=split, summaries=[
-        dict(text=text, policy="sup2") for text in both]) for *both, choice, split in compared]
-    files = {f"dataset/comparisons/batch{i}.json": [] for i in [*range(3, 21), 22]} | {
-        "dataset/comparisons/batch3.json": pairs[:3],
-        "dataset/comparisons/edit_b2_eval_test.json": pairs[3:],
-        "datasets/tldr_3_filtered/train.jsonl": posts,
-        "datasets/tldr_3_filtered/valid.jsonl": [("é", " spaced")]}
+        dict(text=text, policy="sup2") for text in both]) for *both, choice, split in (
+            (" good", " bad", 0, "train"), (w(168), " fine", 1, "train"), ("a", "b", 1, "valid2"))]
+    files = {f"comparisons/batch{i}.json": [] for i in [*range(4, 21), 22]} | {
+        "comparisons/batch3.json": pairs[:2], "comparisons/edit_b2_eval_test.json": pairs[2:]}
+    files = {f"dataset/{name}": rows for name, rows in files.items()} | {
+        f"datasets/tldr_3_filtered/{name}.jsonl": [
+            dict(about, id="x", post=post, summary=summary) for post, summary in rows]
+        for name, rows in (("train", posts), ("valid", [("\u00e9", " spaced")]))}
     for name, rows in files.items():
-        os.makedirs((tmp_path / "source" / name).parent, exist_ok=True)
-        jsonl(tmp_path / "source" / name, rows if "comparisons" in name else [
-            dict(about, id="x", post=post, summary=summary) for post, summary in rows])
+        (place := tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(place, rows)
     said, rows = made("tldr", tmp_path, f"--source={tmp_path}/source",
                       f"--tokenizer={world.policy}")
     kept = [row for row in posts.values() if row]
     assert [tuple(row.values()) for row in rows["sft_train"]] == kept
     assert [row["prompt"] for row in rows["prompts_train"]] == [prompt for prompt, _ in kept]
-    assert rows["sft_val"] == [dict(prompt=asked("é"), completion=" spaced")]
-    pair = dict(prompt=asked("My cat."), chosen=" good", rejected=" bad")
-    assert rows["prefs_train"] == [pair]
-    assert rows["prefs_val"] == [pair, dict(pair, chosen=" b", rejected=" a")]
+    assert rows["sft_val"] == [dict(prompt=asked("\u00e9"), completion=" spaced")]
+    assert rows["prefs_train"] == [dict(prompt=asked("My cat."), chosen=" good", rejected=" bad")]
+    assert rows["prefs_val"] == [dict(prompt=asked("My cat."), chosen=" b", rejected=" a")]
     assert "dropped 1: completion over 53 tokens" in said and "over 169 tokens" in said
 
 

@@ -13,14 +13,13 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
 
 import matplotlib.pyplot  # noqa: F401  once, before the forks
 import by_hand
 import pytest
 import torch
-from tiny import (ROOT, Started, keys_of, read_jsonl, typed,
+from tiny import (Started, keys_of, read_jsonl, typed,
                   well)
 
 from prompts import Rows, batch_rows
@@ -181,19 +180,21 @@ def test_an_iteration_is_computed_again_to_the_last_digit(runs, tmp_path, name, 
 
 def test_the_page_of_the_newest_iteration_while_a_run_goes_on(runs, tmp_path):
     folder, page = shutil.copytree(f"{runs}/ppo/cut", tmp_path / "run"), tmp_path / "page.html"
-    argv = [f"--run={folder}", f"--out={page}", "--watch=0.2"]
-    with subprocess.Popen([sys.executable, f"{ROOT}/tools/explain.py", *argv], cwd=tmp_path,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          preexec_fn=lambda: signal.signal(
-                              signal.SIGINT, signal.default_int_handler)) as process:
-        for iteration in (DONE, DONE + 1):
-            until = time.monotonic() + 120
-            while not (page.exists() and f'"iteration": {iteration}' in page.read_text()):
-                assert process.poll() is None and time.monotonic() < until
-                time.sleep(0.1)
-            name = f"checkpoint-{DONE + 1:06d}"  # the run has saved once more
-            if iteration == DONE:
-                shutil.copytree(f"{runs}/ppo/out/{name}", tmp_path / name)
-                os.rename(tmp_path / name, f"{folder}/{name}")
-        process.send_signal(signal.SIGINT)
-        assert "interrupted" in process.stderr.read() and process.wait() == 130
+
+    def forks(rank):  # it starts itself, once for each page: as forks, which have torch already
+        subprocess.run = lambda command, **_: Started(command[1], command[2:], "one").wait()
+
+    watch = Started("tools/explain.py", [f"--run={folder}", f"--out={page}", "--watch=0.2"],
+                    str(tmp_path), before=forks)
+    for iteration in (DONE, DONE + 1):
+        until = time.monotonic() + 120
+        while not (page.exists() and f'"iteration": {iteration}' in page.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        name = f"checkpoint-{DONE + 1:06d}"  # the run has saved once more
+        if iteration == DONE:
+            shutil.copytree(f"{runs}/ppo/out/{name}", tmp_path / name)
+            os.rename(tmp_path / name, f"{folder}/{name}")
+    os.kill(watch.pids[0], signal.SIGINT)
+    ended = watch.wait()
+    assert ended.codes == [130] and "interrupted" in ended.err[0], ended

@@ -29,7 +29,6 @@ from errors import BadInput
 from load import autocast, load, load_value_model, probe, read_by_texts
 from model import Model
 from prompts import right_pad
-from rollout import decoding_copy
 from test_model import CPU, TEXTS, alone
 from tiny import EOS, PAD, ROOT, Started, keys_of_system, read_log, read_weights, typed
 
@@ -323,27 +322,6 @@ def test_split_models_compute_the_same(tmp_path):
 
     done = Started("", [], str(tmp_path), ranks=2, before=before).wait()
     assert done.codes == [0, 0], done
-
-
-@torch.no_grad()
-def test_in_16_bits_all_copies_round_alike(tmp_path):
-    """
-    The policy under autocast, the copy of it that samples, the frozen reference: read in the same
-    rows they have the same bits. (Shards, and whole runs: test_zero.py.)
-    """
-    system = keys_of_system(dtype="bfloat16")
-    hybrids = [] if OLD else HYBRIDS
-    for kind, settings in (*(FAMILIES[name] for name in ("Qwen2", "Mixtral", *hybrids)),
-                           ("ernie4_5_moe", ERNIE)):
-        folder = written(tmp_path / kind, random_model(kind, settings))
-        policy = load(folder, "policy", system, CPU, trained=True)
-        ref_policy = load(folder, "ref", system, CPU)
-        assert {p.dtype for p in policy.parameters()} == {torch.float32}
-        assert torch.bfloat16 in {p.dtype for p in ref_policy.parameters()}
-        with autocast(system, CPU), decoding_copy(policy, system, CPU) as decoder:
-            read = [m.logprobs(*rows_of_texts())[0] for m in (policy, ref_policy, decoder)]
-        assert all(torch.equal(x, read[0]) for x in read), kind
-        assert read[0].dtype == torch.float32  # in the values of bfloat16 they would be equal
 
 
 @pytest.mark.parametrize("keys, name", [

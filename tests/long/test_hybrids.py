@@ -57,10 +57,11 @@ def test_a_text_beside_others_is_itself_alone(name, tmp_path):
 @pytest.mark.parametrize("name", HYBRIDS)
 @torch.no_grad()
 def test_in_16_bits_what_is_sampled_is_read_alike(name, tmp_path):
-    """By a run's own limit. That copies of a model round alike: test_families.py."""
+    """By a run's own limit; the policy, the copy that samples and the reference round alike."""
     save(tmp_path, name)
     system = keys_of_system(dtype="bfloat16")
     policy, gaps = load(str(tmp_path), "policy", system, CPU, trained=True), []
+    ref_policy = load(str(tmp_path), "ref", system, CPU)
     prompts = [[97, 98, 99, 100], [101], [102, 103] * 3]
     with autocast(system, CPU), decoding_copy(policy, system, CPU) as decoder:
         sampled = sample(decoder, prompts, response_uniforms(1, "test", 0, range(3), 12))
@@ -68,6 +69,8 @@ def test_in_16_bits_what_is_sampled_is_read_alike(name, tmp_path):
             text = torch.tensor([prompt + ids])
             read, _ = policy.logprobs(text, torch.arange(text.shape[1])[None] >= len(prompt))
             gaps.append((read - logprobs).abs())
+        read = [m.logprobs(*rows_of_texts())[0] for m in (policy, ref_policy, decoder)]
+    assert all(torch.equal(x, read[0]) for x in read) and read[0].dtype == torch.float32
     assert torch.cat(gaps).mean() < 0.02
 
 

@@ -21,8 +21,7 @@ def copy(world, tmp_path):
     sums = [dict(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(20)]
     for name in ("rl_train", "rl_val", "sft_hints"):
         jsonl(tmp_path / f"data/arithmetic/{name}.jsonl", sums)
-    for place in ("zoo", "speedrun"):
-        shutil.copytree(world.policy, tmp_path / f"out/{place}/1/sft/policy")
+    shutil.copytree(world.policy, tmp_path / "out/zoo/1/sft/policy")
     for row in ("sft", "rm", "rm_lora", "hints"):  # as if they had been made
         os.makedirs(tmp_path / f"out/zoo/1/{row}", exist_ok=True)
         write(tmp_path / f"out/zoo/1/{row}/cost.json", '{"seconds": 1, "mib": 2}')
@@ -52,13 +51,6 @@ def test_a_row_of_the_zoo(copy):
     assert ["torch.where(means > 0" in page for page in pages] == [False, True]
     assert len(read_jsonl(copy / "out/zoo/1/maxrl/log.jsonl")) == 2
     assert os.path.exists(copy / "out/zoo/zoo.png")
-
-
-def test_the_record_has_its_line(copy):
-    run = "grpo.py config/arithmetic_grpo.py --max_iters=1 --batch_size=8 --eval_size=4"
-    code, said = bash(copy, "runs/speedrun.sh", "1", RUN=run, TARGET="0")
-    line = r"\d+\.\d % in \d+\.\d+ s, \d+\.\d+ \+ \d+\.\d+ s of CPU: reached"
-    assert code == 0 and re.fullmatch(line, said.splitlines()[-1]), said
 
 
 STAND_IN = """

@@ -31,7 +31,7 @@ HARMONY = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>", "<|c
 FAMILIES = {  # {a template of ours: its special tokens, those that end a response}
     "chatml": (QWEN, ["<|endoftext|>"]), "qwen3.5": (QWEN, ["<|endoftext|>"]),
     "harmony": (HARMONY, ["<|return|>", "<|call|>"])}
-EOS, PAD = 258, 259  # of tokenizers with two special tokens
+EOS = 258  # of tokenizers with two special tokens
 # before transformers 5.19 the schema of a plain list says that it is an object
 knows_lists = pytest.mark.skipif(transformers.__version__ < "5.19", reason="of transformers 5.19")
 
@@ -41,7 +41,6 @@ from typing import Any, Literal, Optional
 
 # environments
 echo = lambda messages, row: messages[-1]["content"][:3]
-pays = lambda messages, row: (messages[-1]["content"][:3], 0.5)
 raises = lambda messages, row: row["missing"]
 wrong_role = lambda messages, row: dict(role="system", content="x")
 number = lambda messages, row: 7
@@ -50,10 +49,6 @@ chance = lambda messages, row, asked=[]: asked.append(1) or str(len(asked))
 hangs = lambda messages, row: time.sleep(1.5)
 spoils = lambda messages, row: messages[-1].update(content="spoilt") or messages.clear()
 seeded = lambda messages, row, seed: f"{seed}"
-
-def counts(messages, row):
-    said = messages[-1]["content"]
-    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
 
 # tools
 def described(f):
@@ -242,7 +237,7 @@ def conversed(env, prompt, turns, length):
         new = next(turns)[:length - used[0]]
         return (torch.tensor([new]), -torch.arange(1.0, len(new) + 1)[None],
                 torch.tensor([len(new)]),
-                torch.tensor([new[-1] in env.tokenizer.eos_ids or new[-1] == 33]))
+                torch.tensor([new[-1] in env.tokenizer.eos_ids]))
 
     return env.converse([dict(prompt=prompt)], [ids], (1, "rollout", 0), ([0], [0]), length,
                         len(ids) + 1, sample)
@@ -278,39 +273,13 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 
 @pytest.fixture
 def dialogue_with(mine, tmp_path):
-    """The batch of one response; its turns end with EOS, with "!", a stop string, or not: " "."""
-    def dialogue_with(name, texts, length=30, max_turns=4):
+    """The batch of one response, of at most four turns with these texts."""
+    def dialogue_with(name, texts, length=30):
         write_byte_tokenizer(tmp_path, ["<a>", "<b>"])
         tokenizer = load_tokenizer(str(tmp_path), tiny.keys_of_system())
-        env = environment_of(f"{mine}:{name}", tokenizer, max_turns=max_turns, reward_timeout=1)
-        turns = [[*text.encode()] + [EOS] * (text[-1] not in " !") for text in texts]
-        return conversed(env, "12", turns, length)
+        env = environment_of(f"{mine}:{name}", tokenizer, max_turns=4, reward_timeout=1)
+        return conversed(env, "12", [[*text.encode()] + [EOS] for text in texts], length)
     return dialogue_with
-
-
-@pytest.mark.parametrize("texts, length, max_turns, ids, own", [
-    # the last turn has no end, and the response no more room
-    (["abcd", "xy", "z "], 14, 4, b"abcd.abcxy.xyz", "TTTTTFFFTTTFFT"),
-    (["ab!", "c "], 30, 2, b"ab!.ab!c ", "TTTFFFFTT"),  # a stop string's end is not trained
-    # no more turns: what is said to the last one is left out
-    (["abcd", "x"], 30, 2, b"abcd.abcx.", "TTTTTFFFTT"),
-    (["abcd", "x"], 8, 4, b"abcd.", "TTTTT"),  # no room for a token behind what would be said
-    (["abcd", "x"], 9, 4, b"abcd.abcx", "TTTTTFFFT"), (["ab "], 9, 4, b"ab ", "TTT")])
-def test_dialogues_by_hand(dialogue_with, texts, length, max_turns, ids, own):
-    """A point is EOS. Each turn that ends is paid 0.5; the sampler says -1, -2, ... in each."""
-    batch, rest = dialogue_with("pays", texts, length, max_turns), 1 + length - len(own)
-    response = [EOS if i == ord(".") else i for i in ids]
-    assert batch["tokens"].tolist() == [[49, 50, *response] + [PAD] * rest]
-    assert (batch["begins"], batch["lengths"]) == (2, 2 + len(own))
-    assert batch["response_mask"].tolist() == [[c == "T" for c in "FF" + own] + [False] * rest]
-    assert batch["finished"].tolist() == [False]
-    logprobs = [-n for turn in re.findall("T+|F", own) for n in (
-        range(1, len(turn) + 1) if "T" in turn else [0])]
-    assert batch["sampler_logprobs"].tolist() == [[0, 0, *logprobs] + [0] * rest]
-    assert {batch[name].dtype for name in ("sampler_logprobs", "turn_rewards")} == {torch.float32}
-    ends = [2 + t for t, i in enumerate(ids) if own[t] == "T" and chr(i) in ".!"]
-    assert batch["turn_rewards"].nonzero()[:, 1].tolist() == ends
-    assert set(batch["turn_rewards"][0, ends].tolist()) <= {0.5}
 
 
 @pytest.mark.parametrize("function, part", [
@@ -436,37 +405,6 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
         written = re.sub(r"\d", lambda digit: write("multiply", a=int(digit[0])), text)
         calls = [("multiply", dict(a=int(digit)), None) for digit in made]
         assert tools.calls_in(written) == calls, text
-
-
-def test_a_turn_of_thoughts_alone_makes_no_call(tokenizer_of, mine):
-    """The prompt has begun the thoughts, so only it says that this is a draft."""
-    tokenizer = tokenizer_of("qwen3.5")
-    env = environment_of("", tokenizer, tools=f"{mine}:multiply")
-    text = f"I could call {tags('multiply', a=3)}<|im_end|>"
-    batch = conversed(env, [user("a")], [tokenizer.hf.encode(text)], 400)
-    assert batch["finished"].tolist() == [True] and env.tools.process is None
-
-
-MARKED = [  # values of one parameter, as a policy may write them
-    "a </parameter> b", "x\n</parameter>\n", "a</tool_call>b<tool_call>", "<parameter=flag>",
-    "</function>\n</tool_call>", "</parameter>\n<parameter=x>\n1", "<think>a</think>", "}", "\\",
-    '{"name": 1}', "<|message|>", "<|end|> to=functions.x", tags("show", text="a"),
-    call("show", text="a"), "", "\n", " a ", "None", "12", "\u00fc"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_value_may_have_marks_in_it(tools_of, family):
-    tools = tools_of(family)
-    for value in MARKED:
-        if family == "harmony":
-            text = message_to("show", json.dumps(dict(text=value), ensure_ascii=False))
-            assert tools.calls_in(text) == [("show", dict(text=value), None)], value
-            continue
-        write = dict(chatml=call).get(family, tags)
-        one, other = write("show", text=value, flag=True), write("show", flag=False, text=value)
-        wanted = [("show", dict(text=value, flag=flag), None) for flag in (True, False)]
-        for text in (f"{one}\n{other}", f"<think>a</think>\n{one} so {other} </think"):
-            assert tools.calls_in(text) == wanted, value
 
 
 FITS = dict(  # {parameter: values that fit it, values that do not}
