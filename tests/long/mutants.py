@@ -107,7 +107,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("options/refill.py", "(row - first + 1 + hashed_row(", "(row - first + hashed_row(",
      "test_by_hand_options", "refills"),
     ("options/lora.py", "LoRA(linear, rank, alpha / rank, generator)",
-     "LoRA(linear, rank, alpha, generator)", "test_options", "lora and whole"),
+     "LoRA(linear, rank, alpha, generator)", "test_by_hand_options", "ppo and lora and two"),
     ("options/teachers.py", "(scores - scores.mean()) / len(paths)", "scores / len(paths)",
      "test_by_hand_options", "taught"),
     # faults, ranks, reliability
@@ -202,7 +202,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "exp_avg_sq=torch.zeros_like(p))", "long/test_knobs", "steps_of"),
     ("options/ema.py", "to(average.dtype), 1 - self.decay)", "to(average.dtype), self.decay)",
      "test_options", "ema"),
-    ("options/ema.py", "return self.begin()", "return None", "long/test_ema", "begins"),
+    ("options/ema.py", "return self.begin()", "return None", "long/test_knobs", "begins"),
     ("options/older_readers.py", 'OLDER_NAMES_OF_NEOX if kind == "gpt_neox" else OLDER_NAMES',
      "OLDER_NAMES", "long/test_saving", "transformers_4"),
     ("options/generation_config.py", "2 * [*vars(given)]", "[*vars(given)]", "long/test_saving",

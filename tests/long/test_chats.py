@@ -312,22 +312,6 @@ def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
     assert len(t.encode_texts(["a\n\n12"])[0]) == 4  # a, the line breaks, 1, 2
 
 
-@pytest.mark.parametrize("legacy", [True, False])
-def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
-    """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
-    others.make_tokenizer(str(tmp_path), "mistral")
-    file = f"{tmp_path}/tokenizer_config.json"
-    with open(file, encoding="utf-8") as f:
-        tiny.write(file, json.dumps(json.load(f) | dict(legacy=legacy)))
-    hf = load_tokenizer(str(tmp_path), keys_of_system()).hf
-    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
-    for text in ("a</s>a", "a</s>\na", " a", "[INST] a [/INST]a</s>[INST] a"):
-        ids = hf.encode(text, add_special_tokens=False)
-        assert ids == backend.encode(text, add_special_tokens=False).ids, text
-    letter, end = hf.encode("a", add_special_tokens=False), hf.eos_token_id
-    assert hf.encode("a</s>a", add_special_tokens=False) == [*letter, end, *letter]
-
-
 @pytest.mark.parametrize("name", others.CHATS)
 def test_older_transformers_write_the_same_ids(name, folders):
     """options/older_transformers.py, beside transformers' own sanitize_control_tokens."""

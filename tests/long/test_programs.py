@@ -108,13 +108,13 @@ PIECES = [*"`~ #1.,;e-+/$\\\"{}[]()<>|=xoH\r\n\t", *"""
 
 @pytest.mark.parametrize("name", READERS)
 def test_no_text_takes_long(name):
-    """Of 20,000 letters: by quadratic steps seconds, by cubic ones hours. CPU time: others work."""
+    """Of 10,000 letters: by quadratic steps seconds, by cubic ones hours. CPU time: others work."""
     slow, (read, *beginnings) = {}, READERS[name]
     for begin, piece, end in itertools.product(beginnings, PIECES, ("", "`?")):
         start = time.thread_time()
         with contextlib.suppress(ValueError):
-            read(begin + piece * (20_000 // len(piece)) + end)
-        if time.thread_time() - start > 1:
+            read(begin + piece * (10_000 // len(piece)) + end)
+        if time.thread_time() - start > 0.5:
             slow[begin, piece, end] = time.thread_time() - start
     assert not slow
 

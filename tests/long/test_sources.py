@@ -5,7 +5,7 @@ import os
 from collections import Counter
 
 import pytest
-from tiny import jsonl, keys_of, read_jsonl, well
+from tiny import jsonl
 
 from errors import BadInput
 from prompts import batch_rows, encode_rows, prompt_row, read_rows
@@ -84,15 +84,3 @@ def test_bad_files_name_the_place(tmp_path):
     for spec in ("0*a.csv", "x*a.csv,b.csv", "nowhere.csv,b.csv"):
         with pytest.raises(BadInput):
             read_rows(spec, prompt_row)
-
-
-def test_a_run_on_a_mix(world, tmp_path):
-    """Epochs count the rows of all files, as one where they have no weights."""
-    for number, mix in enumerate(("{},0.25*{}", "{},{}")):
-        path = mix.format(world.sft_train, world.sft_val)
-        rows = read_rows(path, prompt_row)
-        assert len(rows) == 12 and (rows.mix is None) == bool(number)
-    assert Counter(drawn(rows, 84)) == dict.fromkeys(range(12), 7)
-    out = well("sft.py", tmp_path, keys_of(world, "sft.py", train_path=path, val_path="",
-                                           epochs=2.0))
-    assert len(read_jsonl(f"{out}/log.jsonl")) == 5 + 1  # 2 * 12 rows, in batches of 5

@@ -9,7 +9,6 @@ import re
 import pytest
 import torch
 
-from errors import BadInput
 from test_families import add_vision, save
 from options.shards import offload_of, stage_of
 from tiny import (keys_of, keys_of_system, read_log, read_weights, run, well,
@@ -158,9 +157,3 @@ def test_places_by_hand():
         assert offload_of(system, name, name in ("policy", "value")) == moved, (offload, name)
     # what is offloaded of a head on the policy is the policy's
     assert offload_of(keys_of_system(offload="optimizer"), "value", True, is_head=True) == "none"
-
-
-def test_a_stage_that_there_is_not():
-    for stages in ("4", "policy=x"):
-        with pytest.raises(BadInput, match=stages):
-            stage_of(keys_of_system(zero_stage=stages), "policy")
