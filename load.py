@@ -367,21 +367,30 @@ def load_reward_model(path, policy, system, device):
 
 
 def load_value_model(value_init, policy, reward_model, system, device, seed=0):
-    """The trained value model: see the key value_init. shared: a head on the policy's own trunk."""
-    if value_init == "shared":  # both losses train the policy's trunk
-        from options.trunk import OnTrunk
-
-        return OnTrunk(policy, seed=seed)
+    """
+    The trained value model: see the key value_init. shared: a head on the policy's own trunk. A new
+    head is a fifth of N+'s: its first values are noise, and shall be small beside the scores.
+    """
     if value_init == "reward":
         if reward_model is None:
             raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
-        if reward_model.tokenizer.vocabulary != policy.tokenizer.vocabulary:
-            raise BadInput("the reward model has another tokenizer than the policy, so no value "
-                           "model can start as it; type --value_init=policy")
-    if system.share_base:
+    start = dict(reward=reward_model, policy=policy, shared=policy).get(value_init)
+    path = start.path if start else value_init
+    tokenizer = start.tokenizer if start else load_tokenizer(path, system)
+    if tokenizer.vocabulary != policy.tokenizer.vocabulary:
+        raise BadInput(f"{path} has another tokenizer than the policy, so no value model can start "
+                       "as it; type --value_init=policy")
+    if value_init == "shared":  # both losses train the policy's trunk
+        from options.trunk import OnTrunk
+
+        value_model = OnTrunk(policy, seed=seed)
+    elif system.share_base:
         from options.lora import value_on_trunk
 
-        return value_on_trunk(policy, reward_model, value_init, system, seed)
-    start = reward_model if value_init == "reward" else policy
-    return load(start.path, "value", system, device, head="scalar", trained=True,
-                tokenizer=policy.tokenizer, seed=seed)
+        value_model = value_on_trunk(policy, reward_model, value_init, system, seed)
+    else:
+        value_model = load(path, "value", system, device, head="scalar", trained=True,
+                           tokenizer=policy.tokenizer, seed=seed)
+    if value_model.new_head:
+        value_model.hf.score.weight.data *= 0.2
+    return value_model

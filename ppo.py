@@ -59,7 +59,7 @@ eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
 reward_path = ""  # * a model with one label, where reward_functions names reward_model
-value_init = "reward"  # the value model's start; shared: the policy [reward | policy | shared]
+value_init = "reward"  # the value model's start: reward, policy, shared (the policy), or a folder
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
@@ -83,7 +83,7 @@ ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
-cliprange_value = 0.2  # the value may move this far from the old one, 0 = no clipping [>= 0]
+cliprange_value = 0.2  # the value may move this far, in val/unit; 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # a token's loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
@@ -269,8 +269,13 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         rewards += batch["turn_rewards"]
         rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
-    advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)  # (B, T) each
-    batch["returns"] = returns
+    # a new value head counts in deviations of the first scores, so it learns scores of 0.01 and of
+    # 100 alike; a head that was trained before counts in scores
+    if iteration == 0 and value_model.new_head:
+        run.state["value_unit"] = scores.double().std(correction=0).item() or 1.0
+    value_unit = run.state.get("value_unit", 1.0)
+    advantages, returns = compute_gae(rewards / value_unit, batch["values"], mask, gamma, lam)
+    batch["returns"] = returns  # (B, T), as the advantages
     batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
     parallel.check_finite(dict(rewards=rewards, returns=returns, advantages=batch["advantages"]))
 
@@ -349,8 +354,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "policy/lr": lrs["policy"],
         "val/grad_norm": norms.get("value_model", 0.0),
         "val/explained_variance": explained_variance(batch["values"], returns, mask).item(),
+        "val/unit": value_unit,
         "val/lr": lrs["value_model"],
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
+value_model.hf.score.weight.data *= run.state.get("value_unit", 1.0)  # saved, it counts in scores
 run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE

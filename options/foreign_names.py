@@ -89,7 +89,7 @@ NAMES = {
     "OpenRLHF": {
         "pretrain": ("policy_path (ppo.py, grpo.py), init_from (sft.py, rm.py)", ""),
         "reward_pretrain": ("reward_path", ""),
-        "critic_pretrain": ("value_init", "reward, policy or shared"),
+        "critic_pretrain": ("value_init", "reward, policy, shared or a folder"),
         "remote_rm_url": ("reward_functions=FILE.py:function", "a function that asks your server"),
         "prompt_data": ("prompts_path", ""),
         "input_key": ("fields", 'names of fields: "question>prompt,solution>answer"'),
@@ -132,7 +132,7 @@ NAMES = {
         "data.max_prompt_length": ("max_prompt_tokens", ""),
         "data.max_response_length": ("max_new_tokens", ""),
         "actor_rollout_ref.model.path": ("policy_path", ""),
-        "critic.model.path": ("value_init", "reward, policy or shared"),
+        "critic.model.path": ("value_init", "reward, policy, shared or a folder"),
         "actor_rollout_ref.actor.optim.lr": ("learning_rate", ""),
         "critic.optim.lr": ("value_learning_rate", "0 = learning_rate"),
         "actor_rollout_ref.actor.ppo_mini_batch_size": (

@@ -206,8 +206,8 @@ def value_on_trunk(policy, reward_model, value_init, system, seed):
         raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it "
                        "needs an adapter; type --lora=16")
     value_model = adapt(policy.base, of_model(system.lora, "value"), "scalar", seed)
-    if value_init == "reward":
-        fill_adapter(value_model, reward_model.folder)
+    if value_init != "policy":
+        fill_adapter(value_model, reward_model.folder if value_init == "reward" else value_init)
     return value_model
 
 

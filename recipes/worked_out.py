@@ -386,6 +386,13 @@ def centre_and_width(x):
     return mean(x), math.sqrt(statistics.pvariance(x) + 1e-8)
 
 
+def of_scores(models, batch):
+    """The unit of the values: a score."""
+    models.value.unit = 1.0
+    for r in batch:
+        r.unit = 1.0
+
+
 def white_rewards(c, batch):
     figures = find_advantages(c, batch)
     middle, deviation = centre_and_width(flat(r.rewards for r in batch))
@@ -563,7 +570,7 @@ CASES |= {
     "target_kl, whitened rewards": (
         ["target_kl", "Whitened rewards"], [], "ppo",
         PPO | dict(target_kl=0.15, ppo_epochs=3, max_iters=3, value_init="policy"),
-        dict(too_far=too_far, find_advantages=white_rewards), ["too far"]),
+        dict(too_far=too_far, find_unit=of_scores, find_advantages=white_rewards), ["too far"]),
     "masked_importance, a value model alone": (
         ["masked_importance", "first learns alone"], [(">= 10", ">= 1")], "ppo",
         PPO | dict(importance_cap=1.5, max_iters=3),

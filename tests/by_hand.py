@@ -109,13 +109,38 @@ def scalar_model(folder, seed=None):
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()
     with open(f"{folder}/config.json", encoding="utf-8") as f:
         shift = json.load(f).get("score_shift", 0.0)
-    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift)
+    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift, unit=1.0)
 
 
 def with_new_head(trunk, seed):
     d, drawn = trunk.config.hidden_size, torch.Generator().manual_seed(seed)
     head = torch.empty(1, d).normal_(0, (d + 1) ** -0.5, generator=drawn).double()
-    return SimpleNamespace(trunk=trunk, head=torch.nn.Parameter(head), shift=0.0)
+    return SimpleNamespace(trunk=trunk, head=torch.nn.Parameter(head), shift=0.0, unit=1.0)
+
+
+def value_model_of(c, models):
+    """
+    The value model, and its own parameters. A new head begins at a fifth, and its unit is not known
+    yet: it counts in standard deviations of the first scores.
+    """
+    if c.value_init not in ("policy", "shared"):
+        value = scalar_model(c.reward_path if c.value_init == "reward" else c.value_init)
+        return value, list(parameters_of(value).values())
+    shared = c.value_init == "shared"  # a head on the policy's trunk, which both losses train
+    trunk = (models.policy if shared else language_model(c.policy_path)).base_model
+    value = with_new_head(trunk, c.seed)
+    value.head.data *= 0.2
+    value.unit = None
+    return value, [value.head] if shared else list(parameters_of(value).values())
+
+
+def find_unit(models, batch):
+    """Where it is not known yet: of these scores. Then every response knows it."""
+    if models.value.unit is None:
+        models.value.unit = statistics.pstdev([r.score for r in batch]) or 1.0
+        seen["equal scores"] += len({r.score for r in batch}) == 1
+    for r in batch:
+        r.unit = models.value.unit
 
 
 def scalars(model, ids):
@@ -383,13 +408,7 @@ def models_of(c):
 def ppo(c, train, val):
     """A run of ppo.py."""
     models = models_of(c)
-    if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
-        models.value = with_new_head(models.policy.base_model, c.seed)
-        of_value = [models.value.head]
-    else:
-        models.value = (scalar_model(c.reward_path) if c.value_init == "reward" else
-                        scalar_model(c.policy_path, c.seed))
-        of_value = parameters_of(models.value).values()
+    models.value, of_value = value_model_of(c, models)
     policy_adam, value_adam = AdamW(models.policy.parameters(), c), AdamW(of_value, c)
     log = []
     for iteration in range(c.max_iters):
@@ -399,9 +418,11 @@ def ppo(c, train, val):
         batch = [respond(c, models, row, "rollout", iteration, i) for i, row in enumerate(rows)]
         record |= summary(c, batch, "objective")
         finish_scores(c, batch, 0.0)
+        find_unit(models, batch)
         record |= find_advantages(c, batch)
         record |= ppo_update(c, models, (policy_adam, value_adam), batch, iteration)
     log.append(evaluation(c, models, val, c.max_iters))
+    models.value.head.data *= models.value.unit  # what is saved counts in scores
     return log, dict(policy=models.policy, value_model=models.value)
 
 
@@ -438,14 +459,18 @@ def too_far(c, figures):
 
 
 def find_advantages(c, batch):
-    """Rewards, returns, and advantages of mean 0 and variance 1 over all tokens. Gives figures."""
+    """
+    Rewards, returns in units of the values, and advantages of mean 0 and variance 1 over all
+    tokens. Gives figures.
+    """
     for r in batch:
         r.rewards = [-c.kl_coef * kl for kl in kls_of(c, r)]
     before = mean([sum(r.rewards) for r in batch])
     for r in batch:
         r.rewards = [x + paid for x, paid in zip(r.rewards, r.paid, strict=True)]
         r.rewards[-1] += r.score - sum(r.paid)  # what is paid for a token is a part of the score
-        r.advantages, r.returns = advantages_and_returns(r.rewards, r.values, c.gamma, c.lam)
+        in_units = [x / r.unit for x in r.rewards]
+        r.advantages, r.returns = advantages_and_returns(in_units, r.values, c.gamma, c.lam)
     every = flat(r.advantages for r in batch)
     middle, deviation = mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
     for r in batch:

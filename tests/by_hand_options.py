@@ -17,7 +17,7 @@ import by_hand
 import torch
 from by_hand import (ENDS, EOS, Adapters, AdamW, decode, encode, flat, hashed, is_flat, judge,
                      kl_estimate, language_model, mean, noise_of, parameters_of, prompts_of, sample,
-                     scalar_model, scalars, seen, summary, there, with_new_head)
+                     scalar_model, scalars, seen, summary, there)
 
 by_hand.RULES["environment"] = lambda c, row, r, _: sum(r.given)
 
@@ -143,13 +143,9 @@ def models_of(c):
 
 def add_value_model(c, models):
     """The value model, and its parameters."""
-    if c.value_init == "shared":  # a head on the policy's trunk, which both losses train
-        models.value = with_new_head(models.policy.base_model, c.seed)
-        return [models.value.head]
-    models.value = (scalar_model(c.reward_path) if c.value_init == "reward" else
-                    scalar_model(c.policy_path, c.seed))
-    if not c.lora:
-        return list(parameters_of(models.value).values())
+    models.value, own = by_hand.value_model_of(c, models)
+    if not c.lora or c.value_init == "shared":
+        return own
     models.adapters.append(Adapters(models.value.trunk, *c.lora, c.seed))
     return [*models.adapters[-1].parameters(), models.value.head]
 
@@ -210,7 +206,9 @@ class Kept:
         for adapters in models.adapters:
             adapters.merge()
         left = dict(policy=models.policy)
-        left |= dict(value_model=models.value) if models.value else {}
+        if models.value:
+            models.value.head.data *= models.value.unit
+            left |= dict(value_model=models.value)
         left |= dict(ema_policy=self.average) if self.average else {}
         return left | (dict(best_policy=self.best) if self.best else {})
 
@@ -247,6 +245,7 @@ def ppo(c, train, val, texts=()):
             first = by_hand.minibatches_of(c, iteration, 1)[0]
             record["policy/off_policy_kl"] = mean(flat(batch[i].moved for i in first))
         by_hand.finish_scores(c, batch, 0.0)
+        by_hand.find_unit(models, batch)
         record |= by_hand.find_advantages(c, batch)
         record |= by_hand.ppo_update(c, models, adams, batch, iteration, also if texts else None,
                                      kept.step)

@@ -57,6 +57,9 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
         mix=[(0.7, "reward_model"), (-0.5, "some"), (1.0, "length")], value_init="policy",
         policy_path="tied", kl_estimator="k3", temperature=1.0, num_minibatches=1,
         value_learning_rate=0.0, lr_decay="cosine", value_lr_decay="linear", max_new_tokens=5)),
+    # the value model of another run, which counts in scores
+    "ppo, a value model": ("two ranks", [], PPO | dict(
+        mix=[(9.0, "letters")], value_init="uncentered", kl_coef=0.0)),
     "ppo, rules": ("stage 3", ["no score"], PPO | dict(
         mix=[(1.0, "some")], value_init="policy", kl_coef=0.0, cliprange=0.03, weight_decay=0.1,
         ppo_epochs=1)),
@@ -103,8 +106,11 @@ def files_of(keys, script):
 def folders_of(world, keys):
     """The models' folders; that of a reward model only where it is used."""
     unused = "reward_model" not in [name for _, name in keys.get("mix", ())]
+    named = ["policy_path", "reward_path", "init_from"]
+    if keys.get("value_init") not in ("reward", "policy", "shared"):
+        named.append("value_init")
     return {key: "" if key == "reward_path" and unused else getattr(world, keys[key])
-            for key in ("policy_path", "reward_path", "init_from") if key in keys}
+            for key in named if key in keys}
 
 
 def typed_keys(world, keys, script, more):

@@ -60,7 +60,11 @@ CASES = {  # name: (layout, branches that must be taken, keys)
     "ppo, lora": ("two ranks", [], PPO | dict(
         lora=(2, 5), value_init="policy", weight_decay=0.1, grad_clip=0.5)),
     # the value model's trunk is the policy's, with its adapter
-    "ppo, lora, shared": ("one rank", [], PPO | dict(lora=(2, 5), value_init="shared")),
+    "ppo, lora, shared": ("one rank, stopped", [], PPO | dict(
+        lora=(2, 5), value_init="shared", mix=[(40.0, "letters")], max_iters=3)),
+    # no response has an end: the first scores are equal, so the values are in scores
+    "ppo, endless": ("two ranks, stopped", ["equal scores"], PPO | dict(
+        value_init="policy", missing_eos_penalty=2.0, max_new_tokens=2)),
     "rm, adapter": ("two ranks", [], RM | dict(
         init_from="policy", lora=(2, 5), weight_decay=0.1, eval_size=2)),
     # two teachers, of which one reads the text in its own tokens; pairs, and single responses

@@ -27,7 +27,7 @@ from errors import BadInput  # noqa: E402
 from load import autocast, load  # noqa: E402
 from prompts import batch_rows, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
-from rewards import accuracy  # noqa: E402
+from rewards import reward_terms  # noqa: E402
 from rollout import decode, response_uniforms  # noqa: E402
 
 policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compared
@@ -35,6 +35,7 @@ prompts_path = ""  # the problems, with answers; empty = the toy's, rl_train.jso
 pairs = 2000  # pairs to make for training; a tenth more is held out [>= 10]
 samples = 4  # answers to each problem [>= 2]
 max_new_tokens = 48  # longest answer [>= 1]
+reward_functions = "accuracy"  # a response is right where this rule gives 1, as mine.py:solved
 mistakes = 0.0  # share of the pairs for training that are labelled the wrong way round [0..0.5]
 name = "pairs"  # of the files: pairs_train.jsonl, pairs_val.jsonl
 seed = 1  # decides problems and answers [>= 0]
@@ -45,6 +46,7 @@ model = load(policy_path, "policy", system, device)
 tokenizer = model.tokenizer
 prompts_path = prompts_path or os.path.join(HERE, "rl_train.jsonl")
 problems = read_rows(prompts_path, prompt_row, system.fields)
+_, _, rule = reward_terms(reward_functions)[0]
 wanted = pairs + pairs // 10
 found = []
 for iteration in range(100):
@@ -59,7 +61,7 @@ for iteration in range(100):
     completions = [tokenizer.decode_response(ids[:n], row["prompt"])
                    for ids, n, row in zip(responses, lengths, rows, strict=True)]
 
-    right = (accuracy(dict(completions=completions, rows=rows)) == 1.0).tolist()
+    right = [float(score) == 1.0 for score in rule(dict(completions=completions, rows=rows))]
     for i in range(0, len(rows), samples):
         # An answer that was cut off is left out, so that a pair differs in being right, and not in
         # having an end.

@@ -4,6 +4,7 @@ and the picture. What has ended is not run again; to make a row anew, delete out
 After Ctrl-C it waits for the two runs of now.
 """
 import glob
+import importlib
 import math
 import os
 import re
@@ -27,60 +28,20 @@ from model import response_logprobs  # noqa: E402
 from prompts import micro_batches  # noqa: E402
 from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
 from rollout import read_batch, sample_batch  # noqa: E402
+from tools.runs import read_records  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 seeds = "1,2,3"  # of all that is made, the SFT model included
 rows = "all"  # or some of them, as ppo,grpo
 more = ""  # to try the rows: keys behind those of each script, as "--max_iters=2 --batch_size=64"
-out = "out/zoo"  # all runs; the page is docs/zoo.md, of some rows or with more keys OUT/zoo.md
+task = "arithmetic"  # whose rows: a file beside this one [arithmetic | search]
+out = ""  # all runs, empty = out/zoo, out/zoo_search; the page of some rows or more keys, too
 config, system = configure(globals(), "config/keys.py")
 # --------------------------------------------------------------------------------------------------
-# Commands; @ is the folder of the seed. 20 iterations of 256 are 5,120 responses; for GRPO half as
-# many as its config has, so the learning rate is larger
-WORDS = {
-    "PPO": "ppo.py config/arithmetic_ppo.py --policy_path=@/sft/policy --eval_path=",
-    "GRPO": "grpo.py config/arithmetic_grpo.py --policy_path=@/sft/policy --eval_path= "
-            "--max_iters=20 --learning_rate=5e-4",
-    "MODEL": "--reward_path=@/rm/reward_model",
-    "PAIRS": "data/arithmetic/pairs.py --policy_path=@/sft/policy --prompts_path=@/rl_train.jsonl",
-    "RM": "rm.py config/arithmetic_rm.py --init_from=@/sft/policy "
-          "--train_path=@/pairs_train.jsonl --val_path="}
-FIRST = """
-sft              | sft.py config/arithmetic_sft.py
-rm               | PAIRS && RM
-rm_lora          | RM --lora=16 --learning_rate=2e-3 --max_iters=150
-hints            | sft.py config/arithmetic_sft.py --context=128 --batch_size=64 \
---train_path=data/arithmetic/sft_train.jsonl,0.5*data/arithmetic/sft_hints.jsonl
-"""  # once for each seed
-# row            | command < a diff of recipes/, or the block of docs/algorithms.md behind this name
-ROWS = """
-ppo              | PPO MODEL
-ppo_value_policy | PPO MODEL --value_init=policy
-ppo_value_shared | PPO config/arithmetic_shared.py MODEL
-ppo_one_trunk    | PPO config/arithmetic_hydra.py --reward_path=@/rm_lora/reward_model_adapter
-reinforce        | PPO MODEL --ppo_epochs=1 --num_minibatches=1
-best_of_10       | tools/eval.py --policies=@/sft/policy --samples=10 MODEL \
---reward_functions=reward_model --out=@/best_of_10/eval
-dpo              | PAIRS --pairs=1100 --name=dpo && recipes/dpo.py config/arithmetic_dpo.py \
---policy_path=@/sft/policy --train_path=@/dpo_train.jsonl --val_path=
-grpo             | GRPO
-dr_grpo          | GRPO config/dr_grpo.py
-dapo             | GRPO config/dapo.py --refill_by=accuracy --batch_size=128 --max_refills=1
-gspo             | GRPO config/gspo.py --num_minibatches=4
-cispo            | GRPO config/cispo.py --num_minibatches=4
-rloo             | GRPO config/rloo.py
-reinforce++      | GRPO --kl_estimator=k2 < REINFORCE++
-maxrl            | GRPO --reward_functions=accuracy < MaxRL
-sapo             | GRPO --num_minibatches=4 < SAPO
-distill          | PPO config/arithmetic_distill.py --ref_path=@/ppo/policy
-self_distill     | GRPO --policy_path=@/hints/policy --ref_path=@/hints/policy --kl_in=reward \
---kl_estimator=k1 --kl_coef=1 < recipes/self_distillation.diff
-"""
-CURVES = "ppo", "ppo_one_trunk", "reinforce", "grpo", "dapo", "cispo", "rloo", "maxrl", "distill"
-COLUMNS = {  # title: (figure, format)
-    "greedy": ("greedy", ".1%"), "sampled": ("sampled", ".1%"), "KL": ("kl", "z.2f"),
-    "entropy": ("entropy", ".2f"), "length": ("length", ".1f"), "CPU s": ("seconds", ".0f"),
-    "MiB": ("mib", ".0f")}
+zoo = importlib.import_module(task)
+WORDS, COLUMNS, out = zoo.WORDS, zoo.COLUMNS, out or zoo.OUT
+rules = reward_terms(zoo.RULES)
+RIGHT = rules[0][1]  # the name of the rule that says what is right
 
 
 def code_of(diff):
@@ -88,7 +49,7 @@ def code_of(diff):
     if not diff:
         return "."
     shutil.rmtree(at := f"{out}/code/{os.path.basename(diff)}", ignore_errors=True)
-    for path in [*glob.glob("*.py"), *glob.glob("config/*.py"), *glob.glob("options/*.py")]:
+    for path in [*glob.glob("*.py"), *glob.glob("[cog]*/*.py")]:  # config, options, grading
         os.makedirs(os.path.dirname(f"{at}/{path}"), exist_ok=True)
         shutil.copy(path, f"{at}/{path}")
     with open(diff if os.path.exists(diff) else "docs/algorithms.md", encoding="utf-8") as f:
@@ -134,24 +95,47 @@ def judge(seed, name):
     cost = read_json(f"{folder}/cost.json")
     if os.path.exists(f"{folder}/eval.json"):  # the best of n is no policy; its KL is a bound
         (judged,) = read_json(f"{folder}/eval.json")["policies"].values()
-        return cost | dict(sampled=judged["sampled best@10 accuracy"]["mean"],
-                           kl=math.log(10) - 9 / 10)
+        return cost | dict(kl=math.log(10) - 9 / 10) | {
+            f"sampled {RIGHT}": judged[f"sampled best@10 {RIGHT}"]["mean"]}
     if not os.path.exists(file := f"{folder}/judged.json"):
         policy, sft = (load(f"{out}/{seed}/{one}/policy", "policy", system, device)
                        for one in (name, "sft"))
-        terms, figures = reward_terms("accuracy"), {}
-        problems = read_prompts("data/arithmetic/rl_val.jsonl", terms, dict(policy=policy), 48,
+        problems = read_prompts(f"{zoo.DATA}/rl_val.jsonl", rules, dict(policy=policy), zoo.LONGEST,
                                 system)
+        figures = {}
         for mode, heat in ("greedy", 0.0), ("sampled", 1.0):
-            batch = sample_batch(policy, problems, range(len(problems)), (1, "zoo", 0), 48, heat,
-                                 system, device)
-            score_batch(batch, problems, terms, policy, None, 64, system, device)
-            figures[mode] = batch["accuracy"].mean().item()
+            batch = sample_batch(policy, problems, range(len(problems)), (1, "zoo", 0), zoo.LONGEST,
+                                 heat, system, device)
+            score_batch(batch, problems, rules, policy, None, 64, system, device)
+            for _, rule, _ in rules:
+                figures[f"{mode} {rule}"] = batch[f"reward/{rule}"].mean().item()
+        wrong = batch["response_mask"].sum(1)[batch[f"reward/{RIGHT}"] == 0]
+        figures["length of wrong ones"] = wrong.double().mean().item()
         batch["old_logprobs"] = batch["sampler_logprobs"]
         read_batch(batch, dict(ref_logprobs=sft), partial(response_logprobs, temperature=1.0),
                    micro_batches(batch, batch["index"], 64), device)
         write_json(file, figures | {key[2:]: x for key, x in summarize(batch, "x").items()})
-    return cost | read_json(file)
+    return cost | read_json(file) | at_budget(folder)
+
+
+def at_budget(folder):
+    """
+    {"at budget": share} of right responses when a run has sampled zoo.BUDGET tokens: of the three
+    training batches up to then. Nothing of a row that samples fewer, or none.
+    """
+    if not zoo.BUDGET or not os.path.exists(log := f"{folder}/log.jsonl"):
+        return {}
+    size, tokens, right = read_json(f"{folder}/config.json")["batch_size"], 0, []
+    for record in read_records(log):
+        if f"objective/reward/{RIGHT}" not in record:
+            continue
+        # one attempt of refills samples each flat group anew
+        again = record["objective/flat_groups"] if "trained/flat_groups" in record else 0
+        tokens += size * record["objective/length"] * (1 + again)
+        right.append(record[f"objective/reward/{RIGHT}"])
+        if tokens >= zoo.BUDGET:
+            return {"at budget": fmean(right[-3:])}
+    return {}
 
 
 def line_of(name):
@@ -167,7 +151,8 @@ def line_of(name):
 
 
 first, table = ({name.strip(): (command, diff) for name, command, diff in re.findall(
-    r"(.+?) \| (.+?)(?: < (.+))?\n", text)} for text in (FIRST, ROWS))  # {row: (command, diff)}
+    r"(.+?) \| (.+?)(?: < (.+))?\n", text)} for text in (zoo.FIRST, zoo.ROWS))
+# {row: (command, diff)} each
 chosen, numbers = list(table) if rows == "all" else rows.split(","), seeds.split(",")
 chosen = [name for name in chosen if name != "sft"]  # that row is always there, the first
 if unknown := set(chosen) - set(table):
@@ -176,7 +161,7 @@ table |= first
 code = {name: code_of(diff) for name, (_, diff) in table.items()}  # of all: each diff must apply
 for seed in numbers:
     os.makedirs(f"{out}/{seed}", exist_ok=True)
-    shutil.copy("data/arithmetic/rl_train.jsonl", f"{out}/{seed}")
+    shutil.copy(f"{zoo.DATA}/rl_train.jsonl", f"{out}/{seed}")
 with ThreadPoolExecutor(2) as pool:
     list(pool.map(lambda seed: [make(seed, name) for name in first], numbers))
     for late in (False, True):  # a teacher comes before its pupil
@@ -186,17 +171,16 @@ with ThreadPoolExecutor(2) as pool:
 device = ranks.init(system)
 lines = [line_of(name) for name in ["sft", *chosen]]
 if rows == "all" and not more:
-    page, picture = "docs/zoo.md", "assets/zoo.png"
+    page, picture = zoo.PAGE, zoo.PICTURE
 else:
     page, picture = f"{out}/zoo.md", f"{out}/zoo.png"
-with open("docs/zoo.md", encoding="utf-8") as f:
+with open(zoo.PAGE, encoding="utf-8") as f:
     text = f.read().split("\n| row ")[0]  # the page as it is, without its table
 with open(page, "w", encoding="utf-8") as f:
     f.write("\n".join([text, f"| row (seeds {seeds}) | command | {' | '.join(COLUMNS)} |",
                        "|---" * (2 + len(COLUMNS)) + "|", *lines, ""]))
 print(f"saved {page}")
-logs = [f"{out}/{numbers[0]}/{name}/log.jsonl" for name in CURVES if name in chosen]
+logs = [f"{out}/{numbers[0]}/{name}/log.jsonl" for name in zoo.CURVES if name in chosen]
 if curves := ",".join(os.path.dirname(log) for log in logs if os.path.exists(log)):
-    metrics = "--metrics=objective/accuracy,objective/entropy,objective/length"
     subprocess.run([sys.executable, "tools/plot.py", f"--runs={curves}", f"--out={picture}",
-                    metrics, "--smooth=0.5"], check=True)
+                    f"--metrics={zoo.METRICS}", "--smooth=0.5"], check=True)

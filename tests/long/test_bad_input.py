@@ -83,6 +83,7 @@ TABLE = {
         "nobody/nothing", "hf download nobody/nothing --local-dir", "model_from_wheel.py"]),
     "a name without its owner": ("sft.py", dict(init_from="gpt2"), ["'gpt2'", "OWNER/NAME"]),
     "another tokenizer's value": ("ppo.py", dict(reward_path="$other"), ["--value_init=policy"]),
+    "another tokenizer's value model": ("ppo.py", dict(value_init="$other"), ["=policy"]),
     "another tokenizer's reference": ("grpo.py", dict(ref_path="$swapped"), ["ref_path"]),
     "a tokenizer that is not made": ("sft.py", dict(
         init_from="scratch", tokenizer_path="data/toy/tokenizer"), ["no such folder", "prepare"]),

@@ -36,7 +36,8 @@ def runs(world, tmp_path_factory):
     """The folder of the runs: ppo/out, ppo/cut with two iterations alone, grpo/out, sft/out."""
     folder = tmp_path_factory.mktemp("runs")
     more = dict(max_iters=4, checkpoint_interval=1, keep_checkpoints=9, num_minibatches=1)
-    whole = well("ppo.py", folder / "ppo", keys_of(world, "ppo.py", batch_size=BATCH, **more))
+    more |= dict(batch_size=BATCH, value_init="policy")
+    whole = well("ppo.py", folder / "ppo", keys_of(world, "ppo.py", **more))
     cut = shutil.copytree(whole, f"{folder}/ppo/cut")
     for later in (3, 4):
         shutil.rmtree(f"{cut}/checkpoint-{later:06d}")
@@ -98,8 +99,11 @@ def test_the_numbers_of_ppo(world, runs):
     rewards = [-0.3 * x for x in KL]
     rewards[-1] += score
     near("reward", rewards, 6e-5)
+    unit = read_jsonl(f"{runs}/ppo/out/log.jsonl")[0]["val/unit"]
+    assert unit != 1
     value_model = by_hand.scalar_model(step.format(DONE, "value_model"))
-    values = [x.item() for x in by_hand.scalars(value_model, asked + ids)[len(asked) - 1:-1]]
+    found = by_hand.scalars(value_model, asked + ids)[len(asked) - 1:-1]
+    values = [x.item() * unit for x in found]
     near("value", values)
     raw, returns = by_hand.advantages_and_returns(rewards, values, 1.0, 0.95)
     near("delta", by_hand.advantages_and_returns(rewards, values, 1.0, 0.0)[0])

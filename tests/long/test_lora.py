@@ -203,3 +203,11 @@ def test_four_models_on_one_trunk(world, tmp_path):
     one = tiny.well("ppo.py", tmp_path / "one", keys | dict(
         reward_path=f"{rm}/reward_model_adapter", share_base=True))
     tiny.assert_same_run(apart, one, ("policy", "value_model"), 1e-9)
+    # a value model of before goes on as it was saved, as an adapter and as a whole model
+    for name, more in (("value_model_adapter", dict(share_base=True)), ("value_model", {})):
+        again = tiny.well("ppo.py", tmp_path / name, keys | more | dict(
+            reward_path=f"{rm}/reward_model{'_adapter' * len(more)}", max_iters=1,
+            value_init=f"{one}/{name}", value_learning_rate=1e-12))
+        ours, theirs = (tiny.read_weights(f"{out}/value_model") for out in (again, one))
+        for key, p in ours.items():
+            assert (p - theirs[key]).abs().max() < 1e-9, key
