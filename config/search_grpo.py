@@ -18,6 +18,6 @@ num_minibatches = 4
 micro_batch_size = 64
 max_iters = 40
 eval_interval = 10
-learning_rate = 2e-4
+learning_rate = 4e-4
 lr_decay = "linear"
 kl_coef = 0.01

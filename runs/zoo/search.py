@@ -9,19 +9,20 @@ LONGEST = 160
 CURVES = ("ppo", "ppo_lam_95", "reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "maxrl")
 METRICS = "objective/reward/solved,objective/length,objective/entropy"  # of the picture
 COLUMNS = {  # title: (figure, format)
-    "sampled": ("sampled solved", ".1%"), "at 0.4M tokens": ("at budget", ".1%"),
+    "sampled": ("sampled solved", ".1%"), "at 0.15M tokens": ("at budget", ".1%"),
     "length": ("length", ".1f"), "of wrong ones": ("length of wrong ones", ".1f"),
     "attempts": ("sampled attempts", ".1f"), "repeats": ("sampled repeats", ".1%"),
     "slips": ("sampled slips", ".1%"), "greedy": ("greedy solved", ".1%"), "KL": ("kl", "z.2f"),
     "entropy": ("entropy", ".1f"), "CPU s": ("seconds", ".0f")}
-BUDGET = 400_000  # sampled tokens: "at budget" is the share of right ones when a run has so many
+BUDGET = 150_000  # sampled tokens: "at budget" is the share of right ones when a run has so many
+SOLVED = f"--reward_functions={RULE}solved"
 # Commands; @ is the folder of the seed. 20 iterations of 256 are 5,120 responses
 WORDS = {
     "PPO": "ppo.py config/search_ppo.py --policy_path=@/sft/policy --eval_path= --max_iters=20",
     "GRPO": "grpo.py config/search_grpo.py --policy_path=@/sft/policy --eval_path= --max_iters=20",
-    "SOLVED": f"--reward_functions={RULE}solved",
+    "SOLVED": SOLVED,
     "PAIRS": "data/arithmetic/pairs.py --policy_path=@/sft/policy --prompts_path=@/rl_train.jsonl "
-             f"--max_new_tokens=160 --reward_functions={RULE}solved"}
+             f"--max_new_tokens=160 {SOLVED}"}
 FIRST = """
 sft              | sft.py config/search_sft.py
 """  # once for each seed
@@ -29,30 +30,30 @@ sft              | sft.py config/search_sft.py
 ROWS = """
 ppo              | PPO
 ppo_lam_95       | PPO --lam=0.95
-ppo_value_shared | PPO --value_init=shared --learning_rate=3e-4 --value_learning_rate=1e-2 \
---vf_coef=0.01
+ppo_value_shared | PPO --value_init=shared --value_learning_rate=1e-2 --vf_coef=0.01
+ppo_value_run    | PPO --value_init=@/ppo/value_model
 reinforce        | PPO --ppo_epochs=1 --num_minibatches=1
 best_of_10       | tools/eval.py --policies=@/sft/policy --samples=10 --max_new_tokens=160 SOLVED \
---prompts_path=data/search/rl_val.jsonl --out=@/best_of_10/eval
-dpo              | PAIRS --pairs=1600 --name=dpo && recipes/dpo.py config/arithmetic_dpo.py \
+--right_by=solved --prompts_path=data/search/rl_val.jsonl --out=@/best_of_10/eval
+dpo              | PAIRS --pairs=1100 --name=dpo && recipes/dpo.py config/arithmetic_dpo.py \
 --policy_path=@/sft/policy --train_path=@/dpo_train.jsonl --val_path=
 distill          | PPO config/arithmetic_distill.py --ref_path=@/ppo/policy \
 --reward_functions=0*data/search/reward.py:solved,0*data/search/reward.py:attempts
 grpo             | GRPO
+grpo_one_step    | GRPO --num_minibatches=1
 grpo_kl_0        | GRPO --kl_coef=0
 grpo_token_mean  | GRPO --aggregation=token-mean
-grpo_four_steps  | GRPO --num_minibatches=4
-grpo_clip_higher | GRPO --num_minibatches=4 --cliprange_high=0.28
+grpo_clip_higher | GRPO --kl_coef=0 --cliprange_high=0.28
 dr_grpo          | GRPO config/dr_grpo.py
 dapo             | GRPO config/dapo.py --batch_size=128 --max_refills=1
 dapo_overlong    | GRPO config/dapo.py --batch_size=128 --max_refills=1 --refill_by=solved \
 --reward_functions=2*data/search/reward.py:solved,length
-gspo             | GRPO config/gspo.py --num_minibatches=4
-cispo            | GRPO config/cispo.py --num_minibatches=4
+gspo             | GRPO config/gspo.py
+cispo            | GRPO config/cispo.py
 rloo             | GRPO config/rloo.py
 reinforce++      | GRPO --kl_estimator=k2 < REINFORCE++
 maxrl            | GRPO < MaxRL
-sapo             | GRPO --num_minibatches=4 < SAPO
+sapo             | GRPO < SAPO
 staleness_1      | GRPO --staleness=1
 staleness_2      | GRPO --staleness=2
 staleness_4      | GRPO --staleness=4

@@ -95,8 +95,8 @@ def judge(seed, name):
     cost = read_json(f"{folder}/cost.json")
     if os.path.exists(f"{folder}/eval.json"):  # the best of n is no policy; its KL is a bound
         (judged,) = read_json(f"{folder}/eval.json")["policies"].values()
-        return cost | dict(kl=math.log(10) - 9 / 10) | {
-            f"sampled {RIGHT}": judged[f"sampled best@10 {RIGHT}"]["mean"]}
+        best = "sampled best@10 " + ("" if RIGHT == "accuracy" else "reward/") + RIGHT
+        return cost | {"kl": math.log(10) - 9 / 10, f"sampled {RIGHT}": judged[best]["mean"]}
     if not os.path.exists(file := f"{folder}/judged.json"):
         policy, sft = (load(f"{out}/{seed}/{one}/policy", "policy", system, device)
                        for one in (name, "sft"))
