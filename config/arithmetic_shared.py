@@ -8,5 +8,5 @@ untrained, so it has a large learning rate. Behind arithmetic_ppo.py:
 out_dir = "out/arithmetic_shared"
 value_init = "shared"
 learning_rate = 2e-4
-value_learning_rate = 1e-2
-vf_coef = 0.01
+value_learning_rate = 3e-3
+vf_coef = 0.1
