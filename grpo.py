@@ -262,7 +262,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # give each answer a score
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
     flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
-    sampled = summarize(batch, "objective", reward_names)
+    sampled = summarize(batch, "objective", reward_names, rows=train_rows)
     sampled |= summarize_groups(shape_scores(batch), flat)
     if max_refills > 0:
         from options.refill import refill
@@ -373,7 +373,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     record |= trained | {name: x for name, x in sampled.items()
                          if name not in ("objective/entropy", "objective/kl")}
     if max_refills > 0:
-        record |= summarize(batch, "trained", reward_names, importance_cap)
+        record |= summarize(batch, "trained", reward_names, importance_cap, train_rows)
         record["trained/flat_groups"] = flat.double().mean().item()
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {

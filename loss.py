@@ -111,11 +111,12 @@ def explained_variance(values, returns, mask):
     return 1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8)
 
 
-def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
+def summarize(batch, prefix, reward_names=(), importance_cap=0.0, rows=None):
     """
     The figures of a batch, {"prefix/name": number}: means over its responses. KL and entropy are in
     nats a response, estimated from the sampled tokens (k1). Of several reward_names the mean of
     each, over the responses to which it applies; "scored": the share of responses with a score.
+    rows: the data's, for the figures of each source.
     """
     mask = batch["response_mask"]  # (B, T)
     figures = dict(scores=mean_of(batch["scores"]))
@@ -139,6 +140,10 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0):
 
         figures |= figures_of_turns(batch)
     figures = {f"{prefix}/{name}": x.item() for name, x in figures.items()}
+    if rows and rows.sources:
+        from options.sources import figures_by_source
+
+        figures |= figures_by_source(batch, rows, prefix, reward_names)
     if importance_cap > 0 and "age" in batch:  # from the policy that sampled to that of the update
         off = kl_estimate(batch["sampler_logprobs"], batch["old_logprobs"], "k3")
         figures["policy/off_policy_kl"] = masked_mean(off, mask).item()

@@ -342,7 +342,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    record |= summarize(batch, "objective", reward_names, importance_cap)
+    record |= summarize(batch, "objective", reward_names, importance_cap, train_rows)
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/non_score_reward": non_score_reward.item(),

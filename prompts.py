@@ -36,6 +36,7 @@ class Rows(list):
 
     ids = ()
     mix = None  # of several files with weights, see options/sources.py
+    sources = ()  # the name of each row's source, if they have some
 
 
 def read_rows(path, shape, fields=""):

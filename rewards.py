@@ -158,7 +158,12 @@ def read_prompts(path, terms, models, max_new_tokens, system):
     rows = read_rows(path, prompt_row, system.fields)
     check_rows(terms, rows, path)
     say_unknown_marks(next(iter(models.values())).tokenizer)
-    return encode_prompts(rows, path, models, max_new_tokens, system)
+    rows = encode_prompts(rows, path, models, max_new_tokens, system)
+    if any("source" in row for row in rows):
+        from options.sources import name_sources
+
+        name_sources(rows, path)
+    return rows
 
 
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):

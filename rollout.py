@@ -170,7 +170,7 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R or stop is not None and stop():
             break
-        few = (0.5 if len(going) > 1 else 0) if graphs else 0.75
+        few = (0.5 if len(going) > 1 else 0) if steps else 0.75
         if len(going) <= few * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]

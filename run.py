@@ -18,6 +18,7 @@ import hashlib
 import math
 import os
 import random
+import re
 import shlex
 import sys
 import time
@@ -311,14 +312,14 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record = summarize(batch, "eval", reward_names)
+        record = summarize(batch, "eval", reward_names, rows=rows)
         by = self.system.keep_best  # the metric by which the best policy is kept, or ""
         figures = record | {"score": score}
-        if by and by not in figures:
-            raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
         best = self.state["best_score"] if self.state.get("best_by", by) == by else None
-        now = figures.get(by)
-        if by and (best is None or now - best > 1e-6 * abs(best)):
+        if by and best is None and by not in figures:
+            raise BadInput(f"keep_best = {by!r}: wanted score, {', '.join(record)}")
+        now = figures.get(by)  # None: no reward applied to a response of that source, this time
+        if now is not None and (best is None or now - best > 1e-6 * abs(best)):
             self.state |= dict(best_score=now, best_by=by)
             save_final(  # COLLECTIVE
                 self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
@@ -479,7 +480,8 @@ def iteration_line(record, done, max_iters, minutes):
 def evaluation_lines(iteration, record, samples):
     """The lines of an evaluation: its figures, and two of its samples, each time two others."""
     lines = [f"eval {iteration}:"]
-    for name, x in record.items():
+    totals = {name: x for name, x in record.items() if re.fullmatch("eval/(reward/)?[^/]+", name)}
+    for name, x in totals.items():  # those by source are in the log
         figure = f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}"
         if len(lines[-1]) + 2 + len(figure) > 100:
             lines.append("   ")

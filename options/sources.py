@@ -5,6 +5,8 @@ Rows from more than one file of JSONL:
     hf:openai/gsm8k:main:train a data set of the Hugging Face hub, or a folder in its layout
     a.csv, a.parquet           tables
 
+And what the rows of each source score (figures_by_source).
+
 Libraries for tables are not used, because they guess types: they turn the answer "02" into 2 and
 "NA" into nothing.
 """
@@ -15,11 +17,15 @@ import json
 import math
 import os
 import re
+from collections import Counter
+from statistics import fmean
+from zlib import crc32
 
-from errors import BadInput, first_line, nearest
-from prompts import Rows, permutation, rename
+from errors import BadInput, first_line, nearest, say
+from prompts import Rows, permutation, prompt_row, rename
 
 ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
+MOST = 64  # sources; of more there are no figures
 
 
 # --------------------------------------------------------------------------------------------------
@@ -29,9 +35,10 @@ ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
 def several_rows(spec, shape, fields):
     """
     The Rows of a path such as prompts_path that is not one file of JSONL. shape, fields: see
-    prompts.read_rows. Raises BadInput.
+    prompts.read_rows. Of several sources a prompt without the field `source` gets the source's name
+    there. Raises BadInput.
     """
-    rows, sizes, weights = Rows(), [], []
+    rows, sizes, weights, files = Rows(), [], [], []
     for part in [spec] if os.path.exists(spec) else spec.split(","):
         weight, star, source = part.strip().rpartition("*")
         try:
@@ -49,8 +56,13 @@ def several_rows(spec, shape, fields):
                 except BadInput as e:
                     raise BadInput(f"{file}, {where}: {e}") from e
         sizes.append(len(rows) - before)
+        files += [source] * sizes[-1]
         if not sizes[-1]:
             raise BadInput(f"{source}: the file is empty")
+    if len(sizes) > 1 and shape is prompt_row:
+        names = names_of(files)
+        for row, source in zip(rows, files, strict=True):
+            row["source"] = named(row) or names[source]
     if any(weight is not None for weight in weights):
         rows.mix = Mix([n for n, size in enumerate(sizes) for _ in range(size)],
                        [1.0 if weight is None else weight for weight in weights])
@@ -101,6 +113,69 @@ def turn_of(place, weights):
         if int(share * (place + 1)) > before:  # always true for the last source: its share is 1
             return number, before
         place -= before
+
+
+# --------------------------------------------------------------------------------------------------
+# figures by source
+
+
+def names_of(paths):
+    """
+    {path: name} of some paths or hf:...: the words in which they differ. data/a/train.jsonl and
+    data/b/train.jsonl are a and b, hard_val.csv and easy_val.csv are hard and easy.
+    """
+    words = {path: re.split("[/:_]+", re.sub(r"(\.(jsonl|json|csv|parquet))?(\.gz)?$", "", path))
+             for path in paths}
+    for end in (0, -1):
+        while len({some[end] for some in words.values()}) == 1 < min(map(len, words.values())):
+            for some in words.values():
+                some.pop(end)
+    names = {path: "_".join(some) for path, some in words.items()}
+    return names if len(set(names.values())) == len(names) else {path: path for path in names}
+
+
+def named(row):
+    """The source that a row names, as text; "" if it names none: a list, for example, is none."""
+    value = row.get("source")
+    return str(value).strip() if isinstance(value, (str, int, float)) else ""
+
+
+def name_sources(rows, path):
+    """
+    Give the Rows of a file of prompts rows.sources, the name of each row's source in metrics: one
+    word of at most 40 letters, without a slash; "other" where a row names none.
+    """
+    texts = [named(row) or "other" for row in rows]
+    counts = Counter(texts)
+    if len(counts) > MOST:
+        say(f"{path}: {len(counts)} sources, of more than {MOST} there are no figures; rename the "
+            "field 'source', if it means something else")
+    elif any(map(named, rows)):
+        names = {text: re.sub(r"[^\w.+:-]", "-", text)[:40] for text in counts}
+        alike = Counter(names.values())  # names that are alike get the checksums of their texts
+        names = {text: name + f"-{crc32(text.encode('utf-8', 'replace')):08x}" * (alike[name] > 1)
+                 for text, name in names.items()}
+        rows.sources = [names[text] for text in texts]
+        listed = [f"{names[text]} ({count})" for text, count in counts.most_common(8)]
+        say(f"{path}: sources {', '.join(listed)}{', ...' * (len(counts) > 8)}")
+
+
+def figures_by_source(batch, rows, prefix, reward_names):
+    """
+    {"prefix/metric/source": the mean over the responses of a batch to prompts of this source}, of
+    the metrics that loss.summarize has for all. A response to which a reward does not apply, or
+    whose row has no answer, does not count; without any that counts there is no figure.
+    """
+    columns = {name: batch[name] for name in ("scores", "accuracy", "finished")}
+    columns["length"] = batch["response_mask"].sum(1)
+    if len(reward_names) > 1:
+        columns |= {f"reward/{name}": batch[f"reward/{name}"] for name in reward_names}
+    sources, known = [rows.sources[number] for number in batch["row"].tolist()], {}
+    for name, column in columns.items():
+        for source, x in zip(sources, column.tolist(), strict=True):
+            if not math.isnan(x):
+                known.setdefault(f"{prefix}/{name}/{source}", []).append(x)
+    return {name: fmean(numbers) for name, numbers in sorted(known.items())}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -115,7 +115,8 @@ def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
             import loss
 
             summarize = loss.summarize
-            loss.summarize = lambda *args: summarize(*args) | {"objective/mine": metric}
+            loss.summarize = lambda *args, **keys: summarize(*args, **keys) | {
+                "objective/mine": metric}
         return before
 
     keys = keys_of(world, "ppo.py", max_iters=1, eval_path="", out_dir="a b")

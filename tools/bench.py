@@ -211,8 +211,8 @@ def print_longest(work, device):
             if event.device_type.name.lower() == device.type]
     for milliseconds, count, name in sorted(took, reverse=True)[:10]:
         print(f"    {milliseconds:.2f} ms in {count} {name[:80]}")
-    milliseconds, count, _ = zip(*took, strict=True)
-    print(f"    {sum(milliseconds):.2f} ms in all {sum(count)}", flush=True)
+    milliseconds, count = (sum(one[i] for one in took) for i in (0, 1))  # 0, where none are seen
+    print(f"    {milliseconds:.2f} ms in all {count}", flush=True)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ aten = torch.ops.aten
 # that a language model may have
 INEXACT = {"cumsum", "put_", "histc", "bincount", "median", "nll_loss_forward", "kthvalue",
            "logcumsumexp"}
+AUTOCAST = "autocast", "is_autocast_enabled", "get_autocast_dtype"
 COPIES = {aten.copy_, aten._to_copy, aten.set_, aten._has_compatible_shallow_copy_type}
 INDICES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 # the CPU waits for their result, or for its size; so it does for an index of bools
@@ -54,6 +55,12 @@ def wanted_place(device):
     """The place that a device names; None: it names none of the two."""
     kind = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
     return {"cuda": "gpu", "cpu": "cpu"}.get(kind)
+
+
+def on_cpu(function):
+    """A function of torch's about autocast, whose first argument is a device: the GPU's too."""
+    return lambda device, *args, **kwargs: function(
+        "cpu" if wanted_place(device) else device, *args, **kwargs)
 
 
 class Waits(RuntimeError):
@@ -88,6 +95,7 @@ class Seen:
             CUDAGraph=Graph, Stream=mock.Mock, current_stream=mock.Mock,
             stream=contextlib.nullcontext,
             set_sync_debug_mode=self.set_sync_debug_mode,
+            get_device_capability=lambda device: (9, 0),
             empty_cache=lambda: setattr(self, "full", False))
 
 
@@ -104,7 +112,11 @@ class Check(TorchDispatchMode):
             where = self.look(operation.overloadpacket, args, before)
             if seen.recording:
                 seen.recording.before(operation, args)
-        results = operation(*args, **kwargs or {})
+        if operation.overloadpacket is aten.histc and not args[0].is_floating_point():
+            # of integers, as CUDA has it
+            results = operation(args[0].float(), *args[1:], **kwargs or {}).to(args[0].dtype)
+        else:
+            results = operation(*args, **kwargs or {})
         with torch._C.DisableTorchFunction():
             if seen.recording:
                 seen.recording.tape.append((operation, args, kwargs or {}, tensors_of(results)))
@@ -258,7 +270,9 @@ def gpu():
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     before, checks["default"] = checks["default"], checks["none"]
     try:
-        with mock.patch.multiple(torch.cuda, **seen.functions()), Check(), Redirect():
+        with mock.patch.multiple(torch.cuda, **seen.functions()), mock.patch.multiple(
+                torch, **{name: on_cpu(getattr(torch, name)) for name in AUTOCAST}), (
+                Check()), Redirect():
             yield seen
     finally:
         checks["default"] = before

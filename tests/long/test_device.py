@@ -2,6 +2,7 @@
 What would go wrong on a GPU, found without one: tensors in two places, operations without an exact
 kernel, memory that was never written, an impossible token. test_gpu.py has what needs a GPU.
 """
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from model import Model
 from options import decoding_graph
 from prompts import micro_batch
 from test_decoding_compiled import PROMPTS
-from test_families import SIZES, random_model, save
+from test_families import SIZES, random_model, rows_of_texts, save
 from tiny import answer, assert_same_run, keys_of, keys_of_system, read_jsonl, run
 
 
@@ -59,6 +60,7 @@ RUNS = {
                    entropy_coef=0.1, ema_decay=0.5, head_chunk=5),
     "grpo.py": dict(max_refills=1, grad_clip=0.1, rollout_batch_size=4, gradient_checkpointing=True,
                     optim="adafactor", offload="ref=params", save_rollouts=1),
+    "grpo.py, 16 bits": dict(dtype="bfloat16", importance_cap=2),
     "grpo.py, turns": dict(environment="RULES:talks", max_turns=3, max_new_tokens=12,
                            reward_functions="environment,0.5*length", save_rollouts=1),
     "sft.py": {}, "rm.py": dict(lora="2")}
@@ -80,9 +82,40 @@ def test_all_tensors_of_a_run_are_on_the_gpu(world, tmp_path, name):
     assert seen["operations"] > 50 and seen["inexact"] == []
     assert bool(seen["recorded"]) == (script in ("ppo.py", "grpo.py"))
     assert read_jsonl(tmp_path / "gpu" / "out" / "log.jsonl")[0]["mem/peak_mib"] == 7
+    if "dtype" in RUNS[name]:  # a graph rounds attention otherwise, and samples other tokens
+        first = tiny.read_log(tmp_path / "gpu" / "out")[0]
+        assert first["objective/kl"] == 0 and first["policy/sampler_gap"] < 0.02
+        return
     models = ("reward_model",) if script == "rm.py" else ("policy",)
     on_cpu = tiny.well(script, tmp_path / "cpu", keys | dict(offload=""))
     assert_same_run(tmp_path / "gpu" / "out", on_cpu, models, 1e-9)
+
+
+@pytest.mark.parametrize("name, inexact", [
+    ("Qwen3.5 (text)", {"cumsum"}), ("LFM2 MoE", set()), ("Falcon-H1", {"cumsum"})])
+def test_families_that_keep_a_state(tmp_path, name, inexact):
+    """Sampled and trained as on a CPU; docs/scale.md names those that cannot be deterministic."""
+    save(tmp_path, name)
+    found = []
+    for context in (contextlib.nullcontext(), pretend.gpu()):
+        with context as seen:
+            device = pretend.GPU if seen else torch.device("cpu")
+            system = keys_of_system(gradient_checkpointing=True)
+            policy = load(str(tmp_path), "policy", system, device, trained=True)
+            policy.tokenizer.eos_ids, before = set(range(0, 260, 20)), seen and seen.waits
+            rows, plain = [], policy.next_logits  # of each step: as without graphs
+            policy.next_logits = lambda *given, rows=rows, plain=plain: (
+                rows.append(len(given[0])) or plain(*given))
+            batch = answer(policy, PROMPTS, 12, graphs=bool(seen))
+            steps = int((batch["lengths"] - batch["begins"]).max())
+            assert not seen or seen.waits - before < 3 * steps + 20
+            tokens, mask = (x.to(device) for x in rows_of_texts())
+            logprobs, entropies = policy.logprobs(tokens, mask, 0.7, 7, entropy=True)
+            (logprobs.mean() + 0.3 * entropies.mean()).backward()
+            gradients = [p.grad.cpu() for p in policy.parameters() if p.grad is not None]
+            found.append([torch.tensor(rows), batch["tokens"].cpu(), *gradients])
+    assert seen.inexact == inexact
+    assert all((a - b).abs().max() < 1e-6 for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("roles", ["", "train=1,generate=1"])

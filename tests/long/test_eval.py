@@ -130,11 +130,12 @@ def test_two_ranks_find_the_same(done, keys, tmp_path):
 def test_right_answers_are_counted(done, keys, world, tmp_path):
     """Rows whose answer is what some samples say."""
     said = of_prompts(done, "policy", "sampled", "answer")
-    rows = [row | dict(answer=answers[i % 4] or "nothing", kind="ab"[i % 2])
+    rows = [row | dict(answer=answers[i % 4] or "nothing", kind="ab"[i > 3])
             for i, (row, answers) in enumerate(zip(world.rows["rl_train"], said, strict=True))]
+    files = [jsonl(tmp_path / "a.jsonl", rows[:4]), jsonl(tmp_path / "b.jsonl", rows[4:])]
     result = tool("eval", tmp_path, keys | dict(
-        prompts_path=jsonl(tmp_path / "rows.jsonl", rows), policies=world.policy,
-        reward_functions="accuracy", reward_path="", by="kind"))
+        prompts_path=",".join(files), policies=world.policy, reward_functions="accuracy",
+        reward_path="", by="source"))
     assert result.codes == [0], result
     found = read(tmp_path)
     truths = of_prompts(found, "policy", "sampled", "accuracy")
@@ -151,6 +152,7 @@ def test_right_answers_are_counted(done, keys, world, tmp_path):
             voted.append(statistics.mean(right[texts.index(won[0][0])] if won else 0
                                          for won in winners))
         same(its[f"sampled majority@{k}"], voted)
+    assert found.groups.keys() == {"a", "b"}
     for kind, group in found.groups.items():
         picked = [truths[i] for i, row in enumerate(rows) if row["kind"] == kind]
         assert group["prompts"] == len(picked)

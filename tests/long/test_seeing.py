@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -221,3 +222,82 @@ def test_the_page_holds_the_runs_and_nothing_of_the_network(page, done):
     assert sum(s["trained"] for s in second["samples"]) == 6
     kls = [record["eval/kl"] for record in read_jsonl(f"{done['grpo']}/log.jsonl")]
     assert second["curves"]["eval/kl"] == [[0, kls[0]], [1, kls[1]], [2, kls[2]]]
+
+
+# enough of a browser for the page: it prints how many parts each element has, and its text
+DOM = r"""
+const source = require("fs").readFileSync(0, "utf8"), ids = {};
+class Element {
+  constructor(tag) { Object.assign(this, {tag, children: [], listeners: {}, value: ""}); }
+  setAttribute(name, value) { if (name === "value") this.value = String(value); }
+  append(...children) {
+    this.children.push(...children);
+    if (this.tag === "select") this.value = this.children[0].value;
+  }
+  replaceChildren(...children) { this.children = children; }
+  addEventListener(name, f) { this.listeners[name] = f; }
+  get textContent() {
+    return this.children.map(c => typeof c === "string" ? c : c.textContent).join(" ");
+  }
+  set textContent(text) { this.children = [String(text)]; }
+}
+for (const [, tag, id] of source.matchAll(/<(\w+)[^>]*? id="(\w+)"/g)) ids[id] = new Element(tag);
+ids.kind.value = "evaluations";
+ids.data.textContent = source.match(/<script[^>]*id="data">(.*?)<\/script>/s)[1];
+global.document = {getElementById: id => ids[id], createElement: tag => new Element(tag),
+                   createElementNS: (_, tag) => new Element(tag)};
+eval(source.match(/<script>(.*)<\/script>/s)[1]);
+const shown = [];
+const show = () => shown.push(Object.fromEntries(
+  ["charts", "count", "cards", "settings", "final", "sources"].map(
+    id => [id, [ids[id].children.length, ids[id].textContent]])));
+show();
+[ids.prompt.value, ids.sort.value] = ["", "scores"];
+ids.sort.listeners.input();
+show();
+console.log(JSON.stringify(shown));
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node here")
+def test_the_page_shows_samples_by_their_scores(page):
+    shown = subprocess.run(["node", "-e", DOM], input=page, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    first, by_score = json.loads(shown.stdout)
+    assert first["cards"][0] == 1 and HOSTILE in first["cards"][1]  # of the first prompt alone
+    for word in ("constructor", "What is sampled", "eval/kl at 2"):
+        assert word in first["charts"][1]
+    assert "eval/kl" in first["final"][1] and " -> " in first["final"][1]
+    assert by_score["cards"][0] == 18 and by_score["count"][1].startswith("18 samples")
+    scores = [float(x) for x in re.findall(r"\bscores (-?[\d.e-]+)", by_score["cards"][1])]
+    assert len(scores) == 18 and scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node here")
+def test_the_page_has_a_table_by_source(page, tmp_path):
+    """Of held-out prompts, or else of training; their curves are apart from those of all."""
+    for name, sources in (("one", ["b", "accuracy"]), ("two", [f"s{i}" for i in range(40)])):
+        os.makedirs(tmp_path / name)
+        jsonl(tmp_path / name / "log.jsonl", [dict(iteration=i) | {
+            "objective/reward/u": 0.5 * i, "eval/accuracy": 0.25 * i} | {
+            f"{metric}/{source}": i + 7 for source in sources
+            for metric in ("objective/accuracy", "objective/reward/u", "eval/accuracy")} | {
+            "eval/accuracy/b": 0.125 * i} for i in range(3)])
+    found = []
+    for runs in ("one", "one,two"):
+        assert plot(tmp_path, runs=runs, out="page.html")[0].codes == [0]
+        shown = subprocess.run(["node", "-e", DOM], input=(tmp_path / "page.html").read_text(),
+                               capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stderr
+        found.append({name: text for name, (_, text) in json.loads(shown.stdout)[0].items()})
+    one, two = ({name: " ".join(text.split()) for name, text in each.items()} for each in found)
+    assert one["sources"] == ("by source (2) first -> last accuracy reward/u "
+                              "accuracy 7 -> 9 7 -> 9 b 0 -> 0.25 7 -> 9")
+    assert "accuracy, one 7 -> 9 7 -> 9 accuracy, two - - b, one" in two["sources"]
+    assert "by source (42)" in two["sources"] and "s39, two 7 -> 9" in two["sources"]
+    for charts in (one["charts"], two["charts"]):
+        of_all, rest = charts.split("By source: accuracy")
+        assert "accuracy/" not in of_all and "reward/u" in of_all and "By source: reward/u" in rest
+    shown = subprocess.run(["node", "-e", DOM], input=page, capture_output=True, text=True)
+    shown = json.loads(shown.stdout)[0]
+    assert shown["sources"] == [0, ""] and "By source" not in shown["charts"][1]

@@ -5,10 +5,12 @@ import os
 from collections import Counter
 
 import pytest
-from tiny import jsonl
+import torch
+from tiny import assert_one_line, assert_same_run, jsonl, keys_of, read_jsonl, run, well
 
 from errors import BadInput
-from prompts import batch_rows, encode_rows, prompt_row, read_rows
+from options.sources import figures_by_source, name_sources
+from prompts import Rows, batch_rows, encode_rows, prompt_row, read_rows
 
 ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
         dict(prompt="x", answer="0.10")]
@@ -84,3 +86,162 @@ def test_bad_files_name_the_place(tmp_path):
     for spec in ("0*a.csv", "x*a.csv,b.csv", "nowhere.csv,b.csv"):
         with pytest.raises(BadInput):
             read_rows(spec, prompt_row)
+
+
+def test_a_run_on_a_mix(world, tmp_path):
+    """Epochs count the rows of all files, as one where they have no weights."""
+    for number, mix in enumerate(("{},0.25*{}", "{},{}")):
+        path = mix.format(world.sft_train, world.sft_val)
+        rows = read_rows(path, prompt_row)
+        assert len(rows) == 12 and (rows.mix is None) == bool(number)
+    assert Counter(drawn(rows, 84)) == dict.fromkeys(range(12), 7)
+    out = well("sft.py", tmp_path, keys_of(world, "sft.py", train_path=path, val_path="",
+                                           epochs=2.0))
+    assert len(read_jsonl(f"{out}/log.jsonl")) == 5 + 1  # 2 * 12 rows, in batches of 5
+
+
+# figures by source
+
+NAN = float("nan")
+
+
+def test_figures_by_source_by_hand():
+    """Of five responses; c has no response, d has nothing but a length and an end."""
+    rows = Rows(dict(prompt="x", source=name) for name in "abcd")
+    name_sources(rows, "f")
+    batch = dict(
+        row=torch.tensor([1, 0, 1, 3, 1]), scores=torch.tensor([1.0, -2, NAN, NAN, 4]),
+        accuracy=torch.tensor([1.0, 0, 0, NAN, 0]), finished=torch.tensor([1, 0, 1, 1, 0]).bool(),
+        response_mask=torch.arange(4) < torch.tensor([[1], [4], [2], [2], [3]]),
+        **{"reward/u": torch.tensor([2.0, 1, NAN, NAN, 3]), "reward/v": torch.full((5,), NAN)})
+    wanted = {"x/scores/a": -2, "x/scores/b": 2.5, "x/accuracy/a": 0, "x/accuracy/b": 1 / 3,
+              "x/finished/a": 0, "x/finished/b": 2 / 3, "x/finished/d": 1,
+              "x/length/a": 4, "x/length/b": 2, "x/length/d": 2}
+    assert figures_by_source(batch, rows, "x", ["u"]) == pytest.approx(wanted)
+    assert figures_by_source(batch, rows, "x", ["u", "v"]) == pytest.approx(
+        wanted | {"x/reward/u/a": 1, "x/reward/u/b": 2.5})
+
+
+def names(sources):
+    rows = Rows(dict(prompt="x") | ({} if x is ... else dict(source=x)) for x in sources)
+    name_sources(rows, "f")
+    return list(rows.sources)
+
+
+def test_names_of_sources():
+    """One word without a slash; rows without a name; two that would get one name."""
+    assert names(["gsm8k", "a/b, c", " x ", "", None, ["x"], ..., "Ä数", 7, 0.5, "7", True]) == [
+        "gsm8k", "a-b--c", "x", "other", "other", "other", "other", "Ä数", "7", "0.5", "7", "True"]
+    first, second, third = names(["a" * 200 + "1", "a" * 200 + "2", "a" * 40 + "b" * 160])
+    assert len({first, second, third}) == 3 and max(map(len, (first, second))) < 50
+    assert names(["a b", "a/b", "\ud800"])[:2] == names(["a/b", "a b"])[::-1]  # in any order
+    assert names([None, {}, ...]) == [] and names([...]) == []
+    assert len(set(names(range(64)))) == 64 and names(range(65)) == []
+
+
+@pytest.mark.parametrize("paths, wanted", [
+    ("a.jsonl,b.jsonl", "a b"), ("{}/a.jsonl,{}/b.csv.gz", "a b"),
+    ("d/gsm8k/rl_train.jsonl,d/math/rl_train.jsonl", "gsm8k math"),
+    ("hard_val.json,0.5*easy_val.json", "hard easy"), ("m.jsonl,m_hard.jsonl", "m m_hard"),
+    ("a.jsonl,a.jsonl", "a a"), ("a.jsonl,a.json", "a.jsonl a.json"),
+    ("hf:o/gsm8k:main:train,hf:o/math:train", "gsm8k_main math"), ("a.json", "")])
+def test_sources_are_named_by_what_differs_in_their_paths(tmp_path, monkeypatch, paths, wanted):
+    monkeypatch.chdir(tmp_path)
+    paths = paths.format(tmp_path, tmp_path)
+    for path in paths.split(","):
+        path = path.rpartition("*")[2]
+        if path.startswith("hf:"):
+            name, *folder, split = path[3:].split(":")
+            path = "/".join([name, *folder, f"{split}.jsonl"])
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with (gzip.open if path.endswith("gz") else open)(path, "wt") as f:
+            f.write("prompt\nx\n" if "csv" in path else '[{"prompt": "x"}]' if path.endswith(
+                ".json") else '{"prompt": "x"}\n')
+    assert [row.get("source", "") for row in read_rows(paths, prompt_row)] == wanted.split(" ")
+
+
+def grouped(lines, source_of):
+    """{"metric/source": mean} of the lines of samples.jsonl or rollouts.jsonl of an iteration."""
+    found = {}
+    for line in lines:
+        for name, x in (line["scores"] | dict(
+                length=line["length"], finished=line["finished"])).items():
+            if name != "kl":
+                found.setdefault(f"{name}/{source_of(line['row'])}", []).append(x)
+    return {name: sum(numbers) / len(numbers) for name, numbers in found.items()}
+
+
+def by_source(record, prefix):
+    """The figures by source of a record."""
+    return {name.removeprefix(f"{prefix}/"): x for name, x in record.items()
+            if name.startswith(f"{prefix}/") and name.count("/") == 2 + ("/reward/" in name)}
+
+
+@pytest.mark.parametrize("script, more", [
+    ("ppo.py", dict(roles="train=1,generate=1")), ("ppo.py", dict(staleness=1)),
+    ("grpo.py", dict(max_refills=2)), ("grpo.py", dict(environment=True))])
+def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
+    """A mix of two files to train on, where one has answers; one with the field, held out."""
+    train, rest = [tmp_path / f"{name}_train.jsonl" for name in ("p", "q")]
+    rows = world.rows["rl_train"]
+    jsonl(train, rows[:4])
+    jsonl(rest, [dict(prompt=row["prompt"]) for row in rows[4:]])
+    held = [row | dict(source=name) for row, name in zip(
+        [*world.rows["rl_val"], rows[0]], ["p", "é f/g", "p", None], strict=True)]
+    mine = f"{world.rules}:letters,0.5*{world.rules}:sometimes,{world.rules}:some"
+    if "environment" in more:
+        more = dict(environment=f"{world.rules}:talks", max_new_tokens=12)
+    keys = keys_of(
+        world, script, prompts_path=f"{train},0.5*{rest}", eval_size=0, save_rollouts=1,
+        eval_path=jsonl(tmp_path / "held.jsonl", held), reward_functions=mine, eval_interval=1,
+        keep_best="eval/length/é-f-g", **dict(value_init="policy", reward_path="")
+        if script == "ppo.py" else {}, **more)
+    out = well(script, tmp_path, keys, ranks=1 + ("roles" in more))
+    log = read_jsonl(f"{out}/log.jsonl")
+    samples, rollouts = (read_jsonl(f"{out}/{kind}.jsonl") for kind in ("samples", "rollouts"))
+    prefix = "trained" if "max_refills" in more else "objective"
+    both = read_rows(keys["prompts_path"], prompt_row)
+    for record in log:
+        lines = [[line for line in all_lines if line["iteration"] == record["iteration"]]
+                 for all_lines in (samples, rollouts)]
+        assert by_source(record, "eval") == pytest.approx(grouped(
+            lines[0], lambda row: ("p", "é-f-g", "p", "other")[row]), abs=1e-9)
+        assert by_source(record, prefix) == pytest.approx(grouped(
+            lines[1], lambda row: "p" if row < 4 else "q"), abs=1e-9)
+        if lines[1]:  # what was sampled: the figures of all are those of the two files together
+            own, drawn_rows = by_source(record, "objective"), batch_rows(
+                1, record["iteration"], 2 if script == "grpo.py" else 5, both)
+            n = {name: sum((row < 4) == (name == "p") for row in drawn_rows) for name in "pq"}
+            for metric in ("length", "finished", "reward/letters"):
+                assert record[f"objective/{metric}"] == pytest.approx(
+                    sum(n[name] * own[f"{metric}/{name}"] for name in n if n[name])
+                    / sum(n.values()), abs=1e-9)
+            assert ("accuracy/p" in own) == bool(n["p"]) and "accuracy/q" not in own
+            assert ("objective/accuracy" in record) == (n["q"] == 0)
+    best = max(record["eval/length/é-f-g"] for record in log)
+    state = json.loads(next(tmp_path.glob("out/checkpoint-*/state.json")).read_text())
+    assert state["best_score"] == best
+
+
+def test_figures_by_source_on_ranks_and_of_a_run_that_resumes(world, tmp_path):
+    """Two ranks and a run that resumes log the same; without sources nothing is by source."""
+    rows = [row | dict(source="ab"[i % 3 == 0]) for i, row in enumerate(world.rows["rl_train"])]
+    keys = keys_of(world, "grpo.py", prompts_path=jsonl(tmp_path / "train.jsonl", rows),
+                   eval_path=jsonl(tmp_path / "val.jsonl", rows[2:5]), eval_size=0)
+    one = well("grpo.py", tmp_path / "one", keys)
+    two = well("grpo.py", tmp_path / "two", keys, ranks=2)
+    assert_same_run(one, two, tolerance=1e-9)
+    assert {"eval/length/a", "eval/scores/b"} <= read_jsonl(f"{one}/log.jsonl")[0].keys()
+    well("grpo.py", tmp_path / "three", keys | dict(max_iters=1))
+    assert_same_run(one, well("grpo.py", tmp_path / "three", keys))
+    wrong = run("grpo.py", tmp_path / "five", keys | dict(keep_best="eval/length/c"))
+    assert_one_line(wrong, "grpo.py", "eval/length/a")
+    plain = [{key: x for key, x in row.items() if key != "source"} for row in rows]
+    result = run("grpo.py", tmp_path / "four", keys | dict(
+        prompts_path=jsonl(tmp_path / "train.jsonl", plain),
+        eval_path=jsonl(tmp_path / "val.jsonl", plain[2:5])))
+    assert result.codes == [0] and "sources" not in result.out[0].partition("parameters")[2]
+    for record, other in zip(read_jsonl(f"{one}/log.jsonl"),
+                             read_jsonl(tmp_path / "four" / "out" / "log.jsonl"), strict=True):
+        assert other.keys() == {name for name in record
+                                if name.count("/") < 2 or name.startswith("eval/reward")}
