@@ -273,13 +273,20 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 
 @pytest.fixture
 def dialogue_with(mine, tmp_path):
-    """The batch of one response, of at most four turns with these texts."""
-    def dialogue_with(name, texts, length=30):
+    """The batch of one response, of turns with these texts."""
+    def dialogue_with(name, texts, length=30, max_turns=4):
         write_byte_tokenizer(tmp_path, ["<a>", "<b>"])
         tokenizer = load_tokenizer(str(tmp_path), tiny.keys_of_system())
-        env = environment_of(f"{mine}:{name}", tokenizer, max_turns=4, reward_timeout=1)
+        env = environment_of(f"{mine}:{name}", tokenizer, max_turns=max_turns, reward_timeout=1)
         return conversed(env, "12", [[*text.encode()] + [EOS] for text in texts], length)
     return dialogue_with
+
+
+def test_what_is_said_to_the_last_turn_is_left_out(dialogue_with):
+    batch = dialogue_with("echo", ["abcd", "x"], max_turns=2)
+    ids = batch["tokens"][0, 2:batch["lengths"][0]].tolist()
+    assert ids == [*b"abcd", EOS, *b"abcx", EOS]
+    assert batch["response_mask"][0, 2:12].tolist() == [True] * 5 + [False] * 3 + [True] * 2
 
 
 @pytest.mark.parametrize("function, part", [
