@@ -46,8 +46,8 @@ print(torch.cuda.get_device_properties(0), torch.__version__)'
             --steps=2 "${peers[@]}"
         # with xdist, what the tests print comes at the end
         at_once="$("$PYTHON" -c 'import xdist; print("-n 4 -rP")' 2>/dev/null || echo -s)"
-        QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" \
-            step -m pytest -q $at_once --durations=5 tests/long/test_gpu.py ${TESTS:-}
+        QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" PYTHONPATH=tests:tests/long \
+            step -m pytest -p conftest -q $at_once --durations=5 runs/needs/test_gpu.py ${TESTS:-}
         bench $m135 --batch_size=512 --micro_batch_size=64 --work=sampling,update
     fi
     if [[ $part = *2* ]]; then

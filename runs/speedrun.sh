@@ -11,9 +11,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 few_threads
 case "${TASK:=arithmetic}" in
     arithmetic) at=out/speedrun/$seed first="grpo.py config/speedrun.py" wanted=0.95
-        judge="--reward_functions=accuracy" ;;
+        judge="--reward_functions=accuracy --max_new_tokens=48" ;;
     search) at=out/speedrun_search/$seed first="ppo.py config/search_ppo.py --eval_path=" wanted=0.8
-        judge="--reward_functions=data/search/reward.py:solved --right_by=solved" ;;
+        judge="--reward_functions=data/search/reward.py:solved --right_by=solved --max_new_tokens=160" ;;
     *) echo "speedrun.sh: TASK=$TASK: wanted arithmetic or search" >&2; exit 2 ;;
 esac
 make data/$TASK/rl_val.jsonl data/$TASK/prepare.py
@@ -25,7 +25,7 @@ TIMEFORMAT="%R s, %U + %S s of CPU"
     3>&2 2> "$at/clock"
 # behind the clock: the saved policy answers all held-out problems greedily
 "$PYTHON" tools/eval.py --policies="$at/run/policy" --prompts_path=data/$TASK/rl_val.jsonl \
-    $judge --max_new_tokens=160 --samples=0 --out="$at/judged" >/dev/null
+    $judge --samples=0 --out="$at/judged" >/dev/null
 found=$(grep -A 1 -E '"greedy (accuracy|reward/solved)"' "$at/judged.json" | grep -o '[0-9.]*' | head -n 1)
 awk -v found="$found" -v wanted="${TARGET:-$wanted}" -v clock="$(tail -n 1 "$at/clock")" 'BEGIN {
     printf "\n%.1f %% in %s: %s\n", 100 * found, clock, found < wanted ? "MISSED" : "reached"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite, in an environment of its own: tests/ and tests/long. After the install it
-# needs no network, and no GPU. The last lines say how many tests were skipped, and why.
+# needs no network, and no GPU. The last lines say how many tests were skipped, and why. (Those in
+# runs/needs need a GPU, vLLM, transformers 4 or a downloaded model: their heads say how to run them.)
 #   bash runs/test.sh [pytest options]
 #   OLDEST=1 bash runs/test.sh   the same with the oldest transformers of requirements.txt
 extras=dev,math

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parallel import checksum, clip_gradients
-from tiny import assert_same_run, assert_stopped, at, keys_of, run, well, write
+from tiny import at, keys_of, run, write
 
 WORKER = """
 import json
@@ -162,14 +162,6 @@ def test_a_killed_rank_is_one_line_that_names_the_phase(world, tmp_path):
     assert result.codes == [1, -signal.SIGKILL], result
     assert re.fullmatch(r"ppo.py: error: iteration 1, [^\n]*lost touch with another rank[^\n]*\n",
                         result.err[0]), result.err
-
-
-def test_a_run_stops_on_two_ranks_and_goes_on_with_one(world, tmp_path):
-    keys = keys_of(world, "ppo.py", checkpoint_interval=1, max_iters=2)
-    whole = well("ppo.py", tmp_path / "whole", keys)
-    stopped = run("ppo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, rank=1))
-    assert_stopped(stopped, tmp_path)
-    assert_same_run(whole, well("ppo.py", tmp_path, keys), ("policy", "value_model"), 1e-9)
 
 
 def test_gradients_in_16_bits_have_a_norm_in_32():

@@ -249,6 +249,9 @@ class Started:
             code = 0
         except SystemExit as e:
             code = e.code or 0
+            if isinstance(code, str):  # as Python does
+                print(code, file=sys.stderr)
+                code = 1
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
@@ -271,6 +274,19 @@ class Started:
         out, err = ([open(f"{self.folder}/{name}-{rank}").read() for rank in sorted(codes)]
                     for name in ("stdout", "stderr"))
         return SimpleNamespace(codes=[codes[rank] for rank in sorted(codes)], out=out, err=err)
+
+
+def of_copy(folder):
+    """For `before`: the repository's modules are those of a copy of it, in this folder."""
+    def before(rank):
+        sys.path[:] = [folder] + [path for path in sys.path if path != ROOT]
+        for name, module in [*sys.modules.items()]:
+            file = str(getattr(module, "__file__", ""))
+            if (file.startswith(f"{ROOT}/") and "/lib/python" not in file.removeprefix(ROOT)
+                    or name in ("options", "grading")):
+                del sys.modules[name]
+
+    return before
 
 
 def in_a_fork(check, *args):

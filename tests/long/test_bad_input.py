@@ -1,6 +1,6 @@
 """
-What people really type wrong, in rows of a table: a run that is one line, with exit code 2, and
-writes nothing. (More in tests/: test_scripts.py, test_configurator.py, test_model.py.)
+What people really type wrong, in rows of two tables, of scripts and of tools: one line, with exit
+code 2, and nothing is written. (More in tests/: test_scripts.py, test_configurator.py.)
 """
 import contextlib
 import json
@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +21,16 @@ import test_configurator
 
 from errors import BadInput
 from options import hub
-from tiny import (MARKERS, ROOT, assert_one_line, jsonl, keys_of, run, save_random, typed, well,
-                  write)
+from tiny import (MARKERS, ROOT, Started, assert_one_line, jsonl, keys_of, run, save_random,
+                  typed, well, write)
 
 USER = [dict(role="user", content="1+2=")]
 ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
 FILES = {  # rows, or the text of a file, which the table names
     "chat": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
+    "led": [dict(prompt=prompt, completion=[dict(role="assistant", content="b")])
+            for prompt in (USER, [dict(role="system", content="s"), *USER])],
+    "asks": "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}",
     "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
     "null": [ROW | dict(answer=None)], "mute": [ROW, dict(prompt="a")],
     "mixed": [ROW | dict(prompt=USER)],
@@ -49,6 +54,9 @@ TABLE = {
     "a share that is none": ("sft.py", dict(train_path="x*$sft_train"), ["train.jsonl", "x"]),
     "chats without a template": ("sft.py", dict(train_path="$chat"), [
         "chat.jsonl", "row 2", "template"]),
+    "a message that the template leaves out": (
+        "sft.py", dict(chat_template="$asks", train_path="$led"), [
+            "led.jsonl", "row 2", "system", "--chat_template"]),
     "a text behind messages": ("sft.py", dict(train_path="$mixed"), ["mixed.jsonl", "line 1"]),
     "a chat as a held-out prompt": ("grpo.py", dict(eval_path="$chat"), ["chat.jsonl", "row 2"]),
     "no file of prompts": ("ppo.py", dict(prompts_path=""), ["prompts_path"]),
@@ -118,6 +126,13 @@ TABLE = {
     "muon on the CPU": ("sft.py", dict(optim="muon", offload="optimizer"), [
         "muon", "policy", "stage 0"]),
     "adafactor in shards": ("sft.py", dict(optim="adafactor", zero_stage="3"), ["adafactor"]),
+    "adafactor in others": ("sft.py", dict(optim="adafactor", zero_stage="2"), ["policy", "stage"]),
+    "8 bits on the CPU": ("sft.py", dict(optim="adamw8bit", offload="optimizer"), [
+        "policy", "stage"]),
+    "8 bits of 16": ("sft.py", dict(optim="adamw8bit", dtype="bfloat16", master_weights=False), [
+        "adamw8bit", "master_weights"]),
+    "no such optimizer": ("sft.py", dict(optim="sgd"), ["sgd", "adafactor"]),
+    "4 bits alone": ("sft.py", dict(quantize="4bit"), ["quantize", "lora"]),
     # the folder
     "a file as the folder": ("sft.py", dict(out_dir="$sft_train"), ["sft_train.jsonl"]),
     "no folder": ("rm.py", dict(out_dir=""), ["is empty", "choose another --out_dir"]),
@@ -127,32 +142,106 @@ ON_TWO = ("three samplers on two ranks", "two samplers and an environment", "rol
           "roles that are none", "adafactor in shards")  # rank 0 says it
 
 
+# of tools, likewise. $done: a run of grpo.py; $sft: a run of sft.py
+ASK = dict(run="$done", prompt="12=", answer="ab", trust_code=True)
+CONVERT, MEMORY = dict(source="$mute", out="new.jsonl"), dict(init_from="$policy")
+EVAL = dict(policies="$policy", prompts_path="$rl_val", max_new_tokens=4, device_type="cpu")
+LABEL = dict(policy_path="$policy", judge_path="$older", judge_template="$compare_txt", samples=2,
+             prompts_path="$rl_val", max_new_tokens=4, device_type="cpu", out="new.jsonl")
+TOOLS = [  # program, keys, words of the line
+    ("tools/plot.py", dict(runs="nowhere"), ["nowhere"]),
+    ("tools/plot.py", dict(runs="$odd"), ["line 1"]),
+    ("tools/plot.py", dict(runs="$began"), ["began"]),
+    ("tools/plot.py", dict(runs="$done", out="a.jpg"), ["a.jpg"]),
+    ("tools/plot.py", dict(runs="$done", metrics="eval/klo"), ["eval/kl"]),
+    ("tools/plot.py", dict(runs="$done,$done"), ["runs"]),
+    ("tools/sample.py", dict(policy_path="$made"), ["config.json"]),
+    ("tools/sample.py", dict(policy_path="$odd/policy"), ["odd/config.json"]),
+    ("tools/sample.py", dict(policy_path="$policy", prompts="$empty"), ["empty.jsonl"]),
+    ("tools/sample.py", dict(policy_path="$policy", prompts="$empty", prompt="a"), ["--prompt"]),
+    ("tools/sample.py", dict(policy_path="$policy", prompt="a", limit=3), ["limit"]),
+    ("tools/eval.py", EVAL | dict(by="tsk"), ["tsk"]),
+    ("tools/eval.py", EVAL | dict(policies="$policy,nowhere"), ["nowhere"]),
+    ("tools/eval.py", EVAL | dict(right_by="code"), ["right_by"]),
+    ("tools/eval.py", EVAL | dict(reward_path="$policy", reward_functions="reward_model"),
+     ["rm.py"]),
+    ("tools/eval.py", EVAL | dict(max_new_tokens=60, prompts_path="$huge"), ["row"]),
+    ("tools/bench.py", dict(work="samplng"), ["samplng"]),
+    ("tools/bench.py", dict(n_head=3), ["n_head"]),
+    ("tools/bench.py", dict(run_keys="lora"), ["lora"]),
+    ("tools/memory.py sft.py", MEMORY | dict(lorra=3), ["lorra"]),
+    ("tools/memory.py sft.py", MEMORY | {"world-size": "x"}, ["world_size"]),
+    ("tools/memory.py sft.py", MEMORY | dict(roles="train=1,score=1"), ["roles"]),
+    ("tools/memory.py sft.py", MEMORY | dict(quantize="4bit"), ["quantize"]),
+    ("tools/explain.py", dict(run="$policy"), ["no checkpoint"]),
+    ("tools/explain.py", dict(run="$sft"), ["ppo.py"]),
+    ("tools/explain.py", dict(run="$done", prompt="12=", trust_code=True), ["answer"]),
+    ("tools/explain.py", ASK | dict(trust_code=False), ["rules.py", "--trust_code=True"]),
+    ("tools/explain.py", ASK | dict(prompt="1+" * 40), ["row 1"]),
+    ("tools/explain.py", dict(run="$done", iteration=4, out="a.html", trust_code=True), ["0 to 0"]),
+    ("tools/explain.py", dict(run="$done", iteration=0, out="a.png"), ["--out=FILE.html"]),
+    ("data/convert.py", CONVERT | dict(source="$foreign"), ["no row is left", "'completion'"]),
+    ("data/convert.py", CONVERT | dict(source="nowhere.jsonl"), ["nowhere.jsonl"]),
+    ("data/convert.py", CONVERT | dict(source="hf:nowhere"), ["hf:NAME:SPLIT"]),
+    ("data/convert.py", CONVERT | dict(out="new.csv"), ["new.csv", ".jsonl"]),
+    ("data/convert.py", dict(source="$mute"), ["--out"]),
+    ("data/label.py", LABEL | dict(judge_template="$half_txt"), ["{second}"]),
+    ("data/label.py", LABEL | dict(samples=3), ["samples"]),
+    ("data/label.py", LABEL | dict(min_confidence=1.0), ["0 pairs"]),
+    ("data/label.py", LABEL | dict(judge_path=""), ["judge_path"])]
+
+
 @pytest.fixture(scope="module")
 def files(world, tmp_path_factory):
-    """{name: path} of all that the table names."""
+    """{name: path} of all that the tables name."""
     folder = tmp_path_factory.mktemp("files")
     paths = vars(world) | {name: write(folder / f"{name}.jsonl", rows) if type(rows) is str else
                            jsonl(folder / f"{name}.jsonl", rows) for name, rows in FILES.items()}
     paths |= {f"{name}_py": write(folder / f"{name}.py", text) for name, text in RULES.items()}
+    paths |= dict(compare_txt=write(folder / "a.txt", "answers: a c\n{prompt}{first}|{second}"),
+                  half_txt=write(folder / "b.txt", "answers: a c\n{prompt}{first}"))
     save_random(folder / "swapped", markers=MARKERS[::-1])
     shutil.copytree(world.policy, folder / "run" / "policy")
-    os.mkdir(folder / "made")
+    for name in ("made", "began", "odd/policy"):
+        os.makedirs(folder / name)
     write(folder / "made" / "prepare.py", "")
-    return paths | {name: str(folder / name) for name in ("swapped", "run", "made")}
+    write(folder / "began" / "log.jsonl", "")
+    write(folder / "odd" / "log.jsonl", "[1]\n")
+    write(folder / "odd" / "config.json", "{")
+    for name, script, more in (("sft", "sft.py", {}), ("done", "grpo.py", dict(
+            reward_functions=f"accuracy,{world.rules}:letters", num_minibatches=1))):
+        paths[name] = well(script, folder / name, keys_of(world, script, max_iters=1, **more))
+    return paths | {name: str(folder / name) for name in (
+        "swapped", "run", "made", "began", "odd")}
+
+
+def with_paths(keys, files):
+    """The keys with paths of files for their names."""
+    for name in sorted(files, key=len, reverse=True):
+        keys = {key: value.replace(f"${name}", str(files[name])) if type(value) is str else value
+                for key, value in keys.items()}
+    return keys
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_bad_input_is_one_line_and_nothing_is_written(world, files, tmp_path, name):
     script, wrong, words = TABLE[name]
-    for key, value in wrong.items():
-        for file in sorted(files, key=len, reverse=True) if type(value) is str else ():
-            value = value.replace(f"${file}", str(files[file]))
-        wrong = wrong | {key: value}
     before = sorted(os.listdir(world.policy))
-    result = run(script, tmp_path, keys_of(world, script, **wrong), ranks=1 + (name in ON_TWO))
+    result = run(script, tmp_path, keys_of(world, script, **with_paths(wrong, files)),
+                 ranks=1 + (name in ON_TWO))
     assert_one_line(result, script, *words)
     assert not os.path.exists(tmp_path / "out")
     assert before == sorted(os.listdir(world.policy))
+
+
+@pytest.mark.parametrize("number", range(len(TOOLS)))
+def test_a_typo_for_a_tool_is_one_line(files, tmp_path, number):
+    """Where it would else do nothing, do something else, or end with a traceback."""
+    (program, *script), keys, words = TOOLS[number][0].split(), *TOOLS[number][1:]
+    result = Started(program, script + typed(with_paths(keys, files)), str(tmp_path)).wait()
+    assert_one_line(result, os.path.basename(program), *words)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {
+        "stderr-0", "stdout-0", "new.jsonl.part"}
 
 
 def test_fewer_iterations_than_are_done(world, tmp_path):
@@ -257,31 +346,40 @@ def test_a_hub_is_asked_once_and_then_its_cache(tmp_path, monkeypatch, way):
 def torchrun_in_a_terminal(keys, until):
     """
     What a terminal shows of grpo.py on two ranks under torchrun, whose keys are typed; behind the
-    words `until` torchrun gets a Ctrl-C.
+    words `until` torchrun gets a Ctrl-C. torchrun is a fork, which has torch already.
     """
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "grpo.py"]
-    run = subprocess.Popen([*command, *typed(keys)], cwd=ROOT, stdin=theirs, stdout=theirs,
-                           stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    shown = b""
-    while True:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        from torch.distributed.run import main
+
+        os.chdir(ROOT)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            shown += os.read(ours, 1 << 16)
-        except OSError:  # the last process that has the terminal is gone
-            break
-        if until and until.encode() in shown:
-            run.send_signal(signal.SIGINT)
-            until = None
-    os.close(ours)
-    return run.wait(), shown.decode().split()
+            main(["--nproc_per_node=2", "grpo.py", *typed(keys)])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+    reaper, shown = threading.Thread(target=os.waitpid, args=(pid, 0)), b""
+    reaper.start()  # or else the run waits for the end of a process that has ended
+    with contextlib.suppress(OSError):  # the last process that has the terminal is gone
+        while True:
+            shown += os.read(terminal, 1 << 16)
+            if until and until.encode() in shown:
+                os.kill(pid, signal.SIGINT)
+                until = None
+    os.close(terminal)
+    reaper.join()
+    return shown.decode().split()
 
 
 def test_the_last_lines_under_torchrun_are_the_runs(world, tmp_path):
     keys = keys_of(world, "grpo.py", out_dir=f"{tmp_path}/out", max_iters=1000)
-    code, words = torchrun_in_a_terminal(keys | dict(reward_functions="acuracy"), None)
-    assert code == 1 and "grpo.py: error: reward_functions = 'acuracy'" in " ".join(words[-40:])
-    code, words = torchrun_in_a_terminal(keys, "iter 2/1000")
-    assert code == 1 and any("SignalException" in word for word in words)
+    words = torchrun_in_a_terminal(keys | dict(reward_functions="acuracy"), None)
+    assert "grpo.py: error: reward_functions = 'acuracy'" in " ".join(words[-40:])
+    words = torchrun_in_a_terminal(keys, "iter 2/1000")
+    assert any("SignalException" in word for word in words)
     assert re.fullmatch(r"saved before iteration \d+; the same command goes on there",
                         " ".join(words[-10:])), words[-20:]

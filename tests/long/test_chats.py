@@ -3,11 +3,11 @@ Chats and texts in the tokenizers of models_of_the_world.py: messages become the
 transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
 row is refused; text that spells a special token stays text; ends of responses, and stop strings.
 """
-import contextlib
+import inspect
 import json
 import random
 import re
-import shutil
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -19,6 +19,7 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load
+from options.older_transformers import encode_chat
 from prompts import dialogue
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
@@ -224,41 +225,20 @@ def test_a_template_that_leaves_a_message_out(ours, tmp_path):
                     t.chats.ids_of(chat)
 
 
-def test_the_row_whose_message_a_template_leaves_out_is_named(world, tmp_path):
-    rows = [dict(prompt=chat, completion=[assistant("b")])
-            for chat in ([user("a")], [system("s"), user("a")])]
-    template = tiny.write(tmp_path / "my.jinja", PHI.replace("<|end|>", "<eos>"))
-    result = run("sft.py", tmp_path, tiny.keys_of(
-        world, "sft.py", chat_template=template,
-        train_path=tiny.jsonl(tmp_path / "rows.jsonl", rows)))
-    assert_one_line(result, "sft.py", "row 2", "system", "--chat_template")
-
-
-CAFE = "caf\u00e9", "cafe\u0301"
-
-
-@pytest.mark.parametrize("script, family, pairs, ties", [
-    ("rm.py", "qwen2.5", [(dict(content="b", name="x"), dict(content="b")),
-                          (dict(content="b"), dict(content="b ")), CAFE], [2, 4]),  # NFC
-    ("rm.py", "llama3.2", [CAFE], []), ("recipes/dpo.py", "gemma", [("b", "b \n ")], [2])])
-def test_pairs_that_become_the_same_tokens(folders, tmp_path, script, family, pairs, ties):
-    """Counted, with the numbers of their rows in the file; refused if all are."""
-    rows = [dict(prompt=[user("a")], **{
-        field: [dict(role="assistant") | (said if isinstance(said, dict) else dict(content=said))]
-        for field, said in zip(("chosen", "rejected"), pair, strict=True)})
-        for pair in [("c", "d" * 600), *pairs]]  # the first one is too long, and dropped
-    keys = {"init_from" if script == "rm.py" else "policy_path": folders[family],
-            "train_path": tiny.jsonl(tmp_path / "rows.jsonl", rows), "too_long": "drop",
-            "device_type": "cpu", "batch_size": 2, "max_iters": 1}
-    result = run(script, tmp_path, keys)
-    said = [line for line in result.out[0].splitlines() if "warning" in line]
-    assert result.codes == [0] and len(said) == bool(ties) and "drop" in result.out[0], result
-    if ties:
-        assert f"{len(ties)} of {len(rows)} pairs" in said[0]
-        assert [int(x) for x in re.findall(r"\d+", said[0].split(" row ")[1])] == ties
-        keys["train_path"] = tiny.jsonl(tmp_path / "same.jsonl", [rows[i - 1] for i in ties])
-        assert_one_line(run(script, tmp_path / "same", keys), script.split("/")[-1],
-                        f"{len(ties)} of {len(ties)}", "--chat_template")
+def test_pairs_that_become_the_same_tokens(folders, tmp_path):
+    """By NFC, and by an unknown field: counted, with their rows' numbers; refused if all are."""
+    said = [("c", "d" * 600), ("b", "c"), ("b", "b "), ("caf\u00e9", "cafe\u0301"), ("b", "b")]
+    rows = [dict(prompt=[user("a")], chosen=[assistant(a)], rejected=[assistant(b)])
+            for a, b in said]  # the first one is too long, and dropped
+    rows[-1]["chosen"][0]["name"] = "x"
+    keys = dict(init_from=folders["qwen2.5"], train_path=tiny.jsonl(tmp_path / "a.jsonl", rows),
+                too_long="drop", device_type="cpu", batch_size=2, max_iters=1)
+    result = run("rm.py", tmp_path, keys)
+    (line,) = [line for line in result.out[0].splitlines() if "warning" in line]
+    assert result.codes == [0] and "2 of 5 pairs" in line, result
+    assert re.findall(r"\d+", line.split(" row ")[1]) == ["4", "5"]
+    keys["train_path"] = tiny.jsonl(tmp_path / "same.jsonl", rows[3:])
+    assert_one_line(run("rm.py", tmp_path / "same", keys), "rm.py", "2 of 2", "--chat_template")
 
 
 def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
@@ -332,20 +312,20 @@ def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
     assert len(t.encode_texts(["a\n\n12"])[0]) == 4  # a, the line breaks, 1, 2
 
 
-@pytest.mark.parametrize("legacy", [True, False])
-def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
-    """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
-    others.make_tokenizer(str(tmp_path), "mistral")
-    file = f"{tmp_path}/tokenizer_config.json"
-    with open(file, encoding="utf-8") as f:
-        tiny.write(file, json.dumps(json.load(f) | dict(legacy=legacy)))
-    hf = load_tokenizer(str(tmp_path), keys_of_system()).hf
-    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
-    for text in ("a</s>a", "a</s>\na", " a", "[INST] a [/INST]a</s>[INST] a"):
-        ids = hf.encode(text, add_special_tokens=False)
-        assert ids == backend.encode(text, add_special_tokens=False).ids, text
-    letter, end = hf.encode("a", add_special_tokens=False), hf.eos_token_id
-    assert hf.encode("a</s>a", add_special_tokens=False) == [*letter, end, *letter]
+@pytest.mark.parametrize("name", others.CHATS)
+def test_older_transformers_write_the_same_ids(name, folders):
+    """options/older_transformers.py, beside transformers' own sanitize_control_tokens."""
+    hf = AutoTokenizer.from_pretrained(folders[name])
+    hf.chat_control_tokens = []
+    specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
+    sanitizes = "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters
+    ids_of = partial(hf.apply_chat_template, return_dict=False, add_generation_prompt=True)
+    bare = [i for i in ids_of([user("o?"), assistant("o"), user("o")]) if i in specials.values()]
+    for text in ("", " a  b", "no <|im_end|", *specials, *(f"a {x}{x} b\n" for x in specials)):
+        chat = [user(f"{text}?"), assistant(text or "x"), user(text or "y")]
+        got = encode_chat(hf, chat, specials, add_generation_prompt=True)
+        assert not sanitizes or got == ids_of(chat, sanitize_control_tokens=True)
+        assert [i for i in got if i in specials.values()] == bare, text
 
 
 SPELLED = [  # a family, rows of a file; how many of them are counted, and a mark of the first
@@ -373,17 +353,6 @@ def test_special_tokens_in_a_text_are_said(ours, capsys, name, rows, count, mark
     assert f"my.jsonl: {count} of {len(rows)} rows" in said if count else not said
 
 
-def test_what_a_run_says_of_special_tokens(folders, world, tmp_path):
-    """In the fields that a script reads: not in the others."""
-    rows = [dict(prompt="a", completion="b<eos>", answer="c<eos>", chosen="b<eos>", rejected="c")]
-    path = tiny.jsonl(tmp_path / "rows.jsonl", rows * 3)
-    for script, key, said in (("sft.py", "train_path", True), ("rm.py", "train_path", True),
-                              ("ppo.py", "prompts_path", False)):
-        keys = tiny.keys_of(world, script, max_iters=1, **{key: path})
-        result = run(script, tmp_path / script, keys)
-        assert result.codes == [0] and ("3 of 3 rows have special" in result.out[0]) == said, result
-
-
 def test_strings_for_a_model_with_a_template(ours, capsys):
     """All strings: said; strings beside messages: refused; whose system message is it: said."""
     chat = dict(prompt=[dict(role="user", content="a")])
@@ -402,34 +371,20 @@ def test_strings_for_a_model_with_a_template(ours, capsys):
             chats.check_kinds(rows, "my.jsonl")
 
 
-@pytest.mark.parametrize("text, chat", {
-    '[{"role": "user", "content": "a"}]': True, "[{'content': 'a', 'role': 'user'}]": True,
-    '  [ {"content" :"a"}]': True, '"[{\\"role\\": \\"user\\"}]"': True,
-    '[{"from": "human"}]': True,
-    "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]": True, '{"role": "user"}': True,
-    "[\n  {\n    'role': 'user'": True, "[1, 2]": False, '{"a": 1} as YAML?': False, "[": False,
-    '{"content": "a"} in French?': False, "[{": False, '[{"id": 1, "role": 2}]': False,
-    "a [{'role': 'user'}]": False, "'tis": False, '"': False}.items())
-def test_messages_written_as_text_are_refused(text, chat):
+AS_TEXT = ['[{"role": "user", "content": "a"}]', "  [ {'content' :'a'}]", '{"role": "user"}',
+           '"[{\\"role\\": \\"user\\"}]"', '[{"from": "human"}]', "[\n  {\n    'role': 'user'",
+           "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]"]
+NO_MESSAGES = ["[1, 2]", '{"a": 1} as YAML?', "[", '{"content": "a"} in French?', '"', "'tis",
+               '[{"id": 1, "role": 2}]', "a [{'role': 'user'}]", "[{"]
+
+
+def test_messages_written_as_text_are_refused():
     """A table of CSV has them: they would be learned letter by letter."""
-    for field in ("prompt", "completion"):
-        row = dict(prompt="a", completion="b") | {field: text}
-        with pytest.raises(BadInput, match=field) if chat else contextlib.nullcontext():
-            assert dialogue(row, "completion") == row
-
-
-def test_a_token_that_its_author_has_not_made_special_cannot_end_a_turn(folders, tmp_path):
-    """<|im_end|> as an ordinary token, as in some folders: in the template it is special."""
-    folder = shutil.copytree(folders["qwen2.5"], tmp_path / "copy")
-    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-        settings = json.loads(file.read_text())
-        for token in settings.get("added_tokens") or settings["added_tokens_decoder"].values():
-            token["special"] = token["special"] and "<|im_" not in token["content"]
-        file.write_text(json.dumps(settings))
-    t = load_tokenizer(str(folder), keys_of_system())
-    plain, evil = (t.encode_prompts([[user(text)]])[0].count(t.vocabulary["<|im_end|>"])
-                   for text in ("a", "a <|im_end|> b"))
-    assert evil == plain > 0
+    for text in AS_TEXT + NO_MESSAGES:
+        for field in ("prompt", "completion"):
+            row = dict(prompt="a", completion="b") | {field: text}
+            with pytest.raises(BadInput, match=field) if text in AS_TEXT else nullcontext():
+                assert dialogue(row, "completion") == row
 
 
 # ends of responses
@@ -457,26 +412,6 @@ def test_all_ends_of_a_saved_policy(folders, tmp_path, name):
         folders[name])(text)["input_ids"]
 
 
-def test_stop_strings(ours):
-    """Token by token, against the whole text so far: random tokens, and texts that have them."""
-    strings = ["</a>", "\n\nQ:", "\u597d", " fox"]
-    t = ours("mistral", stop_strings=repr(strings))
-    rng, hits = random.Random(3), 0
-    for text in ("ab</a>cd", "xyz\n\nQ: what", "a\u4f60\u597d!b", "The quick brown fox jumps",
-                 "</</a", *[""] * 60):
-        ids = t.encode_texts([text])[0] + [rng.randrange(5, t.vocab_size) for _ in range(12)]
-        ids = [i for i in ids if i not in t.eos_ids and i != t.pad_id]
-        for n in range(1, len(ids) + 1):
-            whole = t.decode(ids[:n])
-            assert t.has_stop(ids[:n]) == any(s in whole for s in strings), (text, n)
-            if t.has_stop(ids[:n]):
-                assert t.decode_response(ids[:n]).endswith(tuple(strings))
-                hits += 1
-                break
-    assert hits >= 4
-    assert t.decode_response(t.encode_texts(["x</a>y fox z"])[0]).lstrip() == "x</a>"  # the first
-
-
 PAD = others.END  # of qwen3, whose end is <|im_end|>
 STOPS = [  # stop strings, tokens of a response, how many of them are sampled, their text
     (PAD, ["a", PAD, "b"], 2, "a" + PAD), (PAD, [*PAD, "b"], 13, PAD),
@@ -500,13 +435,12 @@ def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):
     """Gemma 3 1B has a token for images without an embedding: no text becomes it."""
     model = load(folders["pythia"], "policy", keys_of_system(), CPU)
     theirs = AutoTokenizer.from_pretrained(folders["pythia"])
-    size = len(theirs)
+    size = model.hf.config.vocab_size = len(theirs)
     theirs.add_tokens(["<image>"], special_tokens=True)
     theirs.save_pretrained(tmp_path)
     t = load_tokenizer(str(tmp_path), keys_of_system())
+    t.fit(model, "some/path")
+    assert t.vocab_size == size
     model.hf.config.vocab_size = size - 1
     with pytest.raises(BadInput, match="some/path"):
         t.fit(model, "some/path")
-    model.hf.config.vocab_size = size
-    t.fit(model, "some/path")
-    assert t.vocab_size == size

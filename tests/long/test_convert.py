@@ -1,10 +1,8 @@
 """data/convert.py: rows as they lie on the hub, by one command each; what is left out; bad rows."""
 import json
-import os
-import re
 
 import pytest
-from tiny import Started, assert_one_line, jsonl, read_jsonl
+from tiny import Started, jsonl, read_jsonl
 
 from data.convert import ours, true_answer
 from errors import BadInput
@@ -143,14 +141,3 @@ def test_a_message_that_is_more_than_its_content_is_refused(more):
         asked = [U, whole, U]
         assert ours({"messages": asked}, "prompts")[0] == dict(prompt=asked)
         assert dialogue(dict(prompt=asked, completion=[B]), "completion")["prompt"] == asked
-
-
-def test_bad_input_is_one_line(tmp_path):
-    jsonl(tmp_path / "bad.jsonl", [dict(label=True)])
-    for args, words in ((["--source=bad.jsonl", "--out=a.jsonl"], ["no row is left", "'prompt'"]),
-                        (["--source=nowhere.jsonl", "--out=a.jsonl"], ["nowhere.jsonl"]),
-                        (["--source=hf:nowhere", "--out=a.jsonl"], ["hf:NAME:SPLIT"]),
-                        (["--source=bad.jsonl", "--out=a.csv"], ["a.csv", ".jsonl"]),
-                        (["--source=bad.jsonl", "--what"], ["--out"])):
-        assert_one_line(convert(tmp_path, *args), "convert.py", *words)
-    assert not re.search(r"a\.jsonl'|a\.csv'", str(os.listdir(tmp_path)))

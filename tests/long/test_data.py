@@ -2,6 +2,7 @@
 The scripts of data/ that make a task. Sums and numbers are checked by parsers of their own; what is
 downloaded is a tiny made-up copy.
 """
+import importlib.util
 import itertools
 import os
 import re
@@ -194,34 +195,30 @@ def test_tldr(world, tmp_path):
     """In OpenAI's layout; a token is a byte, and a prompt has 46 of them beside its post."""
     w = "w".__mul__
     posts = {  # what becomes of each: prompt and completion
-        ("My cat.\nA lot.", "cat"): (asked("My cat.\nA lot."), " cat"),
         ("one\n" + w(462), "512"): (asked("one\n" + w(462)), " 512"),  # as long as it may be
         (f"one\n{w(300)}\n{w(300)}", "cut"): (asked("one\n" + w(300)), " cut"),
-        ("long", w(51)): (asked("long"), " " + w(51)), ("too long", w(52)): None,
-        ("nothing", " "): None}
-    compared = [(" good", " bad", 0, "train"), (" bad", "good", 1, "valid1"),
-                (w(168), " fine", 1, "train"), ("a", "b", 1, "valid2")]
+        ("long", w(51)): (asked("long"), " " + w(51)), ("too long", w(52)): None}
     about = dict(title="Help", subreddit="cats")
     pairs = [dict(info=dict(about, post="My cat."), choice=choice, split=split, summaries=[
-        dict(text=text, policy="sup2") for text in both]) for *both, choice, split in compared]
-    files = {f"dataset/comparisons/batch{i}.json": [] for i in [*range(3, 21), 22]} | {
-        "dataset/comparisons/batch3.json": pairs[:3],
-        "dataset/comparisons/edit_b2_eval_test.json": pairs[3:],
-        "datasets/tldr_3_filtered/train.jsonl": posts,
-        "datasets/tldr_3_filtered/valid.jsonl": [("é", " spaced")]}
+        dict(text=text, policy="sup2") for text in both]) for *both, choice, split in (
+            (" good", " bad", 0, "train"), (w(168), " fine", 1, "train"), ("a", "b", 1, "valid2"))]
+    files = {f"comparisons/batch{i}.json": [] for i in [*range(4, 21), 22]} | {
+        "comparisons/batch3.json": pairs[:2], "comparisons/edit_b2_eval_test.json": pairs[2:]}
+    files = {f"dataset/{name}": rows for name, rows in files.items()} | {
+        f"datasets/tldr_3_filtered/{name}.jsonl": [
+            dict(about, id="x", post=post, summary=summary) for post, summary in rows]
+        for name, rows in (("train", posts), ("valid", [("\u00e9", " spaced")]))}
     for name, rows in files.items():
-        os.makedirs((tmp_path / "source" / name).parent, exist_ok=True)
-        jsonl(tmp_path / "source" / name, rows if "comparisons" in name else [
-            dict(about, id="x", post=post, summary=summary) for post, summary in rows])
+        (place := tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(place, rows)
     said, rows = made("tldr", tmp_path, f"--source={tmp_path}/source",
                       f"--tokenizer={world.policy}")
     kept = [row for row in posts.values() if row]
     assert [tuple(row.values()) for row in rows["sft_train"]] == kept
     assert [row["prompt"] for row in rows["prompts_train"]] == [prompt for prompt, _ in kept]
-    assert rows["sft_val"] == [dict(prompt=asked("é"), completion=" spaced")]
-    pair = dict(prompt=asked("My cat."), chosen=" good", rejected=" bad")
-    assert rows["prefs_train"] == [pair]
-    assert rows["prefs_val"] == [pair, dict(pair, chosen=" b", rejected=" a")]
+    assert rows["sft_val"] == [dict(prompt=asked("\u00e9"), completion=" spaced")]
+    assert rows["prefs_train"] == [dict(prompt=asked("My cat."), chosen=" good", rejected=" bad")]
+    assert rows["prefs_val"] == [dict(prompt=asked("My cat."), chosen=" b", rejected=" a")]
     assert "dropped 1: completion over 53 tokens" in said and "over 169 tokens" in said
 
 
@@ -240,3 +237,62 @@ def test_judges_of_the_toy(tmp_path):
         assert row["completion"] != "A" or int(answer) == 3 * int(a)
     right = sum(row["completion"] == "A" for row in thinks)
     assert len(rows) == 400 and 0.3 < right / len(thinks) < 0.7
+
+
+# SmolLM2's problems
+
+
+def load_file(path):
+    spec = importlib.util.spec_from_file_location("file", f"{ROOT}/{path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def questions(rows):
+    return [row["prompt"][0]["content"] for row in rows]
+
+
+def test_templates_become_rows():
+    """Of made-up templates: what is seen and what is not, each problem in one place, answers."""
+    prepare = load_file("data/gsm_symbolic/prepare.py")
+
+    def template(number):
+        def problem(rng, difficulty):
+            x = rng.randint(1, 40 if number else 5)  # template 0 has five problems alone
+            return dict(question=f"{number} times {x}?", answer=str(number * x),
+                        metadata=dict(answer_cot=f"so\n#### {number * x}"))
+        return problem
+
+    rows = prepare.rows_of({n: template(n) for n in range(prepare.UNSEEN + 4)}, 12)
+    of = {name: {row["template"] for row in rows[name]} for name in rows if name != "sft_train"}
+    assert len(of["rl_new"]) == prepare.UNSEEN and not of["rl_new"] & of["rl_val"]
+    assert of["rl_train"] <= of["rl_val"] and len(of["rl_val"]) == 4
+    asked = [q for name in of for q in questions(rows[name])]
+    assert len(set(asked)) == len(asked)
+    assert sorted(questions(rows["sft_train"])) == sorted(questions(rows["rl_train"]))
+    for number in range(1, prepare.UNSEEN + 4):
+        count = [sum(row["template"] == number for row in rows[name]) for name in of]
+        assert count == ([0, 0, 10] if number in of["rl_new"] else [12, 10, 0]), number
+    for row in rows["sft_train"]:
+        a, b = map(int, re.findall(r"\d+", row["prompt"][0]["content"])[:2])
+        assert row["completion"] == [dict(role="assistant", content=f"so\n#### {a * b}")]
+
+
+def test_sums_are_right():
+    """Each step and the answer, by Python; and no sum is in two files."""
+    rows = load_file("data/sums/prepare.py").rows()
+    asked = [q for some in rows.values() for q in questions(some)]
+    assert len(set(asked)) == len(asked) == 2800
+    for row in rows["sft_train"]:
+        *steps, last = row["completion"][0]["content"].split("\n")
+        assert last == f"#### {row['answer']}"
+        assert all(eval(step.replace("=", "==")) for step in steps)
+        numbers = re.findall(r"\d+", row["prompt"][0]["content"])
+        assert sum(map(int, numbers)) == int(row["answer"]) and len(steps) == len(numbers) - 1
+
+
+def test_the_form_of_a_solution():
+    form = load_file("data/gsm_symbolic/reward.py").form
+    texts = ["1 + 1 = 2\n#### 2", "#### 1,234.5", "#### -3\n", "#### 2 cats", "so ####2", "2", ""]
+    assert form(dict(completions=texts)) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

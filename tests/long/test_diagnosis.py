@@ -7,13 +7,12 @@ wrong, on a small toy: sums of two numbers from 0 to 4. As in the large one 3 of
 think first, and these are right; of the others few are.
 """
 import importlib
-import os
 import re
 import sys
 
 import pytest
 import transformers
-from tiny import ROOT, Started, read_jsonl, typed
+from tiny import ROOT, Started, of_copy, read_jsonl, typed
 
 sys.path.insert(0, f"{ROOT}/course")
 clinic = importlib.import_module("clinic")  # it has the toy, and some of the faults
@@ -76,21 +75,6 @@ def run(script, folder, keys, **how):
     return Started(script, typed(keys), folder, **how).wait(600)  # on a machine that is shared
 
 
-def copied(folder, wrong):
-    """
-    For `before`: the repository's modules are now those of a copy, in which one line is another.
-    """
-    clinic.copy_program(folder, wrong)
-
-    def before(rank):
-        sys.path[:] = [folder] + [path for path in sys.path if path != ROOT]
-        for name, module in [*sys.modules.items()]:
-            if os.path.dirname(getattr(module, "__file__", None) or "") == ROOT:
-                del sys.modules[name]
-
-    return before
-
-
 def test_the_table_has_each_run():
     assert ROWS.keys() == RUNS.keys()
     for claims in ROWS.values():  # nothing is said that is not tried
@@ -106,7 +90,8 @@ def test_a_run_shows_what_the_page_says(toy, tmp_path, name):
     if "eval/" not in ROWS[name] and name not in SAMPLES:
         keys["eval_path"] = ""  # nothing is said of its evaluations
     if wrong:
-        how["before"] = copied(f"{tmp_path}/copy", wrong)
+        clinic.copy_program(f"{tmp_path}/copy", wrong)
+        how["before"] = of_copy(f"{tmp_path}/copy")
         script = f"{tmp_path}/copy/{script}"
     result = run(script, toy, keys, **how)
     assert result.codes == [0], result
@@ -139,11 +124,3 @@ def of_old_weights(samples, log, out):
 
 SAMPLES = {"scores in the order of the lengths, not of the texts": of_other_rows,
            "a sampler that keeps its first weights, bfloat16": of_old_weights}
-
-
-def test_a_gradient_that_is_not_finite_is_named(toy, tmp_path):
-    """What the page says of a run that stops: the step is too large, and the next is not taken."""
-    keys = GRPO | dict(dtype="float32", learning_rate=1e20, out_dir=f"{tmp_path}/out")
-    result = run(keys.pop("script"), toy, keys)
-    assert result.codes == [1] and "is not finite" in result.err[0], result
-    assert not os.path.exists(f"{tmp_path}/out/policy")

@@ -13,16 +13,12 @@ import sys
 from packaging.requirements import Requirement
 
 import tiny
-from tiny import ROOT, keys_of, run, well
+from tiny import ROOT, keys_of, of_copy, run, well
 
 
 def become_a_mac(rank):
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
-    for name, module in list(sys.modules.items()):  # imported anew; torch knows its own system
-        file = str(getattr(module, "__file__", ""))
-        # an environment may lie in the repository, too
-        if file.startswith(f"{ROOT}/") and "/lib/python" not in file.removeprefix(ROOT):
-            del sys.modules[name]
+    of_copy(ROOT)(rank)  # all is imported anew; torch knows its own system
     for name in [name for name in vars(os) if name.startswith((
             "sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
         delattr(os, name)

@@ -13,14 +13,13 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
 
 import matplotlib.pyplot  # noqa: F401  once, before the forks
+import by_hand
 import pytest
 import torch
-import transformers
-from tiny import (ENDS, MARKERS, ROOT, Started, assert_one_line, keys_of, read_jsonl, typed,
+from tiny import (Started, keys_of, read_jsonl, typed,
                   well)
 
 from prompts import Rows, batch_rows
@@ -57,96 +56,68 @@ def table(text):
     return dict(zip(names, columns, strict=True))
 
 
-def ids_of(text):
-    pieces = re.split(f"({'|'.join(map(re.escape, MARKERS))})", text)
-    return [i for piece in pieces for i in (
-        [256 + MARKERS.index(piece)] if piece in MARKERS else piece.encode())]
-
-
-@torch.no_grad()
-def states(folder, tokens, head="CausalLM"):
-    """The numbers of a model at each token: log-probs of all ids, (T, V), or a score, (T,)."""
-    auto = getattr(transformers, f"AutoModelFor{head}")
-    hf = auto.from_pretrained(folder, dtype=torch.float64).eval()
-    if head == "CausalLM":
-        logits = hf(torch.tensor([tokens])).logits[0] / 0.8
-        logits[:, 260:] = -torch.inf  # ids that no text has
-        return logits.log_softmax(-1)
-    found = hf.score(hf.base_model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
-    return found + hf.config.score_shift
-
-
 def test_the_numbers_of_ppo(world, runs):
     rows = Rows(world.rows["rl_train"])
     prompt = rows[batch_rows(1, DONE, BATCH, rows)[0]]["prompt"]
     before = {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()}
     result = explain(runs / "explain", run=f"{runs}/ppo/cut", prompt=prompt, out="deep/a.png")
     assert result.codes == [0], result
-    after = {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()
-             and "/explain/" not in str(p)}
-    assert before == after  # the runs' folders are as they were
+    assert before == {str(p): p.read_bytes() for p in pathlib.Path(runs).rglob("*") if p.is_file()
+                      and "/explain/" not in str(p)}  # the runs' folders are as they were
     assert open(f"{runs}/explain/deep/a.png", "rb").read(4) == b"\x89PNG"
     said, columns = result.out[0], table(result.out[0])
     response = eval(re.search(r"^response  (.*)$", said, re.MULTILINE)[1])
-    n = len(columns["#"])
-    assert 2 <= n <= 6
     numbers = {name: [float(x) for x in cells] for name, cells in columns.items()
                if name not in ("#", "token", "clip")}
+    n, asked = len(columns["#"]), by_hand.encode(prompt)
 
     def near(name, expected, within=6e-4):
         assert numbers[name] == pytest.approx(expected, abs=within), name
 
-    # the table calls every end EOS: which one was it?
-    asked, fits = ids_of(prompt), []
-    for end in ENDS:
-        ids = (ids_of(response) + [end])[:n]
-        logprobs = states(f"{runs}/ppo/cut/checkpoint-{DONE:06d}/policy", asked + ids)
-        own = [logprobs[len(asked) - 1 + t, i].item() for t, i in enumerate(ids)]
-        fits += [ids] if own == pytest.approx(numbers["policy"], abs=6e-4) else []
-    ids, tokens = fits[0], asked + fits[0]
-
-    def of_response(folder):
-        found = states(folder, tokens)
-        return [found[len(asked) - 1 + t, i].item() for t, i in enumerate(ids)]
+    def logprobs_of(folder, ids):
+        with torch.no_grad():
+            found, _ = by_hand.logprobs_of(by_hand.language_model(folder), asked, ids, 0.8)
+        return [x.item() for x in found]
 
     step = f"{runs}/ppo/out/checkpoint-{{:06d}}/{{}}"
-    policy, new = (of_response(step.format(i, "policy")) for i in (DONE, DONE + 1))
-    reference = of_response(world.policy)
-    near("policy", policy)
+    # the table calls every end EOS: which one was it?
+    ids, policy = next((ids, found) for end in by_hand.ENDS
+                       for ids in [(by_hand.encode(response) + [end])[:n]]
+                       for found in [logprobs_of(step.format(DONE, "policy"), ids)]
+                       if found == pytest.approx(numbers["policy"], abs=6e-4))
+    reference, new = (logprobs_of(folder, ids) for folder in (
+        world.policy, step.format(DONE + 1, "policy")))
     near("ref", reference)
     near("new", new)
     KL = [a - b for a, b in zip(policy, reference, strict=True)]
     near("KL", KL, 6e-5)
     score = -1.0
-    if tokens[-1] in ENDS:
-        score = states(world.reward, tokens, "SequenceClassification")[-1].item()
+    if ids[-1] in by_hand.ENDS:
+        score = by_hand.scalars(by_hand.scalar_model(world.reward), asked + ids)[-1].item()
     shaped = float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1])
     assert shaped == pytest.approx(score, abs=6e-4)
     rewards = [-0.3 * x for x in KL]
     rewards[-1] += score
     near("reward", rewards, 6e-5)
-    found = states(step.format(DONE, "value_model"), tokens, "SequenceClassification")
     unit = read_jsonl(f"{runs}/ppo/out/log.jsonl")[0]["val/unit"]
     assert unit != 1
-    values = [found[len(asked) - 1 + t].item() * unit for t in range(n)]
+    value_model = by_hand.scalar_model(step.format(DONE, "value_model"))
+    found = by_hand.scalars(value_model, asked + ids)[len(asked) - 1:-1]
+    values = [x.item() * unit for x in found]
     near("value", values)
-    deltas = [rewards[t] + (values[t + 1] if t + 1 < n else 0) - values[t] for t in range(n)]
-    raw = [math.fsum(0.95 ** (later - t) * deltas[later] for later in range(t, n))
-           for t in range(n)]
-    near("delta", deltas)
+    raw, returns = by_hand.advantages_and_returns(rewards, values, 1.0, 0.95)
+    near("delta", by_hand.advantages_and_returns(rewards, values, 1.0, 0.0)[0])
     near("raw", raw)
-    near("ret", [a + v for a, v in zip(raw, values, strict=True)])
-    # whitened: one shift and one scale for all tokens of the batch
-    white = numbers["white"]
+    near("ret", returns)
+    white = numbers["white"]  # one shift and one scale for all tokens of the batch
     scale = (white[0] - white[-1]) / (raw[0] - raw[-1])
     near("white", [white[0] + scale * (x - raw[0]) for x in raw], 6e-3)
     ratios = [math.exp(a - b) for a, b in zip(new, policy, strict=True)]
     near("ratio", ratios)
-    clipped = [min(max(x, 0.8), 1.2) for x in ratios]
-    losses = [max(-a * x, -a * c) for a, x, c in zip(white, ratios, clipped, strict=True)]
-    near("loss", losses, 2e-3)
-    taken = [-a * c > -a * x for a, x, c in zip(white, ratios, clipped, strict=True)]
-    assert [x == "yes" for x in columns["clip"]] == taken
+    losses = [by_hand.clipped_surrogate(torch.tensor(x), a, 0.2, 0.2)
+              for a, x in zip(white, ratios, strict=True)]
+    near("loss", [by_hand.number(loss) for loss, _ in losses], 2e-3)
+    assert [x == "yes" for x in columns["clip"]] == [bool(bound) for _, bound in losses]
 
 
 def test_a_group_of_grpo(runs):
@@ -160,45 +131,6 @@ def test_a_group_of_grpo(runs):
     assert deviation > 0 and advantages == pytest.approx(
         [(x - statistics.mean(scores)) / deviation for x in scores], abs=2e-3)
     assert float(table(result.out[0])["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)
-
-
-def test_bad_input_is_one_line(world, runs):
-    for keys, words in ((dict(run=world.policy), ["no checkpoint"]),
-                        (dict(run=f"{runs}/sft/out"), ["ppo.py"]),
-                        (dict(run=f"{runs}/grpo/out", prompt="12=", trust_code=True), ["answer"]),
-                        (dict(run=f"{runs}/grpo/out", prompt="12=", answer="ab"),
-                         ["rules.py", "--trust_code=True"]),
-                        (dict(run=f"{runs}/ppo/out", prompt="1+" * 40), ["row 1"])):
-        assert_one_line(explain(runs / "explain", **keys), "explain.py", *words)
-    assert not os.path.exists(runs / "explain" / "out")
-
-
-@pytest.mark.parametrize("script, panels", [("ppo", 5), ("grpo", 4)])
-def test_each_panel_says_what_it_shows(runs, script, panels):
-    """A title that names its curves, a unit; and the lines of the table have room in a terminal."""
-    def before(rank):
-        from matplotlib.figure import Figure
-
-        def savefig(figure, *args, **kwargs):
-            figure.canvas.draw()
-            for axis in figure.axes:
-                title = axis.get_title(loc="left")
-                names = [text.get_text() for text in axis.get_legend().get_texts()]
-                fits = axis._left_title.get_window_extent().x1 < figure.bbox.x1
-                print("PANEL", bool(axis.get_ylabel()) and fits, all(
-                    f"{name}: " in title for name in names if name != "clipped"))
-            print("LAST", axis.get_xlabel())
-
-        Figure.savefig = savefig
-
-    result = Started("tools/explain.py", typed(dict(
-        run=f"{runs}/{script}/out", prompt="12=", answer="ab", seed=3, out="b.png",
-        trust_code=True)),
-        str(runs / "explain"), before=before).wait()
-    assert result.codes == [0] and "token" in result.out[0].partition("LAST")[2], result
-    assert result.out[0].count("PANEL True True") == panels == result.out[0].count("PANEL")
-    printed = result.out[0].partition("one response of")[2].split("\n")
-    assert max(map(len, printed[4:])) <= 100
 
 
 # all responses of an iteration
@@ -250,29 +182,23 @@ def test_an_iteration_is_computed_again_to_the_last_digit(runs, tmp_path, name, 
     assert max(moved) > 0  # behind the update, the policy is another
 
 
-def test_an_iteration_that_is_not_there(runs, tmp_path):
-    ppo = f"{runs}/ppo/out"
-    for keys, word in ((dict(run=ppo, iteration=4, out="a.html"), "0 to 3"),
-                       (dict(run=ppo, iteration=1, out="a.png"), "--out=FILE.html"),
-                       (dict(run=f"{runs}/sft/out", iteration=0, out="a.html"), "ppo.py")):
-        assert_one_line(explain(tmp_path, **keys), "explain.py", word)
-
-
 def test_the_page_of_the_newest_iteration_while_a_run_goes_on(runs, tmp_path):
     folder, page = shutil.copytree(f"{runs}/ppo/cut", tmp_path / "run"), tmp_path / "page.html"
-    argv = [f"--run={folder}", f"--out={page}", "--watch=0.2"]
-    with subprocess.Popen([sys.executable, f"{ROOT}/tools/explain.py", *argv], cwd=tmp_path,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          preexec_fn=lambda: signal.signal(
-                              signal.SIGINT, signal.default_int_handler)) as process:
-        for iteration in (DONE, DONE + 1):
-            until = time.monotonic() + 120
-            while not (page.exists() and f'"iteration": {iteration}' in page.read_text()):
-                assert process.poll() is None and time.monotonic() < until
-                time.sleep(0.1)
-            name = f"checkpoint-{DONE + 1:06d}"  # the run has saved once more
-            if iteration == DONE:
-                shutil.copytree(f"{runs}/ppo/out/{name}", tmp_path / name)
-                os.rename(tmp_path / name, f"{folder}/{name}")
-        process.send_signal(signal.SIGINT)
-        assert "interrupted" in process.stderr.read() and process.wait() == 130
+
+    def forks(rank):  # it starts itself, once for each page: as forks, which have torch already
+        subprocess.run = lambda command, **_: Started(command[1], command[2:], "one").wait()
+
+    watch = Started("tools/explain.py", [f"--run={folder}", f"--out={page}", "--watch=0.2"],
+                    str(tmp_path), before=forks)
+    for iteration in (DONE, DONE + 1):
+        until = time.monotonic() + 120
+        while not (page.exists() and f'"iteration": {iteration}' in page.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        name = f"checkpoint-{DONE + 1:06d}"  # the run has saved once more
+        if iteration == DONE:
+            shutil.copytree(f"{runs}/ppo/out/{name}", tmp_path / name)
+            os.rename(tmp_path / name, f"{folder}/{name}")
+    os.kill(watch.pids[0], signal.SIGINT)
+    ended = watch.wait()
+    assert ended.codes == [130] and "interrupted" in ended.err[0], ended

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import tiny
-from errors import BadInput
 from load import load, probe
 from model import Model
 from options.four_bits import in_full, quantize
 from options.optimizers import other_optimizer
 from test_families import SIZES, random_model, save
 from test_model import CPU
-from tiny import keys_of_system, run
+from tiny import keys_of_system
 
 
 def trouble():
@@ -83,17 +82,6 @@ def test_a_run_in_four_bits_resumes_to_the_same_bits(world, tmp_path):
     load(f"{whole}/policy", "policy", keys_of_system(), CPU)
 
 
-@pytest.mark.parametrize("words, keys", [
-    (["policy", "stage"], dict(optim="adamw8bit", offload="optimizer")),
-    (["policy", "stage"], dict(optim="adafactor", zero_stage="2")),
-    (["adamw8bit", "master_weights"], dict(optim="adamw8bit", dtype="bfloat16",
-                                           master_weights=False)),
-    (["sgd", "adafactor"], dict(optim="sgd")), (["quantize", "lora"], dict(quantize="4bit"))])
-def test_what_is_refused(world, tmp_path, words, keys):
-    keys = tiny.keys_of(world, "sft.py", **keys)
-    tiny.assert_one_line(run("sft.py", tmp_path, keys), "sft.py", *words)
-
-
 def adafactor_by_hand(W, gradients, lr, decay):
     """arXiv 1804.04235, algorithm 4, with the learning rate as the size of a step."""
     R, C, V = torch.zeros(W.shape[0]).double(), torch.zeros(W.shape[-1]).double(), 0
@@ -122,10 +110,3 @@ def test_adafactor_by_hand(shape):
     for p.grad in gradients:
         optimizer.step()
     assert (p - adafactor_by_hand(W, gradients, 1e-2, 0.3)).abs().max() < 1e-9
-
-
-def test_no_matrix_that_could_have_four_bits():
-    """GPT-2's maps are no nn.Linear; without bitsandbytes the line names the package."""
-    model = Model(random_model("gpt2", dict(n_embd=16, n_layer=1, n_head=2, vocab_size=50)))
-    with pytest.raises(BadInput, match="bitsandbytes|Linear"):
-        quantize(model, CPU, torch.float32)

@@ -1,12 +1,11 @@
 """data/label.py: its pairs against a loop written by hand, in both orders; and what it refuses."""
 import math
-import os
 import re
 
 import pytest
 import torch
 import transformers
-from tiny import (ENDS, EOS, MARKERS, Started, assert_one_line, keys_of, read_jsonl, typed, well,
+from tiny import (ENDS, EOS, MARKERS, Started, keys_of, read_jsonl, typed, well,
                   write)
 
 from rollout import response_uniforms
@@ -119,10 +118,3 @@ def test_parts_and_grades_by_hand(world, tmp_path, by_hand):
     assert result.codes == [0], result
     alike(read_jsonl(tmp_path / "deep" / "graded.jsonl"), sure[:2])
     alike(read_jsonl(tmp_path / "deep" / "graded_val.jsonl"), sure[2:4])
-
-
-def test_refused_in_one_line(world, tmp_path):
-    for keys, word in ((dict(judge_template="half.txt"), "{second}"), (dict(samples=3), "samples"),
-                       (dict(min_confidence=1.0), "0 pairs"), (dict(judge_path=""), "judge_path")):
-        assert_one_line(label(world, tmp_path, **keys), "label.py", word)
-        assert not os.path.exists(tmp_path / "labels.jsonl")

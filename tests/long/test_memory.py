@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import write_byte_tokenizer
-from tiny import ROOT, Started, assert_one_line, jsonl, typed, write
+from tiny import Started, jsonl, typed, write
 from torch.distributed._tools.mem_tracker import MemTracker
 
 LLAMA = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4,
@@ -153,28 +153,3 @@ def test_rows_by_hand(llama, tmp_path):
     sums = LAYERS * (2 * (D + D) + 2 * (D + D // 2) + 3 * (D + F)) + V + D + 1 + D
     near(split["value_model"], weights=4 * VALUE, gradients=4 * VALUE,
          optimizer=4 * (sums + (2 * LAYERS + 1) * D + TENSORS) / 2)
-
-
-@pytest.mark.parametrize("argv, script", [
-    (["config/mine.py"], "grpo"), (["ppo.py", "config/mine.py", "--value_init=policy"], "ppo"),
-    (["config/mine_rm.py"], "rm"), (["grpo.py", "--reward_path=x"], "grpo")])
-def test_which_script_is_meant(argv, script, monkeypatch):
-    from tools.memory import read_run
-
-    monkeypatch.chdir(ROOT)
-    assert read_run(argv)[0] == script
-
-
-def test_the_largest_micro_batch(llama, tmp_path):
-    """With about the memory of the peak of 8 rows, 8 fit, or 7; and what is mistyped."""
-    keys = typed(dict(init_from=llama / "policy", max_tokens=20, batch_size=16, val_path="",
-                      micro_batch_size=8))
-    first = tool(tmp_path, "sft.py", *keys, "--gpu-gb=80")
-    assert "largest micro_batch_size that fits is 16\n" in first.out[0], first
-    gb = read(first)[1]["update"] * 2**20 / 1e9
-    again = tool(tmp_path, "sft.py", *keys, f"--gpu-gb={gb}").out[0]
-    fits = int(re.search(r"fits is (\d+)", again)[1])
-    assert 7 <= fits <= 8
-    for wrong, word in (("--lorra=3", "lorra"), ("--world-size=x", "world_size"),
-                        ("--roles=train=1,score=1", "roles"), ("--quantize=4bit", "quantize")):
-        assert_one_line(tool(tmp_path, "sft.py", *keys, wrong), "memory.py", word)

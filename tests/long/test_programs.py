@@ -108,13 +108,13 @@ PIECES = [*"`~ #1.,;e-+/$\\\"{}[]()<>|=xoH\r\n\t", *"""
 
 @pytest.mark.parametrize("name", READERS)
 def test_no_text_takes_long(name):
-    """Of 20,000 letters: by quadratic steps seconds, by cubic ones hours. CPU time: others work."""
+    """Of 10,000 letters: by quadratic steps seconds, by cubic ones hours. CPU time: others work."""
     slow, (read, *beginnings) = {}, READERS[name]
     for begin, piece, end in itertools.product(beginnings, PIECES, ("", "`?")):
         start = time.thread_time()
         with contextlib.suppress(ValueError):
-            read(begin + piece * (20_000 // len(piece)) + end)
-        if time.thread_time() - start > 1:
+            read(begin + piece * (10_000 // len(piece)) + end)
+        if time.thread_time() - start > 0.5:
             slow[begin, piece, end] = time.thread_time() - start
     assert not slow
 
@@ -206,19 +206,13 @@ def test_the_reward_ends_in_time(capsys):
 BODIES = [  # the method's arguments, its body; given [3, 1, 2] each gives 6
     ("a: List[int], b: Optional[Dict[str, Tuple[int, ...]]] = None", "return sum(a)"),
     ("a: Counter[int]", "d = defaultdict(int)\nfor x in a: d[0] += x\nreturn d[0]"),
-    ("a: 'Deque[int]'", "q = deque(a)\nq.append(q.popleft())\nreturn sum(q)"),
     ("a", "heapq.heapify(a)\nheappush(a, 9)\nreturn heapq.heappop(a) + 5"),
     ("a", "return math.gcd(*(6 * x for x in a)) if max(a) < inf else ceil(sqrt(35))"),
-    ("a", "return bisect.bisect_left(sorted(a), 3) + bisect_right(sorted(a), 3) + 1"),
     ("a", "@cache\ndef f(n): return n and n + f(n - 1)\nreturn f(max(a)) * lru_cache(int)(1)"),
-    ("a", "a.sort(key=cmp_to_key(lambda x, y: y - x))\nreturn functools.reduce(operator.add, a)"),
-    ("a", "return list(accumulate(a))[-1] + sum(0 for _ in itertools.pairwise(a))"),
-    ("a", "return string.ascii_lowercase.index('g') + len(re.findall('[a-z]', str(a)))"),
     ("a", "random.shuffle(a)\nreturn (datetime.date(2024, 3, 2) - date(2024, 2, 25)).days"),
     ("a", "return int(statistics.mean(json.loads(json.dumps(deepcopy(a)))) * 3)"),
     ("a", "return pow(3, 2, 10) - pow(1, 5) - len(a) + 1 if open else 0"),  # the built-in pow
-    ("a", "def f(n): return n and 1 + f(n - 1)\nreturn f(9000) // 1500"),
-    ("a", "from heapq import heappop\nimport math as m\nreturn m.comb(4, 2)")]
+    ("a", "def f(n): return n and 1 + f(n - 1)\nreturn f(9000) // 1500")]
 SOURCES = ["class Solution:\n    def f(self, {}):\n        {}\n".format(
     arguments, body.replace("\n", "\n        ")) for arguments, body in BODIES]
 SOURCES += ["def max(*_): return 6\nclass Solution:\n    def f(self, a): return max(a)"]
@@ -248,15 +242,13 @@ NOTHING = [  # programs that define none of the functions of the tests
     f"class A:\n    {ADD}\n    gcd = median = sorted = add"]
 LIBRARY = [("add", [1, 2], 3), ("gcd", [4, 6], 2), ("median", [[1, 2, 3]], 2), ("sorted", [[]], [])]
 OWN = [  # programs whose add is their own
-    "def add(a, b): return a + b", "add = lambda a, b: a + b", "from operator import add",
-    "from operator import sub, add", "from operator import concat as f, add as add",
-    f"{STARS}def add(a, b): return a + b", "import operator\nadd = operator.add",
-    "if 1:\n    def add(a, b): return a + b", "def g(a, b): return a + b\n(add := g)",
+    "def add(a, b): return a + b", "add = lambda a, b: a + b", "from operator import sub, add",
+    "from operator import concat as f, add as add", "import operator\nadd = operator.add",
+    f"{STARS}def add(a, b): return a + b", "def g(a, b): return a + b\n(add := g)",
     "try: from nowhere import add\nexcept ImportError:\n    def add(a, b): return a + b",
     "def g():\n    global add\n    def add(a, b): return a + b\ng()",
-    "exec('def add(a, b): return a + b')", "import functools\nadd = functools.partial(sum)\n"
-    "@functools.cache\ndef add(a, b): return a + b", "for add in [lambda a, b: a + b]: pass",
-    f"class Solution:\n    {ADD}", f"{STARS}class Solution:\n    {ADD}",
+    "exec('def add(a, b): return a + b')", "for add in [lambda a, b: a + b]: pass",
+    f"{STARS}class Solution:\n    {ADD}",
     f"from operator import sub as add\nclass Solution:\n    {ADD}",  # the method is its own
     f"class A:\n    {ADD}\nclass Solution(A): pass", f"if 1:\n    class Solution:\n        {ADD}"]
 METHODS = "search", "merge", "compress", "shuffle", "add", "copy", "count", "date", "pow"

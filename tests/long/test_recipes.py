@@ -1,7 +1,7 @@
 """
 recipes/*.diff and the diffs in docs/algorithms.md: each applies to a copy of the files, and the
 copy runs with nothing else of the repository, on two ranks, killed and resumed. What comes out is
-what by_hand.py works out, with the functions of by_hand_recipes.py in the place of its own.
+what by_hand.py works out, with the functions of recipes/worked_out.py in the place of its own.
 """
 import glob
 import os
@@ -10,7 +10,6 @@ import runpy
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ import by_hand
 import test_by_hand
 import test_by_hand_options as with_options
 from by_hand import seen
-from by_hand_recipes import CASES
 from conftest import ROOT
+from recipes.worked_out import CASES
 from test_by_hand import GRPO, assert_agrees
-from tiny import at, run
+from tiny import at, of_copy, run
 
 with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
     BLOCKS = re.findall(r"((?:[^\n]+\n)+)```diff\n(.*?)```", f.read(), re.DOTALL)
@@ -58,15 +57,8 @@ def fork(folder, diffs, numbers=()):
 
 
 def run_fork(mine, script, folder, keys, also=()):
-    """A run in processes that have our modules already: those of the copy take their place."""
-    ours = {os.path.basename(path)[:-3] for path in glob.glob(f"{ROOT}/*.py")} | {
-        "grading", "options"}
-
     def before(rank):
-        for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
-            del sys.modules[name]
-        sys.path[:] = [mine] + [path for path in sys.path if path != ROOT]
-        for patch in also:
+        for patch in (of_copy(mine), *also):
             patch(rank)
 
     return run(f"{mine}/{script}.py", folder, keys, ranks=2, before=before)

@@ -1,11 +1,14 @@
-"""runs/referee.sh, on a wheel that is made here: a function is right, one a choice, one wrong."""
+"""
+runs/referee.sh, on a wheel that is made here: a function is right, one a choice, one wrong. And
+runs/peers.sh same, beside an implementation that is made here.
+"""
 import os
 import re
 import subprocess
 import sys
 import zipfile
 
-from conftest import ROOT
+from tiny import ROOT, write
 
 LOSS = """
 from openrlhf.somewhere import register
@@ -65,3 +68,32 @@ def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
     assert "  - KL controller, OpenRLHF: 1e-01 -> 0e+00\n" in page
     (absent,) = re.findall("could not be had: (.*)", page)
     assert absent.count(",") == 7 and "verl 0.9.1" in absent and "openrlhf" not in absent
+
+
+STAND_IN = """
+import os, sys
+from safetensors.numpy import load_file, save_file  # no torch: it would take seconds
+assert sys.argv[1].endswith("trl_same.py") and sys.argv[2] == "ppo"
+batch = load_file("batch.safetensors")
+assert batch["tokens"].shape == batch["response_mask"].shape == (24, batch["begins"].max() + 16)
+assert (batch["lengths"] == batch["begins"] + 16).all()  # all are cut
+assert (batch["response_mask"].sum(1) == 16).all()
+for name, begin, part in ("policy", "policy", 0.75), ("value_model", "reward_model", 1.0):
+    start, ours = load_file(begin + "/model.safetensors"), load_file(name + "_ours.safetensors")
+    save_file({key: start[key] + part * (t - start[key]) for key, t in ours.items()},
+              name + "_trl.safetensors")
+print("a stand-in")
+"""
+
+
+def test_beside_another_implementation(tmp_path):
+    """One that takes three quarters of each step: the distance is a quarter of the way."""
+    python = write(tmp_path / "python", f"#!/bin/sh\nexec {sys.executable} {tmp_path}/it.py \"$@\"")
+    write(tmp_path / "it.py", STAND_IN)
+    os.chmod(python, 0o755)
+    done = subprocess.run(
+        ["bash", "runs/peers.sh", "same", "--rows=PPO"], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | dict(PPO_PYTHON=python, GRPO_PYTHON=python, QUARTET_PYTHON=sys.executable))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "| PPO | a stand-in | 2.5e-01, " in said, said
+    assert float(said.split()[-2]) < 1e-15

@@ -16,7 +16,7 @@ import time
 import pytest
 
 import errors
-from checkpoint import hash_of_model, hashes
+from checkpoint import hash_of_model
 from checkpoint import list_checkpoints
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
                   run, save_random, well, write)
@@ -147,9 +147,7 @@ def test_a_second_signal_ends_a_run_that_has_not_stopped(world, tmp_path):
 def closes(way):
     """A terminal closes: the shell and the kernel send a SIGHUP each, and no text can be shown."""
     def before(rank):
-        reader, writer = os.pipe()
-        if way == "a terminal":
-            reader, writer = os.openpty()
+        reader, writer = os.openpty()
         for number in (1, 2):
             os.dup2(writer, number)
         errors.outlast_readers()
@@ -166,7 +164,7 @@ def closes(way):
     return before
 
 
-@pytest.mark.parametrize("way", ["a terminal", "a pipe", "nohup"])
+@pytest.mark.parametrize("way", ["a terminal", "nohup"])
 def test_a_run_saves_when_its_terminal_is_closed(world, tmp_path, way):
     """And under nohup it goes on."""
     keys = keys_of(world, "sft.py")
@@ -213,10 +211,8 @@ def test_texts_that_nobody_can_read_harm_nobody(tmp_path, shell, shown):
 
 
 @pytest.mark.parametrize("script, key, more", [
-    ("grpo.py", "policy_path", {}), ("grpo.py", "policy_path", dict(lora="2")),
     ("grpo.py", "ref_path", {}), ("ppo.py", "reward_path", {}),
-    ("ppo.py", "policy_path", dict(zero_stage="3")), ("sft.py", "init_from", dict(lora="2")),
-    ("rm.py", "init_from", dict(lora="2"))])
+    ("ppo.py", "policy_path", dict(zero_stage="3")), ("rm.py", "init_from", dict(lora="2"))])
 def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, more):
     """With other weights in the folder of a frozen model it is refused; with the old ones not."""
     scalar = key == "reward_path"
@@ -228,7 +224,7 @@ def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, mo
     save_random(model, seed=77, scalar=scalar, shift=0.25 if scalar else None)
     log = read_log(f"{tmp_path}/out")
     assert_one_line(run(script, tmp_path, keys), script, f"{model} has other weights", "--out_dir")
-    if script == "grpo.py" and not more:  # several ranks see it, too
+    if script == "grpo.py":  # several ranks see it, too
         assert_one_line(run(script, tmp_path, keys, ranks=2), script, "other weights")
     assert read_log(f"{tmp_path}/out") == log
     shutil.rmtree(model)
@@ -239,49 +235,26 @@ def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, mo
     assert_same_run(whole, out, [name], 1e-9)
 
 
-def test_models_that_are_trained_or_were_not_noted_may_change(world, tmp_path):
-    """The weights of a trained model are the checkpoint's; an older checkpoint has no hashes."""
-    model, ref = (shutil.copytree(world.policy, tmp_path / name) for name in ("model", "ref"))
-    keys = keys_of(world, "grpo.py", policy_path=model, ref_path=ref)
-    assert run("grpo.py", tmp_path, keys, before=at(1, signal.SIGTERM)).codes == [0]
-    save_random(model, seed=77)
-    assert run("grpo.py", tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
-    save_random(ref, seed=77)
-    assert_one_line(run("grpo.py", tmp_path, keys), "grpo.py", f"{ref} has other weights")
-    (folder,) = list_checkpoints(f"{tmp_path}/out")
-    state = json.load(open(f"{folder}/state.json"))
-    assert [*state.pop("weights")] == [str(ref)]
-    write(f"{folder}/state.json", json.dumps(state))
-    os.remove(f"{folder}/manifest.json")
-    write(f"{folder}/manifest.json", json.dumps(hashes(folder)))
-    well("grpo.py", tmp_path, keys)
-
-
 def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
     """Of its weights and its config.json, with an adapter's also those of its base."""
     model, adapter = (shutil.copytree(world.policy, tmp_path / x) for x in ("model", "adapter"))
     os.remove(adapter / "config.json")
     write(adapter / "adapter_config.json", json.dumps(dict(base_model_name_or_path=str(model))))
     os.rename(adapter / "model.safetensors", adapter / "adapter_model.safetensors")
-    known = {hash_of_model(str(model)), hash_of_model(str(adapter))}
-    for file in ("README.md", "tokenizer.json", "model.bin", "original/model.safetensors"):
-        os.makedirs(os.path.dirname(model / file), exist_ok=True)
-        write(model / file, "x")
-        assert {hash_of_model(str(model)), hash_of_model(str(adapter))} == known
     hub = tmp_path / "models--a--b"
-    os.makedirs(hub / "snapshots")
     os.makedirs(hub / "refs")
     write(hub / "refs" / "main", "0f")
     shutil.copytree(model, hub / "snapshots" / "0f")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    known = {hash_of_model(str(model)), hash_of_model(str(adapter))}
     assert hash_of_model("a/b") in known
     assert {hash_of_model(name) for name in ("a/other", "/none", "../a", "a b", "a/b/c")} == {None}
-    for file in ("config.json", "model-00002-of-00002.safetensors"):
+    for file in ("README.md", "config.json", "model-00002-of-00002.safetensors"):
         with open(model / file, "a") as f:
             f.write(" ")
         now = {hash_of_model(str(model)), hash_of_model(str(adapter))}
-        assert not now & known
+        assert now == known if file == "README.md" else not now & known
         known = now
 
 

@@ -1,9 +1,8 @@
 """
-Ranks with roles, and batches that are sampled ahead: who does what changes no text and no weight;
-a batch is always sampled by the version that `staleness` names; a run that was stopped or killed
-goes on to the same. (Kills at any call: campaign.py --roles.)
+Ranks with roles, and batches that are sampled ahead: a batch is always sampled by the version that
+`staleness` names; a run that was stopped or killed goes on to the same. (That roles change nothing:
+test_knobs.py. Kills at any call: campaign.py --roles.)
 """
-import functools
 import os
 import signal
 import sys
@@ -16,53 +15,11 @@ from safetensors.torch import save_file
 
 from errors import BadInput
 from options.ahead import Ahead
-from test_reliability import hang, once, patched
+from test_reliability import once, patched
 from tiny import (assert_one_line, assert_same_run, at, keys_of, keys_of_system, read_log, run,
-                  well, write)
+                  well)
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
-FLAT = dict(max_refills=2, refill_by="sometimes", kl_in="reward", num_minibatches=1)
-CASES = {  # name: script, roles, ranks, keys
-    "ppo": ("ppo.py", THREE, 3, dict(staleness=1, checkpoint_interval=1, max_iters=4)),
-    "grpo, sharded, refilled": ("grpo.py", "train=2,generate=1,score=1", 4, FLAT | dict(
-        staleness=1, zero_stage="policy=3,ref=3", sync_check_interval=1, max_iters=2)),
-    "lora in 16 bits": ("ppo.py", "train=1,generate=1", 2, dict(
-        dtype="bfloat16", lora="2", value_init="shared", num_minibatches=1, max_iters=2))}
-
-
-@pytest.fixture(scope="module")
-def keys(world):
-    """A function: the keys of a case."""
-    flat = dict(reward_functions=f"{world.rules}:sometimes,0.5*reward_model",
-                reward_path=world.reward)
-    return lambda name, **more: keys_of(world, CASES[name][0], **CASES[name][3] | more | (
-        flat if "max_refills" in CASES[name][3] else {}))
-
-
-@pytest.fixture(scope="module")
-def alone(keys, tmp_path_factory):
-    """A function: the out_dir of a case's run on one rank, without roles."""
-    return functools.cache(lambda name: well(
-        CASES[name][0], tmp_path_factory.mktemp("alone"), keys(name, zero_stage="")))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_roles_change_no_text_and_no_weight(keys, tmp_path, alone, name):
-    script, roles, ranks, own = CASES[name]
-    out = well(script, tmp_path, keys(name, roles=roles), ranks=ranks)
-    models = ("policy", "value_model") if script == "ppo.py" else ("policy",)
-    # in 16 bits the generator's weights are rounded once, on its own: no figure may show it
-    assert_same_run(alone(name), out, models, 1e-9)
-    log = read_log(out)[:-1]
-    assert log[0]["policy/ratio_gap"] == 0
-    for iteration, record in enumerate(log):  # at first nothing has moved; then it is an update old
-        age = min(iteration, own.get("staleness", 0))
-        assert record.get("policy/staleness", 0) == age
-        assert ("policy/sampler_gap" in record) == (age == 0)
-    assert "max_refills" not in own or (
-        log[0]["objective/flat_groups"] > log[0]["trained/flat_groups"])
-
-
 def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_path):
     """
     The trainer waits in the log of iteration 0 until batch 2 is begun: the run would not end if the
@@ -99,9 +56,10 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
 # stopped, killed, hanging; with other roles, or none
 
 
-def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(keys, tmp_path, alone):
+def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(world, tmp_path):
     """The batches that were sampled ahead are in the checkpoint: none is sampled again."""
-    own = keys("ppo")
+    own = keys_of(world, "ppo.py", staleness=1, checkpoint_interval=1, max_iters=4)
+    alone = well("ppo.py", tmp_path / "alone", own)
     stopped = run("ppo.py", tmp_path, own | dict(roles=THREE), ranks=3,
                   before=at(1, signal.SIGTERM))
     assert stopped.codes == [0] * 3 and "checkpoint-000002" not in stopped.out[0], stopped
@@ -117,33 +75,7 @@ def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(keys, tmp_path,
                     "staleness = 1", "not 2")
     out = well("ppo.py", tmp_path, own)
     assert 0 < there < len(read_log(out))
-    assert_same_run(alone("ppo"), out, ("policy", "value_model"), 1e-9)
-
-
-def test_a_generator_that_hangs_ends_the_run_after_the_timeout(world, tmp_path):
-    own = keys_of(world, "grpo.py", roles="train=1,generate=1", timeout=4, reward_timeout=3,
-                  eval_path="")
-    result = run("grpo.py", tmp_path, own, ranks=2,
-                 before=patched("rollout", "decode", once(1, hang), rank=1))
-    assert result.codes == [1, 9] and result.err[0].count("\n") == 1, result
-    assert "lost touch with another rank" in result.err[0], result
-
-
-def test_a_rule_that_fails_on_a_scorer_saves_the_run(world, tmp_path):
-    rule = write(tmp_path / "mine.py", "import os\n\ndef late(batch):\n"
-                 "    wrong = os.path.exists('wrong') and os.path.exists('out/log.jsonl')\n"
-                 "    return [1 / (not wrong)] * len(batch['completions'])\n")
-    write(tmp_path / "wrong", "")
-    own = keys_of(world, "ppo.py", reward_functions=f"{rule}:late", reward_path="",
-                  value_init="policy", roles=THREE, eval_path="")
-    result = run("ppo.py", tmp_path, own, ranks=3)
-    assert set(result.codes) == {1}, result
-    said = result.err[0]
-    assert said.count("\n") == 1 and all(word in said for word in (
-        "'late' failed at mine.py, line 5", "The run is saved before iteration 1")), result
-    os.remove(tmp_path / "wrong")
-    out = well("ppo.py", tmp_path, own | dict(roles=""))
-    assert [record["iteration"] for record in read_log(out)] == [0, 1, 2, 3]
+    assert_same_run(alone, out, ("policy", "value_model"), 1e-9)
 
 
 def after(action):

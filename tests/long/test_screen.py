@@ -1,63 +1,26 @@
 """run.py: what a terminal of 80 columns shows, and when it says that all is lost."""
-import math
 
 import pytest
-import tiny
-from tiny import keys_of
 
 from options.alarms import how_broken, what_is_lost
 from options.wide_letters import columns_of
-from run import COLUMNS, cut, evaluation_lines, iteration_line
+from run import COLUMNS, evaluation_lines, iteration_line
 
 
-@pytest.mark.parametrize("size", [0.001, 7.0, -123.456, 98765.4, math.nan])
-@pytest.mark.parametrize("done", [1, 1953])
-def test_the_line_of_an_iteration_fits(size, done):
-    record = {metric: size for metric, _ in COLUMNS.values()}
-    line = iteration_line(record, done, 1953, 5000.0)
-    assert len(line) <= 80 and line.startswith(f"iter {done}/1953  score") and "left" in line
-    few = [f"{name} " for name in COLUMNS if name in iteration_line(
-        {metric: 1.0 for metric, _ in list(COLUMNS.values())[:5]}, 1, 9, 1.0)]
-    assert len(few) == 5  # all of them, where they fit
-
-
-def said(role, content):
-    return dict(role=role, content=content)
-
-
-ASKED = {  # prompt, response, whether it ended: the two lines
-    "text": ("1+2=", "3", True, "> 1+2=", "3"),
-    "the last question": ([said("system", "s"), said("user", "a"), said("assistant", "b"),
-                           said("user", "Is 3\n\n even?")], " no\n", True, "> Is 3 even?", "no"),
-    "begun": ([said("user", "q"), said("assistant", "<think>")], "x", False, "> q", "x [cut off]"),
-    "no question": ([said("system", "s")], "", True, "> s", "[empty]"),
-    "escapes": ("\x1b[2J", "\x07", True, r"> \x1b[2J", r"\x07")}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_a_sample_is_a_question_and_below_it_the_answer(name):
-    prompt, text, finished, *lines = ASKED[name]
-    sample = dict(prompt=prompt, text=text, finished=finished)
-    assert evaluation_lines(3, {"eval/kl": 0.5}, [sample]).split("\n") == [
-        "eval 3: kl 0.500", "    " + lines[0], "      " + lines[1]]
-
-
-def test_an_evaluation_fits_and_shows_others_each_time():
-    samples = [dict(prompt=f"prompt {i} " + "x" * i**3, text=f"{i} \u6f22" * i**2, finished=i > 2)
-               for i in range(16)]
-    record = {f"eval/reward/a_long_name_{i}": -1.5 for i in range(9)}
-    shown = set()
-    for iteration in range(0, 200, 10):
-        lines = evaluation_lines(iteration, record, samples).split("\n")
-        assert max(map(columns_of, lines)) <= 100 and "".join(lines).count("reward/") == 9
-        assert max(map(columns_of, lines[-4:])) <= 80
-        shown |= {line.split()[2] for line in lines if "> prompt" in line}
-    assert len(shown) > 10
-
-
-def test_the_middle_is_cut_out():
-    assert cut("a  b\n", 9) == "a b" and cut("", 9) == "" and cut("123456789", 9) == "123456789"
-    assert cut("0123456789", 9) == "01 ... 89" and cut("\u6f22" * 9, 11) == "\u6f22 ... \u6f22"
+def test_lines_fit_and_samples_are_questions_with_their_answers():
+    record = {metric: 98765.4 for metric, _ in COLUMNS.values()}
+    line = iteration_line(record, 1953, 1953, 5000.0)
+    assert len(line) <= 80 and line.startswith("iter 1953/1953  score") and "left" in line
+    chat = [dict(role=role, content=text) for role, text in (
+        ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "Is 3\n\n even?"))]
+    for prompt, text, finished, asked, shown in (
+            (chat, " no\n", True, "> Is 3 even?", "no"),
+            ("\x1b[2J", "", True, r"> \x1b[2J", "[empty]"),
+            (f"a {'x' * 999}", "\u6f22" * 99, False, "> a xx", "\u6f22")):
+        sample = dict(prompt=prompt, text=text, finished=finished)
+        first, *lines = evaluation_lines(3, {"eval/kl": 0.5}, [sample]).split("\n")
+        assert first == "eval 3: kl 0.500" and max(map(columns_of, lines)) <= 80
+        assert lines[0].startswith(f"    {asked}") and lines[1].startswith(f"      {shown}")
 
 
 @pytest.mark.parametrize("kl, length, moved, ends, first, broken", [
@@ -88,13 +51,3 @@ def test_what_most_of_a_batch_is_lost_to(figures, named, words):
     found = what_is_lost({f"objective/{name}": x for name, x in figures.items()})
     assert [*found] == named
     assert all(word in " ".join(line for _, line in found.values()) for word in words)
-
-
-def test_it_is_said_once(world, tmp_path):
-    """Not in each iteration; and not again by a run that goes on."""
-    keys = keys_of(world, "grpo.py", reward_functions="0*accuracy", max_iters=3, eval_path="",
-                   checkpoint_interval=1)
-    for iterations in (3, 5):
-        result = tiny.run("grpo.py", tmp_path, keys | dict(max_iters=iterations))
-        assert result.codes == [0], result
-        assert result.out[0].count("100% of the groups") == (iterations == 3)

@@ -2,61 +2,29 @@
 import glob
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 from configurator import read_arguments, read_keys
-from tiny import ROOT, Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well
+from tiny import ROOT, Started, jsonl, keys_of, read_jsonl, typed, well
 
 ENV = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
 
-class Fork:
-    """subprocess.Popen of a script, as a fork: it has torch and transformers in memory already."""
-
-    def __init__(self, command, **_):
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                sys.argv = command[1:]
-                runpy.run_path(command[1], run_name="__main__")
-            finally:
-                os._exit(1)
-
-    def poll(self):
-        return None  # bench.py kills a run that has logged its last iteration
-
-    def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self):
-        os.waitpid(self.pid, 0)
-
-
 def test_bench_prints_one_page(tmp_path):
-    def before(rank):
-        subprocess.Popen = Fork
-
     keys = dict(d_model=32, n_layer=1, n_head=2, n_kv_head=1, d_ff=48, vocab_size=64, batch_size=4,
                 prompt_length=6, max_new_tokens=5, repeats=1, micro_batch_size=2, device_type="cpu",
-                work="sampling,update,ppo,grpo", run_keys="rollout_batch_size=3,head_chunk=2")
-    result = Started("tools/bench.py", typed(keys), str(tmp_path), before=before).wait()
-    assert result.codes == [0], result
+                work="sampling,update")
+    result = Started("tools/bench.py", typed(keys), str(tmp_path)).wait()
     took = r"[\d.]+ s \(\d+%\)"
-    lines = [rf"^  quartet: {took}, \d+ tokens/s, [\d.]+ ms a step", rf"^  transformers: {took}",
-             r"^    [\d.]+ ms in \d+ aten::mm$", rf"^  update: {took}, [\d.]+ TFLOP/s$"]
-    lines += [rf"^  {script}.py: rollout {took}, score {took}, update {took}, iteration {took}; "
-              r"5 tokens a response, peak \d+ MiB$" for script in ("ppo", "grpo")]
-    for line in lines:
-        assert re.search(line, result.out[0], re.MULTILINE), (line, result.out[0])
+    for line in (rf"^  quartet: {took}, \d+ tokens/s, [\d.]+ ms a step",
+                 rf"^  transformers: {took}", rf"^  update: {took}, [\d.]+ TFLOP/s$"):
+        assert re.search(line, result.out[0], re.MULTILINE), (line, result)
 
 
 def test_the_limits_of_bench_by_hand(tmp_path):
@@ -201,7 +169,7 @@ if [ -n "${made-}" ]; then mkdir "out/arithmetic_${1%.py}/$made"; fi
 """
 
 
-@pytest.mark.parametrize("stopped", range(1, 9))
+@pytest.mark.parametrize("stopped", [2, 6])
 def test_quickstart_goes_on_after_ctrl_c(tmp_path, stopped):
     """What has ended is not repeated, the rest is; then, or with another seed, it begins anew."""
     shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
@@ -226,37 +194,3 @@ def test_quickstart_goes_on_after_ctrl_c(tmp_path, stopped):
     assert quickstart(3) == whole
     quickstart(3, stop=stopped)
     assert quickstart(4) == whole
-
-
-def test_threads_of_the_scripts_take_no_core_from_others(tmp_path):
-    """They are not pinned, and sleep while they wait; a user's own setting counts more."""
-    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
-    names = "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY"
-    env = noting(tmp_path, f'echo {" ".join(f"${{{name}-no}}" for name in names)} >> threads\n')
-    for given, seen in (({}, "no no PASSIVE"), (dict(OMP_WAIT_POLICY="ACTIVE"), "no no ACTIVE")):
-        own = {name: x for name, x in env.items() if name not in names} | given
-        assert bash(tmp_path, "runs/quickstart.sh", env=own).returncode == 0
-        assert set((tmp_path / "threads").read_text().strip().split("\n")) == {seen}
-        (tmp_path / "threads").unlink()
-
-
-def test_a_typo_for_a_tool_is_one_line(world, tmp_path):
-    """Where it would else do nothing, do something else, or end with a traceback."""
-    os.makedirs(tmp_path / "began")
-    (tmp_path / "began" / "log.jsonl").write_text("")
-    os.makedirs(tmp_path / "odd" / "policy")
-    (tmp_path / "odd" / "config.json").write_text("{")
-    (tmp_path / "none.jsonl").write_text("")
-    policy = dict(policy_path=world.policy, device_type="cpu")
-    for tool, keys, word in (
-            ("plot", dict(runs="began"), "began"),
-            ("sample", dict(policy_path="odd/policy"), "odd/config.json"),
-            ("sample", policy | dict(prompts="none.jsonl"), "none.jsonl"),
-            ("sample", policy | dict(prompts="none.jsonl", prompt="a"), "--prompt"),
-            ("sample", policy | dict(prompt="a", limit=3), "limit"),
-            ("eval", dict(policies=world.policy, prompts_path=world.rl_val, by="tsk",
-                          max_new_tokens=4, device_type="cpu"), "tsk"),
-            ("bench", dict(work="samplng"), "samplng"),
-            ("bench", dict(n_head=3), "n_head"), ("bench", dict(run_keys="lora"), "lora")):
-        result = Started(f"tools/{tool}.py", typed(keys), str(tmp_path)).wait()
-        assert_one_line(result, f"{tool}.py", word)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -32,7 +31,7 @@ HARMONY = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>", "<|c
 FAMILIES = {  # {a template of ours: its special tokens, those that end a response}
     "chatml": (QWEN, ["<|endoftext|>"]), "qwen3.5": (QWEN, ["<|endoftext|>"]),
     "harmony": (HARMONY, ["<|return|>", "<|call|>"])}
-EOS, PAD = 258, 259  # of tokenizers with two special tokens
+EOS = 258  # of tokenizers with two special tokens
 # before transformers 5.19 the schema of a plain list says that it is an object
 knows_lists = pytest.mark.skipif(transformers.__version__ < "5.19", reason="of transformers 5.19")
 
@@ -42,7 +41,6 @@ from typing import Any, Literal, Optional
 
 # environments
 echo = lambda messages, row: messages[-1]["content"][:3]
-pays = lambda messages, row: (messages[-1]["content"][:3], 0.5)
 raises = lambda messages, row: row["missing"]
 wrong_role = lambda messages, row: dict(role="system", content="x")
 number = lambda messages, row: 7
@@ -51,10 +49,6 @@ chance = lambda messages, row, asked=[]: asked.append(1) or str(len(asked))
 hangs = lambda messages, row: time.sleep(1.5)
 spoils = lambda messages, row: messages[-1].update(content="spoilt") or messages.clear()
 seeded = lambda messages, row, seed: f"{seed}"
-
-def counts(messages, row):
-    said = messages[-1]["content"]
-    return (None if len(said) % 4 == 0 else f"{len(said)}\\n"), len(said) / 10
 
 # tools
 def described(f):
@@ -163,8 +157,7 @@ LAST = """{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistan
 DROPS = "drops the thoughts of earlier turns"
 KEPT = [  # family, template, template_kwargs, who answers, why it is refused
     ("chatml", "", "", "user tool", ""), ("qwen3.5", "", "", "user tool", ""),
-    ("qwen3.5", "", "enable_thinking=False", "user tool", ""),
-    ("harmony", "", "", "user tool", ""), ("harmony", "", "reasoning_effort='low'", "user", ""),
+    ("qwen3.5", "", "enable_thinking=False", "user", ""), ("harmony", "", "", "user tool", ""),
     ("chatml", PLAIN, "", "user tool", ""),
     ("chatml", NO_TOOL, "", "user", ""), ("chatml", NO_TOOL, "", "tool", "refuses the messages"),
     ("chatml", ENDLESS, "", "user", "no end behind an assistant's message"),
@@ -244,7 +237,7 @@ def conversed(env, prompt, turns, length):
         new = next(turns)[:length - used[0]]
         return (torch.tensor([new]), -torch.arange(1.0, len(new) + 1)[None],
                 torch.tensor([len(new)]),
-                torch.tensor([new[-1] in env.tokenizer.eos_ids or new[-1] == 33]))
+                torch.tensor([new[-1] in env.tokenizer.eos_ids]))
 
     return env.converse([dict(prompt=prompt)], [ids], (1, "rollout", 0), ([0], [0]), length,
                         len(ids) + 1, sample)
@@ -280,39 +273,20 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 
 @pytest.fixture
 def dialogue_with(mine, tmp_path):
-    """The batch of one response; its turns end with EOS, with "!", a stop string, or not: " "."""
+    """The batch of one response, of turns with these texts."""
     def dialogue_with(name, texts, length=30, max_turns=4):
         write_byte_tokenizer(tmp_path, ["<a>", "<b>"])
         tokenizer = load_tokenizer(str(tmp_path), tiny.keys_of_system())
         env = environment_of(f"{mine}:{name}", tokenizer, max_turns=max_turns, reward_timeout=1)
-        turns = [[*text.encode()] + [EOS] * (text[-1] not in " !") for text in texts]
-        return conversed(env, "12", turns, length)
+        return conversed(env, "12", [[*text.encode()] + [EOS] for text in texts], length)
     return dialogue_with
 
 
-@pytest.mark.parametrize("texts, length, max_turns, ids, own", [
-    # the last turn has no end, and the response no more room
-    (["abcd", "xy", "z "], 14, 4, b"abcd.abcxy.xyz", "TTTTTFFFTTTFFT"),
-    (["ab!", "c "], 30, 2, b"ab!.ab!c ", "TTTFFFFTT"),  # a stop string's end is not trained
-    # no more turns: what is said to the last one is left out
-    (["abcd", "x"], 30, 2, b"abcd.abcx.", "TTTTTFFFTT"),
-    (["abcd", "x"], 8, 4, b"abcd.", "TTTTT"),  # no room for a token behind what would be said
-    (["abcd", "x"], 9, 4, b"abcd.abcx", "TTTTTFFFT"), (["ab "], 9, 4, b"ab ", "TTT")])
-def test_dialogues_by_hand(dialogue_with, texts, length, max_turns, ids, own):
-    """A point is EOS. Each turn that ends is paid 0.5; the sampler says -1, -2, ... in each."""
-    batch, rest = dialogue_with("pays", texts, length, max_turns), 1 + length - len(own)
-    response = [EOS if i == ord(".") else i for i in ids]
-    assert batch["tokens"].tolist() == [[49, 50, *response] + [PAD] * rest]
-    assert (batch["begins"], batch["lengths"]) == (2, 2 + len(own))
-    assert batch["response_mask"].tolist() == [[c == "T" for c in "FF" + own] + [False] * rest]
-    assert batch["finished"].tolist() == [False]
-    logprobs = [-n for turn in re.findall("T+|F", own) for n in (
-        range(1, len(turn) + 1) if "T" in turn else [0])]
-    assert batch["sampler_logprobs"].tolist() == [[0, 0, *logprobs] + [0] * rest]
-    assert {batch[name].dtype for name in ("sampler_logprobs", "turn_rewards")} == {torch.float32}
-    ends = [2 + t for t, i in enumerate(ids) if own[t] == "T" and chr(i) in ".!"]
-    assert batch["turn_rewards"].nonzero()[:, 1].tolist() == ends
-    assert set(batch["turn_rewards"][0, ends].tolist()) <= {0.5}
+def test_what_is_said_to_the_last_turn_is_left_out(dialogue_with):
+    batch = dialogue_with("echo", ["abcd", "x"], max_turns=2)
+    ids = batch["tokens"][0, 2:batch["lengths"][0]].tolist()
+    assert ids == [*b"abcd", EOS, *b"abcx", EOS]
+    assert batch["response_mask"][0, 2:12].tolist() == [True] * 5 + [False] * 3 + [True] * 2
 
 
 @pytest.mark.parametrize("function, part", [
@@ -398,11 +372,6 @@ BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
         message_to("divide", "{}"): "no tool 'divide'", message_to("multiply", '{"a": 3'): "",
         message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "",
         message_to("<|start|>x to=a", "{}"): "no tool 'a'"}}
-LONG = ["<tool_call>" * 10**5, "<tool_call>[</tool_call>" * 10**5, "</think><think>" * 10**5,
-        "<tool_call><function=show>" + "</parameter>\n<parameter=text>" * 10**5,
-        "<|start|>" * 10**5 + " to=" * 10**5]
-
-
 @knows_lists
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_are_answered_or_their_faults_said(tools_of, family):
@@ -412,10 +381,6 @@ def test_calls_are_answered_or_their_faults_said(tools_of, family):
     assert failed == [1] * len(bad) and not os.path.exists("HERE")
     for content, (text, part) in zip(contents, bad.items(), strict=True):
         assert content.startswith("error: ") and part in content, text[:99]
-    for text in LONG:
-        began = time.thread_time()
-        tools.calls_in(text)
-        assert time.thread_time() - began < 20, text[:99]
 
 
 def test_a_tool_that_fails_hangs_or_dies_costs_its_own_answer(tools_of):
@@ -447,38 +412,6 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
         written = re.sub(r"\d", lambda digit: write("multiply", a=int(digit[0])), text)
         calls = [("multiply", dict(a=int(digit)), None) for digit in made]
         assert tools.calls_in(written) == calls, text
-
-
-def test_a_turn_of_thoughts_alone_makes_no_call(tokenizer_of, mine):
-    """The prompt has begun the thoughts, so only it says that this is a draft."""
-    tokenizer = tokenizer_of("qwen3.5")
-    env = environment_of("", tokenizer, tools=f"{mine}:multiply")
-    text = f"I could call {tags('multiply', a=3)}<|im_end|>"
-    batch = conversed(env, [user("a")], [tokenizer.hf.encode(text)], 400)
-    assert batch["finished"].tolist() == [True] and env.tools.process is None
-
-
-MARKED = [  # values of one parameter, as a policy may write them
-    "a </parameter> b", "</parameter>", "x\n</parameter>\n", "a</tool_call>b<tool_call>",
-    "</function>\n</tool_call>", "<parameter=flag>", "<parameter=x>\n1\n</parameter>",
-    "</parameter>\n<parameter=x>\n1", "<think>", "</think>", "<think>a</think>", "<function=show>",
-    "}", "\\", '"', '{"name": 1}', "<|message|>", "<|start|>", "<|end|> to=functions.x",
-    tags("show", text="a"), call("show", text="a"), "", "\n", " a ", "None", "12", "\u00fc"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_value_may_have_marks_in_it(tools_of, family):
-    tools = tools_of(family)
-    for value in MARKED:
-        if family == "harmony":
-            text = message_to("show", json.dumps(dict(text=value), ensure_ascii=False))
-            assert tools.calls_in(text) == [("show", dict(text=value), None)], value
-            continue
-        write = dict(chatml=call).get(family, tags)
-        one, other = write("show", text=value, flag=True), write("show", flag=False, text=value)
-        wanted = [("show", dict(text=value, flag=flag), None) for flag in (True, False)]
-        for text in (f"{one}\n{other}", f"<think>a</think>\n{one} so {other} </think"):
-            assert tools.calls_in(text) == wanted, value
 
 
 FITS = dict(  # {parameter: values that fit it, values that do not}
@@ -525,10 +458,8 @@ READ = ["<tool_call>{{ c | tojson }}</tool_call>", f"<tool_call>\n{TAGGED}</tool
         "why <tool_call> {{ c | tojson }}\n</tool_call>\n", "<tool_call>\n{{ c | tojson }}"]
 NOT_READ = [
     "<tool_call>{{ c.name }}\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", "",
-    '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', READ[0] * 2,
     '<tool_call>{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</tool_call>',
-    '<tool_call>{"name": "{{ c.name }}"}</tool_call>', f"<think>{READ[0]}</think>",
-    "<|tool_call_start|>[{{ c.name }}(text='a')]<|tool_call_end|>", f"{TAGGED}</tool_call>",
+    READ[0] * 2, f"<think>{READ[0]}</think>", f"{TAGGED}</tool_call>",
     "[TOOL_CALLS][{{ c | tojson }}]", "<tool_call>{{ c | tojson | upper }}</tool_call>"]
 
 

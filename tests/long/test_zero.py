@@ -8,12 +8,10 @@ import re
 
 import pytest
 import torch
-import transformers
 
-from byte_tokenizer import write_byte_tokenizer
-from errors import BadInput
+from test_families import add_vision, save
 from options.shards import offload_of, stage_of
-from tiny import (EOS, MARKERS, PAD, keys_of, keys_of_system, read_log, read_weights, run, well,
+from tiny import (keys_of, keys_of_system, read_log, read_weights, run, well,
                   write)
 
 # 16 bits
@@ -53,28 +51,10 @@ def test_in_16_bits_the_reference_is_the_policy_at_first(world, tmp_path, wide, 
             assert model == {n: "bfloat16" if re.search(matrices, n) else wide for n in model}
 
 
-def save_family(folder, family, **sizes):
-    """A random policy of a family; also its norms, biases and sinks are drawn."""
-    config = transformers.AutoConfig.for_model(family, **sizes)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.15 * torch.randn(p.shape))
-    model.save_pretrained(folder)
-    write_byte_tokenizer(str(folder), MARKERS)
-    return str(folder)
-
-
-SIZES = dict(vocab_size=264, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=None, hidden_size=32,
-             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-             intermediate_size=48, max_position_embeddings=64)
-
-
 def test_in_16_bits_all_stages_sample_the_same_texts(world, tmp_path):
     """What samples is rounded where autocast rounds, and so are gathered layers, where they are."""
-    path = save_family(tmp_path / "policy", "gpt_oss", num_local_experts=4, num_experts_per_tok=2,
-                       **SIZES)
+    save(tmp_path / "policy", "gpt-oss")
+    path = str(tmp_path / "policy")
     keys = keys_of(world, "grpo.py", policy_path=path, eval_path="", max_iters=1,
                    num_minibatches=1, micro_batch_size=3, dtype="bfloat16")
     a, b = (read_log(well("grpo.py", tmp_path / (stage or "0"), keys | dict(zero_stage=stage),
@@ -86,12 +66,7 @@ def test_in_16_bits_all_stages_sample_the_same_texts(world, tmp_path):
 
 def test_a_vision_part_stays_bit_for_bit(world, tmp_path):
     """As Gemma 3 has one. Neither decay nor averages move it, and it is saved."""
-    text = SIZES | dict(model_type="gemma3_text", sliding_window=8)
-    vision = dict(model_type="siglip_vision_model", hidden_size=16, intermediate_size=24,
-                  num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-    path = save_family(tmp_path / "policy", "gemma3", text_config=text, vision_config=vision,
-                       mm_tokens_per_image=4, image_token_index=260, boi_token_index=261,
-                       eoi_token_index=262)
+    add_vision(path := str(tmp_path / "policy"))
     rule = write(tmp_path / "mine.py", "def odd(batch):\n    return [sum(map(ord, text)) % 7 / 7"
                                        " for text in batch['completions']]\n")
     keys = keys_of(world, "grpo.py", policy_path=path, reward_functions=f"{rule}:odd", eval_path="",
@@ -182,9 +157,3 @@ def test_places_by_hand():
         assert offload_of(system, name, name in ("policy", "value")) == moved, (offload, name)
     # what is offloaded of a head on the policy is the policy's
     assert offload_of(keys_of_system(offload="optimizer"), "value", True, is_head=True) == "none"
-
-
-def test_a_stage_that_there_is_not():
-    for stages in ("4", "policy=x"):
-        with pytest.raises(BadInput, match=stages):
-            stage_of(keys_of_system(zero_stage=stages), "policy")

@@ -1,6 +1,7 @@
 """
-What recipes and diffs compute, by hand: what takes the place of by_hand.py's functions in
-test_recipes.py, and the cases.
+What the recipes and the diffs of docs/algorithms.md compute, worked out once more in plain loops:
+functions that take the place of those of tests/by_hand.py, and the runs in which
+tests/long/test_recipes.py compares both. A new recipe brings its own.
 """
 import itertools
 import math

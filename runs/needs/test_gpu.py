@@ -2,6 +2,8 @@
 What only a GPU can show, in under three minutes on one: runs/gpu.sh names it in QUARTET_GPU, which
 has the value of CUDA_VISIBLE_DEVICES. Without it these tests are skipped; QUARTET_GPU=cpu runs them
 on a CPU, to test the tests.
+
+    QUARTET_GPU=0 PYTHONPATH=tests:tests/long python -m pytest -p conftest runs/needs/test_gpu.py
 """
 import json
 import os
