@@ -378,6 +378,17 @@ def test_a_family_without_gradient_checkpointing(tmp_path, kind, lora):
              trained=True)
 
 
+@torch.no_grad()
+def test_scores_are_float32_under_autocast(tmp_path):
+    """Scores around 100 in steps of much less than 1/2, which would be those of bfloat16."""
+    save(tmp_path, "Llama", scalar=True)
+    model = load(str(tmp_path), "reward", keys_of_system(dtype="bfloat16"), CPU, "scalar")
+    model.score_shift = 100.0
+    with torch.autocast("cpu", torch.bfloat16):
+        values = model.values(*rows_of_texts())
+    assert values.dtype == torch.float32 and (values % 0.5 != 0).any()
+
+
 def add_vision(folder):
     """A policy as Gemma 3 4B is, with a vision part; in a run: test_zero.py."""
     text = HEADS | dict(model_type="gemma3_text", sliding_window=8)
