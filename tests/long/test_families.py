@@ -198,7 +198,7 @@ def test_values_and_scores_are_those_of_beginnings(name, tmp_path):
     """transformers scores a text at its last token: a value is the score of the tokens before."""
     if name in NO_SCORES:
         save(tmp_path, name)
-        policy = Model(save(tmp_path, name), path=str(tmp_path))
+        policy = load(str(tmp_path), "policy", keys_of_system(), CPU)
         for made in (lambda: load(str(tmp_path), "reward", keys_of_system(), CPU, "scalar"),
                      lambda: load_value_model("shared", policy, None, keys_of_system(), CPU)):
             with pytest.raises(BadInput, match=FAMILIES[name][0]):
