@@ -312,6 +312,20 @@ def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
     assert len(t.encode_texts(["a\n\n12"])[0]) == 4  # a, the line breaks, 1, 2
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
+    """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
+    others.make_tokenizer(str(tmp_path), "mistral")
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(legacy=legacy)))
+    hf = load_tokenizer(str(tmp_path), keys_of_system()).hf
+    ids_of = partial(hf.encode, add_special_tokens=False)
+    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
+    for text in ("a</s>a", "a</s>\na", " a", "[INST] a [/INST]a</s>[INST] a"):
+        assert ids_of(text) == backend.encode(text, add_special_tokens=False).ids, text
+    assert ids_of("a</s>a") == [*ids_of("a"), hf.eos_token_id, *ids_of("a")]
+
+
 @pytest.mark.parametrize("name", others.CHATS)
 def test_older_transformers_write_the_same_ids(name, folders):
     """options/older_transformers.py, beside transformers' own sanitize_control_tokens."""

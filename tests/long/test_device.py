@@ -21,6 +21,7 @@ from load import load
 from model import Model
 from options import decoding_graph
 from prompts import micro_batch
+from rollout import draw
 from test_decoding_compiled import PROMPTS
 from test_families import SIZES, random_model, rows_of_texts, save
 from tiny import answer, assert_same_run, keys_of, keys_of_system, read_jsonl, run
@@ -156,6 +157,36 @@ def test_nothing_reads_memory_that_was_never_written():
         assert all(torch.equal(a, b) for a, b in zip(want, go(), strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def parallel_cumsum(x):
+    """Sums along dimension 1 in log2(n) steps, each for all entries, as a GPU adds."""
+    far = 1
+    while far < x.shape[1]:
+        x = torch.cat([x[:, :far], x[:, far:] + x[:, :-far]], 1)
+        far *= 2
+    return x
+
+
+def test_no_impossible_token_at_the_edges_of_the_cdf(monkeypatch):
+    """The uniforms lie just before, on and just behind an impossible token's place in [0, 1)."""
+    plain, V = torch.Tensor.cumsum, 151_936
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (
+        parallel_cumsum(x) if x.is_floating_point() and dim else plain(x, dim)))
+    drawn = torch.Generator().manual_seed(V)
+    logits = 3 * torch.randn(1, V, generator=drawn)
+    impossible = torch.rand(V, generator=drawn) < 0.5
+    impossible[:3] = impossible[-3:] = True
+    logits[:, impossible] = -torch.inf
+    probs = logits[0].double().softmax(-1)
+    exact = probs.cumsum(0)
+    edges = exact[impossible.nonzero().flatten()][::V // 60]
+    u = torch.cat([edges - 1e-9, edges, edges + 1e-9, torch.tensor([0.0, 1.0]).double()])
+    u = u.clamp(0, 1 - 2.0**-53)
+    token, logprob = draw(logits.expand(len(u), V), u, 1.0)
+    assert not impossible[token].any() and logprob.isfinite().all()
+    # and otherwise it is the inverse CDF, but for float32's rounding
+    assert (exact[token] - probs[token] - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
 
 
 @pytest.fixture

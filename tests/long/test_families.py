@@ -198,7 +198,7 @@ def test_values_and_scores_are_those_of_beginnings(name, tmp_path):
     """transformers scores a text at its last token: a value is the score of the tokens before."""
     if name in NO_SCORES:
         save(tmp_path, name)
-        policy = Model(save(tmp_path, name), path=str(tmp_path))
+        policy = load(str(tmp_path), "policy", keys_of_system(), CPU)
         for made in (lambda: load(str(tmp_path), "reward", keys_of_system(), CPU, "scalar"),
                      lambda: load_value_model("shared", policy, None, keys_of_system(), CPU)):
             with pytest.raises(BadInput, match=FAMILIES[name][0]):
@@ -376,6 +376,17 @@ def test_a_family_without_gradient_checkpointing(tmp_path, kind, lora):
     with pytest.raises(BadInput, match=f"{path}.* --gradient_checkpointing=False"):
         load(path, "policy", keys_of_system(gradient_checkpointing=True, lora=lora), CPU,
              trained=True)
+
+
+@torch.no_grad()
+def test_scores_are_float32_under_autocast(tmp_path):
+    """Scores around 100 in steps of much less than 1/2, which would be those of bfloat16."""
+    save(tmp_path, "Llama", scalar=True)
+    model = load(str(tmp_path), "reward", keys_of_system(dtype="bfloat16"), CPU, "scalar")
+    model.score_shift = 100.0
+    with torch.autocast("cpu", torch.bfloat16):
+        values = model.values(*rows_of_texts())
+    assert values.dtype == torch.float32 and (values % 0.5 != 0).any()
 
 
 def add_vision(folder):

@@ -109,6 +109,25 @@ def test_files_are_read_again_alone_and_merged_and_by_peft(kind, head, tmp_path)
     assert (said(model) - theirs).abs().max() < 1e-4
 
 
+@torch.no_grad()
+def test_an_adapter_upon_an_adapter(tmp_path, capsys):
+    """quartet reads it, and peft only upon the merged model: a line says so."""
+    filled(Adapted(loaded(saved(tmp_path / "base", "llama", SIZES)), "lm", 3, 5)).save_adapter(
+        tmp_path / "first_adapter")
+    save_final(str(tmp_path), "first", loaded(tmp_path / "first_adapter"))
+    for name, wrong in (("first", False), ("first_adapter", True)):
+        model, folder = filled(Adapted(loaded(tmp_path / name), "lm", 2, 7)), tmp_path / name
+        capsys.readouterr()
+        save_final(str(folder), "second", model)
+        out = capsys.readouterr().out
+        assert ("peft" in out and str(folder) in out) == wrong
+        assert (said(loaded(folder / "second_adapter")) - said(model)).abs().max() < 1e-4
+        shapes = outline(f"{folder}/second_adapter", "lm", keys_of_system(dtype="float32")).hf
+        assert shapes.device.type == "meta"
+        theirs = said_by_peft(folder / "second_adapter")
+        assert ((theirs - said(model)).abs().max() > 0.01) == wrong
+
+
 AFMOE = EXPERTS | dict(num_dense_layers=0, head_dim=8)
 HUNYUAN = EXPERTS | dict(moe_topk=2, head_dim=8)
 MAPS = {  # family: settings, targets, how many maps of a layer get an adapter, a part of no name

@@ -235,6 +235,19 @@ def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, mo
     assert_same_run(whole, out, [name], 1e-9)
 
 
+def test_a_trained_model_may_change(world, tmp_path):
+    """Its weights are the checkpoint's; those of the reference, of another folder, may not."""
+    model, ref = (shutil.copytree(world.policy, tmp_path / name) for name in ("model", "ref"))
+    keys = keys_of(world, "grpo.py", policy_path=model, ref_path=ref)
+    assert run("grpo.py", tmp_path, keys, before=at(1, signal.SIGTERM)).codes == [0]
+    save_random(model, seed=77)
+    assert run("grpo.py", tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
+    (folder,) = list_checkpoints(f"{tmp_path}/out")
+    assert [*json.load(open(f"{folder}/state.json"))["weights"]] == [str(ref)]
+    save_random(ref, seed=77)
+    assert_one_line(run("grpo.py", tmp_path, keys), "grpo.py", f"{ref} has other weights")
+
+
 def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
     """Of its weights and its config.json, with an adapter's also those of its base."""
     model, adapter = (shutil.copytree(world.policy, tmp_path / x) for x in ("model", "adapter"))

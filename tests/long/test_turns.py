@@ -414,6 +414,29 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
         assert tools.calls_in(written) == calls, text
 
 
+MARKED = [  # values of one parameter, as a policy may write them
+    "a </parameter> b", "x\n</parameter>\n", "a</tool_call>b<tool_call>",
+    "</function>\n</tool_call>", "<parameter=flag>", "<parameter=x>\n1\n</parameter>",
+    "</parameter>\n<parameter=x>\n1", "<think>", "</think>", "<think>a</think>", "<function=show>",
+    "}", "\\", '"', '{"name": 1}', "<|message|>", "<|start|>", "<|end|> to=functions.x",
+    tags("show", text="a"), call("show", text="a"), "", "\n", " a ", "None", "12", "\u00fc"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_may_have_marks_in_it(tools_of, family):
+    tools = tools_of(family)
+    for value in MARKED:
+        if family == "harmony":
+            text = message_to("show", json.dumps(dict(text=value), ensure_ascii=False))
+            assert tools.calls_in(text) == [("show", dict(text=value), None)], value
+            continue
+        write = dict(chatml=call).get(family, tags)
+        one, other = write("show", text=value, flag=True), write("show", flag=False, text=value)
+        wanted = [("show", dict(text=value, flag=flag), None) for flag in (True, False)]
+        for text in (f"{one}\n{other}", f"<think>a</think>\n{one} so {other} </think"):
+            assert tools.calls_in(text) == wanted, value
+
+
 FITS = dict(  # {parameter: values that fit it, values that do not}
     i=([0, 10**30], ["21", 1.5, True, None]), f=([0.5, 21], ["0.5", False]), s=(["21"], [21, None]),
     b=([True, False], ["true", 0, None]), o=([dict(a=1), None], [dict(a="1"), [], "{}"]),
