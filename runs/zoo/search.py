@@ -31,7 +31,6 @@ ROWS = """
 ppo              | PPO
 ppo_lam_95       | PPO --lam=0.95
 ppo_value_shared | PPO --value_init=shared --value_learning_rate=1e-2 --vf_coef=0.01
-ppo_value_run    | PPO --value_init=@/ppo/value_model
 reinforce        | PPO --ppo_epochs=1 --num_minibatches=1
 best_of_10       | tools/eval.py --policies=@/sft/policy --samples=10 --max_new_tokens=160 SOLVED \
 --right_by=solved --prompts_path=data/search/rl_val.jsonl --out=@/best_of_10/eval
