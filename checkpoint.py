@@ -133,7 +133,8 @@ def contents_of(out_dir, config):
 def paths_in(config, keys=("_path", "init_from", "teacher", "value_init")):
     """[(key, path)] of the models and data that keys with these ends name; some name several."""
     return [(key, path.strip()) for key, value in config.items() if key.endswith(keys)
-            for path in str(value).split(",") if path.strip()]
+            for path in str(value).split(",")
+            if path.strip() and (key, path) != ("value_init", "policy")]  # that is no folder
 
 
 def lock(out_dir):
