@@ -47,8 +47,8 @@ def gap(log_ratio, mask, dtype):
 def gap_limit(dtype, temperature):
     """
     The largest gap that rounding may cause, in nats. In float32 it is about 1e-5 for most tokens;
-    1.5e-4 was seen, for one unlikely token of 16,000. Below temperature 1 the limit grows: log-probs
-    are of logits / temperature, so the logits' rounding errors are divided by it, too.
+    1.5e-4 was seen, for one unlikely token of 16,000. Below temperature 1 the limit grows: there
+    log-probs are of logits / temperature, so the logits' rounding errors are divided by it, too.
     """
     return {"float64": 1e-10, "float32": 5e-4}.get(dtype, 0.02) / min(temperature, 1.0)
 
