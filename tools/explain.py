@@ -114,8 +114,8 @@ def read_with_the_prompt(path, terms, models, max_new_tokens, system):
             known = [row for row in held_out if row["prompt"] == asked]
         row = known[0] if known else prompts.prompt_row(dict(prompt=asked))
         row = prompts.Rows([row | (dict(answer=answer) if answer else {})])
-        needed = {field for _, name, _ in terms for field in rewards.NEEDS.get(name, ())}
-        if "answer" in needed and row[0].get("answer") is None:
+        by_answer = {"accuracy", "math"} & {name for _, name, _ in terms}
+        if by_answer and row[0].get("answer") is None:
             raise BadInput("a reward of this run needs the right answer; type --answer=579")
         rewards.check_rows(terms, row, f"--prompt={prompt} --answer={answer}")
         row = prompts.encode_prompts(row, "--prompt", models, max_new_tokens, system)
