@@ -1,7 +1,7 @@
 """
 GRPO on search, where thinking longer pays: accuracy and length of the responses rise together. A
-rule is the reward: 1 where the last attempt hits, else 0. Nothing asks for length. About a minute
-and a half on two CPU cores.
+rule is the reward: 1 where the last attempt hits, else 0. Nothing asks for length. About two
+minutes on two CPU cores.
 
     python grpo.py config/search_grpo.py           # after config/search_sft.py
 """

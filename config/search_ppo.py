@@ -1,7 +1,7 @@
 """
 PPO on search with its value model, where thinking longer pays: config/search_grpo.py has the task.
 There is no reward model: the rule is the reward, and the value model starts as the policy. About
-three minutes on two CPU cores.
+four minutes on two CPU cores.
 
     python ppo.py config/search_ppo.py             # after config/search_sft.py
 """

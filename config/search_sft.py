@@ -1,6 +1,6 @@
 """
-SFT on search: a Llama of 0.46M parameters from scratch, on a laptop. About four minutes on two CPU
-cores. It learns to do as the demonstrations do: it tries at random, and most of the time it soon
+SFT on search: a Llama of 0.46M parameters from scratch, on a laptop. About six minutes on two
+CPU cores. It learns to do as the demonstrations do: it tries at random, and most of the time it soon
 gives up.
 
     python data/search/prepare.py

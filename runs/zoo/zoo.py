@@ -145,7 +145,7 @@ def line_of(name):
         found = [each[figure] for each in judged if figure in each]
         mean, low, high = (f"{of(found or [0]):{form}}" for of in (fmean, min, max))
         between = f" ({low.rstrip('%')} to {high.rstrip('%')})" * (column < 3 and low != high)
-        cells.append(mean + between if found else "-")
+        cells.append(mean + between if len(found) == len(judged) else "-")
     command, diff = table[name]
     return f"| {name} | `{command}`{diff and ' with ' + diff} | {' | '.join(cells)} |"
 
