@@ -1,7 +1,6 @@
 """
-SFT on search: a Llama of 0.46M parameters from scratch, on a laptop. About six minutes on two
-CPU cores. It learns to do as the demonstrations do: it tries at random, and most of the time it soon
-gives up.
+SFT on search: a Llama of 0.47M parameters from scratch, on a laptop. About six minutes on two CPU
+cores. It learns to do as the demonstrations do: it tries at random, and mostly gives up soon.
 
     python data/search/prepare.py
     python sft.py config/search_sft.py
