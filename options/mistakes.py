@@ -28,6 +28,12 @@ def nearest(path):
     return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
 
 
+def nearest_or_maker(path):
+    """nearest, or how to make the path, where a prepare.py lies beside it; or ""."""
+    maker = os.path.join(os.path.dirname(path), "prepare.py")
+    return nearest(path) or f"; type: python {maker}" * os.path.isfile(maker)
+
+
 # --------------------------------------------------------------------------------------------------
 # arguments and config files
 
@@ -90,9 +96,7 @@ WRITTEN = r"""\s*["']?\s*(\[\s*\{\s*\\*["'](role|content|from|value)|\{\s*\\*["'
 
 def no_file(path):
     """Of a path of data where there is no file."""
-    maker = os.path.join(os.path.dirname(path), "prepare.py")
-    hint = nearest(path) or f"; type: python {maker}" * os.path.isfile(maker)
-    return BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{hint}")
+    return BadInput(f"{path or 'the data'}: no such file in {os.getcwd()}{nearest_or_maker(path)}")
 
 
 def check_text(row, field):
@@ -152,9 +156,7 @@ def no_folder(path):
     if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
         return BadInput(f"{path}: no config.json in this folder, it is not a saved model")
     if not os.path.isdir(path) and (path.count("/") != 1 or path.startswith((".", "/", "out/"))):
-        maker = os.path.join(os.path.dirname(path), "prepare.py")
-        hint = nearest(path) or (f"; type: python {maker}" if os.path.isfile(maker) else
-                                 "; train it first, or prepare the data" * ("/" in path))
+        hint = nearest_or_maker(path) or "; train it first, or prepare the data" * ("/" in path)
         return BadInput(f"{path!r}: no such folder, and no name on the hub, which is OWNER/NAME, "
                         f"as openai-community/gpt2{hint}")
     return None

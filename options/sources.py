@@ -63,7 +63,7 @@ def several_rows(spec, shape, fields):
         if not sizes[-1]:
             raise BadInput(f"{source}: the file is empty")
     if len(sizes) > 1 and shape is prompt_row:
-        names = names_of(files)
+        names = names_of({*files})
         for row, source in zip(rows, files, strict=True):
             row["source"] = named(row) or names[source]
     if any(weight is not None for weight in weights):

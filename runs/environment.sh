@@ -14,6 +14,17 @@ remove() {
         if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
     done
 }
+# go_on_or_begin FILE PATH ...: FILE is there from the first step to the last one, and has the seed.
+# Where it has another one, or is not there, the paths of an earlier run are removed
+go_on_or_begin() {
+    if [ "$(cat "$1" 2>/dev/null)" = "$seed" ]; then
+        echo "going on where it was stopped; to begin anew: rm $1"
+    else
+        remove "$@"
+        mkdir -p out
+        echo "$seed" > "$1"
+    fi
+}
 # Ctrl-C reaches the step, too, which saves and exits 0: without this the next step would begin
 resumes="the last command above resumes when you type it"
 trap 'echo "$(basename "$0"): stopped; $resumes" >&2; exit 130' INT

@@ -11,14 +11,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 resumes="the same command goes on from there"
 few_threads
 
-unfinished=out/quickstart_seed  # it is there from the first step to the last one, and has the seed
-if [ "$(cat $unfinished 2>/dev/null)" = "$seed" ]; then
-    echo "going on where it was stopped; to begin anew: rm $unfinished"
-else
-    remove $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.html
-    mkdir -p out
-    echo "$seed" > $unfinished
-fi
+unfinished=out/quickstart_seed
+go_on_or_begin $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.html
 began=$SECONDS
 step data/arithmetic/prepare.py
 make out/arithmetic_sft/policy sft.py config/arithmetic_sft.py --seed="$seed" ${SFT:-}

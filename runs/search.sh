@@ -12,14 +12,8 @@ export OMP_NUM_THREADS=1
 # one process a core, at most two: for so small a model that is faster than one with two threads
 ranks="-m torch.distributed.run --standalone --nproc_per_node=$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))"
 
-unfinished=out/search_seed  # it is there from the first step to the last one, and has the seed
-if [ "$(cat $unfinished 2>/dev/null)" = "$seed" ]; then
-    echo "going on where it was stopped; to begin anew: rm $unfinished"
-else
-    remove $unfinished out/search_{sft,grpo,ppo} out/search.{html,png}
-    mkdir -p out
-    echo "$seed" > $unfinished
-fi
+unfinished=out/search_seed
+go_on_or_begin $unfinished out/search_{sft,grpo,ppo} out/search.{html,png}
 began=$SECONDS
 step data/search/prepare.py
 make out/search_sft/policy $ranks sft.py config/search_sft.py --seed="$seed" ${SFT:-}

@@ -5,7 +5,9 @@
 # Two runs at a time, of one thread each. The same command again goes on where it was stopped.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS=1
-make data/arithmetic/rl_val.jsonl data/arithmetic/prepare.py
-make data/arithmetic/sft_hints.jsonl data/arithmetic/hints.py
-make data/search/rl_val.jsonl data/search/prepare.py
+case " $* " in
+    *" --task=search "*) make data/search/rl_val.jsonl data/search/prepare.py ;;
+    *) make data/arithmetic/rl_val.jsonl data/arithmetic/prepare.py
+        make data/arithmetic/sft_hints.jsonl data/arithmetic/hints.py ;;
+esac
 step runs/zoo/zoo.py "$@"

@@ -39,7 +39,7 @@ out = ""  # all runs, empty = out/zoo, out/zoo_search; the page of some rows or 
 config, system = configure(globals(), "config/keys.py")
 # --------------------------------------------------------------------------------------------------
 zoo = importlib.import_module(task)
-WORDS, COLUMNS, out = zoo.WORDS, zoo.COLUMNS, out or zoo.OUT
+out = out or zoo.OUT
 rules = reward_terms(zoo.RULES)
 RIGHT = rules[0][1]  # the name of the rule that says what is right
 
@@ -67,7 +67,7 @@ def make(seed, name):
         return
     os.makedirs(folder, exist_ok=True)
     for command in table[name][0].split(" && "):
-        words = " ".join(WORDS.get(word, word) for word in command.split())
+        words = " ".join(zoo.WORDS.get(word, word) for word in command.split())
         script, *keys = words.replace("@", f"{out}/{seed}").split()
         if script.startswith(("ppo", "grpo", "sft", "rm", "recipes")):
             keys += [f"--out_dir={folder}", *more.split()]
@@ -141,7 +141,7 @@ def at_budget(folder):
 def line_of(name):
     """A line of the table: of each figure the mean over the seeds; of the first three the range."""
     judged, cells = [judge(seed, name) for seed in numbers], []
-    for column, (figure, form) in enumerate(COLUMNS.values()):
+    for column, (figure, form) in enumerate(zoo.COLUMNS.values()):
         found = [each[figure] for each in judged if figure in each]
         mean, low, high = (f"{of(found or [0]):{form}}" for of in (fmean, min, max))
         between = f" ({low.rstrip('%')} to {high.rstrip('%')})" * (column < 3 and low != high)
@@ -177,8 +177,8 @@ else:
 with open(zoo.PAGE, encoding="utf-8") as f:
     text = f.read().split("\n| row ")[0]  # the page as it is, without its table
 with open(page, "w", encoding="utf-8") as f:
-    f.write("\n".join([text, f"| row (seeds {seeds}) | command | {' | '.join(COLUMNS)} |",
-                       "|---" * (2 + len(COLUMNS)) + "|", *lines, ""]))
+    f.write("\n".join([text, f"| row (seeds {seeds}) | command | {' | '.join(zoo.COLUMNS)} |",
+                       "|---" * (2 + len(zoo.COLUMNS)) + "|", *lines, ""]))
 print(f"saved {page}")
 logs = [f"{out}/{numbers[0]}/{name}/log.jsonl" for name in zoo.CURVES if name in chosen]
 if curves := ",".join(os.path.dirname(log) for log in logs if os.path.exists(log)):
