@@ -23,27 +23,20 @@ def become_a_mac(rank):
             "sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
         delattr(os, name)
     delattr(resource, "prlimit")
-    sys.platform, opened, exists = "darwin", open, os.path.exists
+    sys.platform, opened, exists, library = "darwin", open, os.path.exists, ctypes.CDLL
 
-    def is_linux(path):
-        return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(
-            ("/proc", "/sys"))
-
-    def mac_open(path, *args, **kwargs):
-        if is_linux(path):
-            raise FileNotFoundError(2, "No such file or directory", path)
-        return opened(path, *args, **kwargs)
-
-    builtins.open = mac_open
-    os.path.exists = lambda path: not is_linux(path) and exists(path)
-    shutil.which = lambda name, *args, **kwargs: None
-    library = ctypes.CDLL
+    def elsewhere(path):
+        """The path, or another one in the place of what Linux alone has."""
+        return f"/none{path}" if str(path).startswith(("/proc", "/sys")) else path
 
     def no_library(*args, **kwargs):
         if kwargs:  # a package of others, which knows what it may call there
             return library(*args, **kwargs)
         raise OSError("there is no such call")
 
+    builtins.open = lambda path, *args, **kwargs: opened(elsewhere(path), *args, **kwargs)
+    os.path.exists = lambda path: exists(elsewhere(path))
+    shutil.which = lambda name, *args, **kwargs: None
     ctypes.CDLL = no_library
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 from errors import BadInput, Stop
 from grading import expressions
-from grading.answers import accuracy, final_answer
+from grading.answers import accuracy
 from grading.expressions import math_answer
 from rewards import check_rows, reward_terms
 
@@ -74,22 +74,10 @@ def test_two_answers():
             if score != pairs[pair]] == []
 
 
-def test_nested_braces_and_whole_responses():
-    assert final_answer(r"so \boxed{\frac{\sqrt{x^{2}}}{2}}.") == r"\frac{\sqrt{x^{2}}}{2}"
+def test_whole_responses():
     batch = dict(rows=[dict(prompt="q", answer="1+x")] * 3,
                  completions=[r"so \boxed{1+x}", "<think>1+1</think>1 + x", "<think>1+x"])
     assert math_answer(batch) == [1, 1, 0] and accuracy(batch).tolist() == [1, 0, 0]
-
-
-def test_answers_of_several_lines():
-    """A matrix over four lines is read whole, and compared by algebra."""
-    pytest.importorskip("math_verify")
-    truth = "\\begin{pmatrix}\n1/2 & 2 \\\\\n3 & 4\n\\end{pmatrix}"
-    right = truth.replace("1/2", r"\frac{2}{4}")
-    texts = [f"\\boxed{{{right}}}", f"<answer>{right}</answer>", f"so\n{right}"]
-    wrong = [text.replace("3", "5") for text in texts]
-    for answer in (truth, f"\\boxed{{{truth}}}", f"so\n#### {truth}"):
-        assert scores([(text, answer) for text in texts + wrong]) == [1] * 3 + [0] * 3
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):

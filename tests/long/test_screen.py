@@ -1,5 +1,4 @@
 """run.py: what a terminal of 80 columns shows, and when it says that all is lost."""
-
 import pytest
 
 from options.alarms import how_broken, what_is_lost
