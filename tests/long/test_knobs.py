@@ -20,43 +20,27 @@ from test_families import save
 from tiny import (assert_same_run, assert_stopped, at, keys_of, read_log, read_weights, run,
                   well)
 
-# each of these letters ends a response, too
-LETTERS = str([chr(i) for i in range(33, 127) if i % 3])
-ROWS = dict(fields="answer>prompt,prompt>answer", max_prompt_tokens=2, too_long="cut",
-            stop_strings=LETTERS, max_new_tokens=12)
 SPLITS = hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans")
 AWAY = "policy=params,value=params,ref=params,reward=params"
-MODELS = {"ppo.py": ["policy", "value_model"], "grpo.py": ["policy"], "sft.py": ["policy"],
-          "rm.py": ["reward_model"]}
-THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
+MODELS = {"ppo.py": ["policy", "value_model"], "grpo.py": ["policy"], "sft.py": ["policy"]}
 FLAT = dict(max_refills=2, refill_by="sometimes", kl_in="reward", num_minibatches=1, staleness=1,
             reward_functions="sometimes", max_iters=2)
 CASES = {  # script, keys; ranks and keys until a stop in iteration 1, if any; and from there on
-    "ppo, rows": ("ppo.py", ROWS | dict(
+    "ppo, adapter": ("ppo.py", dict(
         epochs=0.9, lora="policy=2:8:c_attn", ema_decay=0.7, value_init="shared",
-        reward_functions="reward_model,0.1*length"),
+        max_prompt_tokens=2, too_long="cut", stop_strings="ab"),
         (2, dict(zero_stage="3", micro_batch_size=1)),
         (1, dict(offload="policy=optimizer,reward=params", head_chunk=4))),
     "ppo, away": ("ppo.py", dict(ema_decay=0.7, weight_decay=0.1, max_iters=2, eval_path=""),
                   (2, dict(zero_stage="3", offload=AWAY, gradient_checkpointing=True)),
                   (2, dict(zero_stage="policy=1,value=2", offload="optimizer",
                            micro_batch_tokens=40))),
-    # fewer rows than ranks; one rank goes on
-    "ppo, two rows": ("ppo.py", dict(batch_size=2, eval_size=1, grad_clip=0.3),
-                      (3, dict(zero_stage="policy=3,value=2,ref=1", micro_batch_size=1)), (1, {})),
-    "grpo, tied": ("grpo.py", dict(policy_path="tied", num_minibatches=1, ref_path="older",
-                                   kl_in="reward", kl_estimator="k1", max_refills=1),
-                   (3, dict(zero_stage="3")), (1, dict(rollout_batch_size=2))),
     "grpo, muon": ("grpo.py", dict(optim="muon", weight_decay=0.1), (1, {}), (2, {})),
     "sft, scratch": ("sft.py", dict(
         init_from="scratch", tokenizer_path="policy", family="llama", d_model=20, n_layer=3,
         n_head=2, d_ff=24, context=64, max_tokens=12, too_long="cut", epochs=1.7),
         (2, dict(zero_stage="3", offload="params")), (1, dict(head_chunk=5))),
-    "rm, adapter": ("rm.py", dict(lora="2", max_tokens=12, too_long="drop"),
-                    (2, dict(zero_stage="2", offload="optimizer")),
-                    (1, dict(micro_batch_tokens=30))),
     # roles; each batch but the first is an update old
-    "ppo, roles": ("ppo.py", dict(staleness=1), (3, dict(roles=THREE))),
     "grpo, roles": ("grpo.py", FLAT, (4, dict(
         roles="train=2,generate=1,score=1", zero_stage="policy=3,ref=3", sync_check_interval=1))),
     # the generator's weights are rounded once, on its own: no figure may show it
@@ -66,11 +50,6 @@ CASES = {  # script, keys; ranks and keys until a stop in iteration 1, if any; a
     # ranks sample together, at stage 3 two by two
     "grpo, tensor parallel": ("grpo.py", dict(policy_path="tied", num_minibatches=1), (4, dict(
         generate_tp=2, zero_stage="3", rollout_batch_size=3)))}
-# only files, waiting, or prints depend on these
-UNMOVING = dict(
-    device_type="auto", timeout=61, reward_timeout=31, eval_interval=1, eval_size=0,
-    checkpoint_interval=1, keep_checkpoints=2, keep_best="score", save_rollouts=1,
-    sync_check_interval=1, deterministic=True, rollout_batch_size=100, ema_decay=0.5)
 
 
 def keys_in(world, script, keys):
@@ -113,10 +92,6 @@ def test_shards_and_ranks_and_a_stop_change_nothing(world, tmp_path, name):
         assert_shattered(*glob.glob(f"{tmp_path}/out/checkpoint-*"))
     out = well(script, tmp_path, keys | more, ranks=ranks)
     assert_same_run(whole, out, MODELS[script] + ["ema_policy"] * ("ema_decay" in keys), 1e-9)
-    for iteration, record in enumerate(read_log(out)[:-1]):
-        age = min(iteration, keys.get("staleness", 0))
-        assert record.get("policy/staleness", 0) == age
-        assert ("policy/sampler_gap" in record) == (age == 0 and script in ("ppo.py", "grpo.py"))
     (last,) = glob.glob(f"{whole}/checkpoint-*")
     files = [os.path.basename(file) for file in glob.glob(f"{last}/*optimizer*.safetensors")]
     for file in files + ["ema.safetensors"] * ("ema_decay" in keys):
@@ -140,21 +115,7 @@ def test_two_heads_of_keys_on_two_ranks_that_sample_together(world, tmp_path):
     assert a["objective/kl"] > 0
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "grpo.py"])
-def test_keys_of_files_move_no_bit(world, tmp_path, script):
-    plain = well(script, tmp_path / "plain", keys_of(world, script, eval_path=""))
-    out = well(script, tmp_path / "unmoving", keys_of(world, script, **UNMOVING))
-    for model in MODELS[script]:
-        a, b = (read_weights(f"{folder}/{model}") for folder in (plain, out))
-        assert all(torch.equal(a[name], b[name]) for name in a)
-    assert sorted(os.path.basename(f) for f in glob.glob(f"{out}/checkpoint-*")) == [
-        "checkpoint-000002", "checkpoint-000003"]
-    assert os.path.exists(f"{out}/best_policy") and os.path.exists(f"{out}/rollouts.jsonl")
-
-
-# --------------------------------------------------------------------------------------------------
 # master_weights=False: weights in bfloat16; their gradients and states in float32
-
 
 @pytest.mark.parametrize("more", [
     dict(optim="adafactor"), dict(zero_stage="3"), dict(zero_stage="1", offload="optimizer")],
@@ -178,8 +139,7 @@ def bfloat16_model():
     return Model(transformers.AutoModelForCausalLM.from_config(config).bfloat16(), "lm")
 
 
-@pytest.mark.parametrize("offload", ["", "optimizer"])
-@pytest.mark.parametrize("beta2", [0.999, 0.99, 0.95])
+@pytest.mark.parametrize("beta2, offload", [(0.999, "optimizer"), (0.99, ""), (0.95, "")])
 @torch.no_grad()
 def test_bfloat16_weights_make_the_steps_of_float64(beta2, offload):
     """Large gradients, and then small ones: by hand, the second moment falls in between."""
@@ -220,9 +180,7 @@ def test_bfloat16_shards_and_micro_batches(world, tmp_path):
     assert all(torch.tensor(x).bfloat16().item() != x for x in norms)
 
 
-# --------------------------------------------------------------------------------------------------
 # an average of the weights (options/ema.py)
-
 
 def test_an_average_that_begins_at_a_resume_begins_with_the_weights_of_then(world, tmp_path):
     keys = keys_of(world, "grpo.py", checkpoint_interval=1, keep_checkpoints=9, num_minibatches=1)

@@ -16,8 +16,7 @@ import time
 import pytest
 
 import errors
-from checkpoint import hash_of_model
-from checkpoint import list_checkpoints
+from checkpoint import hash_of_model, list_checkpoints
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
                   run, save_random, well, write)
 
@@ -50,11 +49,6 @@ def once(iteration, action):
 # ranks that start
 
 
-def elsewhere():
-    os.mkdir("there")
-    os.chdir("there")
-
-
 def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
     """Other keys on one rank; a folder that only rank 0 sees."""
     keys = keys_of(world, "ppo.py")
@@ -62,10 +56,11 @@ def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
                  before=lambda rank: sys.argv.extend(["--kl_coef=0.4"] * rank))
     assert_one_line(result, "ppo.py", "on rank 1", "other settings")
     assert not os.path.exists(tmp_path / "keys" / "out")
-    disk = run("ppo.py", tmp_path / "disk", keys, ranks=2,
-               before=patched("run", "open_folder", once(0, elsewhere), rank=1))
+    os.makedirs(there := tmp_path / "disk" / "there")
+    disk = run("ppo.py", tmp_path / "disk", keys, ranks=2, before=patched(
+        "run", "open_folder", once(0, lambda: os.chdir(there)), rank=1))
     assert_one_line(disk, "ppo.py", "on rank 1", "does not see", "out_dir 'out'")
-    assert not os.listdir(tmp_path / "disk" / "there")
+    assert not os.listdir(there)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -106,13 +101,9 @@ def test_a_lost_rank_is_one_line_that_names_the_phase(world, tmp_path, action, c
 
 
 def slow(original):
-    def changed(*args, **how):
-        if "value_model_optimizer" in args[1]:
-            print("slow", flush=True)
-            time.sleep(6)  # longer than the timeout
-        return original(*args, **how)
-
-    return changed
+    return lambda *args, **how: (  # longer than the timeout
+        "value_model_optimizer" in args[1] and (print("slow", flush=True), time.sleep(6)),
+        original(*args, **how))[1]
 
 
 def test_ranks_wait_for_one_whose_disk_is_slow(world, tmp_path):
@@ -214,18 +205,23 @@ def test_texts_that_nobody_can_read_harm_nobody(tmp_path, shell, shown):
     ("grpo.py", "ref_path", {}), ("ppo.py", "reward_path", {}),
     ("ppo.py", "policy_path", dict(zero_stage="3")), ("rm.py", "init_from", dict(lora="2"))])
 def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, more):
-    """With other weights in the folder of a frozen model it is refused; with the old ones not."""
+    """
+    With other weights in the folder of a frozen model it is refused; with the old ones not. The
+    policy may change beside its reference: its weights are the checkpoint's.
+    """
     scalar = key == "reward_path"
     model = shutil.copytree(world.reward if scalar else world.policy, tmp_path / "model")
-    keys = keys_of(world, script, **more) | {key: model}
+    policy = shutil.copytree(world.policy, tmp_path / "policy")
+    given = dict(policy_path=policy) if script == "grpo.py" else {}
+    keys = keys_of(world, script, **more | given) | {key: model}
     whole = well(script, tmp_path / "whole", keys)
     assert run(script, tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
     os.rename(model, tmp_path / "old")
-    save_random(model, seed=77, scalar=scalar, shift=0.25 if scalar else None)
+    for folder in (model, policy):
+        save_random(folder, seed=77, scalar=scalar, shift=0.25 if scalar else None)
     log = read_log(f"{tmp_path}/out")
-    assert_one_line(run(script, tmp_path, keys), script, f"{model} has other weights", "--out_dir")
-    if script == "grpo.py":  # several ranks see it, too
-        assert_one_line(run(script, tmp_path, keys, ranks=2), script, "other weights")
+    assert_one_line(run(script, tmp_path, keys, ranks=1 + (script == "grpo.py")), script,
+                    f"{model} has other weights", "--out_dir")
     assert read_log(f"{tmp_path}/out") == log
     shutil.rmtree(model)
     os.rename(tmp_path / "old", model)
@@ -233,19 +229,6 @@ def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, mo
     out = well(script, tmp_path, keys, ranks=2 if key == "ref_path" or more else 1)
     name = "reward_model" if script == "rm.py" else "policy"
     assert_same_run(whole, out, [name], 1e-9)
-
-
-def test_a_trained_model_may_change(world, tmp_path):
-    """Its weights are the checkpoint's; those of the reference, of another folder, may not."""
-    model, ref = (shutil.copytree(world.policy, tmp_path / name) for name in ("model", "ref"))
-    keys = keys_of(world, "grpo.py", policy_path=model, ref_path=ref)
-    assert run("grpo.py", tmp_path, keys, before=at(1, signal.SIGTERM)).codes == [0]
-    save_random(model, seed=77)
-    assert run("grpo.py", tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
-    (folder,) = list_checkpoints(f"{tmp_path}/out")
-    assert [*json.load(open(f"{folder}/state.json"))["weights"]] == [str(ref)]
-    save_random(ref, seed=77)
-    assert_one_line(run("grpo.py", tmp_path, keys), "grpo.py", f"{ref} has other weights")
 
 
 def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
@@ -264,8 +247,7 @@ def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
     assert hash_of_model("a/b") in known
     assert {hash_of_model(name) for name in ("a/other", "/none", "../a", "a b", "a/b/c")} == {None}
     for file in ("README.md", "config.json", "model-00002-of-00002.safetensors"):
-        with open(model / file, "a") as f:
-            f.write(" ")
+        write(model / file, " ")
         now = {hash_of_model(str(model)), hash_of_model(str(adapter))}
         assert now == known if file == "README.md" else not now & known
         known = now

@@ -20,22 +20,17 @@ from tiny import (assert_one_line, assert_same_run, at, keys_of, keys_of_system,
                   well)
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
+
+
 def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_path):
     """
     The trainer waits in the log of iteration 0 until batch 2 is begun: the run would not end if the
     generator waited for it. Held-out prompts are the trainers' own.
     """
     def before(rank):
-        import rollout
-        import run as room
-
-        sample, append = rollout.sample_batch, room.append
-
         def sampled(*args, **how):
-            _, purpose, iteration = args[3]
             with open(f"order-{rank}", "a") as f:
-                f.write(f"{purpose} {iteration}, ")
-            return sample(*args, **how)
+                print(*args[3][1:], end=", ", file=f)  # the purpose, the iteration
 
         def appended(out, name, records):
             end = time.time() + 60
@@ -43,9 +38,9 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
                     os.path.exists("order-1") and "rollout 1" in open("order-1").read()):
                 assert time.time() < end
                 time.sleep(0.01)
-            append(out, name, records)
 
-        rollout.sample_batch, room.append = sampled, appended
+        patched("rollout", "sample_batch", ahead_of(sampled))(rank)
+        patched("run", "append", ahead_of(appended))(rank)
 
     well("ppo.py", tmp_path, keys_of(world, "ppo.py", roles=THREE, staleness=1), ranks=3,
          before=before)
@@ -78,12 +73,16 @@ def test_a_run_that_was_stopped_and_killed_goes_on_without_roles(world, tmp_path
     assert_same_run(alone, out, ("policy", "value_model"), 1e-9)
 
 
+def ahead_of(action):
+    """A change for `patched`: before a call comes the action, of its arguments."""
+    return lambda original: lambda *args, **how: (action(*args, **how), original(*args, **how))[1]
+
+
 def after(action):
     """A change for `patched`: behind a call comes the action, of its result and arguments."""
     def change(original):
         def changed(*args):
-            result = original(*args)
-            action(result, *args)
+            action(result := original(*args), *args)
             return result
 
         return changed

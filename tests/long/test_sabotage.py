@@ -60,18 +60,13 @@ def saboteur(deed, ranks):
             x[0] = torch.nan if due("a score") else x[0]
             return x
 
-        def gradient_of(name):
-            def change(original, *args, **how):  # the number is right, its gradient is not
-                said = original(*args, **how)
-                x = said[0] if name == "policy" else said
-                if due(f"the gradient of the {name}") and x.requires_grad:
-                    x.register_hook(lambda gradient: gradient * torch.nan)
-                return said
-            return change
+        def values(original, *args, **how):  # the number is right, its gradient is not
+            x = original(*args, **how)
+            if due("the gradient of the value model") and x.requires_grad:
+                x.register_hook(lambda gradient: gradient * torch.nan)
+            return x
 
         def logits(original, self, states):
-            if torch.is_grad_enabled() and deed == "the forward":
-                states = states * 1.01
             if torch.is_grad_enabled() and deed == "NaN forward" and mine:
                 states = states * torch.nan
             return original(self, states)
@@ -79,8 +74,7 @@ def saboteur(deed, ranks):
         patch(prompts, "batch_rows", batch_rows)
         patch(parallel, "broadcast_parameters", broadcast)
         patch(rewards, "score_sequences", scores)
-        patch(model, "response_logprobs", gradient_of("policy"))
-        patch(model, "response_values", gradient_of("value model"))
+        patch(model, "response_values", values)
         patch(model.Model, "logits", logits)
         patch(torch.optim.AdamW, "step", step)
 
@@ -89,7 +83,6 @@ def saboteur(deed, ranks):
 
 # deed: what is said; how many steps were made before, of both optimizers; ranks; keys
 FIRST = "iteration 0: before any update, the log-probs of "
-GRADIENT = r"iteration 1: the gradient of {}'s \w\S+ is not finite; stopped before the step"
 LATE = dict(sync_check_interval=1000, checkpoint_interval=1)  # no audit but before a save
 CASES = {
     "a bit of the reference": (
@@ -97,10 +90,10 @@ CASES = {
         dict(zero_stage="ref=3", sync_check_interval=1, num_minibatches=1, ppo_epochs=2)),
     "a score": (r"iteration 1, score: reward/reward_model is not finite \(first in response \d",
                 8, 2, {}),
-    "the gradient of the policy": (GRADIENT.format("policy"), 8, 2, {}),
-    "the gradient of the value model": (GRADIENT.format("value_model"), 8, 1, {}),
+    "the gradient of the value model": (
+        r"iteration 1: the gradient of value_model's \w\S+ is not finite; stopped before the step",
+        8, 2, {}),
     "another reference everywhere": (FIRST + "the reference differ", 0, 1, {}),
-    "the forward": (FIRST + "the training forward differ", 0, 1, {}),
     "NaN forward": (FIRST + "the training forward differ", 0, 2, {}),
     "a weight of the policy": ("iteration 1, .* is not finite", None, 1, LATE),
     "a weight of the value model": ("iteration 1, score: values is not finite", None, 1, LATE),
