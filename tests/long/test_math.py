@@ -1,10 +1,9 @@
 r"""
 The reward `math` (grading/expressions.py). The verdicts are mathematics', written down by hand:
 some are decided here, by units, names and sentences, the others by math-verify, in processes that
-are ended where they hang.
+are ended where they hang. (That no text takes long: test_programs.py.)
 """
 import importlib.util
-import json
 import math
 import time
 
@@ -124,16 +123,3 @@ def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
     with pytest.raises(Stop, match="math-verify"):
         expressions.same_formulas([("x", "y")], 1, math.inf)
 
-
-HOSTILE = ["\\frac{1}{" * 90, "{" * 900, "(" * 400 + ")" * 400, "x = " * 200, "5 a" * 300,
-           "5 " + "metres " * 120, "$" * 999, "\\text{" * 150, "__import__('os').system('true')",
-           "\ud800", "\x00", "1/0", "so " * 300, "5 " + "a/b " * 240, "\\boxed{" * 140]
-
-
-def test_hostile_text():
-    """Whatever the text: a verdict, no exception, at once; math-verify sees no two lines of it."""
-    for text in HOSTILE:
-        began = time.thread_time()
-        found = expressions.verdict(text, "5"), expressions.verdict(text + "\n", text + "0")
-        assert time.thread_time() - began < 5, text[:9]
-        assert all(x is False or json.dumps(x) for x in found)
