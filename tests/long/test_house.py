@@ -1,4 +1,4 @@
-"""Rules of the house: who may import whom; keys are read, collectives are marked; a fork runs."""
+"""Rules of the house: imports, keys, marks of collectives, names on the pages, a fork, the lock."""
 import ast
 import functools
 import glob
@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from configurator import read_keys
+from packaging.requirements import Requirement
 from tiny import ROOT, jsonl, keys_of, typed
 
 PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
@@ -173,3 +174,21 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" in done.stdout, (
         done.stdout[-3000:])
+
+
+def requirements(name):
+    with open(f"{ROOT}/{name}", encoding="utf-8") as f:
+        lines = [line.partition("#")[0].strip() for line in f]
+    return {r.name: r for r in map(Requirement, filter(None, lines))}
+
+
+def test_the_lock_is_within_the_ranges():
+    """And it is exact; the torch that the pages name is that of the lock."""
+    lock = requirements("requirements.lock")
+    versions = {name: str(r.specifier).removeprefix("==") for name, r in lock.items()}
+    assert all(re.fullmatch(r"[\w.]+", version) for version in versions.values()), versions
+    for name, r in requirements("requirements.txt").items():
+        assert versions[name] in r.specifier, name
+    for page in ("README.md", "requirements.txt"):
+        with open(f"{ROOT}/{page}", encoding="utf-8") as f:
+            assert set(re.findall(r"torch==([\w.]+)", f.read())) <= {versions["torch"]}, page

@@ -13,6 +13,7 @@ import torch
 from test_families import add_vision, save
 from tiny import keys_of, read_log, read_weights, run, well, write
 
+
 def watch(rank):
     """Note the dtype of each parameter when the run begins."""
     import parallel
