@@ -48,7 +48,7 @@ TEXTS = {  # other files
 ASKED = dict(prompts_path="$rl_val", max_new_tokens=4, device_type="cpu")
 BASE = {  # keys of a program that are right
     "tools/eval.py": ASKED | dict(policies="$policy"),
-    "data/convert.py": dict(source="$mute", out="new.jsonl"),
+    "data/convert.py": dict(source="$mute.jsonl", out="new.jsonl"),
     "data/label.py": ASKED | dict(policy_path="$policy", judge_path="$older", out="new.jsonl",
                                   judge_template="$compare.txt", samples=2)}
 # what is typed behind those keys | words of the line. $x: a file of the above, a folder of the tiny
@@ -66,7 +66,6 @@ sft.py --chat_template=$asks.jsonl --train_path=$led.jsonl | row 2; system; --ch
 sft.py --train_path=$mixed.jsonl | mixed.jsonl; line 1
 grpo.py --eval_path=$chat.jsonl | chat.jsonl; row 2
 ppo.py --prompts_path= | prompts_path
-grpo.py --prompts_path= | prompts_path
 sft.py --fields=question | fields; THEIRS>OURS
 sft.py --fields=question>prompt --train_path=$foreign.jsonl | question
 sft.py --train_path=$long.jsonl --max_tokens=10 | long.jsonl; row 2; max_tokens
@@ -198,6 +197,7 @@ def test_what_is_typed_wrong_is_one_line_and_nothing_is_written(world, files, tm
     argv = [arg for arg in args if not arg.startswith("--")] + typed(keys)
     for name in sorted(paths, key=len, reverse=True):
         argv = [arg.replace(f"${name}", str(paths[name])) for arg in argv]
+    assert "$" not in str(argv)
     before = [*folder.rglob("*"), *Path(world.root).rglob("*")]
     result = Started(program, argv, str(tmp_path), 1 + command.startswith("torchrun ")).wait()
     assert_one_line(result, os.path.basename(program), *words.split("; "))
@@ -260,14 +260,14 @@ def test_without_the_virtual_environment():
         assert re.fullmatch(r".*source .venv/bin/activate.*\n", result.stderr), result.stderr
 
 
-@pytest.mark.parametrize("way", ["answers", "no network", "a name server that hangs"])
+@pytest.mark.parametrize("way", ["answers", "a name server that hangs"])
 def test_a_hub_is_asked_once_and_then_its_cache(tmp_path, monkeypatch, way):
     from huggingface_hub import constants, utils
 
     def head(address, timeout):
         asked.append(address)
         if way != "answers":
-            time.sleep(5 * (way != "no network"))
+            time.sleep(5)
             raise OSError("no such host")
 
     asked = []

@@ -1,8 +1,6 @@
 """docs/algorithms.md: the code that it quotes stands in the files, and its numbers are true."""
-import math
 import re
 
-import pytest
 import torch
 
 from conftest import ROOT
@@ -44,16 +42,6 @@ def test_quoted_code_stands_in_the_file():
             assert code_of(quote) in source, (file, quote)
 
 
-def test_reinforce():
-    p, s = torch.tensor([0.3, 0.7]), torch.tensor([1.0, 0.0])
-    push = torch.tensor([0.7, -0.3])  # the gradient of each log-prob in z
-    for scores, deviation in ((s + 10, 4.90), (s + 10 - 10.3, 0.18)):
-        mean = (p * scores * push).sum()
-        assert mean.item() == pytest.approx(0.21)
-        found = (p * (scores * push - mean)**2).sum().sqrt().item()
-        assert found == pytest.approx(deviation, abs=5e-3) and f"{deviation:.2f}" in PROSE
-
-
 def test_a_response_of_three_tokens():
     p, q = (torch.tensor([row(f"probability, {name}")]) for name in ("policy", "reference"))
     for kind in ("k1", "k2", "k3"):
@@ -87,14 +75,3 @@ def test_what_a_token_counts():
         weights = token_weights(mask, label.split("`")[1], 50)
         assert shown(torch.cat([weights[:, 0], weights.sum(1)])) == row(label)
 
-
-def test_clip_and_bounds():
-    rows = re.findall(r"^\| (-?1) \| (0\.7|1\.3) \| (\S+) \| (\S+) \| (\S+) \| (\w+)", PAGE, re.M)
-    assert len(rows) == 4
-    for a, ratio, *losses, gradient in rows:
-        a, r, clipped = float(a), float(ratio), min(max(float(ratio), 0.8), 1.2)
-        assert [-a * r, -a * clipped, max(-a * r, -a * clipped)] == pytest.approx(
-            list(map(float, losses)))
-        assert (gradient == "gone") == (-a * clipped > -a * r)
-    for n in (4, 16):  # the best of n
-        assert f"{math.log(n) - (n - 1) / n:.2f} for {n}" in PROSE

@@ -182,19 +182,17 @@ def test_other_adapters_are_refused(tmp_path):
 
 
 def test_an_adapter_that_is_its_own_base(tmp_path):
-    """By one step or several, by other ways to write its path; as a model, its outline, a trunk."""
+    """By one step or several, by other ways to write its path; as a model, and its outline."""
     base = loaded(saved(tmp_path / "base", "llama", SIZES))
-    ring = [tmp_path / name for name in "abc"]
-    for folder in ring:
-        filled(Adapted(base, "lm", 3, 5)).save_adapter(folder)
-    os.symlink(ring[0], tmp_path / "link")
-    for bases in (["a/../a/"], ["link"], ["b", "a"], ["b", "c", "link"]):
-        for folder, its in zip(ring, bases, strict=False):
-            set_in(folder, base_model_name_or_path=f"{tmp_path}/{its}")
+    os.symlink("a", tmp_path / "link")
+    for bases in (["link"], ["b", "c", "a/../link"]):
+        for name, its in zip("abc", bases, strict=False):
+            filled(Adapted(base, "lm", 3, 5)).save_adapter(tmp_path / name)
+            set_in(tmp_path / name, base_model_name_or_path=f"{tmp_path}/{its}")
         for read in (loaded, lambda folder: outline(
                 str(folder), "lm", keys_of_system(dtype="float32"))):
             with pytest.raises(BadInput, match="base_model_name_or_path"):
-                read(ring[0])
+                read(tmp_path / "a")
 
 
 def test_four_models_on_one_trunk(world, tmp_path):
