@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import assert_one_line, assert_same_run, jsonl, keys_of, read_jsonl, run, well
+from tiny import jsonl, keys_of, read_jsonl, well
 
 from errors import BadInput
 from options.sources import figures_by_source, name_sources
@@ -181,7 +181,10 @@ def by_source(record, prefix):
     ("ppo.py", dict(roles="train=1,generate=1")), ("ppo.py", dict(staleness=1)),
     ("grpo.py", dict(max_refills=2)), ("grpo.py", dict(environment=True))])
 def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
-    """A mix of two files to train on, where one has answers; one with the field, held out."""
+    """
+    A mix of two files to train on, where one has answers; one with the field, held out. On two
+    ranks the figures are of all responses, and so are the lines.
+    """
     train, rest = [tmp_path / f"{name}_train.jsonl" for name in ("p", "q")]
     rows = world.rows["rl_train"]
     jsonl(train, rows[:4])
@@ -196,7 +199,7 @@ def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
         eval_path=jsonl(tmp_path / "held.jsonl", held), reward_functions=mine, eval_interval=1,
         keep_best="eval/length/é-f-g", **dict(value_init="policy", reward_path="")
         if script == "ppo.py" else {}, **more)
-    out = well(script, tmp_path, keys, ranks=1 + ("roles" in more))
+    out = well(script, tmp_path, keys, ranks=1 + bool({"roles", "max_refills"} & {*more}))
     log = read_jsonl(f"{out}/log.jsonl")
     samples, rollouts = (read_jsonl(f"{out}/{kind}.jsonl") for kind in ("samples", "rollouts"))
     prefix = "trained" if "max_refills" in more else "objective"
@@ -214,23 +217,3 @@ def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
     state = json.loads(next(tmp_path.glob("out/checkpoint-*/state.json")).read_text())
     assert state["best_score"] == best
 
-
-def test_figures_by_source_on_ranks_and_without_sources(world, tmp_path):
-    """Two ranks log the same; without sources nothing is by source."""
-    rows = [row | dict(source="ab"[i % 3 == 0]) for i, row in enumerate(world.rows["rl_train"])]
-    keys = keys_of(world, "grpo.py", prompts_path=jsonl(tmp_path / "train.jsonl", rows),
-                   eval_path=jsonl(tmp_path / "val.jsonl", rows[2:5]), eval_size=0)
-    one = well("grpo.py", tmp_path / "one", keys)
-    two = well("grpo.py", tmp_path / "two", keys, ranks=2)
-    assert_same_run(one, two, tolerance=1e-9)
-    assert {"eval/length/a", "eval/scores/b"} <= read_jsonl(f"{one}/log.jsonl")[0].keys()
-    wrong = run("grpo.py", tmp_path / "five", keys | dict(keep_best="eval/length/c"))
-    assert_one_line(wrong, "grpo.py", "eval/length/a")
-    plain = [{key: x for key, x in row.items() if key != "source"} for row in rows]
-    other = well("grpo.py", tmp_path / "four", keys | dict(
-        prompts_path=jsonl(tmp_path / "train.jsonl", plain),
-        eval_path=jsonl(tmp_path / "val.jsonl", plain[2:5])))
-    logs = (read_jsonl(f"{out}/log.jsonl") for out in (one, other))
-    for record, bare in zip(*logs, strict=True):
-        assert bare.keys() == {name for name in record
-                                if name.count("/") < 2 or name.startswith("eval/reward")}
