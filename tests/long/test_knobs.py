@@ -106,14 +106,20 @@ def test_shards_and_ranks_and_a_stop_change_nothing(world, tmp_path, name):
     dict(optim="adafactor"), dict(zero_stage="3"), dict(zero_stage="1", offload="optimizer")],
     ids=str)
 def test_bfloat16_weights_on_two_ranks_are_resumed_to_the_bit(world, tmp_path, more):
+    """And an average between two of their numbers is saved as it is, beside the policy's own."""
     keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, checkpoint_interval=1,
-                   **more)
+                   ema_decay=0.7, **more)
     whole = well("grpo.py", tmp_path / "whole", keys, ranks=2)
     assert_stopped(run("grpo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, 1)),
                    tmp_path)
-    assert_same_run(whole, well("grpo.py", tmp_path, keys, ranks=2))
+    assert_same_run(whole, well("grpo.py", tmp_path, keys, ranks=2), ("policy", "ema_policy"))
     last = f"{whole}/checkpoint-000003"
-    assert {t.dtype for t in read_weights(f"{last}/policy").values()} == {torch.bfloat16}
+    trained, average = read_weights(f"{last}/policy"), read_weights(f"{whole}/ema_policy")
+    assert {t.dtype for t in trained.values()} == {torch.bfloat16}
+    assert any((t != t.bfloat16()).any() for t in average.values())
+    for name, t in load_file(f"{last}/ema.safetensors").items():
+        assert (average[name.removeprefix("hf.")] == t).all()
+    assert all((read_weights(f"{whole}/policy")[name] == t).all() for name, t in trained.items())
     states = load_file(f"{last}/policy_optimizer.safetensors")
     assert {t.dtype for t in states.values()} == {torch.float32}
 
@@ -176,16 +182,3 @@ def test_an_average_that_begins_at_a_resume_begins_with_the_weights_of_then(worl
     assert max((average[name] - 0.9 * t - 0.1 * after[name]).abs().max()
                for name, t in before.items()) < 1e-12
 
-
-@pytest.mark.parametrize("split", [{}, dict(zero_stage="3")], ids=str)
-def test_the_average_of_bfloat16_weights_is_saved_as_it_is(world, tmp_path, split):
-    """Between two numbers of bfloat16; and the policy has its own weights again."""
-    keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, ema_decay=0.7,
-                   learning_rate=0.01, **split)
-    out = well("grpo.py", tmp_path, keys, ranks=1 + len(split))
-    average, policy = (read_weights(f"{out}/{name}") for name in ("ema_policy", "policy"))
-    known = load_file(f"{out}/checkpoint-000003/ema.safetensors")
-    trained = read_weights(f"{out}/checkpoint-000003/policy")
-    assert all((average[name.removeprefix("hf.")] == t).all() for name, t in known.items())
-    assert all((policy[name] == t).all() for name, t in trained.items())
-    assert any((t != t.bfloat16()).any() for t in average.values())
