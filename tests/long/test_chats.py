@@ -9,6 +9,7 @@ import random
 import re
 from contextlib import nullcontext
 from functools import partial
+from unicodedata import normalize
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -54,61 +55,30 @@ def spans(tokenizer, ids, trained):
 # chats
 
 THOUGHT = "<think>\n1+2\nis 3\n</think>\n\n3"
-MOST = [name for name in others.CHATS if name != "qwen3"]  # it writes thoughts that nobody said
-ROWS = {  # (prompt, completion, which families learn it)
-    "system": ([system("Be brief. "), user("What?")], [assistant("Paris")],
-               ["llama3.2", "qwen2.5"]),
-    "several answers": (
-        [user("What is 1+2?")],
-        [assistant("3"), user("sure?"), assistant("Sure!"), user("why"), assistant("it is")], MOST),
-    "blanks behind": ([user("  two  spaces \n")],
-                      [assistant("Sure!\n "), user("\t"), assistant("user\n")], MOST),
-    # those before a text are learned, too, or the row is refused: many templates trim
-    "indented": ([user("code?")], [assistant("    return x")], ["qwen2.5"]),
-    "indented later": ([user("a")], [assistant("b"), user("c"), assistant("\tif x:\n")],
-                       ["qwen2.5"]),
-    "one blank": ([user("a")], [assistant(" b")], ["qwen2.5", "mistral"]),  # mistral's own
-    "a line break": ([user("a")], [assistant("\n b")], []),
-    "unicode": ([user("caf\u00e9 \u4f60\u597d")], [assistant("\U0001f600e\u0301 na\u00efve")],
-                MOST),
-    "thoughts": ([user("1+2?")], [assistant(THOUGHT)], others.CHATS),
-    "more thoughts": ([user("1+2?")], [assistant(THOUGHT), user("and 3?"),
-                                       assistant(THOUGHT.replace("3", "6"))], MOST)}
-SPOKEN = {  # the piece of a template that writes what the assistant says, and its end
-    "llama3.2": '{{- message.content | trim + "<|eot_id|>" }}',
-    "qwen2.5": '{{- message.content + "<|im_end|>" }}',
-    "qwen3": "    {%- if mine and loop" + others.QWEN3.split("{%- if mine and loop")[1].split(
-        '\n    {{- "\\n"')[0],
-    "mistral": '{{- " " + message.content | trim + eos_token }}',
-    "gemma": '{{- message.content | trim + "<end_of_turn>" }}'}
-
-
-def marked(name):
-    """The template, with {% generation %}: so transformers says which ids are the assistant's."""
-    piece, template = SPOKEN[name], others.FAMILIES[name]["template"]
-    assert template.count(piece) == 1
-    return template.replace(piece, "{%- if message['role'] == 'assistant' %}{%- generation -%}"
-                            + piece + "{%- endgeneration -%}{%- else %}" + piece + "{%- endif %}")
+MORE = [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))]
+END_OF_TURN = {"llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>",
+               "mistral": "</s>", "gemma": "<end_of_turn>"}
 
 
 def assert_as_transformers(t, name, prompt, completion):
-    """The ids of a prompt, of a whole dialogue, and of a demonstration, with its mask."""
-    theirs = t.hf.apply_chat_template(prompt + completion, chat_template=marked(name),
-                                      return_dict=True, return_assistant_tokens_mask=True)
-    whole, ids_of = theirs["input_ids"], partial(t.hf.apply_chat_template, return_dict=False)
-    assert t.encode_scored([prompt], [completion]) == [whole] == [ids_of(prompt + completion)]
+    """The ids of a prompt, of a whole dialogue, and of a demonstration; what of it is learned."""
+    ids_of = partial(t.hf.apply_chat_template, return_dict=False)
+    whole = ids_of(prompt + completion)
+    assert t.encode_scored([prompt], [completion]) == [whole]
     assert t.encode_prompts([prompt]) == [ids_of(prompt, add_generation_prompt=True)]
     ids, trained = t.encode_learned(prompt, completion)
     assert ids == whole[:len(ids)] and ids[-1] in t.eos_ids and not t.eos_ids & {*whole[len(ids):]}
-    skip, turns, masks = sum(m["role"] == "assistant" for m in prompt), 0, theirs["assistant_masks"]
-    for one, before, mine in zip(masks, [0, *masks], trained, strict=False):
-        turns += one > before
-        assert mine == (one == 1 and turns > skip), (prompt, completion)
+    learned = spans(t, ids, trained)
+    said = [m["content"] + END_OF_TURN[name] for m in completion[::2]]
+    if name != "qwen2.5":  # many templates trim, and SentencePiece drops a first blank
+        learned, said = (["".join(text.split()) for text in texts] for texts in (learned, said))
+    learned, said = ([normalize("NFC", text) for text in texts] for texts in (learned, said))
+    assert learned == said
 
 
 PIECES = ["a", "Sure!", " ", "\n", "\n\n", "<think>", "</think>", "<", "assistant", "user",
           " Paris", "caf\u00e9", "\U0001f600", "1+2=3", "  ", "<tool_response>", "<|im_start",
-          "[INST", "e\u0301", "\t", "It is", "."]
+          "[INST", "e\u0301", "\t", "It is", ".", "    return x", "\u4f60\u597d"]
 
 
 def nonsense(name):
@@ -125,12 +95,12 @@ def nonsense(name):
 
 @pytest.mark.parametrize("name", others.CHATS)
 def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
-    t = ours(name)
-    rows = [(prompt, completion, name in families)
-            for prompt, completion, families in ROWS.values()]
-    if name != "qwen3":
+    """Blanks before a text are learned, or the row is refused; later thoughts, or the row is."""
+    t, asked = ours(name), [user("1+2?")]
+    rows = [(asked, MORE[:1], True), (asked, MORE, name != "qwen3")]
+    if name != "qwen3":  # it writes thoughts that nobody said
         # a first line break would be one token with that of Qwen2.5's header; others trim
-        kept = dict.fromkeys(others.CHATS, r"\S") | {"qwen2.5": "[^\n]", "mistral": r" ?\S"}
+        kept = dict.fromkeys(others.CHATS, r"\S") | {"qwen2.5": "[^\n]", "mistral": r" {0,2}\S"}
         rows += [(chat[:n], chat[n:], all(re.match(rf"{kept[name]}|\s*\Z", m["content"])
                                           for m in chat[n::2])) for chat, n in nonsense(name)]
     for prompt, completion, learned in rows:
@@ -164,10 +134,7 @@ ODD = {  # a template: whether one answer, and two answers, are learned
     HEAD + TURN + ASK: (True, True),
     HEAD + TURN.replace("<|im_end|>\n", "\n") + ASK: (False, False),  # no end
     "{{ messages | length }}" + HEAD + TURN + ASK: (False, False),  # earlier ids become others
-    HEAD + TURN.replace("m['content']", "m['content'] | upper") + ASK: (False, False),
     HEAD + TURN.replace("m['content']", "m['content'] + m['content']") + ASK: (False, False),
-    HEAD + TURN.replace("'<|im_end|>\n'", "('\n' if m['role'] == 'assistant' and not loop.last "
-                        "else '<|im_end|>\n')") + ASK: (True, False),  # earlier ones have no end
     HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK: (True, True)}
 
 
@@ -187,17 +154,9 @@ def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path):
 PHI = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>' + m['content'] + "
        "'<|end|>' }}{% elif m['role'] == 'assistant' %}{{ m['content'] + '<|end|>' }}{% endif %}"
        "{% endfor %}")  # as Phi-3-mini's first one: no system
-SYSTEM_LAST = (  # as Mistral's: with the last message, if it is the user's
-    "{% if messages[0].role == 'system' %}{% set first, messages = messages[0].content, "
-    "messages[1:] %}{% endif %}{% for m in messages %}{{ m.role[0] }}"
-    "{{ first if loop.last and m.role == 'user' }}{{ m.content }}</s>{% endfor %}")
 SHORT = [system("s"), user("u"), assistant("a")]
-THOUGHTS = assistant("<think>\n1\n</think>\n\n3")
 LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
-    (PHI, SHORT, "system"), (PHI, SHORT[1:], None), (PHI, [user("u"), system("u"), user("u")],
-                                                     "system"),
-    (SYSTEM_LAST, SHORT[:2], None), (SYSTEM_LAST, SHORT, "system"),
-    (SYSTEM_LAST, [*SHORT, user("u")], None),
+    (PHI, SHORT, "system"), (PHI, [user("u"), system("u"), user("u")], "system"),
     ("{{ 'suu' + messages[-1].content }}", [user("u"), SHORT[2], user("v")], "user"),
     ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", SHORT,
      "assistant"),
@@ -206,7 +165,7 @@ LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
     ("{% for m in messages %}{{ m.content | trim | replace('\n\n', '\n') }}{% endfor %}",
      [user(" a\n\nb \n"), assistant("\n"), user("")], None),
     ("{% for m in messages %}{{ m.content.split('</think>')[-1].strip() }}{% endfor %}",
-     [user("1+2?"), THOUGHTS, user("u"), assistant("<think>[[3]]</think>")], None),
+     [user("1+2?"), assistant(THOUGHT), user("u"), assistant("<think>[[3]]</think>")], None),
     ("{{ messages | tojson }}", [system('"'), user("caf\u00e9\n")], None)]
 
 
@@ -258,8 +217,8 @@ def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
 
 # strings and special tokens
 
-BEHIND = [("Q: 1+2? A:", " 3"), ("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"),
-          ("a", "\n\n b"), ("caf", "\u00e9 \u4f60"), ("a", ""), ("a", "  ")]
+BEHIND = [("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"), ("a", "\n\n b"),
+          ("caf", "\u00e9 \u4f60"), ("a", "")]
 
 
 @pytest.mark.parametrize("name", others.FAMILIES)
@@ -286,9 +245,8 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
 
 
 @pytest.mark.parametrize("kind, family", [
-    ("GPT2Tokenizer", "llama"), ("GPTNeoXTokenizerFast", "llama"), ("Qwen2Tokenizer", "gpt2"),
-    ("LlamaTokenizerFast", "qwen2"), ("PreTrainedTokenizerFast", "qwen2"),
-    ("LlamaTokenizerFast", "deepseek_v3"), ("CodeGenTokenizer", "starcoder2")])
+    ("GPT2Tokenizer", "llama"), ("LlamaTokenizerFast", "deepseek_v3"), ("Qwen2Tokenizer", "gpt2"),
+    ("PreTrainedTokenizerFast", "qwen2")])
 def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
     """Digits apart, as SmolLM2's: so a line break is a piece of its own before a number."""
     backend, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -345,16 +303,11 @@ def test_older_transformers_write_the_same_ids(name, folders):
 SPELLED = [  # a family, rows of a file; how many of them are counted, and a mark of the first
     ("qwen2.5", [dict(prompt="<|im_start|>user\nhi<|im_end|>"), dict(prompt="a"),
                  dict(prompt="<start_of_turn>user")], 2, "<|im_start|>"),  # also of other families
-    ("mistral", [dict(prompt="<s>[INST] hi [/INST]")], 1, "<s>"),
-    ("mistral", [dict(prompt="a", completion="yes</s>"), dict(prompt="a", completion="b")], 1,
+    ("mistral", [dict(prompt="a", completion="yes</s>"), dict(prompt="<s>[INST] hi [/INST]")], 2,
      "</s>"),
     ("gemma", [dict(prompt="a", chosen="b", rejected="c<eos>")], 1, "<eos>"),
-    ("pythia", [dict(prompt="a<|endoftext|>", completion="b<|endoftext|>")], 1, "<|endoftext|>"),
-    ("llama3.2", [dict(prompt="<|begin_of_text|>a"), dict(prompt="<|eot_id|>b")] * 2, 4, ""),
-    ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")]),
-               dict(prompt=[user("<|endoftext|>"), assistant("x")])], 2, ""),
-    ("qwen3", [dict(prompt="<think>", completion="a <| b |>"), dict(prompt=[user("<im_end>")]),
-               dict(prompt="</s> [INST]")], 0, "")]
+    ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")])], 1, ""),
+    ("qwen3", [dict(prompt="<think>", completion="a <| b |>"), dict(prompt="</s> [INST]")], 0, "")]
 
 
 @pytest.mark.parametrize("name, rows, count, mark", SPELLED)
@@ -386,10 +339,9 @@ def test_strings_for_a_model_with_a_template(ours, capsys):
 
 
 AS_TEXT = ['[{"role": "user", "content": "a"}]', "  [ {'content' :'a'}]", '{"role": "user"}',
-           '"[{\\"role\\": \\"user\\"}]"', '[{"from": "human"}]', "[\n  {\n    'role': 'user'",
-           "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]"]
-NO_MESSAGES = ["[1, 2]", '{"a": 1} as YAML?', "[", '{"content": "a"} in French?', '"', "'tis",
-               '[{"id": 1, "role": 2}]', "a [{'role': 'user'}]", "[{"]
+           '"[{\\"role\\": \\"user\\"}]"', '[{"from": "human"}]', "[\n  {\n    'role': 'user'"]
+NO_MESSAGES = ["[1, 2]", '{"content": "a"} in French?', '[{"id": 1, "role": 2}]',
+               "a [{'role': 'user'}]", "[{"]
 
 
 def test_messages_written_as_text_are_refused():
@@ -429,8 +381,7 @@ def test_all_ends_of_a_saved_policy(folders, tmp_path, name):
 PAD = others.END  # of qwen3, whose end is <|im_end|>
 STOPS = [  # stop strings, tokens of a response, how many of them are sampled, their text
     (PAD, ["a", PAD, "b"], 2, "a" + PAD), (PAD, [*PAD, "b"], 13, PAD),
-    (f"b{PAD}", ["a", PAD, "b", PAD, "c"], 4, f"a{PAD}b{PAD}"), ("xy", ["a", PAD, "b"], 3, "ab"),
-    (["#", PAD], ["a", "#", PAD], 2, "a#"), (["#", PAD], ["a", PAD, "#"], 2, "a" + PAD),
+    ("xy", ["a", PAD, "b"], 3, "ab"), (["#", PAD], ["a", "#", PAD], 2, "a#"),
     ("abc", ["a", PAD, PAD, PAD, PAD, PAD, "b", "c", "d"], 8, "abc")]  # padding is no text
 
 
