@@ -11,13 +11,14 @@ make(folder, name) writes one, as a Hugging Face folder that transformers loads.
     mistral    [INST] ... [/INST], a blank before the answer, </s>; roles alternate; no system turn
     pythia     GPT-NeoX, no template
 """
-import json
 import os
 
-import torch
-import transformers
 from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers,
                         processors, trainers)
+
+from configurator import write_json
+from test_families import SIZES, random_model
+from test_tokenizer import bpe_of_blanks
 
 TEXTS = 3 * [
     "You are a helpful assistant. Answer in one word.", "What is the capital of France? It is "
@@ -147,7 +148,7 @@ def make(folder, name, head="lm"):
     ids = make_tokenizer(folder, name)
     make_model(folder, name, ids, head)
     if head == "lm" and generation:
-        write_json(folder, "generation_config.json", {
+        write_json(f"{folder}/generation_config.json", {
             k: [ids[t] for t in v] if isinstance(v, list) else ids.get(v, v)
             for k, v in generation.items()})
     return folder
@@ -157,7 +158,7 @@ def make_tokenizer(folder, name):
     """Write the tokenizer's files as the hub's folders have them. Returns {token: id}."""
     what = FAMILIES[name]
     special, added, roles = what["special"], what["added"], what["roles"]
-    backend = train_mistral(special) if name == "mistral" else train_bytes(name)
+    backend = bpe_of_blanks(special, TEXTS, 700) if name == "mistral" else train_bytes(name)
     if name != "mistral":
         backend.add_special_tokens([AddedToken(s, normalized=False) for s in special])
         backend.add_tokens([AddedToken(s, normalized=name == "pythia") for s in added])
@@ -179,7 +180,7 @@ def make_tokenizer(folder, name):
     if name == "mistral":
         config |= dict(add_bos_token=True, add_eos_token=False, legacy=True)
     backend.save(f"{folder}/tokenizer.json")
-    write_json(folder, "tokenizer_config.json", config)
+    write_json(f"{folder}/tokenizer_config.json", config)
     return ids
 
 
@@ -198,52 +199,15 @@ def train_bytes(name):
     return backend
 
 
-def train_mistral(special):
-    """
-    A BPE in SentencePiece's manner: a blank is the sign U+2581, also before the text; unknown
-    characters are bytes.
-    """
-    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
-                                               normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
-                                         decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    data = [f"<0x{b:02X}>" for b in range(256)]
-    # SentencePiece learns within words, and then encodes without cutting the text into them
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
-    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
-        vocab_size=700, show_progress=False,
-        special_tokens=[AddedToken(s, normalized=False) for s in special] + data))
-    # the bytes are pieces of the vocabulary, and no special tokens
-    state = json.loads(backend.to_str())
-    state["pre_tokenizer"] = None
-    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] in special]
-    return Tokenizer.from_str(json.dumps(state))
-
-
 def make_model(folder, name, ids, head):
     """Random weights of the family as transformers writes them, in float32, and config.json."""
     family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=(
-        -(-len(ids) // 64) * 64), max_position_embeddings=512, intermediate_size=48)  # padded
+    sizes = SIZES | dict(vocab_size=-(-len(ids) // 64) * 64, max_position_embeddings=512)  # padded
     if family != "gpt_neox":
-        sizes |= dict(num_key_value_heads=2, head_dim=8)
-    named = {f"{role}_id": ids[roles[role]] for role in ("bos_token", "eos_token") if role in roles}
-    config = transformers.AutoConfig.for_model(family, pad_token_id=None, **sizes, **named)
-    auto = transformers.AutoModelForCausalLM
-    if head == "scalar":
-        config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
-        config.pad_token_id = ids[roles.get("pad_token", roles["eos_token"])]
-    torch.manual_seed(0)
-    model = auto.from_config(config)
-    with torch.no_grad():
-        for p in model.parameters():  # large weights, so that nothing is invisible
-            p.add_(0.1 * torch.randn(p.shape))
-    model.save_pretrained(folder)
+        sizes |= dict(head_dim=8)
+    sizes |= {f"{role}_id": ids.get(roles.get(role)) for role in ("bos_token", "eos_token")}
+    scalar = head == "scalar"
+    sizes["pad_token_id"] = ids[roles.get("pad_token", roles["eos_token"])] if scalar else None
+    random_model(family, sizes, scalar, noise=0.1).save_pretrained(folder)
     if os.path.isfile(f"{folder}/generation_config.json"):
         os.remove(f"{folder}/generation_config.json")
-
-
-def write_json(folder, file, value):
-    with open(os.path.join(folder, file), "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=2, ensure_ascii=False)

@@ -198,7 +198,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("options/foreign_rewards.py", "math.nan if value is None else", "0.0 if value is None else",
      "long/test_foreign_rewards", "none"),
     ("options/judging.py", "torch.linspace(1, 0,", "torch.linspace(0, 1,", "long/test_judge",
-     "odds"),
+     "as_transformers"),
     ("options/judging.py", "as_text(dialogues[0][:-1])", "as_text(row['prompt'])",
      "long/test_judge", "dialogues"),
     ("options/lora.py", "alpha *= rank**0.5", "pass", "long/test_lora", "formula"),

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ import pretend
 import ranks
 import tiny
 from load import load
-from model import Model
 from options import decoding_graph
 from prompts import micro_batch
 from rollout import draw
 from test_decoding_compiled import PROMPTS
-from test_families import SIZES, random_model, rows_of_texts, save
+from test_families import rows_of_texts, save
 from tiny import answer, assert_same_run, keys_of, keys_of_system, read_jsonl, run
 
 
@@ -136,16 +134,12 @@ def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
     assert told.get("device_id") == (None if roles else torch.device("cuda", 3))
 
 
-def test_nothing_reads_memory_that_was_never_written():
+def test_nothing_reads_memory_that_was_never_written(world):
     """torch can fill all new tensors with NaN. Zeros, as in a fresh page, would hide a read."""
-    policy = Model(random_model("llama", SIZES | dict(vocab_size=97, pad_token_id=None,
-                                                      eos_token_id=2))).requires_grad_(False)
-    policy.tokenizer = SimpleNamespace(eos_ids=set(range(0, 97, 9)), pad_id=0, vocab_size=97,
-                                       stop_strings=[])
-    prompts = [[5, 17, 80, 33, 10], [41, 2], [64, 3, 3]]
+    policy = load(world.tied, "policy", keys_of_system(), torch.device("cpu")).requires_grad_(False)
 
     def go():
-        out = answer(policy, prompts, 12, at_once=2)
+        out = answer(policy, [[97, 17, 80, 33, 10], [41, 2], [64, 3, 3]], 12, at_once=2)
         mb = micro_batch(out, torch.arange(3), int(out["lengths"].max()))
         return (out["tokens"], out["sampler_logprobs"],
                 policy.logprobs(mb["tokens"], mb["response_mask"])[0])
@@ -211,7 +205,6 @@ def by_graphs(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.filterwarnings("error:.*prototype")
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "Falcon"])
 def test_a_recorded_step_samples_the_same(by_graphs, name):
     """Nothing in it waits, Python decides nothing, the graphs share memory; one finds it full."""

@@ -25,7 +25,7 @@ import tiny
 from byte_tokenizer import write_byte_tokenizer
 from checkpoint import save_final
 from errors import BadInput
-from load import autocast, load, load_value_model, probe
+from load import load, load_value_model, probe
 from model import Model
 from prompts import right_pad
 from test_model import CPU, TEXTS, alone
@@ -323,7 +323,7 @@ def test_split_models_compute_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("keys, name", [
-    (dict(dtype="float32"), "Qwen3"), (dict(dtype="bfloat16"), "gpt-oss"),
+    (dict(dtype="bfloat16"), "gpt-oss"),
     (dict(dtype="bfloat16", master_weights=False), "DeepSeek-V3"),
     (dict(dtype="float64", lora="2"), "Pythia (GPT-NeoX)"),
     (dict(dtype="bfloat16", lora="2", master_weights=False), "Qwen3")], ids=str)
@@ -332,46 +332,31 @@ def test_what_is_saved_is_what_was_computed(tmp_path, keys, name):
     """Steps of 1e-4 of a weight: in bfloat16 numbers above 1 are 0.0078 apart. LoRA, too."""
     theirs = random_model(*FAMILIES[name], noise=0.02).bfloat16()
     path, drawn = written(tmp_path / "theirs", theirs), torch.Generator().manual_seed(3)
-    system, (tokens, mask) = keys_of_system(**keys), rows_of_texts()
-    model = load(path, "policy", system, CPU, trained=True)
-    own = "float32" if "lora" in keys or keys.get("master_weights", True) else "bfloat16"
-    own = "float64" if keys["dtype"] == "float64" else own
+    model = load(path, "policy", keys_of_system(**keys), CPU, trained=True)
+    own = torch.float32 if "lora" in keys or keys.get("master_weights", True) else torch.bfloat16
+    own = torch.float64 if keys["dtype"] == "float64" else own
     for n, p in model.named_parameters():
-        assert p.dtype == getattr(torch, own)
+        assert p.dtype == own
         p.mul_(1 + 1e-4 * torch.randn(p.shape, generator=drawn))
         if n.endswith(".B"):
             p.normal_(0, 1e-4, generator=drawn)
     save_final(str(tmp_path), "ours", model)
     back, found = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(found.values())
-    assert back.dtype == back.config.dtype == getattr(torch, own)
+    assert not any(found.values()) and back.dtype == back.config.dtype == own
+    want = {n: t.double() for n, t in model.hf.state_dict().items()}
+    for key, adapter in model.adapters.items() if "lora" in keys else ():  # scale B A, by hand
+        map_name = f"{model.hf.base_model_prefix}.{key.replace('/', '.')}.weight"
+        want[map_name] += 2 * adapter.B.double() @ adapter.A.double()
     for n, t in back.state_dict().items():
-        assert "lora" in keys or torch.equal(t, model.hf.state_dict()[n]), n
-    if keys["dtype"] == "float32":  # else products are rounded
-        for a, b in zip(alone(back, 0.8), model.logprobs(tokens, mask, 0.8, entropy=True),
-                        strict=True):
-            assert (a - b).abs().max() < 5e-6
-    elif "lora" not in keys:
-        with autocast(system, CPU):
-            a, b = (m.logprobs(tokens, mask)[0] for m in (
-                model, load(f"{tmp_path}/ours", "policy", system, CPU, trained=True)))
-        assert torch.equal(a, b)
-    if "lora" in keys:  # by hand: base + scale B A, in 64 bits
-        for key, adapter in model.adapters.items():
-            map_name = f"{model.hf.base_model_prefix}.{key.replace('/', '.')}.weight"
-            base = model.hf.get_parameter(map_name)
-            want = base.double() + 2 * adapter.B.double() @ adapter.A.double()
-            got = back.get_parameter(map_name).double()
-            assert (got - want).abs().max() < 1e-7 < (got - base).abs().max()
+        assert (t.double() - want[n]).abs().max() <= (1e-7 if "lora" in keys else 0), n
     save_final(str(tmp_path), "short", model, "bfloat16")
     assert {t.dtype for t in read_weights(tmp_path / "short").values()} == {torch.bfloat16}
     assert transformers.AutoConfig.from_pretrained(tmp_path / "short").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("lora", ["", "2"])
-@pytest.mark.parametrize("kind", ["jetmoe", "openai-gpt"])
-def test_a_family_without_gradient_checkpointing(tmp_path, kind, lora):
-    settings = EXPERTS | dict(kv_channels=8) if kind == "jetmoe" else GPT
+@pytest.mark.parametrize("kind, settings, lora", [
+    ("jetmoe", EXPERTS | dict(kv_channels=8), ""), ("openai-gpt", GPT, "2")])
+def test_a_family_without_gradient_checkpointing(tmp_path, kind, settings, lora):
     path = written(tmp_path, random_model(kind, settings))
     with pytest.raises(BadInput, match=f"{path}.* --gradient_checkpointing=False"):
         load(path, "policy", keys_of_system(gradient_checkpointing=True, lora=lora), CPU,
@@ -403,12 +388,11 @@ def add_vision(folder):
 # the probe, and what is refused
 
 LONG = dict(LONGROPE["rope_parameters"], original_max_position_embeddings=12)
-TWO_KINDS = dict(head_dim=8, layer_types=["sliding_attention", "full_attention"],
-                 rope_parameters=dict(full_attention=LONG, sliding_attention=dict(
-                     rope_type="default", rope_theta=500.0)))
+TWO_KINDS = dict(full_attention=LONG, sliding_attention=dict(rope_type="default", rope_theta=500.0))
 ROPES = {  # how long a row may be; a length at which the probe finds that other rows change
     "longrope": ("llama", SIZES | dict(head_dim=8, rope_parameters=LONG), 12, 64),
-    "of one kind of layers": ("gemma3_text", SIZES | TWO_KINDS, 12, 64),
+    "of one kind of layers": ("gemma3_text", SIZES | dict(
+        head_dim=8, layer_types=[*TWO_KINDS], rope_parameters=TWO_KINDS), 12, 64),
     "dynamic": ("llama", SIZES | rope("dynamic", factor=2.0), 64, 256)}
 
 

@@ -171,8 +171,8 @@ def test_curves_over_another_metric_and_smoothed(tmp_path):
 
 
 def test_a_page_is_written_again_while_the_run_goes_on(tmp_path):
-    (log := tmp_path / "run" / "log.jsonl").parent.mkdir()
-    jsonl(log, [{"iteration": 0, "eval/kl": 0.25}])
+    os.makedirs(tmp_path / "run")
+    log = jsonl(tmp_path / "run" / "log.jsonl", [{"iteration": 0, "eval/kl": 0.25}])
     page, argv = tmp_path / "page.html", ["--runs=run", "--out=page.html", "--watch=0.1"]
     watch = Started("tools/plot.py", argv, str(tmp_path))
     for figure in ("0.25", "0.875"):
@@ -180,11 +180,10 @@ def test_a_page_is_written_again_while_the_run_goes_on(tmp_path):
         while not (page.exists() and figure in page.read_text()):
             assert time.monotonic() < until
             time.sleep(0.05)
-        with open(log, "a") as f:
-            f.write('{"iteration": 1, "eval/kl": 0.875}\n')
+        jsonl(log, [{"iteration": 0, "eval/kl": 0.25}, {"iteration": 1, "eval/kl": 0.875}])
     os.kill(watch.pids[0], signal.SIGINT)
-    (said,), (code,) = (ended := watch.wait()).err, ended.codes
-    assert said.count("\n") == 1 and code == 130
+    ended = watch.wait()
+    assert ended.err[0].count("\n") == 1 and ended.codes == [130]
 
 
 @pytest.fixture(scope="module")
@@ -247,34 +246,37 @@ ids.data.textContent = source.match(/<script[^>]*id="data">(.*?)<\/script>/s)[1]
 global.document = {getElementById: id => ids[id], createElement: tag => new Element(tag),
                    createElementNS: (_, tag) => new Element(tag)};
 eval(source.match(/<script>(.*)<\/script>/s)[1]);
-const shown = [];
-const show = () => shown.push(Object.fromEntries(
-  ["charts", "count", "cards", "settings", "final", "sources"].map(
-    id => [id, [ids[id].children.length, ids[id].textContent]])));
-show();
+const show = () => Object.fromEntries(["charts", "count", "cards", "final", "sources"].map(
+  id => [id, ids[id].textContent.trim().replace(/\s+/g, " ")]));
+const first = show();
 [ids.prompt.value, ids.sort.value] = ["", "scores"];
 ids.sort.listeners.input();
-show();
-console.log(JSON.stringify(shown));
+console.log(JSON.stringify([first, show()]));
 """
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no node here")
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node here")
-def test_the_page_shows_samples_by_their_scores(page):
+def shown_by(page):
+    """{part: its text} of a page, and after the samples of all prompts are sorted by score."""
     shown = subprocess.run(["node", "-e", DOM], input=page, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
-    first, by_score = json.loads(shown.stdout)
-    assert first["cards"][0] == 1 and HOSTILE in first["cards"][1]  # of the first prompt alone
+    return json.loads(shown.stdout)
+
+
+@needs_node
+def test_the_page_shows_samples_by_their_scores(page):
+    first, by_score = shown_by(page)
+    assert HOSTILE in first["cards"] and first["sources"] == "" and " -> " in first["final"]
     for word in ("constructor", "What is sampled", "eval/kl at 2"):
-        assert word in first["charts"][1]
-    assert "eval/kl" in first["final"][1] and " -> " in first["final"][1]
-    assert by_score["cards"][0] == 18 and by_score["count"][1].startswith("18 samples")
-    scores = [float(x) for x in re.findall(r"\bscores (-?[\d.e-]+)", by_score["cards"][1])]
-    assert len(scores) == 18 and scores == sorted(scores, reverse=True)
+        assert word in first["charts"]
+    assert by_score["count"].startswith("18 samples")
+    for samples, count in ((first, 1), (by_score, 18)):  # first those of one prompt alone
+        scores = [float(x) for x in re.findall(r"\bscores (-?[\d.e-]+)", samples["cards"])]
+        assert len(scores) == count and scores == sorted(scores, reverse=True)
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node here")
-def test_the_page_has_a_table_by_source(page, tmp_path):
+@needs_node
+def test_the_page_has_a_table_by_source(tmp_path):
     """Of held-out prompts, or else of training; their curves are apart from those of all."""
     for name, sources in (("one", ["b", "accuracy"]), ("two", [f"s{i}" for i in range(40)])):
         os.makedirs(tmp_path / name)
@@ -283,14 +285,9 @@ def test_the_page_has_a_table_by_source(page, tmp_path):
             f"{metric}/{source}": i + 7 for source in sources
             for metric in ("objective/accuracy", "objective/reward/u", "eval/accuracy")} | {
             "eval/accuracy/b": 0.125 * i} for i in range(3)])
-    found = []
     for runs in ("one", "one,two"):
-        assert plot(tmp_path, runs=runs, out="page.html")[0].codes == [0]
-        shown = subprocess.run(["node", "-e", DOM], input=(tmp_path / "page.html").read_text(),
-                               capture_output=True, text=True)
-        assert shown.returncode == 0, shown.stderr
-        found.append({name: text for name, (_, text) in json.loads(shown.stdout)[0].items()})
-    one, two = ({name: " ".join(text.split()) for name, text in each.items()} for each in found)
+        assert plot(tmp_path, runs=runs, out=f"{runs}.html")[0].codes == [0]
+    one, two = (shown_by((tmp_path / f"{runs}.html").read_text())[0] for runs in ("one", "one,two"))
     assert one["sources"] == ("by source (2) first -> last accuracy reward/u "
                               "accuracy 7 -> 9 7 -> 9 b 0 -> 0.25 7 -> 9")
     assert "accuracy, one 7 -> 9 7 -> 9 accuracy, two - - b, one" in two["sources"]
@@ -298,6 +295,3 @@ def test_the_page_has_a_table_by_source(page, tmp_path):
     for charts in (one["charts"], two["charts"]):
         of_all, rest = charts.split("By source: accuracy")
         assert "accuracy/" not in of_all and "reward/u" in of_all and "By source: reward/u" in rest
-    shown = subprocess.run(["node", "-e", DOM], input=page, capture_output=True, text=True)
-    shown = json.loads(shown.stdout)[0]
-    assert shown["sources"] == [0, ""] and "By source" not in shown["charts"][1]

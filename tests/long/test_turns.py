@@ -381,6 +381,8 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
         written = re.sub(r"\d", lambda digit: write("multiply", a=int(digit[0])), text)
         calls = [("multiply", dict(a=int(digit)), None) for digit in made]
         assert tools.calls_in(written) == calls, text
+    draft = write("multiply", a=3)  # in thoughts that the prompt has begun, and that never end
+    assert tools.answer([draft], [0], [0], begun=["a<think>\n"]) == [(None, 0.0)]
 
 
 MARKED = [  # values of one parameter, as a policy may write them
@@ -411,7 +413,7 @@ FITS = dict(  # {parameter: values that fit it, values that do not}
     l=([[], [1, 2], None], [[1, None], "[1]"]), m=([None, 3], ["3", 3.5]),
     p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2]]), e=(["x", "y"], ["z"]),
     n=([[1], dict(a="b")], [["1"], "a"]), a=([None, [{}]], []))
-IN_TAGS = [("l", "[1, 2]", [1, 2]), ("s", "None", "None"), ("m", "None", None), ("f", "21", 21),
+IN_TAGS = [("l", "[1, 2]", [1, 2]), ("s", '"a"', '"a"'), ("m", "None", None), ("f", "21", 21),
            ("n", '{"a": "b"}', dict(a="b")), ("a", "x", "x")]
 
 
