@@ -7,7 +7,6 @@ make(folder, name) writes one, as a Hugging Face folder that transformers loads.
     qwen2.5    ChatML, a system prompt of its own; the base model: ends with <|endoftext|>, the
                template with <|im_end|>
     qwen3      ChatML, thoughts: an empty block before the last answer, earlier thoughts dropped
-    gemma      <start_of_turn>, the assistant is called model, contents stripped; no system turn
     mistral    [INST] ... [/INST], a blank before the answer, </s>; roles alternate; no system turn
     pythia     GPT-NeoX, no template
 """
@@ -17,7 +16,8 @@ from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normaliz
                         processors, trainers)
 
 from configurator import write_json
-from test_families import SIZES, random_model
+from test_families import SIZES
+from test_model import random_model
 from test_tokenizer import bpe_of_blanks
 
 TEXTS = 3 * [
@@ -75,23 +75,14 @@ QWEN3 = """{%- set asked = namespace(last=-1) %}
     {%- endif %}
 {%- endif %}
 """
-ALTERNATE = """{{- bos_token }}
+MISTRAL = """{{- bos_token }}
 {%- for message in messages %}
     {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}
         {{- raise_exception("roles must alternate: user, assistant, user, assistant ...") }}
     {%- endif %}
-"""
-MISTRAL = ALTERNATE + """
     {%- if message.role == "user" %}{{- "[INST] " + message.content + " [/INST]" }}
     {%- else %}{{- " " + message.content | trim + eos_token }}{%- endif %}
 {%- endfor %}
-"""
-GEMMA = ALTERNATE + """
-    {{- "<start_of_turn>" + ("model" if message.role == "assistant" else message.role) + "\\n" }}
-    {{- message.content | trim + "<end_of_turn>" }}
-    {{- "\\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- "<start_of_turn>model\\n" }}{%- endif %}
 """
 
 # how the words are cut before they merge, in the manner of GPT-4 and its followers
@@ -123,18 +114,12 @@ FAMILIES = {
         special=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
         roles=dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>"),
         generation=dict(bos_token_id="<s>", eos_token_id="</s>")),
-    "gemma": dict(
-        weights="gemma", template=GEMMA, added=[],
-        special=["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
-        roles=dict(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"),
-        generation=dict(eos_token_id=["<eos>", "<end_of_turn>"], pad_token_id="<pad>")),
     "pythia": dict(
         weights="gpt_neox", template=None, special=[END, "<|padding|>"], added=["  ", "    "],
         roles=dict.fromkeys(["bos_token", "eos_token", "unk_token"], END), generation={})}
 CHATS = [name for name, what in FAMILIES.items() if what["template"]]
 CLASSES = dict(qwen2="Qwen2Tokenizer", qwen3="Qwen2Tokenizer", gpt_neox="GPTNeoXTokenizer",
-               mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast",
-               gemma="PreTrainedTokenizerFast")
+               mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast")
 
 
 def make(folder, name, head="lm"):
@@ -192,7 +177,7 @@ def train_bytes(name):
             pre_tokenizers.Split(Regex(WORDS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.pre_tokenizer, backend.decoder = level, decoders.ByteLevel()
-    if name not in ("llama3.2", "gemma"):
+    if name != "llama3.2":
         backend.normalizer = normalizers.NFC()
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))

@@ -186,7 +186,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
      "long/test_turns", "faults"),
     ("options/tools.py", "                calls.clear()", "                pass", "long/test_turns",
      "drafts"),
-    ("options/tools.py", "text[:LONGEST].encode", "text.encode", "long/test_turns", "as_they"),
+    ("options/tools.py", "text[:LONGEST].encode", "text.encode", "long/test_turns", "answered"),
     ("options/families.py", 'for name in ("conv_bias", "mamba_proj_bias")', "for name in ()",
      "long/test_hybrids", "refused"),
     ("options/families.py", "logits = logits / getattr", "logits = logits * getattr",

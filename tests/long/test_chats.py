@@ -57,7 +57,7 @@ def spans(tokenizer, ids, trained):
 THOUGHT = "<think>\n1+2\nis 3\n</think>\n\n3"
 MORE = [assistant(THOUGHT), user("and 3?"), assistant(THOUGHT.replace("3", "6"))]
 END_OF_TURN = {"llama3.2": "<|eot_id|>", "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>",
-               "mistral": "</s>", "gemma": "<end_of_turn>"}
+               "mistral": "</s>"}
 
 
 def assert_as_transformers(t, name, prompt, completion):
@@ -86,7 +86,7 @@ def nonsense(name):
     rng = random.Random(5)
     for _ in range(40):
         chat = [system("".join(rng.choices(PIECES, k=3)))] * (
-            name not in ("mistral", "gemma") and rng.random() < 0.3)
+            name != "mistral" and rng.random() < 0.3)
         for _ in range(rng.randint(1, 3)):
             chat += [turn(role, "".join(rng.choices(PIECES, k=rng.randint(1, 7))))
                      for role in ("user", "assistant")]
@@ -305,7 +305,7 @@ SPELLED = [  # a family, rows of a file; how many of them are counted, and a mar
                  dict(prompt="<start_of_turn>user")], 2, "<|im_start|>"),  # also of other families
     ("mistral", [dict(prompt="a", completion="yes</s>"), dict(prompt="<s>[INST] hi [/INST]")], 2,
      "</s>"),
-    ("gemma", [dict(prompt="a", chosen="b", rejected="c<eos>")], 1, "<eos>"),
+    ("mistral", [dict(prompt="a", chosen="b", rejected="c</s>")], 1, "</s>"),
     ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")])], 1, ""),
     ("qwen3", [dict(prompt="<think>", completion="a <| b |>"), dict(prompt="</s> [INST]")], 0, "")]
 
@@ -357,7 +357,7 @@ def test_messages_written_as_text_are_refused():
 
 QWEN = ["<|endoftext|>", "<|im_end|>"]
 ENDS = {"llama3.2": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "qwen2.5": QWEN,
-        "mistral": ["</s>"], "gemma": ["<eos>", "<end_of_turn>"], "pythia": QWEN[:1]}
+        "mistral": ["</s>"], "pythia": QWEN[:1]}
 
 
 @pytest.mark.parametrize("name", ENDS)

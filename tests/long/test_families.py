@@ -22,13 +22,11 @@ from packaging import version
 from safetensors.torch import load_file, save_file
 
 import tiny
-from byte_tokenizer import write_byte_tokenizer
 from checkpoint import save_final
 from errors import BadInput
 from load import load, load_value_model, probe
 from model import Model
-from prompts import right_pad
-from test_model import CPU, TEXTS, alone
+from test_model import CPU, TEXTS, assert_computes, random_model, rows_of_texts, written
 from tiny import EOS, PAD, ROOT, Started, keys_of_system, read_log, read_weights, typed
 
 BASE = dict(vocab_size=264, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
@@ -125,41 +123,14 @@ READ = [name for name in FAMILIES if name not in NO_CACHE]
 RUN = ["Gemma 2", "OPT", "Mixtral", "Cohere", "Gemma 4 (text)", "Qwen3.5 (text)", "Jamba", "Mamba"]
 
 
-def random_model(kind, settings, scalar=False, noise=0.15):
-    """A model of transformers with large weights, also of norms and biases, so all are visible."""
-    config = transformers.AutoConfig.for_model(kind, **settings)
-    auto = transformers.AutoModelForCausalLM
-    if scalar:
-        config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
-    torch.manual_seed(0)
-    model, drawn = auto.from_config(config).eval(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.empty(p.shape).normal_(0, noise, generator=drawn))
-    return model
-
-
-def written(folder, model):
-    """A model saved with the bytes' tokenizer: the folder, a string."""
-    model.save_pretrained(folder)
-    write_byte_tokenizer(folder, tiny.MARKERS)
-    return str(folder)
-
-
-def save(folder, name, scalar=False):
+def save(folder, name, scalar=False, **changed):
     """The random model of a family, saved with its tokenizer; and transformers' model."""
     if name in HYBRIDS and OLD:
         pytest.skip("of transformers 5.23")
-    theirs = random_model(*FAMILIES[name], scalar)
+    kind, settings = FAMILIES[name]
+    theirs = random_model(kind, settings | changed, scalar)
     written(folder, theirs)
     return theirs
-
-
-def rows_of_texts():
-    """TEXTS as tokens (4, 12), and where each token but the first of a row is (4, 12)."""
-    tokens, mask = right_pad(TEXTS, PAD)
-    mask[:, 0] = False
-    return tokens, mask
 
 
 @pytest.mark.parametrize("name", READ)
@@ -169,18 +140,8 @@ def test_a_family_is_read_trained_and_saved(name, tmp_path):
     model = load(f"{tmp_path}/theirs", "policy", keys_of_system(gradient_checkpointing=True), CPU,
                  trained=True)
     model.tokenizer.vocab_size = 260  # transformers' class for Qwen2 adds a token of its own
-    tokens, mask = rows_of_texts()
-    got, want = model.logprobs(tokens, mask, 0.8, 7, entropy=True), alone(theirs, 0.8)
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).abs().max() < 2e-4
-    for logprobs, entropies in (got, want):
-        (logprobs.mean() + 0.3 * entropies.mean()).backward()
-    for n, p in theirs.named_parameters():
-        mine = model.hf.get_parameter(n)
-        if p.grad is None or not mine.requires_grad:  # that of a choice of experts, for example
-            assert not mine.requires_grad and (p.grad is None or not p.grad.any()), n
-        else:
-            assert (mine.grad - p.grad).abs().max() < 3e-4 * max(1, p.grad.abs().max()), n
+    assert_computes(model, theirs)
+    tokens, _ = rows_of_texts()
     with torch.no_grad():
         for p in (*model.parameters(), *theirs.parameters()):
             p.mul_(1.25)
@@ -416,17 +377,17 @@ def test_the_longest_row_changes_no_other(name, monkeypatch):
 
 def test_what_is_no_model_for_the_job_is_refused(tmp_path, monkeypatch):
     save(tmp_path / "policy", "Qwen3", scalar=True)
-    with pytest.raises(BadInput, match="is a reward model"):
-        load(f"{tmp_path}/policy", "policy", keys_of_system(), CPU)
-    two = transformers.AutoConfig.for_model("qwen3", **HEADS, num_labels=2)
-    # BERT's head is called "classifier", and has a bias
-    bert = transformers.BertConfig(vocab_size=264, hidden_size=32, num_hidden_layers=1,
-                                   num_attention_heads=2, num_labels=1, eos_token_id=EOS)
-    for config, word in ((two, "score.weight"), (bert, "linear map")):
-        folder = written(tmp_path / config.model_type,
-                         transformers.AutoModelForSequenceClassification.from_config(config))
+    # two scores; BERT's head is called "classifier", and has a bias
+    for n, (kind, settings) in enumerate(dict(qwen3=HEADS | dict(num_labels=2), bert=BASE | dict(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)).items()):
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        written(tmp_path / f"{n}", transformers.AutoModelForSequenceClassification.from_config(
+            config))
+    for folder, role, head, word in (("policy", "policy", "lm", "is a reward model"),
+                                     ("0", "reward", "scalar", "score.weight"),
+                                     ("1", "reward", "scalar", "linear map")):
         with pytest.raises(BadInput, match=word):
-            load(folder, "reward", keys_of_system(), CPU, "scalar")
+            load(f"{tmp_path}/{folder}", role, keys_of_system(), CPU, head)
     # a family with something between states and logits that Model.logits does not know of
     model, right = Model(random_model("qwen3", HEADS)), Model.logits
     with torch.no_grad():

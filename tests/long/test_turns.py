@@ -23,7 +23,6 @@ from tokenizer import load_tokenizer
 import tiny
 from conftest import ROOT
 
-TEMPLATES = os.path.join(ROOT, "options", "templates")
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
         "</tool_call>"]
 HARMONY = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>", "<|channel|>",
@@ -50,38 +49,31 @@ hangs = lambda messages, row: time.sleep(1.5)
 spoils = lambda messages, row: messages[-1].update(content="spoilt") or messages.clear()
 
 # tools
-def described(f):
-    f.__doc__ = f"Call {f.__name__}.\\n\\nArgs:\\n" + "".join(
-        f"    {name}: _\\n" for name in inspect.signature(f).parameters)
-    return f
-
-@described
 def multiply(a: int, b: int = 2):
     print("a tool may print")
     return a * b
 
-@described
 def slow(seconds: float):
     time.sleep(seconds)
     return "slept"
 
-@described
 def leaves():
     os._exit(3)
 
-@described
 def table(n: int = 0):
     return ({"Z\u00fcrich": [1, None]}, "\u00e9!", None, chr(0xd800), "x" * 20_000)[n]
 
-@described
 def typed(i: int = 0, f: float = 0.0, s: str = "", b: bool = False, o: dict[str, int] = None,
           l: list[int] = None, p: tuple[int, str] = (), m: Optional[int] = 0,
           e: Literal["x", "y"] = "x", n: list[int] | dict = None, a: Any = 0):
     pass
 
-@described
 def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
     return repr((text, flag, items, either))
+
+for f in multiply, slow, leaves, table, typed, show:
+    f.__doc__ = f"Call {f.__name__}.\\n\\nArgs:\\n" + "".join(
+        f"    {name}: _\\n" for name in inspect.signature(f).parameters)
 
 def bare(a):
     return a
@@ -100,20 +92,17 @@ def mine(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("mine") / "mine.py", MINE)
 
 
-@pytest.fixture(scope="module")
-def tokenizer_of(tmp_path_factory):
+@pytest.fixture
+def tokenizer_of(tmp_path):
     """The tokenizer of a family, with a template of ours, or with this text of one."""
-    folder = tmp_path_factory.mktemp("families")
-
     def tokenizer_of(family, template="", **keys):
         special, ends = FAMILIES[family]
-        if not (folder / family).exists():
-            write_byte_tokenizer(folder / family, special)
-        file = f"{TEMPLATES}/{family}.jinja"
+        write_byte_tokenizer(tmp_path / family, special)
+        file = f"{ROOT}/options/templates/{family}.jinja"
         if template:
-            file = tiny.write(folder / "mine.jinja", template)
+            file = tiny.write(tmp_path / "mine.jinja", template)
         system = tiny.keys_of_system(chat_template=file, **keys)
-        tokenizer = load_tokenizer(str(folder / family), system)
+        tokenizer = load_tokenizer(str(tmp_path / family), system)
         tokenizer.eos_ids |= {tokenizer.vocabulary[text] for text in ends}  # as fit would
         return tokenizer
 
@@ -163,7 +152,7 @@ def test_a_template_must_keep_earlier_turns(tokenizer_of, family, template, kwar
 
 
 def test_ends_that_are_too_many_or_too_few(tokenizer_of):
-    """As where a generation_config.json is older than the templates, or somebody's own."""
+    """A generation_config.json may be older than the templates."""
     for token, role in ("<|end|>", "user"), ("<|call|>", "tool"):
         tokenizer = tokenizer_of("harmony")
         tokenizer.eos_ids ^= {tokenizer.specials[token]}
@@ -256,29 +245,26 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 # environments
 
 
-@pytest.fixture
-def dialogue_with(mine, tmp_path):
-    """The batch of one response, of turns with these texts."""
-    def dialogue_with(name, texts, length=30, max_turns=4):
-        write_byte_tokenizer(tmp_path, ["<a>", "<b>"])
-        tokenizer = load_tokenizer(str(tmp_path), tiny.keys_of_system())
-        env = environment_of(f"{mine}:{name}", tokenizer, max_turns=max_turns, reward_timeout=1)
-        return conversed(env, "12", [[*text.encode()] + [EOS] for text in texts], length)
-    return dialogue_with
+def dialogue_with(function, folder):
+    """The batch of one response, whose turns have this environment's answers."""
+    write_byte_tokenizer(folder, ["<a>", "<b>"])
+    tokenizer = load_tokenizer(str(folder), tiny.keys_of_system())
+    env = environment_of(function, tokenizer, max_turns=4, reward_timeout=1)
+    return conversed(env, "12", [[*b"abcd", EOS]] * 4, 30)
 
 
 @pytest.mark.parametrize("function, part", [
     ("raises", r"failed at .*mine\.py, line \d+: KeyError: 'missing'"), ("number", "answered 7"),
     ("wrong_role", "wanted None, a string"), ("nan", "a finite number"),
     ("chance", "two answers to the same dialogue"), ("hangs", "has not answered for 1 s")])
-def test_an_environment_that_is_no_good_ends_in_one_line(dialogue_with, function, part):
+def test_an_environment_that_is_no_good_ends_in_one_line(mine, tmp_path, function, part):
     with pytest.raises(Stop, match=f"^environment = .*{part}") as e:
-        dialogue_with(function, ["abcd"] * 4)
+        dialogue_with(f"{mine}:{function}", tmp_path)
     assert "\n" not in str(e.value)
 
 
-def test_a_dialogue_cannot_be_spoiled(dialogue_with):
-    assert dialogue_with("spoils", ["abcd"])["finished"].tolist() == [True]
+def test_a_dialogue_cannot_be_spoiled(mine, tmp_path):
+    assert dialogue_with(f"{mine}:spoils", tmp_path)["finished"].tolist() == [True]
 
 
 # tools
