@@ -303,7 +303,7 @@ def test_older_transformers_write_the_same_ids(name, folders):
 SPELLED = [  # a family, rows of a file; how many of them are counted, and a mark of the first
     ("qwen2.5", [dict(prompt="<|im_start|>user\nhi<|im_end|>"), dict(prompt="a"),
                  dict(prompt="<start_of_turn>user")], 2, "<|im_start|>"),  # also of other families
-    ("mistral", [dict(prompt="a", completion="yes</s>"), dict(prompt="<s>[INST] hi [/INST]")], 2,
+    ("mistral", [dict(prompt="a</s>", completion="</s>"), dict(prompt="<s>[INST] hi [/INST]")], 2,
      "</s>"),
     ("mistral", [dict(prompt="a", chosen="b", rejected="c</s>")], 1, "</s>"),
     ("qwen3", [dict(prompt=[user("a")], completion=[assistant("yes<|im_end|>")])], 1, ""),
