@@ -52,22 +52,14 @@ QWEN25 = """{%- if messages[0].role != "system" %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}
 """
-QWEN3 = """{%- set asked = namespace(last=-1) %}
-{%- for message in messages if message.role == "user" %}
-    {%- set asked.last = messages.index(message) %}
-{%- endfor %}
-{%- for message in messages %}
+QWEN3 = """{%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\\n" }}
-    {%- set mine, content, thoughts = message.role == "assistant", message.content, "" %}
-    {%- if mine and "</think>" in content %}
-        {%- set thoughts = content.split("</think>")[0].split("<think>")[-1].strip("\\n") %}
-        {%- set content = content.split("</think>")[-1].lstrip("\\n") %}
+    {%- set mine, content = message.role == "assistant", message.content %}
+    {%- if mine and loop.last and "</think>" not in content %}
+        {{- "<think>\\n\\n</think>\\n\\n" }}
     {%- endif %}
-    {%- if mine and loop.index0 > asked.last and (loop.last or thoughts) %}
-        {{- "<think>\\n" + thoughts.strip("\\n") + "\\n</think>\\n\\n" + content.lstrip("\\n") }}
-    {%- else %}{{- content }}{%- endif %}
-    {{- "<|im_end|>" }}
-    {{- "\\n" }}
+    {{- content.split("</think>")[-1].lstrip("\\n") if mine and not loop.last else content }}
+    {{- "<|im_end|>\\n" }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}
     {%- if enable_thinking is defined and not enable_thinking %}

@@ -4,7 +4,6 @@ transformers' apply_chat_template, and of them SFT learns what the assistant say
 row is refused; text that spells a special token stays text; ends of responses, and stop strings.
 """
 import inspect
-import json
 import random
 import re
 from contextlib import nullcontext
@@ -12,12 +11,13 @@ from functools import partial
 from unicodedata import normalize
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 import models_of_the_world as others
 import tiny
 from checkpoint import save_final
+from configurator import read_json, write_json
 from errors import BadInput
 from load import load
 from options.older_transformers import encode_chat
@@ -135,6 +135,8 @@ ODD = {  # a template: whether one answer, and two answers, are learned
     HEAD + TURN.replace("<|im_end|>\n", "\n") + ASK: (False, False),  # no end
     "{{ messages | length }}" + HEAD + TURN + ASK: (False, False),  # earlier ids become others
     HEAD + TURN.replace("m['content']", "m['content'] + m['content']") + ASK: (False, False),
+    HEAD + TURN.replace("'<|im_end|>\n'", "('\n' if m['role'] == 'assistant' and not loop.last "
+                        "else '<|im_end|>\n')") + ASK: (True, False),  # earlier ones have no end
     HEAD + TURN.replace("<|im_end|>", "<|im_end|><|endoftext|>") + ASK: (True, True)}
 
 
@@ -151,20 +153,22 @@ def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path):
                     t.encode_learned([user("a")], chat)
 
 
-PHI = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>' + m['content'] + "
-       "'<|end|>' }}{% elif m['role'] == 'assistant' %}{{ m['content'] + '<|end|>' }}{% endif %}"
-       "{% endfor %}")  # as Phi-3-mini's first one: no system
+def written_as(content, which="true"):
+    """A template that writes these messages so."""
+    return f"{{% for m in messages if {which} %}}{{{{ {content} }}}}{{% endfor %}}"
+
+
 SHORT = [system("s"), user("u"), assistant("a")]
+NO_SYSTEM = written_as("m.role + m.content", "m.role != 'system'")
 LEAVES_OUT = [  # a template, messages, the role whose text it leaves out
-    (PHI, SHORT, "system"), (PHI, [user("u"), system("u"), user("u")], "system"),
+    (NO_SYSTEM, SHORT, "system"), (NO_SYSTEM, [user("u"), system("u"), user("u")], "system"),
+    (written_as("m.content", "m.role != 'assistant'"), SHORT, "assistant"),
     ("{{ 'suu' + messages[-1].content }}", [user("u"), SHORT[2], user("v")], "user"),
-    ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", SHORT,
-     "assistant"),
-    ("{% for m in messages %}{{ m.content[:30] }}{% endfor %}", [user("long " * 9)], "user"),
-    ("{% for m in messages %}{{ m.content[-30:] }}{% endfor %}", [user("long " * 9)], "user"),
-    ("{% for m in messages %}{{ m.content | trim | replace('\n\n', '\n') }}{% endfor %}",
+    (written_as("m.content[:30]"), [user("long " * 9)], "user"),
+    (written_as("m.content[-30:]"), [user("long " * 9)], "user"),
+    (written_as(r"m.content | trim | replace('\n\n', '\n')"),
      [user(" a\n\nb \n"), assistant("\n"), user("")], None),
-    ("{% for m in messages %}{{ m.content.split('</think>')[-1].strip() }}{% endfor %}",
+    (written_as("m.content.split('</think>')[-1].strip()"),
      [user("1+2?"), assistant(THOUGHT), user("u"), assistant("<think>[[3]]</think>")], None),
     ("{{ messages | tojson }}", [system('"'), user("caf\u00e9\n")], None)]
 
@@ -248,34 +252,27 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
     ("GPT2Tokenizer", "llama"), ("LlamaTokenizerFast", "deepseek_v3"), ("Qwen2Tokenizer", "gpt2"),
     ("PreTrainedTokenizerFast", "qwen2")])
 def test_texts_are_cut_as_tokenizer_json_says(tmp_path, kind, family):
-    """Digits apart, as SmolLM2's: so a line break is a piece of its own before a number."""
-    backend, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level])
-    backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(["a\n\n", "  12"] * 9, trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=level.alphabet(), special_tokens=["<end>"],
-        show_progress=False))
-    backend.save(f"{tmp_path}/tokenizer.json")
-    for file, settings in (("tokenizer_config", dict(tokenizer_class=kind, eos_token="<end>")),
-                           ("config", dict(model_type=family))):
-        tiny.write(f"{tmp_path}/{file}.json", json.dumps(settings))
-    texts = ["a\n\n12", "1  2", "e\u0301 ", " A1b\n\n\n", "it\t3.5?"]
+    """As SmolLM2's, whose class has other rules for line breaks and digits."""
+    others.make_tokenizer(str(tmp_path), "llama3.2")
+    backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
+    write_json(f"{tmp_path}/config.json", dict(model_type=family))
+    write_json(f"{tmp_path}/tokenizer_config.json",
+               dict(tokenizer_class=kind, eos_token="<|eot_id|>"))
     t = load_tokenizer(str(tmp_path), keys_of_system())
     t.save(tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"), keys_of_system())
-    for text, ids, saved in zip(texts, t.encode_texts(texts), again.encode_texts(texts),
-                                strict=True):
-        assert ids == saved == backend.encode(text, add_special_tokens=False).ids, text
+    for text in ("a\n\n12", "1  2", "e\u0301 ", " A1b\n\n\n", "it\t3.5?", "x 1234", "it's"):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert t.encode_texts([text]) == again.encode_texts([text]) == [ids], text
         assert t.text_of(ids) == text
-    assert len(t.encode_texts(["a\n\n12"])[0]) == 4  # a, the line breaks, 1, 2
 
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_blanks_are_added_as_tokenizer_json_says(tmp_path, legacy):
     """Here before each piece between special tokens, and to a blank, too; version 5 has others."""
     others.make_tokenizer(str(tmp_path), "mistral")
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | dict(legacy=legacy)))
+    file = f"{tmp_path}/tokenizer_config.json"
+    write_json(file, read_json(file) | dict(legacy=legacy))
     hf = load_tokenizer(str(tmp_path), keys_of_system()).hf
     ids_of = partial(hf.encode, add_special_tokens=False)
     backend = Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
@@ -329,7 +326,7 @@ def test_strings_for_a_model_with_a_template(ours, capsys):
             [led, chat, led], "2 of 3 rows"):
         chats.check_kinds(rows, "my.jsonl")
         said = capsys.readouterr().out
-        assert said.startswith(("my.jsonl", "warning: my.jsonl")) and words in said or said == words
+        assert words in said and bool(said) == bool(words)
     chats.system_prompt = ""
     chats.check_kinds([led, chat], "my.jsonl")
     assert not capsys.readouterr().out

@@ -1,6 +1,6 @@
 """
 What would go wrong on a GPU, found without one: tensors in two places, operations without an exact
-kernel, memory that was never written, an impossible token. test_gpu.py has what needs a GPU.
+kernel, memory that was never written. test_gpu.py has what needs a GPU.
 """
 import contextlib
 import json
@@ -19,7 +19,6 @@ import tiny
 from load import load
 from options import decoding_graph
 from prompts import micro_batch
-from rollout import draw
 from test_decoding_compiled import PROMPTS
 from test_families import rows_of_texts, save
 from tiny import answer, assert_same_run, keys_of, keys_of_system, read_jsonl, run
@@ -151,22 +150,6 @@ def test_nothing_reads_memory_that_was_never_written(world):
         assert all(torch.equal(a, b) for a, b in zip(want, go(), strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_no_impossible_token_at_the_edges_of_the_cdf():
-    """The uniforms lie just before, on and just behind an impossible token's place in [0, 1)."""
-    V, drawn = 151_936, torch.Generator().manual_seed(151_936)
-    logits = 3 * torch.randn(1, V, generator=drawn)
-    impossible = torch.rand(V, generator=drawn) < 0.5
-    logits[:, impossible] = -torch.inf
-    probs = logits[0].double().softmax(-1)
-    exact = probs.cumsum(0)
-    edges = exact[impossible.nonzero().flatten()][::V // 60]
-    u = torch.cat([edges - 1e-9, edges, edges + 1e-9]).clamp(0, 1 - 2.0**-53)
-    token, logprob = draw(logits.expand(len(u), V), u, 1.0)
-    assert not impossible[token].any() and logprob.isfinite().all()
-    # and otherwise it is the inverse CDF, but for float32's rounding
-    assert (exact[token] - probs[token] - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
 
 
 def by_graphs(name, folder, monkeypatch):
