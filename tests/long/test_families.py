@@ -6,7 +6,6 @@ scored, saved; the scripts as a user runs them; models that are split, or in 16 
 """
 import json
 import os
-import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +26,7 @@ from errors import BadInput
 from load import load, load_value_model, probe
 from model import Model
 from test_model import CPU, TEXTS, assert_computes, random_model, rows_of_texts, written
-from tiny import EOS, PAD, ROOT, Started, keys_of_system, read_log, read_weights, typed
+from tiny import EOS, PAD, ROOT, Started, keys_of_system, read_log, read_weights, run
 
 BASE = dict(vocab_size=264, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
 SIZES = BASE | dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -180,34 +179,14 @@ def test_values_and_scores_are_those_of_beginnings(name, tmp_path):
 # the scripts
 
 
-def in_a_row(folder, jobs):
-    """
-    Runs {name: (script, keys)} in one process, with the out_dir folder/name: {name: the line of the
-    error that ended it, or ""}.
-    """
-    def run_all(rank):
-        ended = {}
-        for name, (script, keys) in jobs.items():
-            sys.argv = [f"{ROOT}/{script}", *typed(dict(out_dir=f"{folder}/{name}") | keys)]
-            try:
-                runpy.run_path(sys.argv[0], run_name="__main__")
-                ended[name] = ""
-            except BadInput as e:
-                ended[name] = str(e)
-        tiny.write(f"{folder}/ended.json", json.dumps(ended))
-        os._exit(0)
-
-    done = Started("", [], folder, before=run_all).wait(600)
-    assert done.codes == [0], done
-    return json.load(open(f"{folder}/ended.json"))
-
-
 def run_families(world, folder, names):
     """
     The three scripts, two iterations each, with a policy of each family, in folder/NAME: {name:
     [the words of the table for sft.py, ppo.py, grpo.py]}.
     """
-    jobs = {}
+    words = {"cannot decode": "no: cannot be decoded",
+             "ModelForSequenceClassification": "no: has no reward models"}
+    said = {}
     for name in names:
         save(f"{folder}/{name}", name)
         small = dict(max_iters=2, dtype="float32")
@@ -217,12 +196,12 @@ def run_families(world, folder, names):
         for script, own in (("sft", small | dict(init_from=f"{folder}/{name}", val_path="")),
                             ("ppo", keys | dict(value_init="policy", reward_path="", ppo_epochs=1)),
                             ("grpo", keys)):
-            jobs[f"{name}, {script}"] = f"{script}.py", tiny.keys_of(world, f"{script}.py", **own)
-    words = {"cannot decode": "no: cannot be decoded",
-             "ModelForSequenceClassification": "no: has no reward models"}
-    said = [[word for part, word in words.items() if part in line][0] if line else "yes"
-            for line in in_a_row(folder, jobs).values()]
-    return {name: said[3 * i:3 * i + 3] for i, name in enumerate(names)}
+            done = run(f"{script}.py", f"{folder}/{name}, {script}",
+                       tiny.keys_of(world, f"{script}.py", **own))
+            ended = [word for part, word in words.items() if part in done.err[0]]
+            assert done.codes == [2 if ended else 0], done
+            said.setdefault(name, []).extend(ended or ["yes"])
+    return said
 
 
 def test_families_do_what_the_docs_say(world, tmp_path):
@@ -235,7 +214,7 @@ def test_families_do_what_the_docs_say(world, tmp_path):
         before = read_weights(f"{tmp_path}/{name}")
         for script in [s for s, word in zip(("sft", "ppo", "grpo"), said, strict=True)
                        if word == "yes"]:
-            out = f"{tmp_path}/{name}, {script}"
+            out = f"{tmp_path}/{name}, {script}/out"
             after = transformers.AutoModelForCausalLM.from_pretrained(f"{out}/policy").state_dict()
             if script == "sft":
                 assert any(not torch.equal(after[n], before[n]) for n in before.keys() & {*after})

@@ -13,10 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import models_of_the_world as others
 from load import load_reward_model
 from rewards import score_sequences
-from test_families import in_a_row
 from test_model import CPU
 from test_tokenizer import assistant, user
-from tiny import jsonl, keys_of_system, read_log
+from tiny import jsonl, keys_of_system, read_log, well
 
 WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "It", "Sure!", "caf\u00e9", "\n", "  ",
          "helpful assistant", "user"]
@@ -94,18 +93,17 @@ def test_others_score_as_transformers(name, tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """{name: the folder that rm.py leaves}"""
-    root, jobs = str(tmp_path_factory.mktemp("trained")), {}
+    root, made = tmp_path_factory.mktemp("trained"), {}
     for name in others.FAMILIES:
-        policy, rows = others.make(f"{root}/policies/{name}", name), [PAIRS, CHATS]
+        policy, rows = others.make(root / f"policy {name}", name), [PAIRS, CHATS]
         rows = rows[name in others.CHATS]
-        pairs = jsonl(f"{root}/{name}.jsonl", rows)
-        demos = jsonl(f"{root}/demos-{name}.jsonl", [
+        pairs = jsonl(root / f"{name}.jsonl", rows)
+        demos = jsonl(root / f"demos-{name}.jsonl", [
             dict(prompt=row["prompt"], completion=row["chosen"]) for row in rows])
-        jobs[name] = ("rm.py", dict(
+        made[name] = well("rm.py", root / name, dict(
             init_from=policy, train_path=pairs, val_path=pairs, demonstrations_path=demos,
             batch_size=5, micro_batch_size=5, device_type="cpu", learning_rate=3e-3, max_iters=2))
-    assert set(in_a_row(root, jobs).values()) == {""}
-    return {name: f"{root}/{name}/reward_model" for name in jobs}
+    return {name: f"{out}/reward_model" for name, out in made.items()}
 
 
 @pytest.mark.parametrize("name", others.FAMILIES)
