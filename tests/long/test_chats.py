@@ -8,6 +8,7 @@ import random
 import re
 from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
 from unicodedata import normalize
 
 import pytest
@@ -44,12 +45,8 @@ def ours(folders):
 
 def spans(tokenizer, ids, trained):
     """The texts that are learned, each without a gap."""
-    found = []
-    for i, one, before in zip(ids, trained, [False, *trained], strict=False):
-        if one:
-            found += [] if before else [[]]
-            found[-1].append(i)
-    return [tokenizer.hf.decode(span) for span in found]
+    parts = groupby(zip(ids, trained, strict=True), lambda pair: pair[1])
+    return [tokenizer.hf.decode([i for i, _ in part]) for learned, part in parts if learned]
 
 
 # chats
