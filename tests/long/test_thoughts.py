@@ -97,8 +97,9 @@ def test_what_the_prompt_has_begun():
 
 def test_unknown_marks_are_said_once(capsys):
     def said_of(*tokens):
-        hf = SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(tokens))
-        tokenizer = SimpleNamespace(path="my/model", hf=hf)
+        class tokenizer:
+            path, hf = "my/model", SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(tokens))
+
         say_unknown_marks(tokenizer), say_unknown_marks(tokenizer)
         return capsys.readouterr().out
 
