@@ -10,15 +10,13 @@ import pytest
 import torch
 
 import tiny
-from byte_tokenizer import write_byte_tokenizer
 from checkpoint import save_final
 from errors import BadInput
 from load import load, outline
 from model import Model
 from options.lora import Adapted, load_adapted
-from test_families import (BASE, EXPERTS, GPT, HEADS, SIZES, add_vision, random_model,
-                           rows_of_texts)
-from test_model import CPU
+from test_families import BASE, EXPERTS, GPT, HEADS, SIZES, add_vision
+from test_model import CPU, random_model, rows_of_texts, written
 from tiny import keys_of_system
 
 KINDS = {"llama": SIZES, "gpt_neox": SIZES, "qwen3": HEADS | dict(tie_word_embeddings=True),
@@ -27,9 +25,7 @@ KINDS = {"llama": SIZES, "gpt_neox": SIZES, "qwen3": HEADS | dict(tie_word_embed
 
 def saved(folder, kind, settings):
     """The folder of a random model."""
-    random_model(kind, settings).save_pretrained(folder)
-    write_byte_tokenizer(folder, tiny.MARKERS)
-    return str(folder)
+    return written(folder, random_model(kind, settings))
 
 
 def loaded(folder, head="lm", dtype="float32"):
@@ -166,7 +162,7 @@ def test_other_adapters_are_refused(tmp_path):
                    for revision in ("refs/pr/7", "v1.0") for name in ("some/model", None))):
         filled(Adapted(base, "lm", 3, 5)).save_adapter(adapter)
         set_in(adapter, **more)
-        with pytest.raises(BadInput, match=more.get("revision", "")):
+        with pytest.raises(BadInput, match=more.get("revision")):
             loaded(adapter)
         if "revision" in more:
             with pytest.raises(BadInput, match=more["revision"]):

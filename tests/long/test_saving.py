@@ -17,8 +17,8 @@ from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput
 from checkpoint import damage, find_checkpoint, save_final
 from load import load
-from test_families import EXPERTS, HEADS, LLAMA3, LONGROPE, SIZES, random_model, rope, written
-from test_model import CPU
+from test_families import EXPERTS, HEADS, LLAMA3, LONGROPE, SIZES, rope
+from test_model import CPU, random_model, written
 from tiny import keys_of_system, write
 from tokenizer import load_tokenizer
 
