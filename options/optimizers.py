@@ -48,17 +48,23 @@ def vectors_of(model):
     return vectors
 
 
-def other_optimizer(model, system, name, lr, betas, eps):
+def other_optimizer(model, system, name, groups, settings, narrow=False):
     """
-    (class, its settings) of the key optim for the model `name`, but torch's own AdamW.
+    (groups of parameters, class, its settings) by the keys optim and weight_decay, for the model
+    `name`. groups, settings: those of torch's AdamW. narrow: some of its weights have 16 bits.
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
     AdamW's alone.
     """
     kind = of_model(system.optim, name)
+    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
+        groups = groups_of(model)
+    if kind in ("", "adamw") and not narrow:
+        return groups, torch.optim.AdamW, settings
+    settings = {key: x for key, x in settings.items() if key != "fused"}
     if kind in ("", "adamw"):
-        return WideAdamW, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+        return groups, WideAdamW, settings
     if kind not in ("adafactor", "adamw8bit", "muon"):
         raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit or muon, for "
                        "all models or as policy=adafactor,value=adamw")
@@ -70,15 +76,15 @@ def other_optimizer(model, system, name, lr, betas, eps):
     if kind == "adafactor":
         # 1e-15 squared is the paper's epsilon_1; torch multiplies weight_decay by this small lr
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
-        return Adafactor, dict(lr=lr, weight_decay=system.weight_decay * FLOOR,
-                               eps=(1e-15, FLOOR), foreach=False)
+        return groups, Adafactor, dict(
+            lr=settings["lr"], weight_decay=system.weight_decay * FLOOR, eps=(1e-15, FLOOR),
+            foreach=False)
     if kind == "muon":
         head = model.hf.get_output_embeddings()
         apart = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         apart |= {getattr(head, "weight", None), *vectors_of(model)}
-        return functools.partial(Muon, apart), dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
-    if any(p.requires_grad and p.dtype.itemsize == 2 for p in model.parameters()):
+        return groups, functools.partial(Muon, apart), settings
+    if narrow:
         raise BadInput("optim: adamw8bit wants gradients in the dtype of the weights, and those of "
                        "master_weights = False are summed in float32; type --optim=adafactor")
     try:
@@ -86,7 +92,7 @@ def other_optimizer(model, system, name, lr, betas, eps):
     except ImportError as e:
         raise BadInput("optim = 'adamw8bit' needs the package bitsandbytes: pip install "
                        "bitsandbytes") from e
-    return AdamW8bit, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+    return groups, AdamW8bit, settings
 
 
 class WideAdamW(torch.optim.AdamW):

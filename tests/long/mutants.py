@@ -80,7 +80,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("checkpoint.py", "<= iteration][-keep:]", "<= iteration][:keep]", "test_checkpoint", "kills"),
     ("checkpoint.py", "manifest[name] != present.get(name)", "name not in found",
      "test_checkpoint", "damaged"),
-    ("checkpoint.py", 'ema.fill(dict(read_tensors(folder, "ema")))', "pass", "test_options",
+    ("checkpoint.py", "more[name].fill(dict(read_tensors(folder, name)))", "pass", "test_options",
      "whole"),
     # what is computed
     ("groups.py", "log_ratio.sum(1, keepdim=True) / lengths", "log_ratio.sum(1, keepdim=True)",
