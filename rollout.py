@@ -142,7 +142,14 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
 
         cache, steps = steps_of(
             policy, cache, tokens.shape[1] + R, temperature, graphs == "compiled")
-    logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
+
+    def read(tokens, mask, positions):
+        return policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))
+
+    def step(token, uniform, mask, position):
+        return draw(read(token, mask, position), uniform, temperature, tokenizer)
+
+    logits = read(tokens, mask, positions)  # (D, V)
     # from here on each response has a row of its own; which, (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
     if len(numbers) < n:
@@ -167,18 +174,14 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or t + 1 == R or stop is not None and stop():
             break
-        few = (0.5 if len(going) > 1 else 0) if steps else 0.75
+        few = 0.5 * (len(going) > 1) if steps else 0.75
         if len(going) <= few * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # (rows, P + t + 1)
-        if steps:
-            token, logprob = steps(token[:, None], uniforms[live, t + 1], mask, next_position)
-        else:
-            logits = policy.next_logits(
-                token[:, None], cache, *((mask, next_position) if padded else ()))
-            token, logprob = draw(logits, uniforms[live, t + 1], temperature, tokenizer)
+        token, logprob = (steps or step)(
+            token[:, None], uniforms[live, t + 1], mask, next_position)  # (rows,) each
         next_position = next_position + 1
     return responses, logprobs, lengths, finished
 
