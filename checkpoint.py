@@ -117,7 +117,7 @@ def contents_of(out_dir, config):
     (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
     such names are no run's, or where this run would replace its own models or data.
     """
-    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
+    names = list(filter(OURS.fullmatch, glob.glob("*", root_dir=out_dir, include_hidden=True)))
     before, top = {}, os.path.realpath(out_dir)
     with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
@@ -207,9 +207,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     def write_the_rest(folder):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
-        for name in LOGS:  # the log of these iterations must be on the disk, too
-            if os.path.exists(os.path.join(out_dir, name)):
-                sync(os.path.join(out_dir, name))
+        for name in {*LOGS} & {*os.listdir(out_dir)}:  # their lines must be on the disk, too
+            sync(os.path.join(out_dir, name))
         write_json(os.path.join(folder, "manifest.json"), hashes(folder))
 
     def delete_older():
@@ -272,10 +271,9 @@ def optimizer_tensors(model, optimizer):
     """{"NAME.KEY": whole tensor} of an optimizer, such as "layers.0.q.weight.exp_avg"."""
     if hasattr(optimizer, "tensors_by_name"):  # of a model that is split (options/shards.py)
         return optimizer.tensors_by_name(model)
-    return {f"{name}.{key}": torch.as_tensor(optimizer.state[p][key])
-            for name, p in model.named_parameters() if p in optimizer.state
-            for key in sorted(optimizer.state[p])
-            if torch.is_tensor(optimizer.state[p][key]) or type(optimizer.state[p][key]) is int}
+    return {f"{name}.{key}": torch.as_tensor(x) for name, p in model.named_parameters()
+            for key, x in sorted(optimizer.state.get(p, {}).items())
+            if torch.is_tensor(x) or type(x) is int}
 
 
 def write_tensors(folder, stem, tensors):

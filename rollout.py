@@ -92,8 +92,8 @@ def left_pad(prompts):
 
 # faster than no_grad; training may use what as_batch makes of the results
 @torch.inference_mode()
-def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, graphs=False,
-           at_once=0):
+def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda: False,
+           graphs=False, at_once=0):
     """
     Sample one response to each of n prompts: it ends with any of the tokenizer's eos_ids, or a stop
     string, and this token belongs to it.
@@ -172,7 +172,7 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
         finished[i] |= ends[going]
         goes_on = ~finished[live] & (budgets[live] > t + 1)  # (rows,)
         going = goes_on.nonzero().squeeze(1)  # waits for the device
-        if len(going) == 0 or t + 1 == R or stop is not None and stop():
+        if len(going) == 0 or stop():
             break
         few = 0.5 * (len(going) > 1) if steps else 0.75
         if len(going) <= few * len(live):
@@ -308,7 +308,7 @@ def sampling(policy, temperature, seeds, system, device):
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
-            stop=None if together else lambda: this_rank.stop,
+            stop=lambda: this_rank.stop and not together,
             graphs=graphs and ("compiled" if system.compile else True))
 
 

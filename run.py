@@ -43,20 +43,14 @@ SAMPLES = 16  # of each evaluation, in samples.jsonl
 def make_optimizer(model, name, system, lr, betas, eps):
     """The optimizer of a model's trained parameters. name: as in the keys, such as value."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups, kind, settings = [dict(params=parameters)], torch.optim.AdamW, dict(
-        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
-        fused=ranks.this_rank.role == "train")  # others never step
     narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
-    if system.weight_decay > 0 or narrow or of_model(system.optim, name) not in ("", "adamw"):
-        from options.optimizers import other_optimizer
+    if narrow or system.weight_decay > 0 or system.zero_stage or system.offload or of_model(
+            system.optim, name) not in ("", "adamw"):
+        from options.optimizers import optimizer_by_keys
 
-        groups, kind, settings = other_optimizer(
-            model, system, name, groups, settings, narrow)
-    if system.zero_stage or system.offload:
-        from options.shards import optimizer_of
-
-        return optimizer_of(model, name, system, groups, kind, settings)
-    return kind(groups, **settings)
+        return optimizer_by_keys(model, name, system, narrow, lr, betas, eps)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=0.0,
+                             fused=ranks.this_rank.role == "train")  # others never step
 
 
 class Run:
@@ -342,7 +336,8 @@ class Run:
         """
         self.enter("log")
         self.record = record = {"iteration": self.iteration} | {
-            name: as_number(name, x) for name, x in record.items() if x is not None}
+            name: x.item() if hasattr(x, "item") else x
+            for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
             # two runs that sampled the same tokens have the same hash
@@ -376,13 +371,6 @@ class Run:
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
             say(iteration_line(record, done, self.max_iters, left / 60))
-
-
-def as_number(name, x):
-    """A metric as a number of Python's: it may be a tensor. Raises TypeError by its name."""
-    if isinstance(x, torch.Tensor) and x.numel() != 1:
-        raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
-    return x.item() if hasattr(x, "item") else x
 
 
 # -------------------------------------------------------------------------------------------------

@@ -15,11 +15,32 @@ import torch
 
 from configurator import of_model
 from errors import BadInput
+from ranks import this_rank
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
 # With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and the learning
 # rate is divided by FLOOR beforehand. FLOOR is a power of two, so that neither rounds anything.
 FLOOR = 2.0**20
+
+
+def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
+    """
+    The optimizer of the model `name` by the keys optim, weight_decay, zero_stage and offload.
+    narrow: some of its weights have 16 bits. Raises BadInput.
+    """
+    groups = [dict(params=[p for p in model.parameters() if p.requires_grad])]
+    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
+        groups = groups_of(model)
+    kind, settings = torch.optim.AdamW, dict(
+        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
+        fused=this_rank.role == "train")  # others never step
+    if narrow or of_model(system.optim, name) not in ("", "adamw"):
+        kind, settings = other_optimizer(model, system, name, lr, betas, eps)
+    if system.zero_stage or system.offload:
+        from options.shards import optimizer_of
+
+        return optimizer_of(model, name, system, groups, kind, settings)
+    return kind(groups, **settings)
 
 
 def groups_of(model):
@@ -48,23 +69,17 @@ def vectors_of(model):
     return vectors
 
 
-def other_optimizer(model, system, name, groups, settings, narrow=False):
+def other_optimizer(model, system, name, lr, betas, eps):
     """
-    (groups of parameters, class, its settings) by the keys optim and weight_decay, for the model
-    `name`. groups, settings: those of torch's AdamW. narrow: some of its weights have 16 bits.
+    (class, its settings) of the key optim for the model `name`, but torch's own AdamW.
 
     Adafactor (arXiv 1804.04235) is the paper's without its section 8: the learning rate is the size
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
     AdamW's alone.
     """
     kind = of_model(system.optim, name)
-    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
-        groups = groups_of(model)
-    if kind in ("", "adamw") and not narrow:
-        return groups, torch.optim.AdamW, settings
-    settings = {key: x for key, x in settings.items() if key != "fused"}
     if kind in ("", "adamw"):
-        return groups, WideAdamW, settings
+        return WideAdamW, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
     if kind not in ("adafactor", "adamw8bit", "muon"):
         raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit or muon, for "
                        "all models or as policy=adafactor,value=adamw")
@@ -76,15 +91,15 @@ def other_optimizer(model, system, name, groups, settings, narrow=False):
     if kind == "adafactor":
         # 1e-15 squared is the paper's epsilon_1; torch multiplies weight_decay by this small lr
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
-        return groups, Adafactor, dict(
-            lr=settings["lr"], weight_decay=system.weight_decay * FLOOR, eps=(1e-15, FLOOR),
-            foreach=False)
+        return Adafactor, dict(lr=lr, weight_decay=system.weight_decay * FLOOR,
+                               eps=(1e-15, FLOOR), foreach=False)
     if kind == "muon":
         head = model.hf.get_output_embeddings()
         apart = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         apart |= {getattr(head, "weight", None), *vectors_of(model)}
-        return groups, functools.partial(Muon, apart), settings
-    if narrow:
+        return functools.partial(Muon, apart), dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+    if any(p.requires_grad and p.dtype.itemsize == 2 for p in model.parameters()):
         raise BadInput("optim: adamw8bit wants gradients in the dtype of the weights, and those of "
                        "master_weights = False are summed in float32; type --optim=adafactor")
     try:
@@ -92,7 +107,7 @@ def other_optimizer(model, system, name, groups, settings, narrow=False):
     except ImportError as e:
         raise BadInput("optim = 'adamw8bit' needs the package bitsandbytes: pip install "
                        "bitsandbytes") from e
-    return groups, AdamW8bit, settings
+    return AdamW8bit, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
 
 
 class WideAdamW(torch.optim.AdamW):

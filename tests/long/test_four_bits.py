@@ -105,8 +105,7 @@ def test_adafactor_by_hand(shape):
     gradients[2] *= 100  # so that its step is clipped
     p = torch.nn.Parameter(W.clone())
     system = SimpleNamespace(optim="adafactor", zero_stage="", offload="", weight_decay=0.3)
-    model = torch.nn.ParameterList([p])
-    _, kind, settings = other_optimizer(model, system, "policy", [], dict(lr=1e-2))
+    kind, settings = other_optimizer(None, system, "policy", 1e-2, None, None)
     optimizer = kind([p], **settings)
     for p.grad in gradients:
         optimizer.step()
