@@ -104,7 +104,11 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=()):
     if state["iteration"] > max_iters:
         raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
                        "--max_iters, or another --out_dir")
-    state["weights"] = same_weights(frozen, state.get("weights", {}), out_dir)
+    saved, state["weights"] = state.get("weights", {}), {p: hash_of_model(p) for p in frozen}
+    for path, weights in state["weights"].items():
+        if (saved.get(path) or weights) != weights:  # it would go on with another reference, say
+            raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
+                           f"{out_dir} began; put those back, or choose another --out_dir")
     for name in unfinished:
         remove(os.path.join(out_dir, name))
     cut_logs(out_dir, state["iteration"])
@@ -448,7 +452,6 @@ def write_cards(out_dir, record):
 # -------------------------------------------------------------------------------------------------
 # are the files as they were saved, and the frozen models as when the run began?
 
-
 def damage(folder):
     """A folder's damage in a few words; None if every file is as it was saved."""
     try:
@@ -457,19 +460,6 @@ def damage(folder):
         return f"a file is damaged, or its manifest.json missing: {e}"
     odd = (name for name in manifest if manifest[name] != present.get(name))
     return next((f"{name} is missing or damaged" for name in odd), None)
-
-
-def same_weights(frozen, before, out_dir):
-    """
-    {path: hash} of the frozen models {path: name}. before: those in the checkpoint, or {}. Raises
-    BadInput where they differ: the run would go on with another reference, for example.
-    """
-    now = {path: hash_of_model(path) for path in frozen}
-    for path in now:
-        if (before.get(path) or now[path]) != now[path]:
-            raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
-                           f"{out_dir} began; put those back, or choose another --out_dir")
-    return now
 
 
 def hash_of_model(path):
@@ -489,10 +479,7 @@ def hash_of_model(path):
 
 
 def hashes(folder, names=".*"):
-    """
-    {file: sha256} of the files of a folder whose names match; several at a time. Raises OSError for
-    a pipe.
-    """
+    """{file: sha256} of the files of a folder whose names match. Raises OSError for a pipe."""
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
                    for d, _, found in os.walk(folder) for f in found)
     files = list(filter(re.compile(names).fullmatch, files))

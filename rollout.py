@@ -303,8 +303,7 @@ def sampling(policy, temperature, seeds, system, device):
         yield responder(policy, system, device, temperature, seeds)  # COLLECTIVE
         return
     together = system.generate_tp > 1  # these ranks must take the same steps
-    graphs = system.cuda_graphs and device.type == "cuda" and not (
-        together or policy.must_fetch)
+    graphs = system.cuda_graphs and device.type == "cuda" and not (together or policy.must_fetch)
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
@@ -312,31 +311,28 @@ def sampling(policy, temperature, seeds, system, device):
             graphs=graphs and ("compiled" if system.compile else True))
 
 
-@contextlib.contextmanager
 def decoding_copy(policy, system, device):
     """
-    A collective: the block in which the policy decodes, and the model that decodes: the policy
-    itself, unless autocast would round its matrices at every token: then a copy with rounded
+    A collective: the context in which the policy decodes; it gives the model that decodes: the
+    policy itself, unless autocast would round its matrices at every token: then a copy with rounded
     matrices. A sharded policy is gathered whole, once.
     """
     matrices = dtypes(system)[1]
     if system.generate_tp > 1:
         from options.tensor_parallel import split_copy
 
-        yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
-        return
+        return contextlib.nullcontext(  # COLLECTIVE
+            split_copy(policy, matrices, device, system.generate_tp))
     if policy.must_fetch:  # sharded
         from options.shards import gathered
 
-        with gathered(policy):  # COLLECTIVE
-            yield policy
-        return
-    if matrices in (None, policy.hf.dtype) or policy.base is not None:
-        yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
-        return
-    from options.sixteen_bits import rounded_copy
+        return gathered(policy)  # COLLECTIVE
+    # an adapter's trunk is frozen, and has its matrices in that dtype already
+    if matrices not in (None, policy.hf.dtype) and policy.base is None:
+        from options.sixteen_bits import rounded_copy
 
-    yield rounded_copy(policy, matrices)
+        policy = rounded_copy(policy, matrices)
+    return contextlib.nullcontext(policy)
 
 
 def texts_of(batch, rows, tokenizer):
