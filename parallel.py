@@ -70,7 +70,7 @@ def in_step():
     if failed:
         kind, message = from_rank([getattr(error, "exit_code", 1), str(error)], failed[0])
         if error is not None and not (hasattr(error, "exit_code") and dist.is_initialized()):
-            raise error
+            raise error  # a bug of this rank, or there are no others
         rank = dist.get_global_rank(this_rank.group or dist.group.WORLD, failed[0])
         where = f"on rank {rank}: " if rank or kind == 1 else ""
         raise (BadInput if kind == 2 else Stop)(where + message) from error
@@ -185,7 +185,7 @@ def all_reduce_sum(tensors):
 def all_reduce_max(t):
     """A collective: the elementwise maximum over all ranks. NaN becomes inf: max may drop a NaN."""
     if dist.is_initialized():
-        t = torch.where(t.isnan(), torch.inf, t) if t.is_floating_point() else t
+        t = t.nan_to_num(torch.inf, torch.inf, -torch.inf)  # a copy, also of integers
         dist.all_reduce(t, op=dist.ReduceOp.MAX, group=this_rank.group)
     return t
 
@@ -305,8 +305,7 @@ def audit(models, frozen, iteration):
             rows.append([compared, ~compared, int(not part.isfinite().all()), int(changed)])
             names.append(f"{model_name}, parameter {name}")
     table = torch.tensor(rows, device=wire())  # (parameters, 4)
-    largest, largest_of_inverse, infinite, changed = all_reduce_max(  # COLLECTIVE
-        table.clone()).unbind(1)
+    largest, largest_of_inverse, infinite, changed = all_reduce_max(table).unbind(1)  # COLLECTIVE
     for bad, what, column in (
             (largest != ~largest_of_inverse, "the ranks have drifted apart: {} differs on {}", 0),
             (infinite > 0, "{} is not finite on {}", 2),

@@ -54,11 +54,11 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     prompt; None: 0. GRPO with 2 responses to each of 2 prompts: slots [0, 0, 1, 1], samples [0, 1,
     0, 1].
     """
-    rows = []
-    for number in response_seeds(seed, purpose, iteration, slots, samples):
-        generator = torch.Generator().manual_seed(number)
-        rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
-    return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
+    uniforms = torch.empty(len(slots), length, dtype=torch.float64)
+    for row, number in zip(
+            uniforms, response_seeds(seed, purpose, iteration, slots, samples), strict=True):
+        row.uniform_(generator=torch.Generator().manual_seed(number))
+    return uniforms
 
 
 def response_seeds(seed, purpose, iteration, slots, samples=None):
