@@ -223,8 +223,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
             if old not in kept:
                 remove(aside(old, ".gone-"))  # so no half-deleted folder has its name
 
-    if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
-        put_in_place(write, final)  # else it is there: the run has resumed from it
+    put_in_place(write, final)
     alone(delete_older)
 
 
