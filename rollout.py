@@ -39,6 +39,7 @@ import functools
 import hashlib
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import parallel
 from errors import BadInput
@@ -81,13 +82,9 @@ def left_pad(prompts):
         tokens   5 6 7     mask   T T T
                  0 0 8            F F T
     """
-    width = max(len(ids) for ids in prompts)
-    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-    for row, ids in enumerate(prompts):
-        tokens[row, width - len(ids):] = torch.as_tensor(ids)
-        mask[row, width - len(ids):] = True
-    return tokens, mask
+    rows = [torch.as_tensor(ids) for ids in prompts]
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    return tuple(pad_sequence(x, batch_first=True, padding_side="left") for x in (rows, masks))
 
 
 # faster than no_grad; training may use what as_batch makes of the results
