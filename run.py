@@ -336,8 +336,7 @@ class Run:
         """
         self.enter("log")
         self.record = record = {"iteration": self.iteration} | {
-            name: x.item() if hasattr(x, "item") else x
-            for name, x in record.items() if x is not None}
+            name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
             # two runs that sampled the same tokens have the same hash
@@ -371,6 +370,13 @@ class Run:
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
             say(iteration_line(record, done, self.max_iters, left / 60))
+
+
+def as_number(name, x):
+    """A metric as a number of Python's: it may be a tensor. Raises TypeError by its name."""
+    if isinstance(x, torch.Tensor) and x.numel() != 1:
+        raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
+    return x.item() if hasattr(x, "item") else x
 
 
 # -------------------------------------------------------------------------------------------------
