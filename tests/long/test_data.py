@@ -7,14 +7,16 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import re
 import shutil
+import subprocess
 import sys
 from fractions import Fraction
 
 import pytest
 from byte_tokenizer import write_byte_tokenizer
-from tiny import ROOT, Started, jsonl, read_jsonl, write
+from tiny import ROOT, Started, jsonl, read_jsonl, typed, write
 
 from rewards import reward_terms
 
@@ -315,6 +317,33 @@ def test_search(task):
         assert row["prompt"] == f"{','.join(map(str, row['numbers']))}>{row['target']}:"
     tokenizer = folder / "data/search/tokenizer/tokenizer_config.json"
     assert json.loads(tokenizer.read_text())["eos_token"]
+
+
+def test_thinking_longer_by_itself(tmp_path):
+    """
+    With two numbers there are two ways, and who gives up after the first is often wrong: a tiny
+    model learns this in seconds. Then GRPO, with the config of the task, makes responses right more
+    often, and longer, though nothing asks for length.
+    """
+    demonstrate, rng, rows = load_file("data/search/prepare.py").demonstrate, random.Random(0), []
+    for _ in range(4000):
+        numbers = [rng.randint(1, 9) for _ in range(2)]
+        target = numbers[0] + rng.choice([1, -1]) * numbers[1]
+        rows.append(dict(prompt=f"{numbers[0]},{numbers[1]}>{target}:", numbers=numbers,
+                         target=target, completion=demonstrate(rng, numbers, target)))
+    data, out = jsonl(tmp_path / "rows.jsonl", rows), str(tmp_path / "out")
+    write_byte_tokenizer(str(tmp_path / "tokenizer"))
+    for script, keys in (
+            ("sft", dict(tokenizer_path=str(tmp_path / "tokenizer"), train_path=data, val_path="",
+                         context=64, d_model=64, d_ff=256, max_iters=250, learning_rate=5e-3)),
+            ("grpo", dict(policy_path=out + "/sft/policy", prompts_path=data, eval_path="",
+                          max_new_tokens=40, max_iters=10))):
+        subprocess.run([sys.executable, f"{script}.py", f"config/search_{script}.py",
+                        *typed(keys | dict(out_dir=f"{out}/{script}"))], cwd=ROOT, check=True)
+    records = read_jsonl(out + "/grpo/log.jsonl")
+    for figure in ("objective/reward/solved", "objective/length"):
+        values = [record[figure] for record in records if figure in record]
+        assert sum(values[-3:]) / 3 > sum(values[:2]) / 2, values
 
 
 # SmolLM2's problems
