@@ -83,7 +83,7 @@ PLAIN = """
 import sys
 from configurator import read_keys
 from types import SimpleNamespace
-from prompts import Rows, dialogue, encode_demonstrations, prompt_row
+from prompts import prompt_row
 from grading.answers import accuracy, thinks
 from tokenizer import load_tokenizer
 from data.byte_tokenizer import write_byte_tokenizer
@@ -93,8 +93,6 @@ system = SimpleNamespace(**{name: key.default for name, key in read_keys("config
 tokenizer = load_tokenizer(sys.argv[1], system)
 row = prompt_row(dict(prompt="12+34=", answer="46"))
 tokenizer.encode_scored([row["prompt"]], ["46"], [True])
-rows = Rows([dialogue(row | dict(completion="46"), "completion")])
-encode_demonstrations(rows, "a", tokenizer, 9, "error")
 texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
 batch = dict(completions=texts, rows=[row] * len(texts), prompts=["12+34="] * len(texts))
 assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
