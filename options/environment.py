@@ -378,6 +378,11 @@ def answers(prompt, role, tools):
     return messages
 
 
+def reward_of_turns(batch):
+    """The reward `environment`, (B,): the sum of its rewards for all turns of a response."""
+    return batch["turn_rewards"].sum(1)
+
+
 def figures_of_turns(batch):
     """The figures of a batch with several turns, for loss.summarize."""
     mask = batch["response_mask"]  # (B, T)

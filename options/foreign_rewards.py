@@ -24,8 +24,8 @@ runner = asyncio.Runner()
 
 def load_reward(named, folder, where):
     """
-    (name, reward(batch)) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of
-    B floats: NaN where the function gave None, which means that it does not apply to a response. It
+    reward(batch) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of B
+    floats: NaN where the function gave None, which means that it does not apply to a response. It
     raises Stop where the function does not give a finite number or None for each response; an
     error of the function comes through.
     """
@@ -49,7 +49,7 @@ def load_reward(named, folder, where):
 
     if parameters is not None:
         reward.check_rows = functools.partial(check_fields, parameters, name)
-    return name, reward
+    return reward
 
 
 def as_scores(name, returned, batch):

@@ -223,8 +223,11 @@ def say_marks(rows, fields, path, marks):
             "messages, and texts without an EOS: the run writes such marks itself")
 
 
-def no_reward(part, where, names):
-    """Of a part of reward_functions that is not NUMBER*NAME, with one of the names."""
+def no_reward(part, where, names, before):
+    """
+    Of a part of reward_functions that is not NUMBER*NAME, with one of the names; or it has one of
+    those of the parts before it.
+    """
     weight, star, name = (text.strip() for text in part.rpartition("*"))
     try:
         good = not star or abs(float(weight)) < float("inf")
@@ -232,6 +235,8 @@ def no_reward(part, where, names):
         good = False
     if not good:
         return BadInput(f"{where}: {part!r} is no NUMBER*NAME, such as 0.5*accuracy")
+    if name.rpartition(":")[2] in before:
+        return BadInput(f"{where}: {name!r} is given twice; keep one")
     if name.endswith(".py"):
         return BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
     return BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(names)}, and "

@@ -11,9 +11,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import rewards
 from errors import BadInput
 from grading import programs
+from grading.answers import accuracy
+from grading.forms import format
 from grading.programs import check_tests, extract_code, judge, same, same_output
 from options import tools
 
@@ -86,9 +87,9 @@ ROW = dict(rows=[dict(answer="1")])
 TOOLS = SimpleNamespace(types=dict(f=dict(a={}, b={})))
 READERS = dict(  # what reads a policy's text, and how such texts begin
     code=(extract_code, "", "```python\n", "<think>", "<answer>"),
-    accuracy=(lambda text: rewards.built_in("accuracy")(ROW | dict(completions=[text])), "", "1",
+    accuracy=(lambda text: accuracy(ROW | dict(completions=[text])), "", "1",
               "\\boxed{", "<answer>", "<|channel|>"),
-    format=(lambda text: rewards.built_in("format")(ROW | dict(completions=[text])), "",
+    format=(lambda text: format(ROW | dict(completions=[text])), "",
             "<think></think><answer>"),
     printed=(lambda text: same_output(text.encode(), text[:-1].encode()), "", "1."),
     returned=(lambda text: judge(text.encode(), 1), "", "1", '"'),
