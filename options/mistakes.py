@@ -192,11 +192,15 @@ def odd_tensors(report, hf, head, path):
     if head == "lm" and "score.weight" in extra:
         return BadInput(f"{path} is a reward model, no language model; type the policy's folder")
     if head == "scalar":
-        if not plain_head(hf):
+        if not plain_head(hf, head):
             return BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one "
                             "score")
-        missing, extra = ({n for n in names if not re.fullmatch(NEW_OR_UNUSED, n)}
+        missing, extra = ({n for n in names if not re.fullmatch(NEW_OR_UNUSED[head], n)}
                           for names in (missing, extra))
+    elif not plain_head(hf, head):
+        # transformers 5 reads both, but its version 4 and vLLM, or a sharded model, only one
+        return BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
+                        "of embeddings, but its weights have both, and they differ; write false")
     shapes = [f"{n}, of shape {tuple(shape)} and not {tuple(wanted)}"
               for n, shape, wanted in report["mismatched_keys"]]
     what, names = next((what, names) for what, names in (
