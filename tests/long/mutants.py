@@ -65,8 +65,8 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("parallel.py", "        first += len(chunk)\n", "", "test_parallel", "chunks"),
     ("configurator.py", "if not equals or model == name", "if model == name",
      "test_configurator", "one_model"),
-    ("configurator.py", 'sorted(argv, key=lambda arg: arg.startswith("--"))', "argv",
-     "test_configurator", "wins"),
+    ("configurator.py", "[arg for arg in argv if arg not in typed]",
+     "reversed([arg for arg in argv if arg not in typed])", "test_configurator", "wins"),
     ("load.py", "(0.3 if in_16_bits else 1e-3)", "0.3e3", "test_rollout", "refused"),
     # runs that are stopped, killed, or wrong
     ("ranks.py", "first, this_rank.stop = not this_rank.stop, True", "first = not this_rank.stop",
