@@ -43,8 +43,6 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
-# keys of text that is no path, so a ~ in it is a ~
-TEXTS = "prompt", "answer", "system_prompt", "stop_strings", "template_kwargs"
 # the [ranges] that a comment may end with: whether a value is in one
 RANGES = {
     r"([^\[\]]*\|[^\[\]]*)": lambda value, words: value in words.split(" | "),
@@ -52,7 +50,8 @@ RANGES = {
     r">= (\S+)": lambda value, low: value >= float(low),
     r"> (\S+)": lambda value, low: value > float(low)}
 # what a user reads, and not the names of Python's types
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
+WORDS = {bool: "True or False", int: "a whole number", float: "a number below 1e30",
+         str: "a text in quotes"}
 
 
 class Key(NamedTuple):
@@ -67,11 +66,10 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
-    script_globals: the caller's globals(). Its configuration is every public int, float, bool or
-    str that is assigned as a literal, at the top level, above the call. shared: a file of more
-    keys, beside this one. until: a shared key; it and the keys below it are other scripts' and keep
-    their defaults. given: {key: (value, where it is from)}, which files and arguments override.
-    defaults: the script's own defaults of shared keys.
+    script_globals: the caller's globals(). shared: a file of more keys, beside this one. until: a
+    shared key; it and the keys below it are other scripts' and keep their defaults. given: {key:
+    (value, where it is from)}, which files and arguments override. defaults: the script's own
+    defaults of shared keys.
 
     Returns the final configuration as a dict, with the script's name as "script", and the shared
     keys as attributes of a namespace. Raises BadInput.
@@ -80,13 +78,10 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     own, more = read_keys(script), {}
     if shared:
         more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
-    twice = ", ".join(sorted(own.keys() & more.keys()))
-    if twice:
-        raise BadInput(f"{script} sets {twice}, which {shared} has, too; see configure's defaults")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     shown = list(more)[:list(more).index(until)] if until else more
-    keys = own | {name: more[name] for name in shown}
+    keys = own | {name: more[name] for name in shown} | own  # of a key in both the script's counts
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         from options.help import print_help
@@ -95,9 +90,8 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
         sys.exit(0)
 
     overrides = read_arguments(keys, argv, given)
-    config = {name: key.default for name, key in keys.items()} | dict(
-        script=os.path.basename(script))
-    config |= {name: value for name, (value, _) in overrides.items()}
+    config = {name: overrides.get(name, [key.default])[0] for name, key in keys.items()}
+    config["script"] = os.path.basename(script)
     check_others(config, keys, overrides)
     script_globals.update({name: config[name] for name in own})
     say_settings(keys, overrides)
@@ -144,21 +138,15 @@ def read_arguments(keys, argv, given=None):
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
-        if isinstance(value, str) and name not in TEXTS:
-            overrides[name] = (from_home(value), where)
+        if "~" in str(value):
+            from options.home import from_home
+
+            overrides[name] = (from_home(value, name), where)
     return overrides
 
 
-def from_home(text):
-    """
-    ~/out -> /home/me/out, also in lists: a,0.5*~/b.jsonl. bash does it only for a word that begins
-    with ~, which --out_dir=~/out does not: the run would make a folder with the name ~.
-    """
-    return re.sub(r"(^|[,*:]\s*)(~[^,]*)", lambda m: m[1] + os.path.expanduser(m[2]), text)
-
-
 def read_keys(file):
-    """{name: Key} of the `name = literal  # comment` lines above a file's call of configure."""
+    """{name: Key} of the public `name = literal  # comment` lines above a file's configure(...)."""
     with open(file, encoding="utf-8") as f:
         source = f.read()
     lines, keys, above = source.split("\n"), {}, 0
@@ -243,10 +231,9 @@ def convert(key, value, default, where):
     wanted = type(default)
     if wanted is float and type(value) is int:
         value = float(value)
-    if type(value) is not wanted:
+    # a NaN, or a number that may overflow float32, is none
+    if type(value) is not wanted or wanted is float and not abs(value) < 1e30:
         raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, given {shorten(value)}")
-    if wanted is float and not abs(value) < 1e30:  # NaN, or a number that may overflow float32
-        raise BadInput(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     return value
 
 

@@ -84,8 +84,8 @@ def read_model(path, head, system, device="cpu", seed=0):
         return read_merged(path, head, system, device, seed)
     try:
         config, how = settings_of(path, head, system)
-        one_file = os.path.isfile(os.path.join(path, "model.safetensors"))
-        if not one_file or getattr(config, "transformers_weights", None):
+        if not os.path.isfile(os.path.join(path, "model.safetensors")) or (
+                getattr(config, "transformers_weights", None)):
             from options.many_files import check_index
 
             check_index(path, config)
