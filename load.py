@@ -280,12 +280,8 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     if tokenizer.vocabulary != policy.tokenizer.vocabulary:
         raise BadInput(f"{path} has another tokenizer than the policy, so no value model can start "
                        "as it; type --value_init=policy")
-    if value_init == "shared":  # both losses train the policy's trunk
-        from options.trunk import OnTrunk
-
-        value_model = OnTrunk(policy, seed=seed)
-    elif system.share_base:
-        from options.lora import value_on_trunk
+    if value_init == "shared" or system.share_base:
+        from options.trunk import value_on_trunk
 
         value_model = value_on_trunk(policy, reward_model, value_init, system, seed)
     else:

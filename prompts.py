@@ -258,11 +258,10 @@ def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
         the second:       1 2            row 1, W = 2
     """
     lengths = batch["lengths"][rows].tolist()
-    made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)],
+    # to make one, the CPU waits for a GPU, so all are made before the training begins
+    return [micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)],
                         max([lengths[i] for i in part], default=2))
-            for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens))
-    # to make one, the CPU waits for the GPU: on a GPU all are made before the training begins
-    return list(made) if rows.is_cuda else made
+            for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens)]
 
 
 def micro_batch(batch, rows, W):

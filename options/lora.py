@@ -201,7 +201,7 @@ def adapt(base, text, head="lm", seed=0):
     return Adapted(base, head, rank, alpha, targets, seed)
 
 
-def value_on_trunk(policy, reward_model, value_init, system, seed):
+def value_adapter(policy, reward_model, value_init, system, seed):
     """share_base: the value model as an adapter and a head on the policy's trunk."""
     if policy.base is None:
         raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it "
