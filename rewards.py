@@ -13,19 +13,17 @@ Its batch is a dict of lists with an entry for each response. For two responses 
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
 the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which all rules together
-may take; and `limits` of programs. Of several turns the completion is the last one, and `dialogues`
-has all messages.
+may take, from `began` on; and `limits` of programs. Of several turns the completion is the last
+one, and `dialogues` has all messages.
 """
 import math
 import pkgutil
-import sys
-import threading
-import traceback
+import time
 
 import torch
 
 import parallel
-from errors import BadInput, Stop, first_line, place_of
+from errors import BadInput
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
@@ -121,14 +119,14 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     part = {name: t[share.start:share.stop] for name, t in batch.items()}  # this rank's rows
     part |= texts_of(part, rows, policy.tokenizer)
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
-    part |= dict(max_new_tokens=longest, seconds=system.reward_timeout,
+    part |= dict(max_new_tokens=longest, seconds=system.reward_timeout, began=time.monotonic(),
                  limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        scores = by_rules(rules, part) if len(share) else dict.fromkeys(rules, [])
-        for name, x in scores.items():
-            columns[f"reward/{name}"] = torch.as_tensor(x, dtype=torch.float64).to(like)
+        for name, rule in rules.items():
+            scores = rule(part) if len(share) else []
+            columns[f"reward/{name}"] = torch.as_tensor(scores, dtype=torch.float64).to(like)
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
             reward_model, part, B, micro_batch_size, system, device).to(like)
@@ -142,36 +140,6 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
     add_scores(batch, terms)
-
-
-def by_rules(rules, batch):
-    """
-    {name: scores} of {name: rule}, in a thread, because a rule may hang: all have batch["seconds"]
-    together. Raises Stop, with the rule and its file and line, where one fails or hangs.
-    """
-    scores, failed = {}, []
-
-    def work():
-        try:
-            for name, rule in rules.items():
-                scores[name] = rule(batch)
-        except BaseException as e:  # a rule of the user's raises anything
-            failed.append(e)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(batch["seconds"])
-    name = next((name for name in rules if name not in scores), None)
-    if failed and not hasattr(failed[0], "exit_code"):
-        place = place_of(traceback.extract_tb(failed[0].__traceback__))
-        raise Stop(f"reward {name!r} failed{place}: {first_line(failed[0])}") from failed[0]
-    if failed:
-        raise failed[0]
-    if name:
-        place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
-        raise Stop(f"reward {name!r} hangs{place}: reward_timeout = {batch['seconds']:g} s "
-                   "are over (it is at most half of timeout)")
-    return scores
 
 
 def model_scores(reward_model, part, total, micro_batch_size, system, device):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from errors import BadInput, Stop
 from options.foreign_rewards import load_reward
-from rewards import by_rules, check_rows, reward_terms
+from rewards import check_rows, reward_terms
 
 import tiny
 
@@ -140,7 +140,7 @@ def test_async_functions_are_awaited():
         m.setattr("options.foreign_rewards.load_function", lambda *_: grader)
         reward = load_reward("mine.py:grader", ".", "")
     for _ in range(2):  # each time in another thread, as in a run
-        assert by_rules(dict(grader=reward), BATCH) == dict(grader=[1, 2, 3])
+        assert reward(BATCH) == [1, 2, 3]
     assert loops[0] is loops[1]
 
 
