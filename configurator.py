@@ -49,6 +49,7 @@ RANGES = {
     r"(\S+)\.\.(\S+)": lambda value, low, high: float(low) <= value <= float(high),
     r">= (\S+)": lambda value, low: value >= float(low),
     r"> (\S+)": lambda value, low: value > float(low)}
+OF_OTHERS = r"(\* )?with \w|in the place of "  # how the comment of a key begins that needs others
 # what a user reads, and not the names of Python's types
 WORDS = {bool: "True or False", int: "a whole number", float: "a number below 1e30",
          str: "a text in quotes"}
@@ -92,30 +93,15 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     overrides = read_arguments(keys, argv, given)
     config = {name: overrides.get(name, [key.default])[0] for name, key in keys.items()}
     config["script"] = os.path.basename(script)
-    check_others(config, keys, overrides)
+    if any(re.match(OF_OTHERS, keys[name].comment) for name in overrides):
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.mistakes import check_others
+
+            check_others(config, keys, overrides)
     script_globals.update({name: config[name] for name in own})
     say_settings(keys, overrides)
     return config, SimpleNamespace(**{name: config.get(name, key.default)
                                       for name, key in more.items()})
-
-
-def check_others(config, keys, overrides):
-    """Raise BadInput where the beginning of a key's comment forbids what is set: see the header."""
-    for name, (value, where) in overrides.items():
-        comment = keys[name].comment
-        beside = re.match(r"\*? ?with (\w+(?: or \w+)*): ", comment)
-        if beside and value != keys[name].default and not any(
-                is_on(config.get(other), keys.get(other)) for other in beside[1].split(" or ")):
-            raise BadInput(f"{name} ({where}) has no effect without {beside[1]}")
-        instead = re.match(r"in the place of (\w+): ", comment)
-        _, other = overrides.get(instead and instead[1], ("", ""))
-        if value and other in (where, "command line"):
-            raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
-
-
-def is_on(value, key):
-    """Whether a key is set: a text is not the default, any other value is not 0."""
-    return value != key.default if isinstance(value, str) else bool(value)
 
 
 def read_arguments(keys, argv, given=None):

@@ -124,9 +124,9 @@ def settings_of(path, head, system):
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     config.num_labels = 1 if head == "scalar" else config.num_labels
-    how = dict(dtype=dtypes(system)[0], attn_implementation=system.attn_implementation)
-    kind = class_of(path, config, head)
-    if has_any(config, FAMILIES) or not kind._supports_sdpa or "eager" in how.values():
+    kind, attention = class_of(path, config, head), system.attn_implementation
+    how = dict(dtype=dtypes(system)[0], attn_implementation=attention)
+    if has_any(config, FAMILIES) or not kind._supports_sdpa or attention == "eager":
         from options.families import settings_of_family
 
         how |= settings_of_family(path, config, kind, how)

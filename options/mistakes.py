@@ -49,6 +49,28 @@ def without_value(argv, keys):
     return BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(behind))}")
 
 
+def check_others(config, keys, overrides):
+    """
+    Raise BadInput where a key that is set needs another one that is not, or stands in the place of
+    another one that is set, too. Both are said at the beginning of its comment: see configurator.
+    """
+    for name, (value, where) in overrides.items():
+        comment = keys[name].comment
+        beside = re.match(r"\*? ?with (\w+(?: or \w+)*): ", comment)
+        if beside and value != keys[name].default and not any(
+                is_on(config.get(other), keys.get(other)) for other in beside[1].split(" or ")):
+            raise BadInput(f"{name} ({where}) has no effect without {beside[1]}")
+        instead = re.match(r"in the place of (\w+): ", comment)
+        _, other = overrides.get(instead and instead[1], ("", ""))
+        if value and other in (where, "command line"):
+            raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
+
+
+def is_on(value, key):
+    """Whether a key is set: a text is not the default, any other value is not 0."""
+    return value != key.default if isinstance(value, str) else bool(value)
+
+
 def no_config_file(path, keys, error):
     """Of a file that could not be run as a config file, or an argument that is no file."""
     data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
