@@ -27,6 +27,11 @@ def slips(batch):
             for _, _, values in responses(batch)]
 
 
+def overlooked(batch):
+    """B numbers: 1.0 where a response goes on behind a hit, as if it were a miss, else 0.0."""
+    return [float(row["target"] in values[:-1]) for row, _, values in responses(batch)]
+
+
 def responses(batch):
     """
     (row, texts of the attempts, their values) of each response. Of 2-6=-4-5=-9-4=-13?2+6=8-5=3

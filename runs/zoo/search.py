@@ -9,11 +9,11 @@ LONGEST = 160
 CURVES = ("ppo", "ppo_lam_95", "reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "maxrl")
 METRICS = "objective/reward/solved,objective/length,objective/entropy"  # of the picture
 COLUMNS = {  # title: (figure, format)
-    "sampled": ("sampled solved", ".1%"), "at 0.15M tokens": ("at budget", ".1%"),
-    "length": ("length", ".1f"), "of wrong ones": ("length of wrong ones", ".1f"),
-    "attempts": ("sampled attempts", ".1f"), "repeats": ("sampled repeats", ".1%"),
-    "slips": ("sampled slips", ".1%"), "greedy": ("greedy solved", ".1%"), "KL": ("kl", "z.2f"),
-    "entropy": ("entropy", ".1f"), "CPU s": ("seconds", ".0f")}
+    "sampled": ("sampled solved", "each .1%"), "at 0.15M tokens": ("at budget", ".1%"),
+    "length": ("length", "each .0f"), "of wrong ones": ("length of wrong ones", "each .0f"),
+    "repeats": ("sampled repeats", "each .0%"), "slips": ("sampled slips", "each .0%"),
+    "greedy": ("greedy solved", "each .0%"), "KL": ("kl", "each z.1f"),
+    "entropy": ("entropy", "each .1f"), "CPU s": ("seconds", ".0f")}
 BUDGET = 150_000  # sampled tokens: "at budget" is the share of right ones when a run has so many
 SOLVED = f"--reward_functions={RULE}solved"
 # Commands; @ is the folder of the seed. 20 iterations of 256 are 5,120 responses
@@ -41,6 +41,8 @@ distill          | PPO config/arithmetic_distill.py --ref_path=@/ppo/policy \
 grpo             | GRPO
 grpo_one_step    | GRPO --num_minibatches=1
 grpo_kl_0        | GRPO --kl_coef=0
+grpo_attempts    | GRPO --reward_functions=data/search/reward.py:solved,\
+-0.5*data/search/reward.py:repeats,-0.5*data/search/reward.py:slips
 grpo_token_mean  | GRPO --aggregation=token-mean
 grpo_clip_higher | GRPO --kl_coef=0 --cliprange_high=0.28
 dr_grpo          | GRPO config/dr_grpo.py

@@ -139,13 +139,19 @@ def at_budget(folder):
 
 
 def line_of(name):
-    """A line of the table: of each figure the mean over the seeds; of the first three the range."""
+    """
+    A line of the table: of each figure the mean over the seeds; of the first three the range, too,
+    and of one whose format begins with "each" what each seed has.
+    """
     judged, cells = [judge(seed, name) for seed in numbers], []
     for column, (figure, form) in enumerate(zoo.COLUMNS.values()):
         found = [each[figure] for each in judged if figure in each]
-        mean, low, high = (f"{of(found or [0]):{form}}" for of in (fmean, min, max))
-        between = f" ({low.rstrip('%')} to {high.rstrip('%')})" * (column < 3 and low != high)
-        cells.append(mean + between if len(found) == len(judged) else "-")
+        every, form = form.startswith("each "), form.removeprefix("each ")
+        of_all = [of(found or [0]) for of in (fmean, min, max)]
+        mean, low, high, *seen = (f"{x:{form}}".rstrip("%") for x in [*of_all, *found])
+        between = f" ({', '.join(seen)})" * every or f" ({low} to {high})" * (column < 3)
+        cells.append(mean + "%" * ("%" in form) + between * (low != high)
+                     if len(found) == len(judged) else "-")
     command, diff = table[name]
     return f"| {name} | `{command}`{diff and ' with ' + diff} | {' | '.join(cells)} |"
 

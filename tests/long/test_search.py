@@ -41,6 +41,7 @@ def test_the_rules(response, solved, attempts, repeats, slips):
     batch = dict(rows=[dict(numbers=NUMBERS, target=13)], completions=[response])
     found = [rule(batch) for rule in (rules.solved, rules.attempts, rules.repeats, rules.slips)]
     assert found == [[solved], [attempts], [pytest.approx(repeats)], [pytest.approx(slips)]]
+    assert rules.overlooked(batch) == [response.startswith(HIT) and MISS in response]
 
 
 def value(attempt):
