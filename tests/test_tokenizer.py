@@ -115,19 +115,30 @@ def test_a_system_prompt_and_a_template_that_refuses(chat, tmp_path):
         encode_learned(chat(chat_template=changes), [user("a")], [assistant("b")])
 
 
-@pytest.fixture(scope="module")
-def blanks(tmp_path_factory):
-    """A BPE in SentencePiece's manner: a blank is U+2581, also before a text; BOS in front."""
-    special = ["<unk>", "<s>", "</s>"]
+def bpe_of_blanks(special, texts, vocab_size):
+    """A BPE in SentencePiece's manner: a blank is U+2581, also before a text; letters are bytes."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
                                                normalizers.Replace(" ", "\u2581")])
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
                                          decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    backend.train_from_iterator(["what is it? it is so"] * 3, trainers.BpeTrainer(
-        vocab_size=330, show_progress=False,
+    # SentencePiece learns within words, and then encodes without cutting the text into them
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    backend.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, show_progress=False,
         special_tokens=[AddedToken(s, normalized=False) for s in special]
         + [f"<0x{b:02X}>" for b in range(256)]))
+    state = json.loads(backend.to_str())
+    state["pre_tokenizer"] = None
+    # the bytes are pieces of the vocabulary, and no special tokens
+    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] in special]
+    return Tokenizer.from_str(json.dumps(state))
+
+
+@pytest.fixture(scope="module")
+def blanks(tmp_path_factory):
+    """BOS is in front of a text."""
+    backend = bpe_of_blanks(["<unk>", "<s>", "</s>"], ["what is it? it is so"] * 3, 330)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A",
                                                            special_tokens=[("<s>", 1)])
     folder = tmp_path_factory.mktemp("blanks")

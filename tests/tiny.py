@@ -220,10 +220,10 @@ class Started:
         self.folder = folder
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        self.pids = [self.fork(script, args, rank, ranks, port, before) for rank in range(ranks)]
+            self.port = s.getsockname()[1]
+        self.pids = [self.fork(script, args, rank, ranks, before) for rank in range(ranks)]
 
-    def fork(self, script, args, rank, ranks, port, before):
+    def fork(self, script, args, rank, ranks, before):
         pid = os.fork()
         if pid:
             return pid
@@ -240,7 +240,7 @@ class Started:
             sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, closefd=False)
             if ranks > 1:
                 os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
-                                   MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                                   MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
                 for name in COLLECTIVES:
                     setattr(dist, name, partial(as_nccl, getattr(dist, name)))
             sys.argv = [os.path.join(ROOT, script), *args]

@@ -127,33 +127,21 @@ def inject(rank, script, fault, listed):
             os.truncate(path, start + (os.path.getsize(path) - start) // 2)
             reach("write", number, "half")
 
-    class Written:
-        """A file that is open for writing: its fate is decided when it is closed."""
-
-        def __init__(self, file, path, number):
-            self.file, self.path, self.number = file, path, number
-            self.start = os.path.getsize(path)  # 0, unless the file is appended to
-            reach("write", number, "empty")
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.close()
-
-        def close(self):
-            self.file.close()
-            half(self.path, self.start, self.number)
-            reach("write", self.number, "after")
-
     def opened(path, mode="r", *args, **how):
         if not set("wax+") & set(mode) or isinstance(path, int) or not inside(path):
             return real_open(path, mode, *args, **how)
         number = begin("write", f"{os.path.basename(path)} ({mode})")
-        return Written(real_open(path, mode, *args, **how), path, number)
+        file = real_open(path, mode, *args, **how)
+        start, close = os.path.getsize(path), file.close  # 0, unless the file is appended to
+        reach("write", number, "empty")
+
+        def closed():  # its fate is decided here
+            close()
+            half(path, start, number)
+            reach("write", number, "after")
+
+        file.close = closed
+        return file
 
     real_save = safetensors.torch.save_file
 
@@ -171,14 +159,6 @@ def inject(rank, script, fault, listed):
 
 # ---------------------------------------------------------------------------------------------
 # a run and its launcher
-
-
-class Launcher(tiny.Started):
-    """What torchrun does for its ranks: it starts them, and keeps the store where they meet."""
-
-    def fork(self, script, args, rank, ranks, port, before):
-        self.port = port
-        return super().fork(script, args, rank, ranks, port, before)
 
 
 def launch(world, job, folder, fault=None):
@@ -211,7 +191,7 @@ def launch(world, job, folder, fault=None):
     try:
         import torch.distributed as dist
 
-        started = Launcher(script, tiny.typed(keys), folder, ranks, before)
+        started = tiny.Started(script, tiny.typed(keys), folder, ranks, before)
         tiny.write(f"{folder}/pids.tmp", json.dumps(started.pids))
         os.rename(f"{folder}/pids.tmp", f"{folder}/pids")
         store = ranks > 1 and dist.TCPStore("127.0.0.1", started.port, is_master=True,

@@ -7,17 +7,18 @@ make(folder, name) writes one, as a Hugging Face folder that transformers loads.
     qwen2.5    ChatML, a system prompt of its own; the base model: ends with <|endoftext|>, the
                template with <|im_end|>
     qwen3      ChatML, thoughts: an empty block before the last answer, earlier thoughts dropped
-    gemma      <start_of_turn>, the assistant is called model, contents stripped; no system turn
     mistral    [INST] ... [/INST], a blank before the answer, </s>; roles alternate; no system turn
     pythia     GPT-NeoX, no template
 """
-import json
 import os
 
-import torch
-import transformers
 from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers,
                         processors, trainers)
+
+from configurator import write_json
+from test_families import SIZES
+from test_model import random_model
+from test_tokenizer import bpe_of_blanks
 
 TEXTS = 3 * [
     "You are a helpful assistant. Answer in one word.", "What is the capital of France? It is "
@@ -51,22 +52,14 @@ QWEN25 = """{%- if messages[0].role != "system" %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}
 """
-QWEN3 = """{%- set asked = namespace(last=-1) %}
-{%- for message in messages if message.role == "user" %}
-    {%- set asked.last = messages.index(message) %}
-{%- endfor %}
-{%- for message in messages %}
+QWEN3 = """{%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\\n" }}
-    {%- set mine, content, thoughts = message.role == "assistant", message.content, "" %}
-    {%- if mine and "</think>" in content %}
-        {%- set thoughts = content.split("</think>")[0].split("<think>")[-1].strip("\\n") %}
-        {%- set content = content.split("</think>")[-1].lstrip("\\n") %}
+    {%- set mine, content = message.role == "assistant", message.content %}
+    {%- if mine and loop.last and "</think>" not in content %}
+        {{- "<think>\\n\\n</think>\\n\\n" }}
     {%- endif %}
-    {%- if mine and loop.index0 > asked.last and (loop.last or thoughts) %}
-        {{- "<think>\\n" + thoughts.strip("\\n") + "\\n</think>\\n\\n" + content.lstrip("\\n") }}
-    {%- else %}{{- content }}{%- endif %}
-    {{- "<|im_end|>" }}
-    {{- "\\n" }}
+    {{- content.split("</think>")[-1].lstrip("\\n") if mine and not loop.last else content }}
+    {{- "<|im_end|>\\n" }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}
     {%- if enable_thinking is defined and not enable_thinking %}
@@ -74,23 +67,14 @@ QWEN3 = """{%- set asked = namespace(last=-1) %}
     {%- endif %}
 {%- endif %}
 """
-ALTERNATE = """{{- bos_token }}
+MISTRAL = """{{- bos_token }}
 {%- for message in messages %}
     {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}
         {{- raise_exception("roles must alternate: user, assistant, user, assistant ...") }}
     {%- endif %}
-"""
-MISTRAL = ALTERNATE + """
     {%- if message.role == "user" %}{{- "[INST] " + message.content + " [/INST]" }}
     {%- else %}{{- " " + message.content | trim + eos_token }}{%- endif %}
 {%- endfor %}
-"""
-GEMMA = ALTERNATE + """
-    {{- "<start_of_turn>" + ("model" if message.role == "assistant" else message.role) + "\\n" }}
-    {{- message.content | trim + "<end_of_turn>" }}
-    {{- "\\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- "<start_of_turn>model\\n" }}{%- endif %}
 """
 
 # how the words are cut before they merge, in the manner of GPT-4 and its followers
@@ -122,18 +106,12 @@ FAMILIES = {
         special=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
         roles=dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>"),
         generation=dict(bos_token_id="<s>", eos_token_id="</s>")),
-    "gemma": dict(
-        weights="gemma", template=GEMMA, added=[],
-        special=["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
-        roles=dict(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"),
-        generation=dict(eos_token_id=["<eos>", "<end_of_turn>"], pad_token_id="<pad>")),
     "pythia": dict(
         weights="gpt_neox", template=None, special=[END, "<|padding|>"], added=["  ", "    "],
         roles=dict.fromkeys(["bos_token", "eos_token", "unk_token"], END), generation={})}
 CHATS = [name for name, what in FAMILIES.items() if what["template"]]
 CLASSES = dict(qwen2="Qwen2Tokenizer", qwen3="Qwen2Tokenizer", gpt_neox="GPTNeoXTokenizer",
-               mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast",
-               gemma="PreTrainedTokenizerFast")
+               mistral="LlamaTokenizer", llama="PreTrainedTokenizerFast")
 
 
 def make(folder, name, head="lm"):
@@ -147,7 +125,7 @@ def make(folder, name, head="lm"):
     ids = make_tokenizer(folder, name)
     make_model(folder, name, ids, head)
     if head == "lm" and generation:
-        write_json(folder, "generation_config.json", {
+        write_json(f"{folder}/generation_config.json", {
             k: [ids[t] for t in v] if isinstance(v, list) else ids.get(v, v)
             for k, v in generation.items()})
     return folder
@@ -157,7 +135,7 @@ def make_tokenizer(folder, name):
     """Write the tokenizer's files as the hub's folders have them. Returns {token: id}."""
     what = FAMILIES[name]
     special, added, roles = what["special"], what["added"], what["roles"]
-    backend = train_mistral(special) if name == "mistral" else train_bytes(name)
+    backend = bpe_of_blanks(special, TEXTS, 700) if name == "mistral" else train_bytes(name)
     if name != "mistral":
         backend.add_special_tokens([AddedToken(s, normalized=False) for s in special])
         backend.add_tokens([AddedToken(s, normalized=name == "pythia") for s in added])
@@ -179,7 +157,7 @@ def make_tokenizer(folder, name):
     if name == "mistral":
         config |= dict(add_bos_token=True, add_eos_token=False, legacy=True)
     backend.save(f"{folder}/tokenizer.json")
-    write_json(folder, "tokenizer_config.json", config)
+    write_json(f"{folder}/tokenizer_config.json", config)
     return ids
 
 
@@ -191,59 +169,22 @@ def train_bytes(name):
             pre_tokenizers.Split(Regex(WORDS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.pre_tokenizer, backend.decoder = level, decoders.ByteLevel()
-    if name not in ("llama3.2", "gemma"):
+    if name != "llama3.2":
         backend.normalizer = normalizers.NFC()
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     return backend
 
 
-def train_mistral(special):
-    """
-    A BPE in SentencePiece's manner: a blank is the sign U+2581, also before the text; unknown
-    characters are bytes.
-    """
-    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
-                                               normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
-                                         decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    data = [f"<0x{b:02X}>" for b in range(256)]
-    # SentencePiece learns within words, and then encodes without cutting the text into them
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
-    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
-        vocab_size=700, show_progress=False,
-        special_tokens=[AddedToken(s, normalized=False) for s in special] + data))
-    # the bytes are pieces of the vocabulary, and no special tokens
-    state = json.loads(backend.to_str())
-    state["pre_tokenizer"] = None
-    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] in special]
-    return Tokenizer.from_str(json.dumps(state))
-
-
 def make_model(folder, name, ids, head):
     """Random weights of the family as transformers writes them, in float32, and config.json."""
     family, roles = FAMILIES[name]["weights"], FAMILIES[name]["roles"]
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=(
-        -(-len(ids) // 64) * 64), max_position_embeddings=512, intermediate_size=48)  # padded
+    sizes = SIZES | dict(vocab_size=-(-len(ids) // 64) * 64, max_position_embeddings=512)  # padded
     if family != "gpt_neox":
-        sizes |= dict(num_key_value_heads=2, head_dim=8)
-    named = {f"{role}_id": ids[roles[role]] for role in ("bos_token", "eos_token") if role in roles}
-    config = transformers.AutoConfig.for_model(family, pad_token_id=None, **sizes, **named)
-    auto = transformers.AutoModelForCausalLM
-    if head == "scalar":
-        config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
-        config.pad_token_id = ids[roles.get("pad_token", roles["eos_token"])]
-    torch.manual_seed(0)
-    model = auto.from_config(config)
-    with torch.no_grad():
-        for p in model.parameters():  # large weights, so that nothing is invisible
-            p.add_(0.1 * torch.randn(p.shape))
-    model.save_pretrained(folder)
+        sizes |= dict(head_dim=8)
+    sizes |= {f"{role}_id": ids.get(roles.get(role)) for role in ("bos_token", "eos_token")}
+    scalar = head == "scalar"
+    sizes["pad_token_id"] = ids[roles.get("pad_token", roles["eos_token"])] if scalar else None
+    random_model(family, sizes, scalar, noise=0.1).save_pretrained(folder)
     if os.path.isfile(f"{folder}/generation_config.json"):
         os.remove(f"{folder}/generation_config.json")
-
-
-def write_json(folder, file, value):
-    with open(os.path.join(folder, file), "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=2, ensure_ascii=False)

@@ -14,7 +14,6 @@ CPU, an index on the CPU, and copying. Where nothing may wait for the GPU (while
 recorded, and as torch.cuda.set_sync_debug_mode says), what waits is an error, too.
 """
 import contextlib
-import warnings
 import weakref
 from unittest import mock
 
@@ -42,6 +41,10 @@ class Misplaced(RuntimeError):
     """Tensors in two places, where CUDA would refuse it."""
 
 
+class Waits(RuntimeError):
+    """A wait for the GPU where there must be none."""
+
+
 def place(t):
     return getattr(t.untyped_storage(), "place", "cpu")
 
@@ -63,17 +66,13 @@ def on_cpu(function):
         "cpu" if wanted_place(device) else device, *args, **kwargs)
 
 
-class Waits(RuntimeError):
-    """A wait for the GPU where there must be none."""
-
-
 class Seen:
     """What was seen on the pretended GPU: the names of all operations; and its graphs."""
 
     def __init__(self):
         self.backward = False  # whether a backward pass is under way
         self.operations, self.inexact = set(), set()
-        self.no_waits = self.warned = False
+        self.no_waits = False
         self.recording = None  # the Graph that is being recorded
         self.graphs = weakref.WeakSet()  # those that are alive
         self.pools, self.recorded, self.replays, self.waits = set(), 0, 0, 0  # in all
@@ -84,17 +83,12 @@ class Seen:
         if self.no_waits or self.recording:
             raise Waits(f"{what} waits for the GPU")
 
-    def set_sync_debug_mode(self, mode):
-        if not self.warned:  # as torch does
-            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
-        self.warned, self.no_waits = True, mode == "error"
-
     def functions(self):
         """{name in torch.cuda: what takes its place}"""
         return dict(
             CUDAGraph=Graph, Stream=mock.Mock, current_stream=mock.Mock,
             stream=contextlib.nullcontext,
-            set_sync_debug_mode=self.set_sync_debug_mode,
+            set_sync_debug_mode=lambda mode: setattr(self, "no_waits", mode == "error"),
             get_device_capability=lambda device: (9, 0),
             empty_cache=lambda: setattr(self, "full", False))
 

@@ -1,30 +1,36 @@
 """
 What would go wrong on a GPU, found without one: tensors in two places, operations without an exact
-kernel, memory that was never written, an impossible token. test_gpu.py has what needs a GPU.
+kernel, memory that was never written, a compiled step of a decoding, its cache. test_gpu.py has
+what needs a GPU.
 """
 import contextlib
 import json
 import os
+import shutil
 import signal
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import parallel
 import pretend
 import ranks
 import tiny
-from load import load
-from model import Model
+from load import autocast, load
+from model import SPARE, decoding_cache, roomy_layer
 from options import decoding_graph
 from prompts import micro_batch
-from rollout import draw
-from test_decoding_compiled import PROMPTS
-from test_families import SIZES, random_model, rows_of_texts, save
-from tiny import answer, assert_same_run, keys_of, keys_of_system, read_jsonl, run
+from rollout import decoding_copy
+from test_families import rows_of_texts, save
+from test_model import CPU
+from tiny import answer, assert_same_run, in_a_fork, keys_of, keys_of_system, read_jsonl, run
+
+# prompts of several lengths, one of them twice; rows leave at different steps
+PROMPTS = [[5, 17, 80, 33, 9], [41, 2, 2, 60, 7, 7, 23, 90, 11], [64], [3, 50, 3, 8], [64], [5, 6]]
 
 
 def checked(collective, *args, **kwargs):
@@ -136,16 +142,12 @@ def test_nccl_is_told_which_gpu_is_mine(monkeypatch, roles):
     assert told.get("device_id") == (None if roles else torch.device("cuda", 3))
 
 
-def test_nothing_reads_memory_that_was_never_written():
+def test_nothing_reads_memory_that_was_never_written(world):
     """torch can fill all new tensors with NaN. Zeros, as in a fresh page, would hide a read."""
-    policy = Model(random_model("llama", SIZES | dict(vocab_size=97, pad_token_id=None,
-                                                      eos_token_id=2))).requires_grad_(False)
-    policy.tokenizer = SimpleNamespace(eos_ids=set(range(0, 97, 9)), pad_id=0, vocab_size=97,
-                                       stop_strings=[])
-    prompts = [[5, 17, 80, 33, 10], [41, 2], [64, 3, 3]]
+    policy = load(world.tied, "policy", keys_of_system(), torch.device("cpu")).requires_grad_(False)
 
     def go():
-        out = answer(policy, prompts, 12, at_once=2)
+        out = answer(policy, [[97, 17, 80, 33, 10], [41, 2], [64, 3, 3]], 12, at_once=2)
         mb = micro_batch(out, torch.arange(3), int(out["lengths"].max()))
         return (out["tokens"], out["sampler_logprobs"],
                 policy.logprobs(mb["tokens"], mb["response_mask"])[0])
@@ -159,72 +161,218 @@ def test_nothing_reads_memory_that_was_never_written():
         torch.use_deterministic_algorithms(False)
 
 
-def parallel_cumsum(x):
-    """Sums along dimension 1 in log2(n) steps, each for all entries, as a GPU adds."""
-    far = 1
-    while far < x.shape[1]:
-        x = torch.cat([x[:, :far], x[:, far:] + x[:, :-far]], 1)
-        far *= 2
-    return x
-
-
-def test_no_impossible_token_at_the_edges_of_the_cdf(monkeypatch):
-    """The uniforms lie just before, on and just behind an impossible token's place in [0, 1)."""
-    plain, V = torch.Tensor.cumsum, 151_936
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (
-        parallel_cumsum(x) if x.is_floating_point() and dim else plain(x, dim)))
-    drawn = torch.Generator().manual_seed(V)
-    logits = 3 * torch.randn(1, V, generator=drawn)
-    impossible = torch.rand(V, generator=drawn) < 0.5
-    impossible[:3] = impossible[-3:] = True
-    logits[:, impossible] = -torch.inf
-    probs = logits[0].double().softmax(-1)
-    exact = probs.cumsum(0)
-    edges = exact[impossible.nonzero().flatten()][::V // 60]
-    u = torch.cat([edges - 1e-9, edges, edges + 1e-9, torch.tensor([0.0, 1.0]).double()])
-    u = u.clamp(0, 1 - 2.0**-53)
-    token, logprob = draw(logits.expand(len(u), V), u, 1.0)
-    assert not impossible[token].any() and logprob.isfinite().all()
-    # and otherwise it is the inverse CDF, but for float32's rounding
-    assert (exact[token] - probs[token] - 1e-6 <= u).all() and (u <= exact[token] + 1e-6).all()
-
-
-@pytest.fixture
-def by_graphs(monkeypatch, tmp_path):
+def by_graphs(name, folder, monkeypatch):
     """
-    A function: family -> what a decoding samples plainly, and by graphs, on a pretended GPU with
-    little memory; what was seen there; and why there are no graphs. A graph for each 8 columns.
+    What a decoding of a family samples plainly, and by graphs, a graph for each 8 columns, on a
+    pretended GPU with little memory; what was seen there; and why there are no graphs.
     """
-    for name, value in dict(off="", last=None, stream=None, COLUMNS=8, MULTIPLE=4).items():
-        monkeypatch.setattr(decoding_graph, name, value)
-
-    def run(name):
-        save(tmp_path, name)
-        with pretend.gpu() as seen:
-            policy = load(str(tmp_path), "policy", keys_of_system(), pretend.GPU)
-            policy.tokenizer.eos_ids = set(range(0, 260, 20))
-            plain = answer(policy, PROMPTS, 30, temperature=0.8)
-            seen.full, seen.waits = True, 0
-            graphs = answer(policy, PROMPTS, 30, temperature=0.8, graphs=True)
-            return plain, graphs, seen, decoding_graph.off
-
-    return run
-
-
-@pytest.mark.filterwarnings("error:.*prototype")
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Falcon"])
-def test_a_recorded_step_samples_the_same(by_graphs, name):
-    """Nothing in it waits, Python decides nothing, the graphs share memory; one finds it full."""
-    plain, graphs, seen, off = by_graphs(name)
-    assert not off and torch.equal(plain["tokens"], graphs["tokens"])
+    for key, value in dict(off="", last=None, stream=None, COLUMNS=8, MULTIPLE=4).items():
+        monkeypatch.setattr(decoding_graph, key, value)
+    save(folder, name)
+    with pretend.gpu() as seen:
+        policy = load(str(folder), "policy", keys_of_system(), pretend.GPU)
+        policy.tokenizer.eos_ids = set(range(0, 260, 20))
+        plain = answer(policy, PROMPTS, 30, temperature=0.8)
+        seen.full, seen.waits = True, 0
+        graphs = answer(policy, PROMPTS, 30, temperature=0.8, graphs=True)
+    assert torch.equal(plain["tokens"], graphs["tokens"])
     assert (plain["sampler_logprobs"] - graphs["sampler_logprobs"]).abs().max() < 1e-5
-    assert seen.recorded > 3 and seen.replays > 10 and len(seen.pools) == 2 and not seen.full
-    assert len(seen.graphs) == 1  # the last one
+    return seen, decoding_graph.off
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Falcon"])
+def test_a_recorded_step_samples_the_same(name, tmp_path, monkeypatch):
+    """Nothing in it waits, Python decides nothing, the graphs share memory; one finds it full."""
+    seen, off = by_graphs(name, tmp_path, monkeypatch)
+    assert not off and seen.recorded > 3 and seen.replays > 10
+    assert len(seen.pools) == 2 and not seen.full and len(seen.graphs) == 1  # the last one
     assert seen.waits < seen.replays + 25  # one for each token, and some at the start
 
 
-def test_a_step_that_waits_is_never_recorded(by_graphs):
+def test_a_step_that_waits_is_never_recorded(tmp_path, monkeypatch):
     """Dynamic rope asks for the largest position. A recording that fails harms torch's memory."""
-    plain, graphs, seen, off = by_graphs("Llama with dynamic rope")
+    seen, off = by_graphs("Llama with dynamic rope", tmp_path, monkeypatch)
     assert "waits" in off and seen.recorded == 0 and not seen.no_waits
-    assert torch.equal(plain["tokens"], graphs["tokens"])
+
+
+# --------------------------------------------------------------------------------------------------
+# the key compile. A CPU has no CUDA graphs: here each step is computed anew, by the same code.
+# torch.compile reads the code and makes a graph, which is run as it is: to make kernels of it would
+# take half a minute
+
+
+def as_new(backend):
+    """As in a new process; torch.compile with this backend, and a graph for every 8 columns."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile = lambda *args, **keys: whole(*args, backend=backend, **keys)
+    decoding_graph.off = decoding_graph.uncompiled = ""
+    decoding_graph.said, decoding_graph.COLUMNS, decoding_graph.MULTIPLE = False, 8, 4
+    return counters["stats"]
+
+
+whole = torch.compile
+
+
+def sampled(policy, compiled, prompts=PROMPTS, R=20, **keys):
+    """A batch, by compiled steps or by plain ones."""
+    return answer(policy, prompts, R, graphs="compiled" if compiled else False, **keys)
+
+
+def wrong(what):
+    """A backend whose graphs change their outputs."""
+    def backend(graph, inputs):
+        def run(*args):
+            return [what(x) if torch.is_tensor(x) else x for x in graph(*args)]
+
+        return run
+
+    return backend
+
+
+def fails(graph, inputs):
+    raise OSError("no compiler")
+
+
+ONE = dict(num_hidden_layers=1)
+CASES = [  # a family, its layers (else two), a backend, why it is not used
+    # each computes something in its own way: positions, heads, experts, compressed keys. And
+    # layers; the second one of DeepSeek is of another kind
+    ("GPT-2", {}, "eager", ""), ("OPT", ONE, "eager", ""), ("Falcon", ONE, "eager", ""),
+    ("Mixtral", ONE, "eager", ""), ("DeepSeek-V3", {}, "eager", ""),
+    ("OPT", ONE, fails, "no compiler"),
+    ("OPT", ONE, wrong(lambda x: x if x.shape[-1] != 264 else 1.1 * x), "logits differ"),
+    ("OPT", ONE, wrong(lambda x: x if x.shape[-1] != 264 else x * torch.nan), "logits differ"),
+    ("OPT", ONE, wrong(lambda x: x if x.dtype != torch.int64 or x.dim() != 1 else x ^ 1),
+     "other tokens")]
+
+
+def test_families_sample_the_same_and_a_wrong_step_is_never_used(tmp_path, capfd):
+    """
+    One graph for all columns, and all rows that go on, and nothing is left uncompiled; or a line
+    says why, the tokens are the plain ones, and the next decoding does not try it again.
+    """
+    def check():
+        for n, (name, layers, backend, why) in enumerate(CASES):
+            stats = as_new(backend)
+            save(tmp_path / str(n), name, **layers)
+            policy = load(f"{tmp_path}/{n}", "policy", keys_of_system(), CPU)
+            policy.tokenizer.eos_ids = set(range(0, 260, 9))
+            plain, compiled = (sampled(policy, on, temperature=0.8) for on in (False, True))
+            gap = plain["sampler_logprobs"] - compiled["sampler_logprobs"]
+            assert torch.equal(plain["tokens"], compiled["tokens"]) and gap.abs().max() < 1e-5, name
+            assert why in decoding_graph.uncompiled and not decoding_graph.off
+            if why:
+                sampled(policy, True)
+            assert bool(why) == bool(decoding_graph.uncompiled) and stats["unique_graphs"] <= 1
+            assert why or stats["unique_graphs"] == 1, name
+
+    in_a_fork(check)
+    lines = [line for line in capfd.readouterr().out.splitlines()
+             if "decoding without torch.compile" in line]
+    for line, why in zip(lines, [why for *_, why in CASES if why], strict=True):
+        assert why in line
+
+
+def test_it_is_compiled_once(tmp_path, capfd):
+    """
+    For other batches, lengths and weights, and for each iteration's copy in 16 bits; not for a
+    single row, and greedy decoding. And it says so once.
+    """
+    def check():
+        stats = as_new("eager")
+        save(tmp_path, "Llama", **ONE)
+        system = keys_of_system(dtype="bfloat16")
+        policy = load(str(tmp_path), "policy", system, CPU, trained=True)
+        graphs = []
+        for prompts, R, temperature in [(PROMPTS, 9, 0.8), (PROMPTS * 3, 20, 0.8),
+                                        (PROMPTS[1:4], 40, 0.8), (PROMPTS, 9, 0)]:
+            with autocast(system, CPU), decoding_copy(policy, system, CPU) as decoder:
+                assert decoder is not policy
+                sampled(decoder, True, prompts, R, temperature=temperature)
+            assert not decoding_graph.uncompiled  # the first step was alike
+            graphs.append(stats["unique_graphs"])
+            with torch.no_grad():
+                for p in policy.parameters():
+                    p.mul_(1.01)
+        assert graphs == [1, 1, 1, 2], graphs
+
+    in_a_fork(check)
+    assert capfd.readouterr().out.count("compiled the decoding step in") == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# a compiled trunk, in any number of tokens
+
+
+def computed(model, rows, T):
+    """States without gradients, log-probs with them, and the gradients of a loss."""
+    tokens = torch.randint(200, (rows, T), generator=torch.Generator().manual_seed(rows * T))
+    with torch.no_grad():
+        read = model.states(tokens)
+    logprobs, _ = model.logprobs(tokens, torch.arange(T).expand(rows, T) > 1)
+    model.zero_grad()
+    logprobs.square().mean().backward()
+    return [read, logprobs.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+def test_a_trunk_is_traced_once_and_computes_the_same(tmp_path):
+    """
+    Whatever the number of rows and tokens, even if at first it is the width, with layers that are
+    computed again; and decoding does not use it. In a fork: torch.compile leaves operators behind
+    that MemTracker, in other tests, refuses.
+    """
+    def check():
+        save(tmp_path, "Llama")
+        stats = as_new("eager")
+        plain, compiled = (load(str(tmp_path), "policy", keys_of_system(
+            dtype="float64", compile=on, gradient_checkpointing=on), CPU, trained=True)
+            for on in (False, True))
+        stats.clear()
+        names = [[n for n, _ in model.named_parameters()] for model in (plain, compiled)]
+        texts = [answer(model, [[1, 2, 3], [4]], 6) for model in (plain, compiled)]
+        assert torch.equal(texts[0]["sampler_logprobs"], texts[1]["sampler_logprobs"])
+        assert names[0] == names[1] and not stats
+        graphs = []
+        for rows, T in [(2, 32), (3, 11)]:
+            for a, b in zip(computed(plain, rows, T), computed(compiled, rows, T), strict=True):
+                assert (a - b).abs().max() <= 1e-12 * max(1, a.abs().max())
+            graphs.append(stats["unique_graphs"])
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert graphs[0] > 0 and len(set(graphs)) == 1 and not breaks, (graphs, breaks)
+
+    in_a_fork(check)
+
+
+# --------------------------------------------------------------------------------------------------
+# the cache of a decoding: the columns of transformers' own, and none is copied
+
+
+def test_columns_and_rows_are_those_of_transformers():
+    config, drawn = GPT2Config(n_layer=1), torch.Generator().manual_seed(1)
+    ours, theirs = decoding_cache(config), DynamicCache(config=config)
+    lengths = [5, *[1] * (SPARE - 1), 3, *[1] * 70]  # room for all of the first, then not
+    select = {0: [2, 0, 0, 1], SPARE - 2: [3, 1], SPARE: [1, 0, 1], SPARE + 9: [2]}
+    rows, moved = 3, 0
+    for step, k in enumerate(lengths):
+        new = [torch.randn(rows, 2, k, 4, generator=drawn) for _ in range(2)]
+        place = ours.layers[0].buffers[0].data_ptr() if step else None
+        for a, b in zip(ours.update(*new, 0), theirs.update(*new, 0), strict=True):
+            assert torch.equal(a, b)
+        assert ours.get_seq_length() == theirs.get_seq_length() == sum(lengths[:step + 1])
+        moved += ours.layers[0].buffers[0].data_ptr() != place
+        if step in select:
+            rows = len(select[step])
+            for cache in (ours, theirs):
+                cache.batch_select_indices(torch.tensor(select[step]))
+    assert moved == 3  # at the first step, and where the buffers were full
+
+
+def test_layers_that_see_less_are_left_as_they_are():
+    kinds = ["full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds)
+    assert [type(x) for x in decoding_cache(config).layers] == [
+        roomy_layer(), DynamicSlidingWindowLayer]

@@ -1,13 +1,12 @@
 """
 Families some of whose layers keep a state (linear attention, state spaces, convolutions): texts
-beside each other, in 16 bits, with adapters, split; whole runs; what is refused. What they read,
-train and save: test_families.py.
+beside each other, in 16 bits, with adapters; what is refused. What they read, train and save, and
+their runs: test_families.py.
 """
 import pytest
 import torch
 import transformers
 
-import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import autocast, load, probe
@@ -17,7 +16,7 @@ from rollout import decode, decoding_copy, response_uniforms
 from test_families import FAMILIES, HYBRIDS, rows_of_texts, save, written
 from test_lora import filled, said, said_by_peft
 from test_model import CPU
-from tiny import keys_of_system, read_log, read_weights
+from tiny import keys_of_system
 
 
 def sample(policy, prompts, uniforms, temperature=1.0):
@@ -112,37 +111,6 @@ def test_what_would_change_a_state_is_refused(name, settings, dtype, word):
         return probe(model)
     with pytest.raises(BadInput, match=f"cannot decode .*{word}"):
         probe(model)
-
-
-def test_runs(world, tmp_path):
-    """
-    Several turns, an adapter, layers that are computed again, on two ranks: stopped, it resumes to
-    the same bits; transformers reads what is saved, and says what quartet says.
-    """
-    theirs = save(tmp_path / "policy", "Qwen3.5 (text)")
-    theirs.generation_config.eos_token_id = [tiny.EOS, *range(128, 190)]
-    theirs.save_pretrained(tmp_path / "policy")
-    keys = tiny.keys_of(
-        world, "grpo.py", policy_path=f"{tmp_path}/policy", dtype="float32", checkpoint_interval=1,
-        environment=f"{world.rules}:talks", max_turns=3, gradient_checkpointing=True, lora="2:4",
-        max_new_tokens=12, reward_functions=f"{world.rules}:letters")
-    whole = tiny.well("grpo.py", tmp_path / "whole", keys, ranks=2)
-    tiny.well("grpo.py", tmp_path / "parts", keys | dict(max_iters=1), ranks=2)
-    parts = tiny.well("grpo.py", tmp_path / "parts", keys, ranks=2)
-    tiny.assert_same_run(whole, parts)
-    first, _, last = read_log(whole)[:3]
-    assert first["policy/ratio_gap"] == 0 == first["objective/kl"]
-    assert max(line["policy/sampler_gap"] for line in (first, last)) < 1e-4
-    assert min(line["objective/turns"] for line in (first, last)) > 1.3
-    before, after = (read_weights(f) for f in (tmp_path / "policy", f"{whole}/policy"))
-    assert not any(torch.equal(t, after[n]) for n, t in before.items() if "in_proj" in n)
-    policy = load(f"{whole}/policy", "policy", keys_of_system(), CPU)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{whole}/policy")
-    prompts = [[97, 98, 99, 100, 101], [120]]
-    said = sample(policy, prompts, torch.zeros(2, 9).double(), temperature=0)
-    for prompt, (ids, _) in zip(prompts, said, strict=True):
-        alone = theirs.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
-        assert alone[0, len(prompt):].tolist()[:len(ids)] == ids
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from errors import BadInput
 from load import load
-from options.judging import TEMPLATES, Judge, log_odds
+from options.judging import TEMPLATES, Judge
 from rewards import score_sequences
 from tokenizer import load_tokenizer
 from transformers import AutoModelForCausalLM
@@ -64,11 +64,6 @@ def test_scores_as_transformers(folder, template, count):
         grade = (p / p.sum() * torch.arange(count, 0, -1)).sum().item()  # expected, from 1 to 10
         want = (p[0] / p[1]).log().item() if count == 2 else math.log((grade - 1) / (10 - grade))
         assert score == pytest.approx(want, abs=1e-9)
-
-
-def test_log_odds_by_hand():
-    for p, odds in (([0.6, 0.2], 3), ([0.5, 0.3, 0.2], 0.65 / 0.35), ([0.1] * 10, 1)):
-        assert log_odds(torch.tensor(p).log()).item() == pytest.approx(math.log(odds), abs=1e-6)
 
 
 @pytest.mark.parametrize("chat, opened", [

@@ -13,10 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import models_of_the_world as others
 from load import load_reward_model
 from rewards import score_sequences
-from test_families import in_a_row
 from test_model import CPU
 from test_tokenizer import assistant, user
-from tiny import jsonl, keys_of_system, read_log
+from tiny import jsonl, keys_of_system, read_log, well
 
 WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "It", "Sure!", "caf\u00e9", "\n", "  ",
          "helpful assistant", "user"]
@@ -87,25 +86,24 @@ def test_others_score_as_transformers(name, tmp_path):
     # with pad = EOS at the very end, the score is read in front of it; behind some ends of turn
     # there is a line break
     at_the_end = (seen[0] - seen[2]).abs().max() < 1e-4
-    assert at_the_end == (name in ("qwen2.5", "qwen3", "gemma"))
+    assert at_the_end == (name in ("qwen2.5", "qwen3"))
     assert (seen[1] - seen[2]).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """{name: the folder that rm.py leaves}"""
-    root, jobs = str(tmp_path_factory.mktemp("trained")), {}
+    root, made = tmp_path_factory.mktemp("trained"), {}
     for name in others.FAMILIES:
-        policy, rows = others.make(f"{root}/policies/{name}", name), [PAIRS, CHATS]
+        policy, rows = others.make(root / f"policy {name}", name), [PAIRS, CHATS]
         rows = rows[name in others.CHATS]
-        pairs = jsonl(f"{root}/{name}.jsonl", rows)
-        demos = jsonl(f"{root}/demos-{name}.jsonl", [
+        pairs = jsonl(root / f"{name}.jsonl", rows)
+        demos = jsonl(root / f"demos-{name}.jsonl", [
             dict(prompt=row["prompt"], completion=row["chosen"]) for row in rows])
-        jobs[name] = ("rm.py", dict(
+        made[name] = well("rm.py", root / name, dict(
             init_from=policy, train_path=pairs, val_path=pairs, demonstrations_path=demos,
             batch_size=5, micro_batch_size=5, device_type="cpu", learning_rate=3e-3, max_iters=2))
-    assert set(in_a_row(root, jobs).values()) == {""}
-    return {name: f"{root}/{name}/reward_model" for name in jobs}
+    return {name: f"{out}/reward_model" for name, out in made.items()}
 
 
 @pytest.mark.parametrize("name", others.FAMILIES)
@@ -125,5 +123,4 @@ def test_what_rm_py_trains_is_what_others_read(name, trained):
     assert mine.score_shift == pytest.approx(-want[::2].mean().item(), abs=1e-4)
     # a padding token that ends nothing, where the family has one: the score is read at the very end
     assert tokenizer.pad_token == dict(
-        qwen3="<|endoftext|>", pythia="<|padding|>", mistral="<unk>", gemma="<pad>").get(
-        name, tokenizer.eos_token)
+        qwen3="<|endoftext|>", pythia="<|padding|>", mistral="<unk>").get(name, tokenizer.eos_token)

@@ -14,6 +14,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from errors import BadInput
@@ -69,9 +70,9 @@ def assert_verdicts(cases, **how):
             if v != case[2] and v.reason not in str(case[2]).split("|")] == []
 
 
-def assert_passes(body, value=None, *arguments):
-    """A function f with this body, called with these arguments, returns value."""
-    assert_verdicts([(function(body), returns(value, *arguments), PASSED)])
+def passes(body, value=None, *arguments):
+    """The case that a function f with this body, called with these arguments, returns value."""
+    return function(body), returns(value, *arguments), PASSED
 
 
 LIBRARIES = """
@@ -82,19 +83,13 @@ return got + asyncio.run(asyncio.sleep(0, 1))"""
 HARMLESS = [
     ("def f(x): return 1 / x", {"fn": "f", "inputs": [[0], [1], [2]], "outputs": [0, 1, 3]},
      (1, 3, "error")),
-    ("print(sum(map(int, input().split())))", {"stdin": ["1 2", "3 x"], "stdout": ["3", "7\n"]},
-     (1, 2, "error")),
     ("print(1)\nexit()", prints("1"), PASSED),
     ("print('noise')\ndef f(x):\n    print('noise', x)\n    return x",
      returns("a\n\u2028é\0", "a\n\u2028é\0"), PASSED),
     # one key of JSON, and two of the program's
     ("def f(): return {1: 2, '1': 3}", returns({"1": 3}), (0, 1, "fail")),
-    # each call of a method has an object of its own; the names of typing are there
-    ("class S:\n    n = 0\n    def f(self, x: List[int]):\n        self.n += sum(x)\n"
-     "        return self.n", [{"fn": "S.f", "inputs": [[[1, 2]], [[3]]], "outputs": [3, 3]},
-                               "assert S().f([4]) == 4"], (3, 3, "pass")),
     # what limits and filter could have broken
-    (function(LIBRARIES), returns(26), PASSED),
+    passes(LIBRARIES, 26),
     ("import os\nprint(os.path.dirname(__file__) == os.getcwd(), os.path.basename(__file__))",
      prints("True solution.py"), PASSED),
     ("import os\nos.abort()", prints("1"), (0, 1, "crash"))]
@@ -118,21 +113,18 @@ LIMITS = [  # of time, memory and output; nothing takes longer than its limit
     ("x = bytearray(2**31)", prints("1"), "memory"),
     ("def f():\n    x = 'x' * 10**6\n    for _ in range(20): x = [x] * 9\n    return x",
      returns(1), "memory"),
-    ("def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", returns(1), "error"),
     ("import os\ndef f(a):\n    while True: os.write(a, b'x' * 10**6)", returns(1, 3),
      "output limit"),
     ("print('x' * 70000)", prints("1"), "output limit"),
     ("print('x' * 10**6)", prints("x" * 10**6), "pass"),  # as expected
     # right, and longer than expected
     ("def f(): return [0.1 + 0.2] * 10000", returns([0.3] * 10000), "pass"),
-    ("for n in range(10000): print(0.1 + 0.2)", prints("0.3\n" * 10000), "pass"),
     ("def f():\n    for _ in range(100): print('x' * 10**6)\n    return 1", returns(1), "pass"),
     (GROWS, returns(None), "pass")]  # its stdin is a file in memory, which stays empty
 # an exit, a crash or a limit in the third of five calls takes the third and all later ones
 IN_THE_THIRD = [("os._exit(0)", 2, "crash"), ("ctypes.string_at(0)", 2, "crash"),
                 ("os.write(3, b'x' * 10**6)", 2, "output limit"), ("raise SystemExit", 4, "error"),
-                ("os.kill(os.getpid(), 9)", 2, "killed"), ("bytearray(2**31)", 4, "memory"),
-                ("return object()", 4, "error")]
+                ("os.kill(os.getpid(), 9)", 2, "killed"), ("bytearray(2**31)", 4, "memory")]
 FIVE = {"fn": "f", "inputs": [[n] for n in range(5)], "outputs": list(range(5))}
 
 
@@ -161,8 +153,7 @@ try:
 except RuntimeError: pass
 time.sleep(a[1])
 return 30 <= n <= 64"""
-    assert_verdicts([(function(body), returns(True, 10**5, 0), PASSED)]
-                    + [(function(body), returns(True, 40, 0.5), PASSED)] * 4)
+    assert_verdicts([passes(body, True, 10**5, 0)] + [passes(body, True, 40, 0.5)] * 4)
 
 
 # attacks on the host
@@ -210,8 +201,7 @@ return limits[0]""", 1))]
 
 def test_what_a_program_sees(monkeypatch):
     monkeypatch.setenv("QUARTET_SECRET", "4815162342")
-    assert_verdicts([(function(body), returns(wanted, os.__file__, *HIDDEN), PASSED)
-                     for body, wanted in INSIDE])
+    assert_verdicts([passes(body, wanted, os.__file__, *HIDDEN) for body, wanted in INSIDE])
 
 
 def test_nothing_can_be_written():
@@ -221,7 +211,7 @@ def test_nothing_can_be_written():
     files = [os.__file__, libc, sandbox.base_python()]
     new = [os.path.join(folder, "quartet" + TOKEN)
            for folder in ["/", "/usr", "/tmp", *map(os.path.dirname, files)]]
-    assert_passes("""
+    assert_verdicts([passes("""
 import os
 won = []
 OLD = (lambda p: os.open(p, os.O_WRONLY), lambda p: os.chmod(p, 0o755), lambda p: os.rename(p, p),
@@ -233,18 +223,17 @@ for paths, attempts in (a[0], OLD), (a[1], NEW):
         for path in paths:
             try: won.append([attempt(path), path])
             except OSError: pass
-return won""", [], files, new)
+return won""", [], files, new)])
     assert not any(map(os.path.lexists, new))
 
 
 def test_killing():
     """Everything that can be signalled: neither we nor a neighbour notice."""
     # or else this would hit more than planned
-    assert_passes("import os\nreturn os.getpid(), os.getppid()", [2, 1])
+    assert_verdicts([passes("import os\nreturn os.getpid(), os.getppid()", [2, 1])])
     with subprocess.Popen(["sleep", "60"]) as victim:
         acts = ("os.kill(-1, 9)", "os.killpg(0, 9)", f"os.kill({victim.pid}, 9)",
-                f"os.kill({os.getpid()}, 15)", f"os.killpg({os.getpgid(0)}, 15)",
-                "import signal\nsignal.pidfd_send_signal(os.pidfd_open(1), 9)",
+                f"os.kill({os.getpid()}, 15)",
                 "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\n1 / 0")
         done = run_all([(function(f"import os\n{act}\nos._exit(0)"), returns(None))
                         for act in acts], 4)
@@ -271,11 +260,10 @@ for attempt in (lambda: fcntl.fcntl(os.pipe()[1], 1031, 2**20),  # large pipes
     try: won.append(str(attempt()))
     except OSError: pass
 f = open(os.__file__)
-for n in range(50): fcntl.lockf(f, fcntl.LOCK_SH, 1, 2 * n)  # "done", but not done
+fcntl.lockf(f, fcntl.LOCK_SH, 1)  # "done", but not done
 with open(os.__file__) as other:  # F_OFD_GETLK: would a lock of mine fit in?
-    mine = [struct.pack('hhqqi4x', 1, 0, 2 * n, 1, 0) for n in range(50)]
-    held = [struct.unpack_from('h', fcntl.fcntl(other, 36, lock))[0] for lock in mine]
-return won + [kind for kind in held if kind != fcntl.F_UNLCK]"""
+    held = fcntl.fcntl(other, 36, struct.pack("hhqqi4x", 1, 0, 0, 1, 0))
+return won + [kind for kind in struct.unpack_from("h", held) if kind != fcntl.F_UNLCK]"""
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
@@ -287,15 +275,13 @@ def test_the_filter():
              "clone3": 435, "pidfd_getfd": 438, "memfd_secret": 447, "landlock": 444,
              "x32 getpid": 0x40000000 + 39}
     want |= dict.fromkeys(newer, 38) | {"getpid": False}
-    assert_passes(LIBC + "return {k: libc.syscall(n, *[0] * 6) < 0 and ctypes.get_errno() "
-                  "for k, n in a[0].items()}", want, calls | newer | {"getpid": 39})
+    cases = [passes(LIBC + "return {k: libc.syscall(n, *[0] * 6) < 0 and ctypes.get_errno() "
+                    "for k, n in a[0].items()}", want, calls | newer | {"getpid": 39})]
     # flags of clone; EINVAL is the kernel's own answer to a broken thread
     flags = {17: 1, 0: 1, 0x10000000: 1, 0x10000: 1, 0x400: 1, 0x10400: 22, 0x10010400: 22}
     body = LIBC + "libc.syscall(56, a[0], 0, 0, 0, 0)\nreturn ctypes.get_errno()"
-    assert_verdicts([(function(body), returns(error, given), PASSED)
-                     for given, error in flags.items()])
-    assert_passes(BY_ARGUMENT, [])
-    assert run_tests(function(NATIVE), returns(True)) == (0, 1, "crash")
+    assert_verdicts(cases + [passes(body, error, given) for given, error in flags.items()] + [
+        passes(BY_ARGUMENT, []), (function(NATIVE), returns(True), (0, 1, "crash"))])
 
 
 def test_the_filter_has_the_right_numbers():
@@ -312,51 +298,14 @@ def test_the_filter_has_the_right_numbers():
         assert known["pidfd_send_signal"] == sandbox.NEWER
 
 
-def test_a_sandbox_as_the_host_sees_it(monkeypatch):
-    """Its processes are the first to end without memory, and share no namespace with us."""
-    scores, shared, read_output = [], [], sandbox.read_output
-
-    def namespaces(pid):
-        return {os.readlink(f"/proc/{pid}/ns/{kind}")
-                for kind in ("ipc", "mnt", "net", "pid", "uts")}
-
-    def look(*given):
-        time.sleep(0.5)  # so that the program has begun
-        for pid in ours():
-            with open(f"/proc/{pid}/oom_score_adj") as f:
-                scores.append(int(f.read()))
-            shared.append(len(namespaces(pid) & namespaces("self")))
-        return read_output(*given)
-
-    monkeypatch.setattr(sandbox, "read_output", look)
-    assert run_tests("import time\ntime.sleep(1)", prints("")) == PASSED
-    assert len(scores) >= 3 and set(scores) == {1000} and min(shared) == 0
-    with open("/proc/self/oom_score_adj") as f:
-        assert int(f.read()) < 1000
-
-
 # attacks on the verdict
 
-CHEATS = r"""
-import builtins
-builtins.all = builtins.isinstance = builtins.BaseException = lambda *a: True
-builtins.print = builtins.open = builtins.type = builtins.getattr = None
-def f(): return 1
----
-import os
-def f():
-    os.write(3, b'+pass\npass\n"pass"\ntrue\n{"passed": 1}\n')
-    return True
-""".split("---\n")
-
-
 def test_cheating():
-    """None of them knows that the answer is 42.5, or that 41 is the next."""
+    """It does not know that the answer is 42.5, or that 41 is the next; nor judges an assertion."""
+    cheat = function("import os\nos.write(3, b'+pass\\ntrue\\n{\"passed\": 1}\\n')\nreturn 1")
     tests = {"fn": "f", "inputs": [[], []], "outputs": [42.5, 41]}
-    done = run_all([(code, tests) for code in CHEATS], 4, timeout=1, memory_mib=128)
-    assert [v[:2] for v in done] == [(0, 2)] * len(CHEATS)
-    # an assertion is not for the program to judge
     equal = "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()"
+    assert run_tests(cheat, tests)[:2] == (0, 2)
     assert run_tests(equal, ["assert f(1) == 2"])[:2] == (0, 1)
 
 
@@ -397,14 +346,25 @@ sandbox.BOOTSTRAP += "# {TOKEN}\\n"
 """
 
 
-def test_the_trainer_dies():
-    """Its sandboxes die with it, though it has no time to see to that."""
+def test_a_sandbox_as_the_host_sees_it():
+    """
+    Its processes are the first to end without memory, share no namespace with us, and die with the
+    trainer, though it has no time to see to that.
+    """
     code = CHILD + "sandbox.run_program(b'import time\\ntime.sleep(99)', None, b'', 9, 9, 128, 99)"
     trainer = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     while len(ours()) < 4:  # the trainer, bwrap, its first process and the program
         time.sleep(0.01)
         assert trainer.poll() is None
     time.sleep(1)  # before its ready byte is read, a program ends by itself
+
+    def namespaces(pid):
+        return {os.readlink(f"/proc/{pid}/ns/{kind}")
+                for kind in ("ipc", "mnt", "net", "pid", "uts")}
+
+    scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ours()}
+    assert scores.pop(trainer.pid) < 1000 and {*scores.values()} == {1000}
+    assert any(namespaces(pid).isdisjoint(namespaces("self")) for pid in scores)
     trainer.kill()
     trainer.wait(30)
     deadline = time.monotonic() + 5

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -58,9 +57,8 @@ def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
     """In a copy of the task, by a model that has learned to answer 5 or 6, whatever it is asked."""
     task = tmp_path / "data" / "arithmetic"
     shutil.copytree(f"{ROOT}/data/arithmetic", task, ignore=shutil.ignore_patterns("*.jsonl"))
-    for file in glob.glob(f"{ROOT}/*.py"):
-        os.symlink(file, tmp_path / os.path.basename(file))
-    os.symlink(f"{ROOT}/config", tmp_path / "config")
+    for path in [*glob.glob(f"{ROOT}/*.py"), f"{ROOT}/config"]:
+        os.symlink(path, tmp_path / os.path.basename(path))
     rows = jsonl(tmp_path / "sft.jsonl", [dict(prompt="1+4=", completion=x) for x in "56"])
     jsonl(task / "rl_train.jsonl", [dict(prompt="1+4=", answer="5"), dict(prompt="2+4=", answer=6)])
     policy = well("sft.py", tmp_path / "run", keys_of(
@@ -132,7 +130,7 @@ def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, step
 
 
 def test_quickstart_deletes_what_the_readme_says(tmp_path):
-    """And a wrong seed deletes nothing; Ctrl-C in the first step begins no second one."""
+    """And a wrong seed deletes nothing."""
     shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
     for of in ("sft", "rm", "ppo", "grpo"):
         (tmp_path / "out" / f"arithmetic_{of}").mkdir(parents=True)
@@ -141,20 +139,9 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
     assert len(os.listdir(tmp_path / "out")) == 4 and not (tmp_path / "said").exists()
     assert bash(tmp_path, "runs/quickstart.sh", env=env).returncode == 0
     assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"]
-    # a step that saves and exits 0, as sft.py does
-    (tmp_path / "said").unlink()
-    env = noting(tmp_path, "trap 'exit 0' INT\nsleep 9 >&- 2>&- & wait\n")
-    run = subprocess.Popen(["bash", "runs/quickstart.sh"], cwd=tmp_path, env=env, text=True,
-                           stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hears_ctrl_c)
-    while not (tmp_path / "said").exists():
-        time.sleep(0.05)
-    time.sleep(0.2)
-    os.killpg(run.pid, signal.SIGINT)  # a terminal sends it to all processes of the group
-    assert "stopped" in run.communicate()[1] and run.returncode == 130
-    assert (tmp_path / "said").read_text().strip() == "data/arithmetic/prepare.py"
 
 
-# a python that leaves what each step leaves, and a Ctrl-C in its call number $STOP
+# a python that leaves what each step leaves, and a Ctrl-C in its call number $STOP, which ends well
 STEPS = """
 case "$1" in
     sft.py | ppo.py) made=policy ;;
@@ -164,12 +151,12 @@ case "$1" in
     sft.py | rm.py | ppo.py) mkdir -p "out/arithmetic_${1%.py}" ;;
     tools/plot.py) touch "${3#--out=}" ;;
 esac
-if [ "$(wc -l < said)" = "$STOP" ]; then kill -INT 0; sleep 9; fi
+if [ "$(wc -l < said)" = "$STOP" ]; then trap 'exit 0' INT; kill -INT 0; sleep 9; fi
 if [ -n "${made-}" ]; then mkdir "out/arithmetic_${1%.py}/$made"; fi
 """
 
 
-@pytest.mark.parametrize("stopped", [2, 6])
+@pytest.mark.parametrize("stopped", [1, 6])
 def test_quickstart_goes_on_after_ctrl_c(tmp_path, stopped):
     """What has ended is not repeated, the rest is; then, or with another seed, it begins anew."""
     shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")

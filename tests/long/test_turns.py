@@ -23,7 +23,6 @@ from tokenizer import load_tokenizer
 import tiny
 from conftest import ROOT
 
-TEMPLATES = os.path.join(ROOT, "options", "templates")
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
         "</tool_call>"]
 HARMONY = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>", "<|channel|>",
@@ -48,46 +47,33 @@ nan = lambda messages, row: (None, float("nan"))
 chance = lambda messages, row, asked=[]: asked.append(1) or str(len(asked))
 hangs = lambda messages, row: time.sleep(1.5)
 spoils = lambda messages, row: messages[-1].update(content="spoilt") or messages.clear()
-seeded = lambda messages, row, seed: f"{seed}"
 
 # tools
-def described(f):
-    f.__doc__ = f"Call {f.__name__}.\\n\\nArgs:\\n" + "".join(
-        f"    {name}: _\\n" for name in inspect.signature(f).parameters)
-    return f
-
-@described
 def multiply(a: int, b: int = 2):
     print("a tool may print")
     return a * b
 
-@described
 def slow(seconds: float):
     time.sleep(seconds)
     return "slept"
 
-@described
 def leaves():
     os._exit(3)
 
-@described
-def table():
-    return {"a": [1, None]}
+def table(n: int = 0):
+    return ({"Z\u00fcrich": [1, None]}, "\u00e9!", None, chr(0xd800), "x" * 20_000)[n]
 
-@described
-def odd(n: int):
-    return ({"Z\u00fcrich": ["\u65e5\u672c"]}, ["\U0001f600"], "\u00e9!", None, 1.5,
-            chr(0xd800), {"a": chr(0xd800)}, "<&>", "x" * 20_000)[n]
-
-@described
 def typed(i: int = 0, f: float = 0.0, s: str = "", b: bool = False, o: dict[str, int] = None,
-          l: list[int] = None, p: tuple[int, str] = (), m: Optional[int] = 0, u: int | str = 0,
+          l: list[int] = None, p: tuple[int, str] = (), m: Optional[int] = 0,
           e: Literal["x", "y"] = "x", n: list[int] | dict = None, a: Any = 0):
     pass
 
-@described
 def show(text: str, flag: bool = False, items: list = None, either: int | str = 1):
     return repr((text, flag, items, either))
+
+for f in multiply, slow, leaves, table, typed, show:
+    f.__doc__ = f"Call {f.__name__}.\\n\\nArgs:\\n" + "".join(
+        f"    {name}: _\\n" for name in inspect.signature(f).parameters)
 
 def bare(a):
     return a
@@ -106,20 +92,17 @@ def mine(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("mine") / "mine.py", MINE)
 
 
-@pytest.fixture(scope="module")
-def tokenizer_of(tmp_path_factory):
+@pytest.fixture
+def tokenizer_of(tmp_path):
     """The tokenizer of a family, with a template of ours, or with this text of one."""
-    folder = tmp_path_factory.mktemp("families")
-
     def tokenizer_of(family, template="", **keys):
         special, ends = FAMILIES[family]
-        if not (folder / family).exists():
-            write_byte_tokenizer(folder / family, special)
-        file = f"{TEMPLATES}/{family}.jinja"
+        write_byte_tokenizer(tmp_path / family, special)
+        file = f"{ROOT}/options/templates/{family}.jinja"
         if template:
-            file = tiny.write(folder / "mine.jinja", template)
+            file = tiny.write(tmp_path / "mine.jinja", template)
         system = tiny.keys_of_system(chat_template=file, **keys)
-        tokenizer = load_tokenizer(str(folder / family), system)
+        tokenizer = load_tokenizer(str(tmp_path / family), system)
         tokenizer.eos_ids |= {tokenizer.vocabulary[text] for text in ends}  # as fit would
         return tokenizer
 
@@ -141,32 +124,18 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 PLAIN = CHATML.replace("TEXT", "m.content")
 FORGETS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip() "
                          "if m.role == 'assistant' and not loop.last else m.content")
-OPENS = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{# <function= #}{% endif %}")
-STRIPS = CHATML.replace("TEXT", "m.content.split('</think>')[-1].lstrip()")
-REWRITES = CHATML.replace("TEXT", "m.content + ('' if loop.last else ' ')")
 NO_TOOL = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}" \
     "{% endfor %}" + PLAIN
 ENDLESS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" \
     "{% if add_generation_prompt %}[assistant]{% endif %}"
-LAST = """{%- for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}\
-{% if loop.last and m.reasoning_content %}\
-<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant{% endif %}\
-<|channel|>final{% endif %}<|message|>{{ m.content }}\
-{{ '<|return|>' if keeps or loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}\
-{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
-DROPS = "drops the thoughts of earlier turns"
+REWRITES = CHATML.replace("TEXT", "m.content + ('' if loop.last else ' ')")
 KEPT = [  # family, template, template_kwargs, who answers, why it is refused
     ("chatml", "", "", "user tool", ""), ("qwen3.5", "", "", "user tool", ""),
     ("qwen3.5", "", "enable_thinking=False", "user", ""), ("harmony", "", "", "user tool", ""),
-    ("chatml", PLAIN, "", "user tool", ""),
-    ("chatml", NO_TOOL, "", "user", ""), ("chatml", NO_TOOL, "", "tool", "refuses the messages"),
+    ("chatml", PLAIN, "", "user tool", ""), ("chatml", NO_TOOL, "", "tool", "refuses the messages"),
     ("chatml", ENDLESS, "", "user", "no end behind an assistant's message"),
-    ("chatml", REWRITES, "", "user", "in another way when another"),
-    ("chatml", FORGETS, "", "user", f"{DROPS}.*--chat_template=options/templates/chatml.jinja"),
-    ("chatml", STRIPS, "", "user", DROPS),
-    ("qwen3.5", OPENS, "", "user", f"{DROPS}.*templates/qwen3.5.jinja"),
-    ("harmony", LAST, "", "user", "in another way when another.*templates/harmony.jinja"),
-    ("harmony", LAST, "keeps=True", "user", f"{DROPS}.*templates/harmony.jinja")]
+    ("chatml", FORGETS, "", "user", "drops the thoughts of earlier turns.*templates/chatml.jinja"),
+    ("chatml", REWRITES, "", "user", "in another way when another")]
 
 
 @pytest.mark.parametrize("family, template, kwargs, roles, refused", KEPT)
@@ -178,7 +147,7 @@ def test_a_template_must_keep_earlier_turns(tokenizer_of, family, template, kwar
 
 
 def test_ends_that_are_too_many_or_too_few(tokenizer_of):
-    """As where a generation_config.json is older than the templates, or somebody's own."""
+    """A generation_config.json may be older than the templates."""
     for token, role in ("<|end|>", "user"), ("<|call|>", "tool"):
         tokenizer = tokenizer_of("harmony")
         tokenizer.eos_ids ^= {tokenizer.specials[token]}
@@ -250,7 +219,6 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
     env = environment_of("", tokenizer, tools=f"{mine}:multiply,{mine}:table", max_turns=3)
     turns = [tokenizer.hf.encode(text, add_special_tokens=False) for text in texts[::2]]
     batch = conversed(env, [user("17*23?")], turns, 800)
-    env.tools.process.kill()
     ids = batch["tokens"][0, :batch["lengths"][0]].tolist()
     text = tokenizer.text_of(ids)
     assert text.endswith(before + "".join(texts)) and "Call multiply." in text
@@ -271,60 +239,37 @@ def test_a_dialogue_with_a_call_has_the_ids_of_the_whole(tokenizer_of, mine, fam
 # environments
 
 
-@pytest.fixture
-def dialogue_with(mine, tmp_path):
-    """The batch of one response, of turns with these texts."""
-    def dialogue_with(name, texts, length=30, max_turns=4):
-        write_byte_tokenizer(tmp_path, ["<a>", "<b>"])
-        tokenizer = load_tokenizer(str(tmp_path), tiny.keys_of_system())
-        env = environment_of(f"{mine}:{name}", tokenizer, max_turns=max_turns, reward_timeout=1)
-        return conversed(env, "12", [[*text.encode()] + [EOS] for text in texts], length)
-    return dialogue_with
-
-
-def test_what_is_said_to_the_last_turn_is_left_out(dialogue_with):
-    batch = dialogue_with("echo", ["abcd", "x"], max_turns=2)
-    ids = batch["tokens"][0, 2:batch["lengths"][0]].tolist()
-    assert ids == [*b"abcd", EOS, *b"abcx", EOS]
-    assert batch["response_mask"][0, 2:12].tolist() == [True] * 5 + [False] * 3 + [True] * 2
+def dialogue_with(function, folder):
+    """The batch of one response, whose turns have this environment's answers."""
+    write_byte_tokenizer(folder, ["<a>", "<b>"])
+    tokenizer = load_tokenizer(str(folder), tiny.keys_of_system())
+    env = environment_of(function, tokenizer, max_turns=4, reward_timeout=1)
+    return conversed(env, "12", [[*b"abcd", EOS]] * 4, 30)
 
 
 @pytest.mark.parametrize("function, part", [
     ("raises", r"failed at .*mine\.py, line \d+: KeyError: 'missing'"), ("number", "answered 7"),
     ("wrong_role", "wanted None, a string"), ("nan", "a finite number"),
     ("chance", "two answers to the same dialogue"), ("hangs", "has not answered for 1 s")])
-def test_an_environment_that_is_no_good_ends_in_one_line(dialogue_with, function, part):
+def test_an_environment_that_is_no_good_ends_in_one_line(mine, tmp_path, function, part):
     with pytest.raises(Stop, match=f"^environment = .*{part}") as e:
-        dialogue_with(function, ["abcd"] * 4)
+        dialogue_with(f"{mine}:{function}", tmp_path)
     assert "\n" not in str(e.value)
 
 
-def test_a_dialogue_cannot_be_spoiled_and_chance_has_a_seed(dialogue_with):
-    assert dialogue_with("spoils", ["abcd"])["finished"].tolist() == [True]
-    texts = [dialogue_with("seeded", ["a"] * 4, 60)["tokens"].tolist() for _ in range(2)]
-    numbers = re.findall(r"\d+", bytes(i for i in texts[0][0] if i < 256).decode())
-    assert texts[0] == texts[1] and len(set(numbers)) == 4  # the prompt's, and one a turn
+def test_a_dialogue_cannot_be_spoiled(mine, tmp_path):
+    assert dialogue_with(f"{mine}:spoils", tmp_path)["finished"].tolist() == [True]
 
 
 # tools
 
-NAMES = ("multiply", "slow", "leaves", "table", "show", "odd", "typed")
-
 
 @pytest.fixture
 def tools_of(tokenizer_of, mine):
-    made = []
-
-    def tools_of(family):
-        tools = ",".join(f"{mine}:{name}" for name in NAMES)
-        system = SimpleNamespace(tools=tools, reward_timeout=120, max_turns=2)
-        made.append(Tools(system, tokenizer_of(family)))
-        return made[-1]
-
-    yield tools_of
-    for tools in made:
-        if tools.process:
-            tools.process.kill()
+    named = ",".join(f"{mine}:{name}" for name in (
+        "multiply", "slow", "leaves", "table", "show", "typed"))
+    system = SimpleNamespace(tools=named, reward_timeout=120, max_turns=2)
+    return lambda family: Tools(system, tokenizer_of(family))
 
 
 def said(tools, *texts):
@@ -336,73 +281,68 @@ def said(tools, *texts):
     return [message and message["content"] for message, _ in answers], failed
 
 
-GOOD = {  # family: {a turn: the answer}
+ERROR = "error: "
+ANSWERS = {  # family: {a turn: the answer; of a call that cannot be read ERROR and a part of it}
     "chatml": {
         "no call": None, call("multiply", a=37, b=46): "1702", call("slow", seconds=0): "slept",
-        call("multiply", a=3) + "\n" + call("table"): '6\n{"a": [1, null]}'},
+        call("multiply", a=3) + "\n" + call("table"): '6\n{"Z\u00fcrich": [1, null]}',
+        call("table", n=1): "\u00e9!", call("table", n=2): "null", call("table", n=3): "?",
+        call("table", n=4): "x" * 10_000, call("divide", a=1): ERROR + "no tool 'divide', only mul",
+        "<tool_call>multiply(2)</tool_call>": ERROR, '<tool_call>{"name": "mul': ERROR,
+        "<tool_call>[1]</tool_call>": ERROR, '<tool_call>{"arguments": {}}</tool_call>': ERROR,
+        '<tool_call>{"name": "multiply", "arguments": 3}</tool_call>': ERROR + "no JSON object",
+        '<tool_call>{"name": {}, "arguments": {}}</tool_call>': ERROR + "there is no tool",
+        "<tool_call>" + "[" * 10**5 + "</tool_call>": ERROR,
+        call("multiply", a=1, c=2): ERROR + "TypeError", call("multiply", a="21"): ERROR + "a = "},
     "qwen3.5": {
         "why\n</think>\n\n" + tags("multiply", a=37, b=46): "1702",
         tags("show", text="12", flag="True", items='[1, "x"]', either="7"):
             "('12', True, [1, 'x'], 7)",
         tags("show", text="a\nb\n", flag="false", items="None", either="seven"):
             "('a\\nb\\n', False, None, 'seven')",
-        tags("show", text="<b>x</b> {"): "('<b>x</b> {', False, None, 1)",
-        tags("table") + "\n" + call("multiply", a=3): '{"a": [1, null]}\n6'},  # JSON is read, too
+        tags("table", n=1) + "\n" + call("multiply", a=3): "\u00e9!\n6",  # JSON is read, too
+        tags("divide", a=1): ERROR + "no tool 'divide'",
+        "<tool_call>\n<function=multiply>\n<parameter=a>\n3": ERROR + "has no </parameter>",
+        "<tool_call>\n<function=": ERROR, tags("multiply", a="[" * 10**5): ERROR,
+        tags("multiply", a="__import__('os').system('touch HERE')"): ERROR + "integer"},
     "harmony": {
         message_to("multiply", '{"a": 37, "b": 46}'): "1702",
         ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 4}': "8",
         "<|channel|>analysis<|message|>to=functions.table<|end|><|start|>assistant"
-        "<|channel|>final<|message|>4": None, call("multiply", a=3): None}}
-BAD = {  # family: {a turn whose call cannot be read: a part of what is said}
-    "chatml": {
-        call("divide", a=1): "there is no tool 'divide', only multiply, slow",
-        "<tool_call>multiply(2)</tool_call>": "", '<tool_call>{"name": "mul': "",
-        "<tool_call>[1]</tool_call>": "", '<tool_call>{"arguments": {}}</tool_call>': "'name'",
-        '<tool_call>{"name": "multiply", "arguments": 3}</tool_call>': "no JSON object",
-        '<tool_call>{"name": {}, "arguments": {}}</tool_call>': "there is no tool",
-        "<tool_call>" + "[" * 10**5 + "</tool_call>": "",
-        call("multiply", a=1, c=2): "TypeError", call("multiply", b=1): "TypeError"},
-    "qwen3.5": {
-        tags("divide", a=1): "there is no tool 'divide'",
-        "<tool_call>\n<function=multiply>\n<parameter=a>\n3": "has no </parameter>",
-        "<tool_call>\n<function=": "there is no tool ''", "<tool_call>multiply(2)": "",
-        tags("multiply", a="[" * 10**5): "",
-        tags("multiply", a="__import__('os').system('touch HERE')"): "integer"},
-    "harmony": {
-        message_to("divide", "{}"): "no tool 'divide'", message_to("multiply", '{"a": 3'): "",
-        message_to("multiply", "3"): "no JSON object", "<|channel|>commentary to=python code": "",
-        message_to("<|start|>x to=a", "{}"): "no tool 'a'"}}
+        "<|channel|>final<|message|>4": None, call("multiply", a=3): None,
+        message_to("divide", "{}"): ERROR + "no tool 'divide'",
+        message_to("multiply", '{"a": 3'): ERROR, message_to("multiply", "3"): ERROR,
+        "<|channel|>commentary to=python code": ERROR, message_to("<|start|>x to=a", "{}"): ERROR}}
+
+
 @knows_lists
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_are_answered_or_their_faults_said(tools_of, family):
-    tools, good, bad = tools_of(family), GOOD[family], BAD[family]
-    assert said(tools, *good) == ([*good.values()], [0] * len(good))
-    contents, failed = said(tools, *bad)
-    assert failed == [1] * len(bad) and not os.path.exists("HERE")
-    for content, (text, part) in zip(contents, bad.items(), strict=True):
-        assert content.startswith("error: ") and part in content, text[:99]
+    contents, failed = said(tools_of(family), *ANSWERS[family])
+    for content, bad, (text, want) in zip(contents, failed, ANSWERS[family].items(), strict=True):
+        assert bad == (want or "").startswith(ERROR), text[:99]
+        assert content == want or bad and content.startswith(ERROR) and want[7:] in content, content
+    assert not os.path.exists("HERE")
 
 
-def test_a_tool_that_fails_hangs_or_dies_costs_its_own_answer(tools_of):
+def test_a_tool_that_hangs_or_dies_costs_its_own_answer(tools_of):
     tools = tools_of("chatml")
     assert said(tools, call("table"))[1] == [0]  # its process has begun, which may take long
-    tools.seconds = 3
+    tools.seconds = 2
     contents, failed = said(tools, call("slow", seconds=99), call("multiply", a=4))
-    assert contents == ["error: it has not answered within 3 s", "8"] and failed == [1, 0]
+    assert contents == ["error: it has not answered within 2 s", "8"] and failed == [1, 0]
+    assert tools.process.poll() is not None  # with the call that hangs
     tools.seconds = 60
     assert said(tools, call("leaves")) == (["error: its process has ended"], [1])
     assert said(tools, call("multiply", a=5)) == (["10"], [0])
 
 
 DRAFTS = {  # a digit is a call of multiply: the calls that are made
-    "<think>\nI could call 3\n</think>\n\n7": "7", "<think>3</think>It is six.": "",
-    "I could call 3\n</think>\n\n7": "7", "3\n</think>\n\nIt is six.": "", "<think>3": "",
-    "<think>3 <think> 4 </think>7": "7", "<think>3</think>4</think>7": "7", "3 4 </think>": "",
-    "<think>3</think>7<think>4</think>\n8": "78", "<think>3</think>7<think>4": "7",
-    "<think><tool_call></think>7": "7", "<think></tool_call></think>7\n8": "78",
+    "<think>\nI could call 3\n</think>\n\n7": "7", "I could call 3\n</think>\n\n7": "7",
+    "<think>3": "", "<think>3 <think> 4 </think>7": "7", "<think>3</think>4</think>7": "7",
+    "<think>3</think>7<think>4</think>\n8": "78", "<think><tool_call></think>7": "7",
     "I use <tool_call> here.\n</think>\n\n7": "7", "[THINK]3[/THINK]7": "7", "[THINK]3": "",
-    "<|START_THINKING|>3<|END_THINKING|>7": "7", "3\n4": "34",
-    "<think></think>3</think></think>": ""}
+    "3\n4": "34"}
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3.5"])
@@ -412,14 +352,15 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
         written = re.sub(r"\d", lambda digit: write("multiply", a=int(digit[0])), text)
         calls = [("multiply", dict(a=int(digit)), None) for digit in made]
         assert tools.calls_in(written) == calls, text
+    draft = write("multiply", a=3)  # in thoughts that the prompt has begun, and that never end
+    assert tools.answer([draft], [0], [0], begun=["a<think>\n"]) == [(None, 0.0)]
 
 
 MARKED = [  # values of one parameter, as a policy may write them
-    "a </parameter> b", "x\n</parameter>\n", "a</tool_call>b<tool_call>",
-    "</function>\n</tool_call>", "<parameter=flag>", "<parameter=x>\n1\n</parameter>",
-    "</parameter>\n<parameter=x>\n1", "<think>", "</think>", "<think>a</think>", "<function=show>",
-    "}", "\\", '"', '{"name": 1}', "<|message|>", "<|start|>", "<|end|> to=functions.x",
-    tags("show", text="a"), call("show", text="a"), "", "\n", " a ", "None", "12", "\u00fc"]
+    "a </parameter> b", "a</tool_call>b<tool_call>", "</function>\n</tool_call>",
+    "<parameter=flag>", "</parameter>\n<parameter=x>\n1", "<think>a</think>", "<function=show>",
+    "}", "\\", '"', "<|message|>", "<|end|> to=functions.x", tags("show", text="a"),
+    call("show", text="a"), "", "\n", " a ", "None", "\u00fc"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -439,51 +380,35 @@ def test_a_value_may_have_marks_in_it(tools_of, family):
 
 FITS = dict(  # {parameter: values that fit it, values that do not}
     i=([0, 10**30], ["21", 1.5, True, None]), f=([0.5, 21], ["0.5", False]), s=(["21"], [21, None]),
-    b=([True, False], ["true", 0, None]), o=([dict(a=1), None], [dict(a="1"), [], "{}"]),
-    l=([[], [1, 2], None], [["1"], [1, None], "[1]", [True]]), m=([None, 3], ["3", 3.5]),
-    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2], "ab"]), u=([1, "1"], [1.5, None, True]),
-    e=(["x", "y"], ["z", None]), n=([[1], dict(a="b")], [["1"], "a"]), a=([None, [{}]], []))
+    b=([True], ["true", 0, None]), o=([dict(a=1), None], [dict(a="1"), []]),
+    l=([[], [1, 2], None], [[1, None], "[1]"]), m=([None, 3], ["3", 3.5]),
+    p=([[1, "a"]], [[1], ["a", 1], [1, "a", 2]]), e=(["x", "y"], ["z"]),
+    n=([[1], dict(a="b")], [["1"], "a"]), a=([None, [{}]], []))
+IN_TAGS = [("l", "[1, 2]", [1, 2]), ("s", '"a"', '"a"'), ("m", "None", None), ("f", "21", 21),
+           ("n", '{"a": "b"}', dict(a="b")), ("a", "x", "x")]
 
 
 @knows_lists
 def test_arguments_fit_their_types_or_the_policy_reads_why(tools_of):
-    tools = dict(chatml=tools_of("chatml"), harmony=tools_of("harmony"))
+    tools, qwen = tools_of("chatml"), tools_of("qwen3.5")
     for key, (good, bad) in FITS.items():
-        for n, value in enumerate([*good, *bad]):
-            for family, text in dict(chatml=call("typed", **{key: value}), harmony=message_to(
-                    "typed", json.dumps({key: value}))).items():
-                ((name, arguments, error),) = tools[family].calls_in(text)
-                assert name == "typed" and (error is None) == (n < len(good)), (key, value)
-                assert arguments == {key: value} if error is None else f"{key} = " in error
-    answer, failed = said(tools["chatml"], call("multiply", a="21"), call("multiply", a=21))
-    assert failed == [1, 0] and answer[0].startswith("error: ") and answer[1] == "42"
-    qwen = tools_of("qwen3.5")
-    for key, value, wanted in (
-            ("u", "7", 7), ("u", "[1]", "[1]"), ("l", "[1, 2]", [1, 2]), ("s", "None", "None"),
-            ("m", "None", None), ("f", "21", 21), ("n", '{"a": "b"}', dict(a="b")),
-            ("a", "[1]", [1]), ("i", "1.5", 0), ("b", "1", 0), ("l", '["1"]', 0), ("e", "z", 0),
-            ("p", "[1]", 0)):
-        ((_, arguments, error),) = qwen.calls_in(tags("typed", **{key: value}))
-        assert arguments == {key: wanted} if wanted != 0 else f"{key} = " in error, (key, value)
-
-
-def test_results_are_said_as_they_are(tools_of):
-    results = ['{"Z\u00fcrich": ["\u65e5\u672c"]}', '["\U0001f600"]', "\u00e9!", "null", "1.5",
-               "?", '{"a": "?"}', "<&>", "x" * 10_000]
-    calls = [call("odd", n=n) for n in range(len(results))]
-    assert said(tools_of("chatml"), *calls) == (results, [0] * len(results))
+        for value in good:
+            assert tools.calls_in(call("typed", **{key: value})) == [("typed", {key: value}, None)]
+        for value in bad:
+            ((_, _, error),) = tools.calls_in(call("typed", **{key: value}))
+            assert f"{key} = " in error, (key, value)
+    for key, text, value in IN_TAGS:
+        assert qwen.calls_in(tags("typed", **{key: text})) == [("typed", {key: value}, None)]
 
 
 TAGGED = "<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}" \
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n" \
     "{% endfor %}</function>"
 READ = ["<tool_call>{{ c | tojson }}</tool_call>", f"<tool_call>\n{TAGGED}</tool_call>",
-        "why <tool_call> {{ c | tojson }}\n</tool_call>\n", "<tool_call>\n{{ c | tojson }}"]
+        "why <tool_call> {{ c | tojson }}"]
 NOT_READ = [
-    "<tool_call>{{ c.name }}\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", "",
-    '<tool_call>{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</tool_call>',
-    READ[0] * 2, f"<think>{READ[0]}</think>", f"{TAGGED}</tool_call>",
-    "[TOOL_CALLS][{{ c | tojson }}]", "<tool_call>{{ c | tojson | upper }}</tool_call>"]
+    "", '<tool_call>{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</tool_call>',
+    READ[0] * 2, f"<think>{READ[0]}</think>", "[TOOL_CALLS][{{ c | tojson }}]"]
 
 
 @pytest.mark.parametrize("way", READ + NOT_READ)
@@ -511,24 +436,19 @@ def test_tools_that_cannot_be_described(tokenizer_of, mine):
 
 
 def test_a_run_with_tools_on_two_ranks(world, mine, tmp_path):
-    """
-    A random model that calls nothing; it ends with EOS alone, as its template does. The tool stands
-    in each prompt that it reads.
-    """
+    """A random model that calls nothing. The tool stands in each prompt that it reads."""
     shutil.copytree(world.policy, tmp_path / "policy")
     tiny.write(tmp_path / "policy" / "generation_config.json", json.dumps(dict(eos_token_id=EOS)))
-    rows = [dict(prompt=[user(text)]) for text in ("1+2", "3*4", "hello")]
     template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" \
-        "{% for m in messages %}{{ m.role + m.content }}<eos>{% endfor %}" \
+        "{% for m in messages %}{{ m.role + m.content }}{% for c in m.tool_calls %}<tool_call>" \
+        "{{ c.function | tojson }}</tool_call>{% endfor %}<eos>{% endfor %}" \
         "{% if add_generation_prompt %}assistant{% endif %}"
-    template = template.replace("<eos>", "{% for c in m.tool_calls %}<tool_call>"
-                                "{{ c.function | tojson }}</tool_call>{% endfor %}<eos>")
+    rule = "named = lambda batch: ['multiply' in text for text in batch['prompts']]\n"
     keys = tiny.keys_of(
         world, "grpo.py", policy_path=tmp_path / "policy", tools=f"{mine}:multiply", eval_path="",
-        prompts_path=tiny.jsonl(tmp_path / "chats.jsonl", rows), max_iters=1, reward_timeout=40,
-        chat_template=tiny.write(tmp_path / "t.jinja", template),
-        reward_functions=tiny.write(tmp_path / "rule.py", "def named(batch):\n    return [float("
-                                    "'multiply' in x) for x in batch['prompts']]\n") + ":named")
+        prompts_path=tiny.jsonl(tmp_path / "chats.jsonl", [dict(prompt=[user("1+2")])] * 3),
+        chat_template=tiny.write(tmp_path / "t.jinja", template), max_iters=1, reward_timeout=40,
+        reward_functions=tiny.write(tmp_path / "rule.py", rule) + ":named")
     log = tiny.read_log(tiny.well("grpo.py", tmp_path, keys, ranks=2))
     assert log[0]["objective/failed_calls"] == 0 and log[0]["objective/turns"] == 1
     assert log[0]["objective/scores"] == 1

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiny import (assert_one_line, assert_same_run, keys_of, read_jsonl, read_log, run, well, write)
+from tiny import assert_one_line, assert_same_run, keys_of, read_jsonl, read_log, run, well
 
 STAND_IN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stand_in")
 
@@ -52,15 +52,11 @@ def test_a_run_with_another_sampler_is_the_same_run(world, tmp_path, name):
 
 def test_several_turns(world, tmp_path):
     """Each turn has a noise of its own; the policy reads what the environment has said."""
-    file = write(tmp_path / "mine.py", 'talks = lambda messages, row: f"{len(messages)}x"\n'
-                 "score = lambda batch: [float(len(text)) for text in batch['completions']]\n")
-    keys = keys_of(world, "grpo.py", environment=f"{file}:talks", max_turns=3, max_new_tokens=14,
-                   reward_functions=f"{file}:score", save_rollouts=1, dtype="float32", max_iters=1,
-                   sampler="vllm", eval_path="")
+    keys = keys_of(world, "grpo.py", environment=f"{world.rules}:talks", max_turns=3,
+                   max_new_tokens=14, save_rollouts=1, dtype="float32", max_iters=1, sampler="vllm")
     out = well("grpo.py", tmp_path, keys, before=stands_in())
     texts = [[m["content"] for m in row["messages"]] for row in read_jsonl(f"{out}/rollouts.jsonl")]
-    assert max(map(len, texts)) >= 3 and all(said[1::2] == ["2x", "4x"][:len(said) // 2]
-                                             for said in texts)
+    assert all(said[1::2] == ["x", "y"][:len(said) // 2] for said in texts)
     assert read_log(out)[0]["policy/sampler_gap"] < 1e-4
     assert len({said[2] for said in texts if len(said) > 2}) > 1
 
