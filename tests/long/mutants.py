@@ -261,7 +261,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("options/chats.py", "_tokens=True,", "_tokens=False,", "long/test_chats", "letters"),
     ("options/mistakes.py", "if mark][:1])", "if mark])", "long/test_chats", "are_said"),
     ("options/tokenizer_kinds.py", '"pre_tokenizer", ', "", "long/test_chats", "cut_as"),
-    ("tokenizer.py", "if self.pad_id in ends:", "if False:", "long/test_reward_models", "rm_py"),
+    ("tokenizer.py", "if self.pad_id in self.eos_ids:", "if False:", "long/test_reward_models", "rm_py"),
     ("tokenizer.py", "== self.skipped_id:", "is None:", "long/test_reward_models", "others"),
     ("options/tools.py", 'schema.get("type") != "string"', "True", "long/test_turns", "fit"),
     ("options/tools.py", "map(BEGUN.search, begun or [])", "[]", "long/test_turns", "drafts"),
