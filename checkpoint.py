@@ -33,13 +33,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
+from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import parallel
-from configurator import open_new, read_json, write_json
+from configurator import read_json, write_json, write_text
 from errors import BadInput, Stop, say
 from parallel import alone
 
@@ -60,7 +62,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     A collective: create out_dir and lock it, or check that it has the same run: the same values of
     the keys must_match, the same token_ids (a hash of all that the run trains on), and the same
     weights of the models, {name: Model}, that are not in trained. Returns (folder, state) of the
-    checkpoint to resume from, or None and a new state. Raises BadInput.
+    checkpoint to resume from; folder is None if there is none. Raises BadInput.
     """
     frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
               if name not in trained}
@@ -74,7 +76,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     return begun
 
 
-def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
+def begin_or_resume(out_dir, config, must_match, max_iters, frozen=()):
     """open_folder, on rank 0."""
     contents_of(out_dir, config)  # before anything is written
     try:
@@ -90,22 +92,26 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=None):
         if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    empty = [name for name in LOGS if not has_lines(os.path.join(out_dir, name))]
-    if folder or {*names} - {*unfinished, *empty, "config.json"}:  # else nothing can be lost
+    if folder or {*names} - {*unfinished, "config.json"}:  # else nothing can be lost
         before = dict(script=config["script"]) | before
         for key in ("script", *must_match):
             if (before.get(key) or "") != (config.get(key) or ""):
                 raise BadInput(f"{out_dir} holds a run of {before['script']} with {key} = "
                                f"{before.get(key)!r}, not {config.get(key)!r}; delete it, or "
                                "choose another --out_dir")
-        if folder and state["iteration"] > max_iters:
-            raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
-                           "--max_iters, or another --out_dir")
-    if frozen:
-        state = same_weights(frozen, state or {}, out_dir)
+        if not folder:
+            say(f"{out_dir} has no checkpoint: the run begins anew")
+    if state["iteration"] > max_iters:
+        raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
+                       "--max_iters, or another --out_dir")
+    saved, state["weights"] = state.get("weights", {}), {p: hash_of_model(p) for p in frozen}
+    for path, weights in state["weights"].items():
+        if (saved.get(path) or weights) != weights:  # it would go on with another reference, say
+            raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
+                           f"{out_dir} began; put those back, or choose another --out_dir")
     for name in unfinished:
         remove(os.path.join(out_dir, name))
-    cut_logs(out_dir, state["iteration"] if folder else 0)
+    cut_logs(out_dir, state["iteration"])
     write_json(os.path.join(out_dir, "config.json"), config)
     return folder, state
 
@@ -115,7 +121,7 @@ def contents_of(out_dir, config):
     (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
     such names are no run's, or where this run would replace its own models or data.
     """
-    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
+    names = list(filter(OURS.fullmatch, glob.glob("*", root_dir=out_dir, include_hidden=True)))
     before, top = {}, os.path.realpath(out_dir)
     with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
@@ -140,7 +146,10 @@ def paths_in(config, keys=("_path", "init_from", "teacher", "value_init")):
 def lock(out_dir):
     """Lock out_dir/.lock for this process. If another one has it, wait a little for its end."""
     global lock_file
-    lock_file = open(plain(os.path.join(out_dir, ".lock")), "a", encoding="utf-8")
+    path = os.path.join(out_dir, ".lock")
+    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
+        os.remove(path)  # it could lead anywhere
+    lock_file = open(path, "a", encoding="utf-8")
     for attempt in range(LOCK_WAIT * 10):
         try:
             return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,26 +172,20 @@ def append(out_dir, name, records):
     alone(write)
 
 
-def has_lines(log):
-    """Whether a log has lines, and is a file: no link to nothing, for example."""
-    return os.path.isfile(log) and os.path.getsize(log) > 0
-
-
 def cut_logs(out_dir, iteration):
     """Delete the lines of iterations that will be logged again, and lines that a kill has cut."""
     for file in (os.path.join(out_dir, name) for name in LOGS):
-        if not os.path.isfile(file):
-            plain(file)
-            continue
         kept = []
-        with open(file, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):
-                    if json.loads(line)["iteration"] < iteration:
-                        kept.append(line)
-        with open_new(file + ".tmp") as f:
-            f.writelines(kept)
-        os.replace(file + ".tmp", file)
+        if os.path.isfile(file):  # a pipe or a device could lead anywhere
+            with open(file, encoding="utf-8", errors="replace") as f:
+                for line in f:
+                    with contextlib.suppress(ValueError):
+                        if json.loads(line)["iteration"] < iteration:
+                            kept.append(line)
+        if kept:
+            write_text(file, "".join(kept))
+        else:
+            Path(file).unlink(missing_ok=True)
 
 
 def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()):
@@ -208,9 +211,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     def write_the_rest(folder):
         shutil.copyfile(os.path.join(out_dir, "config.json"), os.path.join(folder, "config.json"))
         write_json(os.path.join(folder, "state.json"), state)
-        for name in LOGS:  # the log of these iterations must be on the disk, too
-            if os.path.exists(os.path.join(out_dir, name)):
-                sync(os.path.join(out_dir, name))
+        for name in {*LOGS} & {*os.listdir(out_dir)}:  # their lines must be on the disk, too
+            sync(os.path.join(out_dir, name))
         write_json(os.path.join(folder, "manifest.json"), hashes(folder))
 
     def delete_older():
@@ -219,11 +221,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
         for old in folders:
             if old not in kept:
-                # renamed first, so that a half-deleted folder never has its name
-                remove(aside(old, ".gone-"))
+                remove(aside(old, ".gone-"))  # so no half-deleted folder has its name
 
-    if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
-        put_in_place(write, final)  # else it is there: the run has resumed from it
+    put_in_place(write, final)
     alone(delete_older)
 
 
@@ -274,10 +274,9 @@ def optimizer_tensors(model, optimizer):
     """{"NAME.KEY": whole tensor} of an optimizer, such as "layers.0.q.weight.exp_avg"."""
     if hasattr(optimizer, "tensors_by_name"):  # of a model that is split (options/shards.py)
         return optimizer.tensors_by_name(model)
-    return {f"{name}.{key}": torch.as_tensor(optimizer.state[p][key])
-            for name, p in model.named_parameters() if p in optimizer.state
-            for key in sorted(optimizer.state[p])
-            if torch.is_tensor(optimizer.state[p][key]) or type(optimizer.state[p][key]) is int}
+    return {f"{name}.{key}": torch.as_tensor(x) for name, p in model.named_parameters()
+            for key, x in sorted(optimizer.state.get(p, {}).items())
+            if torch.is_tensor(x) or type(x) is int}
 
 
 def write_tensors(folder, stem, tensors):
@@ -285,25 +284,19 @@ def write_tensors(folder, stem, tensors):
     A collective: write {name: tensor} as folder/stem.safetensors, or in several files of up to
     FILE_BYTES, stem-00002-of-00031.safetensors, one after the other.
     """
-    files, left = [[]], FILE_BYTES  # the names in each file; the bytes that are left in the last
-    for name, t in tensors.items():
-        size = math.prod(t.shape) * t.dtype.itemsize
-        if size > left and files[-1]:
-            files.append([])
-            left = FILE_BYTES
-        files[-1].append(name)
-        left -= size
-    for number, names in enumerate(files, 1):
-        cut = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-        file = os.path.join(folder, f"{stem}{cut}.safetensors")
+    files = split_state_dict_into_shards_factory(
+        tensors, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_BYTES,
+        get_storage_size=lambda t: math.prod(t.shape) * t.dtype.itemsize).filename_to_tensors
+    for file, names in files.items():
         content = {name: parallel.whole(tensors[name]) for name in names}  # COLLECTIVE
-        alone(partial(save_file, content, file, metadata={"format": "pt"}))  # COLLECTIVE
+        alone(partial(  # COLLECTIVE
+            save_file, content, os.path.join(folder, file), metadata={"format": "pt"}))
 
 
 def find_checkpoint(out_dir):
     """
-    On rank 0: (folder, state) of the newest checkpoint that is not damaged; (None, None) if the run
-    has none. Raises BadInput if all are damaged: a new run would delete them.
+    On rank 0: (folder, state) of the newest checkpoint that is not damaged; (None, a new state) if
+    the run has none. Raises BadInput if all are damaged: a new run would delete them.
     """
     refused = []
     for folder in reversed(list_checkpoints(out_dir)):
@@ -316,13 +309,13 @@ def find_checkpoint(out_dir):
     if refused:
         raise BadInput(f"none of the checkpoints is good: {', '.join(refused)}; start over with "
                        "another --out_dir")
-    return None, None
+    return None, dict(iteration=0)
 
 
 def list_checkpoints(out_dir):
     """The checkpoint folders of a run, oldest first."""
-    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    names = [name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)]
+    names = [name for name in glob.glob("checkpoint-*", root_dir=out_dir)
+             if re.fullmatch(r"checkpoint-\d{6,}", name)]
     return [os.path.join(out_dir, name) for name in sorted(names, key=number_of)]
 
 
@@ -331,8 +324,8 @@ def number_of(folder):
     return int(folder.rpartition("-")[2])
 
 
-def load_checkpoint(folder, models, optimizers, ema=None):
-    """Fill models, optimizers and moving average. Every rank reads all files, takes its part."""
+def load_checkpoint(folder, models, optimizers, more=()):
+    """The inverse of save_checkpoint. Every rank reads all files, and takes its part."""
     for name, model in models.items():
         own = trained_tensors(model)
         for key, t in read_tensors(os.path.join(folder, name), "model"):
@@ -342,8 +335,8 @@ def load_checkpoint(folder, models, optimizers, ema=None):
         if own:
             raise BadInput(f"{folder} has no tensor {min(own)}; give the same model")
         fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
-    if ema:
-        ema.fill(dict(read_tensors(folder, "ema")))
+    for name in more:
+        more[name].fill(dict(read_tensors(folder, name)))
 
 
 def fill_optimizer(model, optimizer, tensors):
@@ -391,11 +384,10 @@ def put_in_place(write, final):
                 sync(os.path.join(d, f))
             sync(d)
         # a folder cannot be renamed onto another one: first the older one gets another name
-        old = aside(final, ".old-") if os.path.lexists(final) else None
+        old = aside(final, ".old-")
         os.rename(folder, final)
         sync(parent or ".")
-        if old:
-            remove(old)
+        remove(old)
 
     try:
         alone(begin)
@@ -407,10 +399,11 @@ def put_in_place(write, final):
 
 
 def aside(folder, prefix):
-    """Rename out/name to out/PREFIXname; returns the new path."""
+    """Rename out/name, if it is there, to out/PREFIXname; returns the new path."""
     path = os.path.join(os.path.dirname(folder), f"{prefix}{os.path.basename(folder)}")
     remove(path)
-    os.rename(folder, path)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, path)
     return path
 
 
@@ -418,15 +411,8 @@ def remove(path):
     """Delete a folder or a file, if it is there; of a link only the link."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
-def plain(path):
-    """A file's path; a link, pipe or device of its name, which could lead anywhere, is removed."""
-    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
-        os.remove(path)
-    return path
+    else:
+        Path(path).unlink(missing_ok=True)
 
 
 def sync(path):
@@ -438,27 +424,26 @@ def sync(path):
         os.close(fd)
 
 
-def write_cards(out_dir, evaluation):
+def write_cards(out_dir, record):
     """
     A collective: a README.md, which hubs of models show first, in the folder of each model that a
-    run leaves: from which model it comes, by which command, and its last evaluation, {metric: x}.
+    run leaves: from which model it comes, by which command, and the evaluation in its last record.
     """
     def write():
         config = read_json(os.path.join(out_dir, "config.json"))
         base, script = config.get("policy_path") or config.get("init_from"), config["script"]
         about = [f"base_model: {json.dumps(base)}"] * (base != "scratch")
         with contextlib.suppress(OSError):  # mostly it has no card
-            with open(os.path.join(base, "README.md"), encoding="utf-8", errors="replace") as f:
-                head = f.read().partition("---\n")[2].partition("---\n")[0]
+            card = Path(base, "README.md").read_text(encoding="utf-8", errors="replace")
+            head = card.partition("---\n")[2].partition("---\n")[0]
             about += re.findall(r"^license: *\S+$", head, re.MULTILINE)[:1]
         head = ["---", f"tags: [quartet, {script[:-3]}]", *about, "---"]
         text = ["", f"Trained by `{script}` of quartet, beginning with `{base}`:", "",
                 f"    python {script} {shlex.join(sys.argv[1:])}", "",
-                *(f"    {metric:<24} {x:.4g}" for metric, x in evaluation.items()), ""]
-        for name in FINAL:
-            if os.path.isdir(os.path.join(out_dir, name)):
-                with open_new(os.path.join(out_dir, name, "README.md")) as f:
-                    f.write("\n".join([*head, f"# {name}", *text]))
+                *(f"    {name:<24} {x:.4g}" for name, x in record.items() if "eval/" in name), ""]
+        for name in {*FINAL} & {*os.listdir(out_dir)}:
+            write_text(os.path.join(out_dir, name, "README.md"),
+                       "\n".join([*head, f"# {name}", *text]))
 
     alone(write)  # COLLECTIVE
 
@@ -466,30 +451,14 @@ def write_cards(out_dir, evaluation):
 # -------------------------------------------------------------------------------------------------
 # are the files as they were saved, and the frozen models as when the run began?
 
-
 def damage(folder):
     """A folder's damage in a few words; None if every file is as it was saved."""
     try:
         present, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
     except (OSError, ValueError) as e:
         return f"a file is damaged, or its manifest.json missing: {e}"
-    odd = [name for name in manifest if manifest[name] != present.get(name)]
-    return f"{odd[0]} is missing or damaged" if odd else None
-
-
-def same_weights(frozen, state, out_dir):
-    """
-    The state of a checkpoint, or {}, with the hashes of the frozen models. frozen: {path: name}.
-    Raises BadInput where a hash is another than in the state: the run would go on with another
-    reference, for example.
-    """
-    before = state.get("weights", {})  # a checkpoint of an older version has none
-    now = {path: hash_of_model(path) for path in frozen}
-    for path in now:
-        if (before.get(path) or now[path]) != now[path]:
-            raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
-                           f"{out_dir} began; put those back, or choose another --out_dir")
-    return state | dict(weights=now)
+    odd = (name for name in manifest if manifest[name] != present.get(name))
+    return next((f"{name} is missing or damaged" for name in odd), None)
 
 
 def hash_of_model(path):
@@ -509,10 +478,7 @@ def hash_of_model(path):
 
 
 def hashes(folder, names=".*"):
-    """
-    {file: sha256} of the files of a folder whose names match; several at a time. Raises OSError for
-    a pipe.
-    """
+    """{file: sha256} of the files of a folder whose names match. Raises OSError for a pipe."""
     files = sorted(os.path.relpath(os.path.join(d, f), folder)
                    for d, _, found in os.walk(folder) for f in found)
     files = list(filter(re.compile(names).fullmatch, files))

@@ -52,21 +52,19 @@ def report_error(kind, error, trace):
     and so is what `known` makes of others. Any other exception is a bug, and is shown with its
     traceback.
     """
-    if not hasattr(error, "exit_code"):
-        error = known(error) or error
-    code = getattr(error, "exit_code", None)
-    rank, message = int(os.environ.get("RANK", 0)), visible(str(error))
-    # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
-    if code is None:
-        traceback.print_exception(error, file=sys.__stderr__)
-    elif rank and not isinstance(error, Lost):
+    error = error if hasattr(error, "exit_code") else known(error)
+    code, rank = getattr(error, "exit_code", 0), int(os.environ.get("RANK", 0))
+    if rank and code and not isinstance(error, Lost):
         # mostly all ranks have the same error: rank 0 says it, and torchrun ends the others while
         # they wait here. An error of this rank alone is said by it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1)
-    if code is not None:
-        where = f" (rank {rank})" if rank else ""
-        line = f"{os.path.basename(sys.argv[0])}: error{where}: {' '.join(message.split())}"
+    # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
+    if not code:
+        traceback.print_exception(error, file=sys.__stderr__)
+    else:
+        where, message = f" (rank {rank})" * (rank > 0), " ".join(visible(str(error)).split())
+        line = f"{os.path.basename(sys.argv[0])}: error{where}: {message}"
         print(line, file=sys.__stderr__, flush=True)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             with contextlib.suppress(ImportError):
@@ -76,11 +74,11 @@ def report_error(kind, error, trace):
     with contextlib.suppress(OSError):  # of a full disk, which is said above
         sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
-    os._exit(1 if code is None else code)
+    os._exit(code or 1)
 
 
 def known(error):
-    """The BadInput or Stop that another exception means, such as that of a full disk; or None."""
+    """The BadInput or Stop that another exception means, as that of a full disk; or itself."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
     if isinstance(error, ImportError) and re.search(r"\b(options|grading)\b", str(error)):
@@ -90,8 +88,8 @@ def known(error):
     with contextlib.suppress(ImportError):  # a fork may do without
         from options.failures import meaning_of
 
-        return meaning_of(error, phase)
-    return None
+        return meaning_of(error, phase) or error
+    return error
 
 
 def say(message):

@@ -47,12 +47,12 @@ PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the
 @contextlib.contextmanager
 def patient():
     """A block of work at the disk: there a rank waits for the slowest one up to PATIENCE."""
-    waiting = dist.is_initialized() and (this_rank.group or dist.group.WORLD)
-    if waiting:
-        waiting.set_timeout(max(this_rank.wait, PATIENCE))
+    group = this_rank.group or dist.group.WORLD  # None where there are no others
+    if group:
+        group.set_timeout(max(this_rank.wait, PATIENCE))
     yield
-    if waiting:
-        waiting.set_timeout(this_rank.wait)
+    if group:
+        group.set_timeout(this_rank.wait)
 
 
 @contextlib.contextmanager
@@ -65,14 +65,12 @@ def in_step():
     try:
         yield
     except Exception as e:
-        if not dist.is_initialized():
-            raise
         error = e
     failed = ranks_where(error is not None)
     if failed:
         kind, message = from_rank([getattr(error, "exit_code", 1), str(error)], failed[0])
-        if error is not None and not hasattr(error, "exit_code"):
-            raise error
+        if error is not None and not (hasattr(error, "exit_code") and dist.is_initialized()):
+            raise error  # a bug of this rank, or there are no others
         rank = dist.get_global_rank(this_rank.group or dist.group.WORLD, failed[0])
         where = f"on rank {rank}: " if rank or kind == 1 else ""
         raise (BadInput if kind == 2 else Stop)(where + message) from error
@@ -80,8 +78,6 @@ def in_step():
 
 def alone(function):
     """A collective: only rank 0 calls function; all ranks return its result, sent as JSON."""
-    if not dist.is_initialized():
-        return function()
     result = None
     with patient(), in_step():  # COLLECTIVE; rank 0 may write 190 GB
         if rank_and_size()[0] == 0:
@@ -93,11 +89,11 @@ def from_rank(value, source=0):
     """A collective: the value that the rank `source` has, on all ranks. Sent as JSON: no pickle."""
     if not dist.is_initialized():
         return value
-    text = json.dumps(value).encode() if rank_and_size()[0] == source else b""
+    text = bytearray(json.dumps(value).encode())
     length = torch.tensor([len(text)], device=wire())
     dist.broadcast(length, group_src=source, group=this_rank.group)
-    sent = torch.zeros(int(length), dtype=torch.uint8, device=wire())
-    sent[:len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[:len(text)]
+    text = text[:int(length)].ljust(int(length))  # the others', as long as that of source
+    sent = torch.frombuffer(text, dtype=torch.uint8).to(wire())
     dist.broadcast(sent, group_src=source, group=this_rank.group)
     return json.loads(sent.cpu().numpy().tobytes())
 
@@ -189,7 +185,7 @@ def all_reduce_sum(tensors):
 def all_reduce_max(t):
     """A collective: the elementwise maximum over all ranks. NaN becomes inf: max may drop a NaN."""
     if dist.is_initialized():
-        t = torch.where(t.isnan(), torch.inf, t) if t.is_floating_point() else t
+        t = t.nan_to_num(torch.inf, torch.inf, -torch.inf)  # a copy, also of integers
         dist.all_reduce(t, op=dist.ReduceOp.MAX, group=this_rank.group)
     return t
 
@@ -269,7 +265,7 @@ def clip_gradients(buffers, max_norm):
     With sharded models a collective.
     """
     norms = [wide_norm(flat) if torch.is_tensor(flat) else flat.norm() for flat in buffers]
-    norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    norm = torch.stack(norms).norm()
     if max_norm > 0:
         # a norm that is not finite changes nothing: so the check behind it can find the bad tensor
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
@@ -309,21 +305,17 @@ def audit(models, frozen, iteration):
             rows.append([compared, ~compared, int(not part.isfinite().all()), int(changed)])
             names.append(f"{model_name}, parameter {name}")
     table = torch.tensor(rows, device=wire())  # (parameters, 4)
-    largest, largest_of_inverse, infinite, changed = all_reduce_max(  # COLLECTIVE
-        table.clone()).unbind(1)
+    largest, largest_of_inverse, infinite, changed = all_reduce_max(table).unbind(1)  # COLLECTIVE
     for bad, what, column in (
             (largest != ~largest_of_inverse, "the ranks have drifted apart: {} differs on {}", 0),
             (infinite > 0, "{} is not finite on {}", 2),
             (changed > 0, "the frozen {} has changed on {}: it is not what it was", 3)):
         if bad.any():
             i = int(bad.nonzero()[0])
-            values = all_gather(table[i, column])  # COLLECTIVE
-            values = torch.stack(values).tolist()
-            common = max(values, key=values.count) if column == 0 else 0
-            odd = [rank for rank, value in enumerate(values) if value != common]
-            if column == 0 and 2 * len(odd) >= len(values):  # no majority: any may be the odd one
-                odd = range(len(values))
-            who = " and ".join(f"rank {rank}" for rank in odd)
+            values = torch.stack(all_gather(table[i, column])).tolist()  # COLLECTIVE
+            # a checksum is odd where it is not that of more than half of the ranks
+            odd = [value if column else 2 * values.count(value) <= len(values) for value in values]
+            who = " and ".join(f"rank {rank}" for rank, x in enumerate(odd) if x)
             raise Stop(f"iteration {iteration}: {what.format(names[i], who)} ({int(bad.sum())} "
                        "parameters in all); the last checkpoint is good")
 

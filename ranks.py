@@ -60,17 +60,17 @@ def init(system):
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
         late = Lost(f"the ranks cannot meet: no answer in timeout = {system.timeout} s. Are all of "
                     "them started, and do the machines reach each other?")
+        # in a thread, because this one waits in C++
         alarm = threading.Timer(system.timeout, errors.report_error, (Lost, late, None))
-        alarm.daemon = True  # a thread, because this one waits in C++
+        alarm.daemon = True
         alarm.start()
-        where = dict(backend="gloo")
-        if device.type == "cuda":
-            where = dict(backend="nccl")
-            if not system.roles:  # with it torch splits later groups off this one, by all ranks
-                where["device_id"] = device
-        dist.init_process_group(timeout=this_rank.wait, **where)
+        gpu = device.type == "cuda"
+        dist.init_process_group(
+            backend="nccl" if gpu else "gloo", timeout=this_rank.wait,
+            # with device_id torch splits later groups, those of roles, off this one, by all ranks
+            device_id=device if gpu and not system.roles else None)
         # nccl makes its connections only now; it would guess the GPU by the rank
-        dist.barrier(device_ids=None if device.index is None else [device.index])
+        dist.barrier(device_ids=[device.index] if gpu else None)
         alarm.cancel()
     if system.roles:  # some of the ranks only generate, or score
         from options.roles import begin

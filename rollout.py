@@ -39,6 +39,7 @@ import functools
 import hashlib
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import parallel
 from errors import BadInput
@@ -54,11 +55,11 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
     prompt; None: 0. GRPO with 2 responses to each of 2 prompts: slots [0, 0, 1, 1], samples [0, 1,
     0, 1].
     """
-    rows = []
-    for number in response_seeds(seed, purpose, iteration, slots, samples):
-        generator = torch.Generator().manual_seed(number)
-        rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
-    return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
+    uniforms = torch.empty(len(slots), length, dtype=torch.float64)
+    for row, number in zip(
+            uniforms, response_seeds(seed, purpose, iteration, slots, samples), strict=True):
+        row.uniform_(generator=torch.Generator().manual_seed(number))
+    return uniforms
 
 
 def response_seeds(seed, purpose, iteration, slots, samples=None):
@@ -81,19 +82,15 @@ def left_pad(prompts):
         tokens   5 6 7     mask   T T T
                  0 0 8            F F T
     """
-    width = max(len(ids) for ids in prompts)
-    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-    for row, ids in enumerate(prompts):
-        tokens[row, width - len(ids):] = torch.as_tensor(ids)
-        mask[row, width - len(ids):] = True
-    return tokens, mask
+    rows = [torch.as_tensor(ids) for ids in prompts]
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    return tuple(pad_sequence(x, batch_first=True, padding_side="left") for x in (rows, masks))
 
 
 # faster than no_grad; training may use what as_batch makes of the results
 @torch.inference_mode()
-def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, graphs=False,
-           at_once=0):
+def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda: False,
+           graphs=False, at_once=0):
     """
     Sample one response to each of n prompts: it ends with any of the tokenizer's eos_ids, or a stop
     string, and this token belongs to it.
@@ -142,7 +139,14 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
 
         cache, steps = steps_of(
             policy, cache, tokens.shape[1] + R, temperature, graphs == "compiled")
-    logits = policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))  # (D, V)
+
+    def read(tokens, mask, positions):
+        return policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))
+
+    def step(token, uniform, mask, position):
+        return draw(read(token, mask, position), uniform, temperature, tokenizer)
+
+    logits = read(tokens, mask, positions)  # (D, V)
     # from here on each response has a row of its own; which, (n,): the number of its prompt
     which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
     if len(numbers) < n:
@@ -165,20 +169,16 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=None, 
         finished[i] |= ends[going]
         goes_on = ~finished[live] & (budgets[live] > t + 1)  # (rows,)
         going = goes_on.nonzero().squeeze(1)  # waits for the device
-        if len(going) == 0 or t + 1 == R or stop is not None and stop():
+        if len(going) == 0 or stop():
             break
-        few = (0.5 if len(going) > 1 else 0) if steps else 0.75
+        few = 0.5 * (len(going) > 1) if steps else 0.75
         if len(going) <= few * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # (rows, P + t + 1)
-        if steps:
-            token, logprob = steps(token[:, None], uniforms[live, t + 1], mask, next_position)
-        else:
-            logits = policy.next_logits(
-                token[:, None], cache, *((mask, next_position) if padded else ()))
-            token, logprob = draw(logits, uniforms[live, t + 1], temperature, tokenizer)
+        token, logprob = (steps or step)(
+            token[:, None], uniforms[live, t + 1], mask, next_position)  # (rows,) each
         next_position = next_position + 1
     return responses, logprobs, lengths, finished
 
@@ -300,40 +300,36 @@ def sampling(policy, temperature, seeds, system, device):
         yield responder(policy, system, device, temperature, seeds)  # COLLECTIVE
         return
     together = system.generate_tp > 1  # these ranks must take the same steps
-    graphs = system.cuda_graphs and device.type == "cuda" and not (
-        together or policy.must_fetch)
+    graphs = system.cuda_graphs and device.type == "cuda" and not (together or policy.must_fetch)
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
             decode, decoder, temperature=temperature, at_once=system.rollout_batch_size,
-            stop=None if together else lambda: this_rank.stop,
+            stop=lambda: this_rank.stop and not together,
             graphs=graphs and ("compiled" if system.compile else True))
 
 
-@contextlib.contextmanager
 def decoding_copy(policy, system, device):
     """
-    A collective: the block in which the policy decodes, and the model that decodes: the policy
-    itself, unless autocast would round its matrices at every token: then a copy with rounded
+    A collective: the context in which the policy decodes; it gives the model that decodes: the
+    policy itself, unless autocast would round its matrices at every token: then a copy with rounded
     matrices. A sharded policy is gathered whole, once.
     """
     matrices = dtypes(system)[1]
     if system.generate_tp > 1:
         from options.tensor_parallel import split_copy
 
-        yield split_copy(policy, matrices, device, system.generate_tp)  # COLLECTIVE
-        return
+        return contextlib.nullcontext(  # COLLECTIVE
+            split_copy(policy, matrices, device, system.generate_tp))
     if policy.must_fetch:  # sharded
         from options.shards import gathered
 
-        with gathered(policy):  # COLLECTIVE
-            yield policy
-        return
-    if matrices in (None, policy.hf.dtype) or policy.base is not None:
-        yield policy  # an adapter's trunk is frozen, and has its matrices in that dtype already
-        return
-    from options.sixteen_bits import rounded_copy
+        return gathered(policy)  # COLLECTIVE
+    # an adapter's trunk is frozen, and has its matrices in that dtype already
+    if matrices not in (None, policy.hf.dtype) and policy.base is None:
+        from options.sixteen_bits import rounded_copy
 
-    yield rounded_copy(policy, matrices)
+        policy = rounded_copy(policy, matrices)
+    return contextlib.nullcontext(policy)
 
 
 def texts_of(batch, rows, tokenizer):

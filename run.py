@@ -21,15 +21,17 @@ import random
 import re
 import shlex
 import sys
+import textwrap
 import time
+from collections import defaultdict
 
 import torch
 
 import errors
 import parallel
 import ranks
-from checkpoint import (append, has_lines, load_checkpoint, open_folder, save_checkpoint,
-                        save_final, write_cards)
+from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
+                        write_cards)
 from configurator import of_model
 from errors import BadInput, Stop, say, visible
 from loss import gap, gap_limit, summarize
@@ -41,24 +43,14 @@ SAMPLES = 16  # of each evaluation, in samples.jsonl
 def make_optimizer(model, name, system, lr, betas, eps):
     """The optimizer of a model's trained parameters. name: as in the keys, such as value."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(params=parameters)]
-    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
-        from options.optimizers import groups_of
-
-        groups = groups_of(model)
-    kind, settings = torch.optim.AdamW, dict(
-        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
-        fused=ranks.this_rank.role == "train")  # others never step
     narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
-    if narrow or of_model(system.optim, name) not in ("", "adamw"):
-        from options.optimizers import other_optimizer
+    if narrow or system.weight_decay > 0 or system.zero_stage or system.offload or of_model(
+            system.optim, name) not in ("", "adamw"):
+        from options.optimizers import optimizer_by_keys
 
-        kind, settings = other_optimizer(model, system, name, lr, betas, eps)
-    if system.zero_stage or system.offload:
-        from options.shards import optimizer_of
-
-        return optimizer_of(model, name, system, groups, kind, settings)
-    return kind(groups, **settings)
+        return optimizer_by_keys(model, name, system, narrow, lr, betas, eps)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=0.0,
+                             fused=ranks.this_rank.role == "train")  # others never step
 
 
 class Run:
@@ -69,18 +61,23 @@ class Run:
     must_match: the script's keys that must be the same when a run resumes. token_ids: a hash of all
     that the run trains on. ema_decay: of the policy's moving average, 0 = none.
     self.state: the plain numbers that go from one iteration to the next, saved as well.
+    self.kept: {file: an object whose tensors() are saved, too, and loaded by its fill()}.
+    self.listeners: {moment: functions} of options, see `tell`.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,
                  token_ids="", temperature=1.0, ema_decay=0.0):
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
-        self.models, self.optimizers, self.ema = models, optimizers, None
-        self.kept = {}  # {file: an object whose tensors() are saved, too}
-        self.evaluated = {}  # the figures of the last evaluation
+        self.models, self.optimizers = models, optimizers
+        self.kept, self.listeners, self.record = {}, defaultdict(list), {}
         if ema_decay > 0:
             from options.ema import MovingAverage
 
-            self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
+            MovingAverage(models["policy"], ema_decay).join(self)
+        if system.keep_best:
+            from options.keep_best import join
+
+            join(self)
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = self.warn_above = gap_limit(system.dtype, temperature)
         self.frozen = {}  # the frozen models' checksums, filled by the first audit
@@ -92,23 +89,21 @@ class Run:
         with parallel.in_step():  # COLLECTIVE: all say it, and nothing is written yet
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, data or torch than rank 0")
-        folder, saved, log = None, None, os.path.join(out_dir, "log.jsonl")
-        had_begun = has_lines(log)
+        folder, saved = None, {}
         if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
-        fresh = dict(iteration=0, loss_scale=2.0**16, clean_steps=0,
-                     broken="", said={})
-        self.state, self.folder = fresh | (saved or {}), folder
+        fresh = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, broken="", said={})
+        self.state, self.folder = fresh | saved, folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
-                load_checkpoint(folder, self.trained, optimizers, self.ema)
+                load_checkpoint(folder, self.trained, optimizers, self.kept)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
         if system.report_to and ranks.this_rank.role == "train":
             from options.trackers import start_trackers
 
-            start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
+            start_trackers(self, config)  # COLLECTIVE
         self.times, self.phase, self.began = {}, "start", time.time()
         self.clock = time.perf_counter()
         for name, model in models.items():
@@ -116,10 +111,18 @@ class Run:
             say(f"{name:<12} {count:8.2f}M parameters  "
                 f"{'trained' if name in optimizers else 'frozen'}")
         say(f"{parallel.rank_and_size()[1]} rank(s) on {device.type}, {system.dtype}; "
-            + (f"resuming from {folder}" if folder else f"writing to {out_dir}")
-            + ", without a checkpoint: the run begins anew" * (had_begun and not folder))
+            + (f"resuming from {folder}" if folder else f"writing to {out_dir}"))
 
     # iterations, checkpoints, and requests to stop
+
+    def tell(self, moment, *values):
+        """
+        What options do at a moment of the run, all ranks together: after a "step"; after an
+        "evaluation" (its figures); when a "record" is in the log (the record); at the "finish",
+        when the trained models are saved; and before ranks "leave".
+        """
+        for listener in self.listeners[moment]:
+            listener(*values)
 
     def iterations(self):
         """
@@ -195,11 +198,8 @@ class Run:
         """A collective: save the trained models, and leave together with the other ranks."""
         for name, model in self.trained.items():
             save_final(self.out_dir, name, model, self.system.save_dtype)  # COLLECTIVE
-        if self.ema:
-            with self.ema.in_place():
-                save_final(  # COLLECTIVE
-                    self.out_dir, "ema_policy", self.models["policy"], self.system.save_dtype)
-        write_cards(self.out_dir, self.evaluated)  # COLLECTIVE
+        self.tell("finish")  # COLLECTIVE
+        write_cards(self.out_dir, self.record)  # COLLECTIVE
         if self.state["broken"]:
             say(f"warning: {self.state['broken']}")
         next_step = next_step.replace(self.out_dir, shlex.quote(self.out_dir))
@@ -208,12 +208,7 @@ class Run:
 
     def leave(self):
         """A collective: leave the group of ranks together."""
-        if "batches" in self.kept:
-            self.kept["batches"].end()  # COLLECTIVE
-        if self.system.report_to:
-            from options.trackers import finish_trackers
-
-            finish_trackers()
+        self.tell("leave")  # COLLECTIVE
         ranks.leave()  # COLLECTIVE
 
     # checks, and the steps of the optimizers
@@ -296,8 +291,7 @@ class Run:
             for group in self.optimizers[name].param_groups:
                 group["lr"] = lr
             self.optimizers[name].step()
-        if self.ema and "policy" in lrs:
-            self.ema.update()
+        self.tell("step")
         return norms
 
     # the log
@@ -308,12 +302,7 @@ class Run:
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
         record = summarize(batch, "eval", reward_names, rows=rows)
-        if self.system.keep_best:
-            from options.keep_best import is_best
-
-            if is_best(record | {"score": score}, self.system.keep_best, self.state):
-                save_final(  # COLLECTIVE
-                    self.out_dir, "best_policy", self.models["policy"], self.system.save_dtype)
+        self.tell("evaluation", record | {"score": score})  # COLLECTIVE
         samples = self.samples(batch, rows, SAMPLES)
         say(evaluation_lines(self.iteration, record, samples))
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
@@ -346,9 +335,7 @@ class Run:
         script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
-        held_out = {name: x for name, x in record.items() if name.startswith("eval/")}
-        self.evaluated = held_out or self.evaluated
-        record = {"iteration": self.iteration} | {
+        self.record = record = {"iteration": self.iteration} | {
             name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
@@ -378,10 +365,7 @@ class Run:
         interval = self.system.save_rollouts
         if rows and interval and self.iteration % interval == 0:
             append(self.out_dir, "rollouts.jsonl", self.samples(batch, rows, None))  # COLLECTIVE
-        if self.system.report_to:
-            from options.trackers import send_to_trackers
-
-            send_to_trackers(record)
+        self.tell("record", record)
         if tokens and (self.iteration % every == 0 or self.iteration + 1 == self.max_iters):
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
@@ -425,13 +409,12 @@ def iteration_line(record, done, max_iters, minutes):
 
 def evaluation_lines(iteration, record, samples):
     """The lines of an evaluation: its figures, and two of its samples, each time two others."""
-    lines = [f"eval {iteration}:"]
-    totals = {name: x for name, x in record.items() if re.fullmatch("eval/(reward/)?[^/]+", name)}
-    for name, x in totals.items():  # those by source are in the log
-        figure = f"{name[5:]} {x:z.{3 if abs(x) < 1 else 2}f}"
-        if len(lines[-1]) + 2 + len(figure) > 100:
-            lines.append("   ")
-        lines[-1] += f" {figure}" if lines[-1].endswith((":", "   ")) else f"  {figure}"
+    # totals; those by source are in the log. \xa0: a blank at which no line breaks
+    figures = [f"{name[5:]}\xa0{x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()
+               if re.fullmatch("eval/(reward/)?[^/]+", name)]
+    lines = [textwrap.fill(
+        "  ".join(figures), 100, initial_indent=f"eval {iteration}: ", subsequent_indent="    ",
+        break_long_words=False, break_on_hyphens=False).replace("\xa0", " ")]
     for sample in random.Random(iteration).sample(samples, min(2, len(samples))):
         prompt = sample["prompt"]
         if not isinstance(prompt, str):
@@ -460,7 +443,6 @@ def peak_memory_mib(device):
     """The most memory of this process so far: allocated by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    if not os.path.exists("/proc/self/status"):  # not Linux
-        return 0.0
-    with open("/proc/self/status", encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/status", encoding="utf-8") as f:
         return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
+    return 0.0  # not Linux

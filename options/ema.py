@@ -5,8 +5,9 @@ import contextlib
 
 import torch
 
-from model import at_least_float32
 import parallel
+from checkpoint import save_final
+from model import at_least_float32
 from parallel import my_part
 
 
@@ -25,6 +26,17 @@ class MovingAverage:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         self.begin()
+
+    def join(self, run):
+        """Follow the steps of a run, and be in its checkpoints; saved when it finishes."""
+        def save():
+            with self.in_place():
+                save_final(  # COLLECTIVE
+                    run.out_dir, "ema_policy", self.model, run.system.save_dtype)
+
+        run.kept["ema"] = self
+        run.listeners["step"].append(self.update)
+        run.listeners["finish"].append(save)
 
     def begin(self):
         """Set the average to the present weights."""

@@ -1,5 +1,16 @@
 """The key keep_best: out_dir/best_policy is the policy of the best evaluation so far."""
+from checkpoint import save_final
 from errors import BadInput
+
+
+def join(run):
+    """Save the policy whenever an evaluation of the run is the best so far."""
+    def save_if_best(figures):
+        if is_best(figures, run.system.keep_best, run.state):
+            save_final(  # COLLECTIVE
+                run.out_dir, "best_policy", run.models["policy"], run.system.save_dtype)
+
+    run.listeners["evaluation"].append(save_if_best)
 
 
 def is_best(figures, by, state):

@@ -15,11 +15,32 @@ import torch
 
 from configurator import of_model
 from errors import BadInput
+from ranks import this_rank
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
 # With eps[1] = FLOOR, more than the RMS of any weight, the factor is always FLOOR, and the learning
 # rate is divided by FLOOR beforehand. FLOOR is a power of two, so that neither rounds anything.
 FLOOR = 2.0**20
+
+
+def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
+    """
+    The optimizer of the model `name` by the keys optim, weight_decay, zero_stage and offload.
+    narrow: some of its weights have 16 bits. Raises BadInput.
+    """
+    groups = [dict(params=[p for p in model.parameters() if p.requires_grad])]
+    if system.weight_decay > 0:  # of matrices alone: it would pull norms to 0
+        groups = groups_of(model)
+    kind, settings = torch.optim.AdamW, dict(
+        lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
+        fused=this_rank.role == "train")  # others never step
+    if narrow or of_model(system.optim, name) not in ("", "adamw"):
+        kind, settings = other_optimizer(model, system, name, lr, betas, eps)
+    if system.zero_stage or system.offload:
+        from options.shards import optimizer_of
+
+        return optimizer_of(model, name, system, groups, kind, settings)
+    return kind(groups, **settings)
 
 
 def groups_of(model):

@@ -214,18 +214,18 @@ def fetched(model, device):
 
 @contextlib.contextmanager
 def gathered(model):
-    """A collective: in this block a sharded model is whole on each rank, for decoding."""
-    model = trunk_of(model)
-    modules = fsdp_modules(model)
-    model.set_reshard_after_forward(False)
+    """A collective: the block in which a sharded model, which it gives, is whole on each rank."""
+    trunk = trunk_of(model)
+    modules = fsdp_modules(trunk)
+    trunk.set_reshard_after_forward(False)
     for module in modules:
         module.unshard()  # COLLECTIVE
     try:
-        yield
+        yield model
     finally:
-        reshard(model)
-        model.set_reshard_after_forward(model.by_layer)
-        model.set_reshard_after_forward(False, recurse=False)
+        reshard(trunk)
+        trunk.set_reshard_after_forward(trunk.by_layer)
+        trunk.set_reshard_after_forward(False, recurse=False)
 
 
 def trunk_of(model):
