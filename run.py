@@ -23,7 +23,6 @@ import shlex
 import sys
 import textwrap
 import time
-from collections import defaultdict
 
 import torch
 
@@ -62,22 +61,17 @@ class Run:
     that the run trains on. ema_decay: of the policy's moving average, 0 = none.
     self.state: the plain numbers that go from one iteration to the next, saved as well.
     self.kept: {file: an object whose tensors() are saved, too, and loaded by its fill()}.
-    self.listeners: {moment: functions} of options, see `tell`.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,
                  token_ids="", temperature=1.0, ema_decay=0.0):
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers = models, optimizers
-        self.kept, self.listeners, self.record = {}, defaultdict(list), {}
+        self.kept, self.ema, self.record = {}, None, {}
         if ema_decay > 0:
             from options.ema import MovingAverage
 
-            MovingAverage(models["policy"], ema_decay).join(self)
-        if system.keep_best:
-            from options.keep_best import join
-
-            join(self)
+            self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
         self.trained = {name: models[name] for name in optimizers}
         self.gap_limit = self.warn_above = gap_limit(system.dtype, temperature)
         self.frozen = {}  # the frozen models' checksums, filled by the first audit
@@ -103,7 +97,7 @@ class Run:
         if system.report_to and ranks.this_rank.role == "train":
             from options.trackers import start_trackers
 
-            start_trackers(self, config)  # COLLECTIVE
+            start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
         self.times, self.phase, self.began = {}, "start", time.time()
         self.clock = time.perf_counter()
         for name, model in models.items():
@@ -114,15 +108,6 @@ class Run:
             + (f"resuming from {folder}" if folder else f"writing to {out_dir}"))
 
     # iterations, checkpoints, and requests to stop
-
-    def tell(self, moment, *values):
-        """
-        What options do at a moment of the run, all ranks together: after a "step"; after an
-        "evaluation" (its figures); when a "record" is in the log (the record); at the "finish",
-        when the trained models are saved; and before ranks "leave".
-        """
-        for listener in self.listeners[moment]:
-            listener(*values)
 
     def iterations(self):
         """
@@ -198,7 +183,8 @@ class Run:
         """A collective: save the trained models, and leave together with the other ranks."""
         for name, model in self.trained.items():
             save_final(self.out_dir, name, model, self.system.save_dtype)  # COLLECTIVE
-        self.tell("finish")  # COLLECTIVE
+        if self.ema:
+            self.ema.save(self)  # COLLECTIVE
         write_cards(self.out_dir, self.record)  # COLLECTIVE
         if self.state["broken"]:
             say(f"warning: {self.state['broken']}")
@@ -208,7 +194,12 @@ class Run:
 
     def leave(self):
         """A collective: leave the group of ranks together."""
-        self.tell("leave")  # COLLECTIVE
+        if "batches" in self.kept:
+            self.kept["batches"].end()  # COLLECTIVE
+        if self.system.report_to:
+            from options.trackers import finish_trackers
+
+            finish_trackers()
         ranks.leave()  # COLLECTIVE
 
     # checks, and the steps of the optimizers
@@ -291,7 +282,8 @@ class Run:
             for group in self.optimizers[name].param_groups:
                 group["lr"] = lr
             self.optimizers[name].step()
-        self.tell("step")
+        if self.ema and "policy" in lrs:
+            self.ema.update()
         return norms
 
     # the log
@@ -302,7 +294,10 @@ class Run:
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
         record = summarize(batch, "eval", reward_names, rows=rows)
-        self.tell("evaluation", record | {"score": score})  # COLLECTIVE
+        if self.system.keep_best:
+            from options.keep_best import save_if_best
+
+            save_if_best(self, record | {"score": score})  # COLLECTIVE
         samples = self.samples(batch, rows, SAMPLES)
         say(evaluation_lines(self.iteration, record, samples))
         append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
@@ -365,7 +360,10 @@ class Run:
         interval = self.system.save_rollouts
         if rows and interval and self.iteration % interval == 0:
             append(self.out_dir, "rollouts.jsonl", self.samples(batch, rows, None))  # COLLECTIVE
-        self.tell("record", record)
+        if self.system.report_to:
+            from options.trackers import send_to_trackers
+
+            send_to_trackers(record)
         if tokens and (self.iteration % every == 0 or self.iteration + 1 == self.max_iters):
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)

@@ -43,7 +43,6 @@ class Ahead:
                                "columns; end that run with the older one, or begin another "
                                "--out_dir")
         run.kept["batches"] = self
-        run.listeners["leave"].append(self.end)
 
     def rollout(self, purpose, iteration, rows, row_numbers, **more):
         """A collective, in the place of the script's rollout."""

@@ -27,16 +27,11 @@ class MovingAverage:
         self.names, self.parameters = list(trained), list(trained.values())
         self.begin()
 
-    def join(self, run):
-        """Follow the steps of a run, and be in its checkpoints; saved when it finishes."""
-        def save():
-            with self.in_place():
-                save_final(  # COLLECTIVE
-                    run.out_dir, "ema_policy", self.model, run.system.save_dtype)
-
-        run.kept["ema"] = self
-        run.listeners["step"].append(self.update)
-        run.listeners["finish"].append(save)
+    def save(self, run):
+        """A collective: write the finished average to out_dir/ema_policy."""
+        with self.in_place():
+            save_final(  # COLLECTIVE
+                run.out_dir, "ema_policy", self.model, run.system.save_dtype)
 
     def begin(self):
         """Set the average to the present weights."""

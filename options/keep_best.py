@@ -3,14 +3,11 @@ from checkpoint import save_final
 from errors import BadInput
 
 
-def join(run):
-    """Save the policy whenever an evaluation of the run is the best so far."""
-    def save_if_best(figures):
-        if is_best(figures, run.system.keep_best, run.state):
-            save_final(  # COLLECTIVE
-                run.out_dir, "best_policy", run.models["policy"], run.system.save_dtype)
-
-    run.listeners["evaluation"].append(save_if_best)
+def save_if_best(run, figures):
+    """A collective: save the policy of a run if these figures are the best so far."""
+    if is_best(figures, run.system.keep_best, run.state):
+        save_final(  # COLLECTIVE
+            run.out_dir, "best_policy", run.models["policy"], run.system.save_dtype)
 
 
 def is_best(figures, by, state):

@@ -29,24 +29,22 @@ def names_in(report_to):
     return names
 
 
-def start_trackers(run, config):
+def start_trackers(report_to, out_dir, config, iteration):
     """
-    A collective: begin to report a run to its trackers. Only rank 0 reports. config: the run's; it
-    is shown, too. Raises BadInput, on all ranks, if a tracker cannot start.
+    A collective: begin to report to the trackers of the key, from this iteration on. Only rank 0
+    reports. config: the run's; it is shown, too. Raises BadInput, on all ranks, if a tracker
+    cannot start.
     """
     def start_all():
-        name_there = run_id(run.out_dir, run.start)
-        for name in names_in(run.system.report_to):
+        run = run_id(out_dir, iteration)
+        for name in names_in(report_to):
             try:
-                open_trackers[name] = start_tracker(
-                    name, run.out_dir, config, run.start, name_there)
+                open_trackers[name] = start_tracker(name, out_dir, config, iteration, run)
             except Exception as e:  # it may raise anything, such as for a missing login
                 raise BadInput(f"report_to: {name!r} cannot start: {first_line(e)}; mend it, or "
                                "leave it out") from e
 
     alone(start_all)
-    run.listeners["record"].append(send_to_trackers)
-    run.listeners["leave"].append(finish_trackers)
 
 
 def run_id(out_dir, iteration):

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The whole test suite, in an environment of its own: tests/ and tests/long. After the install it
 # needs no network, and no GPU. The last lines say how many tests were skipped, and why. (Those in
-# runs/needs need a GPU, vLLM, transformers 4 or a downloaded model: their heads say how to run them.)
+# runs/needs need a GPU, vLLM, transformers 4, root or a downloaded model; their heads say how to run
+# them.)
 #   bash runs/test.sh [pytest options]
 #   OLDEST=1 bash runs/test.sh   the same with the oldest transformers of requirements.txt
 extras=dev,math
@@ -13,7 +14,6 @@ if [ -n "${OLDEST:-}" ]; then
 fi
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)  # the sandbox of the code reward
-command -v ip >/dev/null || missing+=(iproute2)  # two network namespaces, as two machines
 command -v g++ >/dev/null || missing+=(g++)  # for the key compile
 # without them the tests that need them are skipped
 [ ${#missing[@]} = 0 ] || install_packages "${missing[@]}" || true

@@ -1,4 +1,5 @@
 """tools/eval.py and sample.py: all figures counted once more from the responses that they leave."""
+import ast
 import collections
 import itertools
 import json
@@ -29,11 +30,6 @@ def tool(name, folder, keys, ranks=1, stdin=""):
     return Started(f"tools/{name}.py", typed(keys), str(folder), ranks, before).wait()
 
 
-def read(folder):
-    with open(f"{folder}/eval.json") as f:
-        return SimpleNamespace(**json.load(f), records=read_jsonl(f"{folder}/eval.jsonl"))
-
-
 @pytest.fixture(scope="module")
 def keys(world):
     """Two policies, three rewards, several batches."""
@@ -44,12 +40,17 @@ def keys(world):
         timeout=60, reward_timeout=30)
 
 
+def evaluated(folder, keys, ranks=1):
+    """What tools/eval.py has left in the folder."""
+    result = tool("eval", folder, keys, ranks)
+    assert result.codes == [0] * ranks and "saved" not in "".join(result.out[1:]), result
+    with open(f"{folder}/eval.json") as f:
+        return SimpleNamespace(**json.load(f), records=read_jsonl(f"{folder}/eval.jsonl"))
+
+
 @pytest.fixture(scope="module")
 def done(keys, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("eval")
-    result = tool("eval", folder, keys)
-    assert result.codes == [0], result
-    return read(folder)
+    return evaluated(tmp_path_factory.mktemp("eval"), keys)
 
 
 def of_prompts(done, policy, mode, score):
@@ -108,21 +109,16 @@ def test_equal_responses_have_equal_scores(keys, tmp_path):
     """As where a model's last bits depend on the texts beside a text: here a rule counts calls."""
     rule = write(tmp_path / "counts.py", "calls = []\n\ndef counts(batch):\n    calls.append(1)\n"
                  "    return [float(len(calls))] * len(batch['completions'])\n")
-    result = tool("eval", tmp_path, keys | dict(
-        reward_functions=f"{rule}:counts", reward_path="", batch_size=8))
-    assert result.codes == [0], result
     equal = collections.defaultdict(list)
-    for r in read(tmp_path).records:
+    for r in evaluated(tmp_path, keys | dict(
+            reward_functions=f"{rule}:counts", reward_path="", batch_size=8)).records:
         equal[r["row"], r["text"], r["finished"], r["length"]].append(r)
     assert all(r["scores"] == each[0]["scores"] for each in equal.values() for r in each)
     assert any(len({r["policy"] for r in each}) == 2 for each in equal.values())
 
 
 def test_two_ranks_find_the_same(done, keys, tmp_path):
-    result = tool("eval", tmp_path, keys, ranks=2)
-    assert result.codes == [0, 0] and "saved" not in result.out[1], result
-    two = read(tmp_path)
-    for a, b in zip(done.records, two.records, strict=True):
+    for a, b in zip(done.records, evaluated(tmp_path, keys, 2).records, strict=True):
         assert a | dict(scores=0) == b | dict(scores=0)
         assert a["scores"] == pytest.approx(b["scores"], abs=1e-5)
 
@@ -133,11 +129,9 @@ def test_right_answers_are_counted(done, keys, world, tmp_path):
     rows = [row | dict(answer=answers[i % 4] or "nothing", kind="ab"[i > 3])
             for i, (row, answers) in enumerate(zip(world.rows["rl_train"], said, strict=True))]
     files = [jsonl(tmp_path / "a.jsonl", rows[:4]), jsonl(tmp_path / "b.jsonl", rows[4:])]
-    result = tool("eval", tmp_path, keys | dict(
+    found = evaluated(tmp_path, keys | dict(
         prompts_path=",".join(files), policies=world.policy, reward_functions="accuracy",
         reward_path="", by="source"))
-    assert result.codes == [0], result
-    found = read(tmp_path)
     truths = of_prompts(found, "policy", "sampled", "accuracy")
     assert of_prompts(found, "policy", "sampled", "answer") == said
     assert 0 < sum(map(sum, truths)) < 36
@@ -168,7 +162,7 @@ def trained(world, tmp_path_factory):
         temperature=0.9, max_new_tokens=14, max_turns=3, seed=4, reward_timeout=77))
 
 
-def test_zeros_and_empty_keys_of_runs_are_theirs(world, tmp_path, capsys):
+def test_zeros_and_empty_keys_of_runs_are_theirs(tmp_path, capsys):
     """A run without an eval_path: not the toy's file; seed 0: not seed 1."""
     def asked(**runs):
         for name, keys in runs.items():
@@ -186,13 +180,10 @@ def test_zeros_and_empty_keys_of_runs_are_theirs(world, tmp_path, capsys):
     assert asked(one=sft) == dict(seed=3, fields="a>prompt")
     assert asked(one=sft, two=none)["prompts_path"] == ""
     capsys.readouterr()
-    both = asked(one=none, two=some)
-    assert (both["seed"], both["prompts_path"], both["stop_strings"]) == (0, "e.jsonl", "x")
+    assert asked(one=none, two=some) == asked(one=none) | dict(
+        prompts_path="e.jsonl", stop_strings="x")
     said = capsys.readouterr().out  # one seed for all of them
     assert "two/config.json" in said and "seed=5" in said and "stop_strings" not in said
-    shutil.copytree(world.policy, tmp_path / "one" / "policy")
-    result = tool("eval", tmp_path, dict(policies=f"{tmp_path}/one/policy"))
-    assert_one_line(result, "eval.py", "prompts_path")
 
 
 def test_the_system_message_of_a_run(tmp_path):
@@ -209,10 +200,9 @@ def test_the_system_message_of_a_run(tmp_path):
 
 def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
     """What is not typed is the run's: sample 0 of each prompt is what its last evaluation saw."""
-    result = tool("eval", tmp_path, dict(
-        policies=f"{trained}/policy", samples=2, out="eval", trust_code=True))
-    assert result.codes == [0], result
-    found = [r for r in read(tmp_path).records if (r["mode"], r["sample"]) == ("sampled", 0)]
+    keys = dict(policies=f"{trained}/policy", out="eval")
+    found = [r for r in evaluated(tmp_path, keys | dict(samples=2, trust_code=True)).records
+             if (r["mode"], r["sample"]) == ("sampled", 0)]
     seen = [r for r in read_jsonl(f"{trained}/samples.jsonl") if r["iteration"] == 1]
     assert len(found) == len(seen) == 3 and any(len(r["messages"]) > 2 for r in seen)
     for ours, theirs in zip(found, seen, strict=True):
@@ -228,25 +218,21 @@ def test_an_evaluation_is_that_of_the_training(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", os.path.dirname(trained))
     home = as_in_run(["--policies=~/out/policy", "--trust_code=True"], "policies", "none", ASKED)
     assert (home["max_turns"][0], home["max_new_tokens"][0]) == (3, 14)
-    typed_one = tool("eval", tmp_path, dict(
-        policies=f"{trained}/policy", samples=0, out="eval", max_new_tokens=3, limit=2,
-        environment="", reward_functions="length"))
-    assert typed_one.codes == [0], typed_one
-    assert [r["length"] <= 3 and "messages" not in r for r in read(tmp_path).records] == [True] * 2
+    typed_one = evaluated(tmp_path, keys | dict(
+        samples=0, max_new_tokens=3, limit=2, environment="", reward_functions="length"))
+    assert [r["length"] <= 3 and "messages" not in r for r in typed_one.records] == [True] * 2
 
 
 def test_samples_with_scores(world, trained, tmp_path):
     """Of a file, with the score of a reward model; of standard input; with an environment."""
     keys = dict(policy_path=world.policy, max_new_tokens=6, device_type="cpu")
-    path = jsonl(tmp_path / "some.jsonl", world.rows["rl_train"][:3])
-    said = tool("sample", tmp_path, keys | dict(
-        prompts=path, limit=2, samples=3, reward_path=world.reward, rollout_batch_size=4)).out[0]
-    lines = said.split("\n> ")[1:]
-    assert [line.split("\n")[0] for line in lines] == ["a", "abc"]
-    assert [len(re.findall(r"\(score -?\d+\.\d\d\)", line)) for line in lines] == [3, 3]
-    again = tool("sample", tmp_path, keys | dict(prompts=path, limit=2, samples=3)).out[0]
-    plain = re.sub(r"   \(score .*?\)", "", said)
-    assert again.split("\n> ")[1:] == plain.split("\n> ")[1:]  # the noise is the prompt's
+    some = keys | dict(prompts=world.rl_train, limit=2, samples=3)
+    said, plain = (tool("sample", tmp_path, some | more).out[0].split("\n> ")[1:] for more in (
+        dict(reward_path=world.reward, rollout_batch_size=4), {}))
+    assert [line.split("\n")[0] for line in said] == ["a", "abc"]
+    assert [len(re.findall(r"\(score -?\d+\.\d\d\)", line)) for line in said] == [3, 3]
+    # the noise is the prompt's
+    assert plain == [re.sub(r"   \(score .*?\)", "", line) for line in said]
     result = tool("sample", tmp_path, keys | dict(temperature=0.0), stdin="a\n\nabc\n")
     keys_said = r"command line:.*\n(    .*\n)*"  # in as many lines as they need
     assert result.codes == [0] and re.sub(keys_said, "", result.out[0]).count("\n") == 2, result
@@ -263,18 +249,18 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
     for folder in clean, sent:
         shutil.copytree(world.policy, folder / "policy")
         write(folder / "config.json", json.dumps(dict(out_dir="out", max_new_tokens=4)))
-    for key, value in (("environment", f"{evil}:f"), ("tools", f"{evil}:f"), ("tools", evil),
-                       ("reward_functions", f"accuracy, 0.5 * {evil}:f"),
-                       ("environment", os.path.relpath(f"{evil}:f", tmp_path)),
-                       ("reward_functions", f"{evil}:f"), ("environment", [f"{evil}:f"])):
+    tools = dict(sample=dict(policy_path=f"{sent}/policy", prompt="a"), eval=dict(
+        prompts_path=world.rl_val, out="eval", policies=f"{world.policy},{sent}/policy"))
+    for key, value, *names in (
+            ("environment", f"{evil}:f", "eval", "sample"), ("tools", f"{evil}:f", "sample"),
+            ("tools", evil, "eval", "sample"), ("reward_functions", f"a, 0.5 * {evil}:f", "eval"),
+            ("environment", os.path.relpath(f"{evil}:f", tmp_path), "sample"),
+            ("environment", [f"{evil}:f"], "eval")):
         write(sent / "config.json", json.dumps({"out_dir": "out", key: value}))
-        keys = dict(prompts_path=world.rl_val, out="eval")
-        tools = dict(eval=keys | dict(policies=f"{world.policy},{sent}/policy"),
-                     sample=dict(policy_path=f"{sent}/policy", prompt="a"))
-        for name in ["eval"] + ["sample"] * (key != "reward_functions"):
-            for more in {}, dict(trust_code=False):
-                assert_one_line(tool(name, tmp_path, tools[name] | more), f"{name}.py",
-                                f"{sent}/config.json", "evil.py", key, "--trust_code=True")
+        for name in names:
+            more = dict(trust_code=False) if value == evil else {}
+            assert_one_line(tool(name, tmp_path, tools[name] | more), f"{name}.py",
+                            f"{sent}/config.json", "evil.py", key, "--trust_code=True")
         assert not os.path.exists(tmp_path / "ran"), (key, value)
         own = as_in_run([f"--{key}=mine.py:f"], "policies", f"{sent}/policy", ASKED | JUDGED)
         assert own == {}
@@ -283,17 +269,13 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
     assert os.path.exists(tmp_path / "ran")
 
 
-TERMINAL = {  # text: how a terminal gets it
-    "\x1b[2J": r"\x1b[2J", "\x1b]0;title\x07": r"\x1b]0;title\x07", "a\rb\b\0": r"a\rb\x08\x00",
-    "\x9b31m\x85\x7f": r"\x9b31m\x85\x7f", "\u202eevil\u2066\u200f": r"\u202eevil\u2066\u200f",
-    "\u2028": r"\u2028", "\ud800": r"\ud800", "\x0b\x0c": r"\x0b\x0c",
-    "a\n\tb \\x1b": "a\n\tb \\x1b",
-    "é漢\u3000字👩\u200d👧\xa0\u200cف": "é漢\u3000字👩\u200d👧\xa0\u200cف"}
-
-
 def test_no_text_reaches_the_terminal_as_a_command(world, tmp_path):
     """Of a prompt, a name of a folder, an error."""
-    assert {text: errors.visible(text) for text in TERMINAL} == TERMINAL
+    for said in (r"\x1b[2J", r"\x1b]0;title\x07", r"a\rb\x08\x00", r"\x9b31m\x85\x7f", r"\x0b\x0c",
+                 r"\u202eevil\u2066\u200f", r"\u2028", r"\ud800"):
+        assert errors.visible(ast.literal_eval(f"'{said}'")) == said
+    for text in ("a\n\tb \\x1b", "é漢\u3000字👩\u200d👧\xa0\u200cف"):
+        assert errors.visible(text) == text
     odd = tmp_path / "a\x1b[31mb"
     shutil.copytree(world.policy, odd / "policy")
     jsonl(odd / "log.jsonl", [{"iteration": 0, "eval/kl": 1.0}])

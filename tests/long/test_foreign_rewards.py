@@ -29,18 +29,14 @@ def called(monkeypatch):
     return called
 
 
-def test_a_helper_beside_the_file_is_the_users(tmp_path):
-    """Also under the name of one of quartet's files, which quartet's files still get."""
-    import errors
-    for name, text in {
-            "errors.py": "from loss import SIZE\nhere = SIZE + 1\n",
-            "loss.py": "SIZE = 6\n", "helper.py": "import errors as a\nseven = a.here\n",
-            "torch/notes.txt": "", "tools/deep.py": "import rewards\nfrom . import own\n",
-            "tools/own.py": "from errors import here as h\n", "rm/__init__.py": "import groups",
-            "prompts/rows.jsonl": "", "data/rows.jsonl": "",
-            "rewards.py": "from rewards import last_real\nimport prompts, data.convert\n",
-            "rm/groups.py": "five = 5\n", "lib/gae.py": "three = 3\n", "groups.py": "five = 55\n",
-            "mine.py": """
+BESIDE = {  # files in the user's folder; some have names of quartet's
+    "errors.py": "from loss import SIZE\nhere = SIZE + 1\n", "loss.py": "SIZE = 6\n",
+    "helper.py": "import errors as a\nseven = a.here\n", "torch/notes.txt": "",
+    "tools/deep.py": "import rewards\nfrom . import own\n", "rm/__init__.py": "import groups",
+    "tools/own.py": "from errors import here as h\n", "prompts/rows.jsonl": "",
+    "data/rows.jsonl": "", "rm/groups.py": "five = 5\n", "groups.py": "five = 55\n",
+    "rewards.py": "from rewards import last_real\nimport prompts, data.convert\n",
+    "lib/gae.py": "three = 3\n", "mine.py": """
 import os, sys, torch
 import errors, helper, rm.groups, tools.deep
 import rm.groups as g
@@ -52,18 +48,19 @@ import gae
 
 def f(batch):
     from loss import SIZE
+    from groups import five
     import errors as late
     import mine
-    assert late is errors and mine.f is f and own.h == 7 and torch.ones(1)
-    assert tools.deep.rewards.last_real is last_real
-    five, two = rm.groups.five, errors.here - five_of(batch)
-    return [SIZE, helper.seven, g.five] if (five, two, gae.three) == (5, 2, 3) else []
+    assert late is errors and mine.f is f and own.h == 7 and torch.ones(1) and five == 55
+    assert tools.deep.rewards.last_real is last_real and gae.three == 3
+    return [SIZE, helper.seven, rm.groups.five]
+"""}
 
-def five_of(batch):
-    from groups import five
-    assert five == 55
-    return 5
-"""}.items():
+
+def test_a_helper_beside_the_file_is_the_users(tmp_path):
+    """Also under the name of one of quartet's files, which quartet's files still get."""
+    import errors
+    for name, text in BESIDE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tiny.write(tmp_path / name, text)
     path, before = list(sys.path), dict(sys.modules)
@@ -127,7 +124,7 @@ no_5 = lambda text, row: 1
             load_reward(f"mine.py:no_{number}", str(tmp_path), "")
 
 
-def test_async_functions_are_awaited():
+def test_async_functions_are_awaited(monkeypatch):
     """What one makes in a call, it can use in the next: all run in one event loop."""
     loops = []
 
@@ -136,9 +133,8 @@ def test_async_functions_are_awaited():
         await asyncio.sleep(0)
         return [len(text) for text in batch["completions"]]
 
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr("options.foreign_rewards.load_function", lambda *_: grader)
-        reward = load_reward("mine.py:grader", ".", "")
+    monkeypatch.setattr("options.foreign_rewards.load_function", lambda *_: grader)
+    reward = load_reward("mine.py:grader", ".", "")
     for _ in range(2):  # each time in another thread, as in a run
         assert reward(BATCH) == [1, 2, 3]
     assert loops[0] is loops[1]

@@ -1,4 +1,4 @@
-"""Rules of the house: who may import whom; keys are read, collectives are marked; a fork runs."""
+"""Rules of the house: imports, keys, marks of collectives, names on the pages, a fork, the lock."""
 import ast
 import functools
 import glob
@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from configurator import read_keys
+from packaging.requirements import Requirement
 from tiny import ROOT, jsonl, keys_of, typed
 
 PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
@@ -55,58 +56,50 @@ def test_an_option_is_there_under_the_name_by_which_it_is_imported():
                     file, node.module)
 
 
-def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
-    """And no option. Other files are there for other runs: a reader of PPO needs none of them."""
-    program = f"""
+PLAIN = """
 import os, runpy, sys
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+from configurator import read_keys
+
+def run(script, argv):
+    sys.argv = [script, *argv]
+    runpy.run_path(f"{ROOT}/{script}", run_name="__main__")
+
+run("ppo.py", PPO)
 files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
 # an environment may lie in the repository
-files = [file for file in files if file.startswith({ROOT!r}) and not file.startswith(sys.prefix)]
-print(*[os.path.relpath(file, {ROOT!r}) for file in files], file=sys.stderr)
+files = [file for file in files if file.startswith(ROOT) and not file.startswith(sys.prefix)]
+print(*[os.path.relpath(file, ROOT) for file in files], file=sys.stderr)
+run("sft.py", SFT)
+from grading.answers import accuracy, thinks
+texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
+batch = dict(completions=texts, rows=[dict(prompt="12+34=", answer="46")] * len(texts))
+assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
+loaded = {name for name in sys.modules if name.startswith(("options.", "grading.forms"))}
+assert loaded == {"options.demonstrations", "options.blanks"}, loaded
+assert "grading.marks" not in sys.modules
+accuracy(batch | dict(completions=["<answer>46</answer>"] * 6))
+assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
 """
+
+
+def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
+    """
+    And no option: a reader of PPO needs none of them. SFT has its demonstrations, and plain texts
+    load no forms of answers.
+    """
     prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="1+2="), dict(prompt="34+5=")])
-    keys = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts,
-                   max_new_tokens=40, temperature=0.2)  # responses end, and have plain letters
-    result = subprocess.run(
-        [sys.executable, "-c", program, f"{ROOT}/ppo.py", *typed(keys)], cwd=tmp_path, text=True,
-        env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
+    rows = jsonl(tmp_path / "rows.jsonl", [dict(prompt="12+34=", completion="46")])
+    ppo = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts,
+                  max_new_tokens=40, temperature=0.2)  # responses end, and have plain letters
+    sft = keys_of(world, "sft.py", max_iters=1, train_path=rows, val_path=rows, out_dir="sft")
+    program = f"ROOT, PPO, SFT = {ROOT!r}, {typed(ppo)}, {typed(sft)}\n{PLAIN}"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, text=True,
+                            env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
     assert result.returncode == 0, result
     imported_files = {*result.stderr.split(), "ppo.py"}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         said = re.search(r"(\d+) flat Python files", f.read())
     assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files
-
-
-PLAIN = """
-import sys
-from configurator import read_keys
-from types import SimpleNamespace
-from prompts import prompt_row
-from grading.answers import accuracy, thinks
-from tokenizer import load_tokenizer
-from data.byte_tokenizer import write_byte_tokenizer
-
-write_byte_tokenizer(sys.argv[1], ["<think>", "</think>"])
-system = SimpleNamespace(**{name: key.default for name, key in read_keys("config/keys.py").items()})
-tokenizer = load_tokenizer(sys.argv[1], system)
-row = prompt_row(dict(prompt="12+34=", answer="46"))
-tokenizer.encode_scored([row["prompt"]], ["46"], [True])
-texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
-batch = dict(completions=texts, rows=[row] * len(texts), prompts=["12+34="] * len(texts))
-assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
-assert not [name for name in sys.modules if name.startswith(("options", "grading.forms"))]
-assert "grading.marks" not in sys.modules
-accuracy(dict(completions=["<answer>46</answer>"], rows=[row]))
-assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
-"""
-
-
-def test_plain_texts_load_no_chats_and_no_forms(tmp_path):
-    done = subprocess.run([sys.executable, "-c", PLAIN, tmp_path], cwd=ROOT, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_each_shared_key_is_read_by_somebody():
@@ -130,11 +123,14 @@ def collectives(file):
 
 
 def test_what_the_pages_name_is_there():
-    """Functions, classes and tests that they name as `FILE.py: NAME`."""
+    """Files; and functions, classes and tests that they name as `FILE.py: NAME`."""
     found = []
     for page in ["README.md", "AGENTS.md", *glob.glob("docs/*.md", root_dir=ROOT)]:
         with open(os.path.join(ROOT, page), encoding="utf-8") as f:
-            found += re.findall(r"`([\w/]+\.py): (\w+)`", f.read())
+            text = f.read()
+        found += re.findall(r"`([\w/]+\.py): (\w+)`", text)
+        for name in re.findall(r"\b(?:config|recipes|tests|assets)/[\w/]+\.(?!jsonl)\w+", text):
+            assert name == "recipes/NAME.diff" or os.path.exists(f"{ROOT}/{name}"), (page, name)
     assert len(found) > 50
     for file, name in found:
         names = [getattr(node, "name", None) for node in ast.walk(tree_of(file))]
@@ -179,3 +175,21 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" in done.stdout, (
         done.stdout[-3000:])
+
+
+def requirements(name):
+    with open(f"{ROOT}/{name}", encoding="utf-8") as f:
+        lines = [line.partition("#")[0].strip() for line in f]
+    return {r.name: r for r in map(Requirement, filter(None, lines))}
+
+
+def test_the_lock_is_within_the_ranges():
+    """And it is exact; the torch that the pages name is that of the lock."""
+    lock = requirements("requirements.lock")
+    versions = {name: str(r.specifier).removeprefix("==") for name, r in lock.items()}
+    assert all(re.fullmatch(r"[\w.]+", version) for version in versions.values()), versions
+    for name, r in requirements("requirements.txt").items():
+        assert versions[name] in r.specifier, name
+    for page in ("README.md", "requirements.txt"):
+        with open(f"{ROOT}/{page}", encoding="utf-8") as f:
+            assert set(re.findall(r"torch==([\w.]+)", f.read())) <= {versions["torch"]}, page

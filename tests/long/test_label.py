@@ -1,37 +1,23 @@
 """data/label.py: its pairs against a loop written by hand, in both orders; and what it refuses."""
 import math
-import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from tiny import (ENDS, EOS, MARKERS, Started, keys_of, read_jsonl, typed, well,
-                  write)
+from by_hand import ENDS, TOKENS, decode, encode, language_model, noise_of, sample
+from tiny import Started, keys_of, read_jsonl, typed, well, write
 
-from rollout import response_uniforms
-
-SEED, SAMPLES, R = 3, 12, 6
+SAMPLES, C = 12, SimpleNamespace(seed=3, max_new_tokens=6, temperature=1.0)
 
 
 def label(world, folder, **keys):
     write(folder / "compare.txt", "answers: a c\n{prompt}{first}|{second}")
     write(folder / "grade.txt", "answers: A B\n{prompt}{response}?")
-    write(folder / "half.txt", "answers: a c\n{prompt}{first}")
     return Started("data/label.py", typed(dict(
         policy_path=world.policy, judge_path=world.older, judge_template="compare.txt",
-        prompts_path=world.rl_train, samples=SAMPLES, max_new_tokens=R, batch_size=40,
-        micro_batch_size=7, seed=SEED, dtype="float64", device_type="cpu", out="labels.jsonl")
+        prompts_path=world.rl_train, samples=SAMPLES, max_new_tokens=6, batch_size=40,
+        micro_batch_size=7, seed=3, dtype="float64", device_type="cpu", out="labels.jsonl")
         | keys), str(folder)).wait()
-
-
-def encode(text):
-    return [i for part in re.split("(</?think>)", text) for i in (
-        [256 + MARKERS.index(part)] if part in MARKERS else part.encode())]
-
-
-def decode(ids):
-    return b"".join(MARKERS[i - 256].encode() if i > 255 else bytes([i])
-                    for i in ids if i != EOS).decode(errors="replace")
 
 
 @pytest.fixture(scope="module")
@@ -41,40 +27,27 @@ def by_hand(world):
     [(prompt, one answer, the other one, log-odds that the first is better: one first, other first;
     each one's grade)] of all pairs that have an answer each, and how many have not.
     """
-    policy, judge = (transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float64).eval() for path in (world.policy, world.older))
-
-    def logits(model, ids):
-        return model(torch.tensor([ids])).logits[0, -1, :260]
+    policy, judge = map(language_model, (world.policy, world.older))
 
     def odds(text, a, b):
-        found = logits(judge, encode(text))
-        return (found[ord(a)] - found[ord(b)]).item()
-
-    def sample(prompt, uniforms):
-        ids = []
-        for u in uniforms.tolist():
-            cdf = logits(policy, encode(prompt) + ids).softmax(-1).cumsum(0)
-            ids.append(int((cdf <= u).sum()))
-            if ids[-1] in ENDS:
-                return decode(ids), True
-        return decode(ids), False
+        logits = judge(torch.tensor([encode(text)])).logits[0, -1, :TOKENS]
+        return (logits[ord(a)] - logits[ord(b)]).item()
 
     found, left_out = [], dict(ended=0, same=0)
     for i, row in enumerate(world.rows["rl_train"]):
-        uniforms = response_uniforms(SEED, "label", 0, [i] * SAMPLES, R, list(range(SAMPLES)))
-        answers = [sample(row["prompt"], u) for u in uniforms]
-        for (one, ended), (other, too) in zip(answers[::2], answers[1::2], strict=True):
-            if not (ended and too and one.strip() and other.strip()):
+        asked = row["prompt"]
+        answers = [sample(C, policy, encode(asked), noise_of(C, "label", 0, i, which))
+                   for which in range(SAMPLES)]
+        for ids, others in zip(answers[::2], answers[1::2], strict=True):
+            one, other = decode(ids), decode(others)
+            if not ({ids[-1], others[-1]} <= {*ENDS} and one.strip() and other.strip()):
                 left_out["ended"] += 1
             elif one == other:
                 left_out["same"] += 1
             else:
-                asked = row["prompt"]
-                found.append((
-                    asked, one, other, odds(f"{asked}{one}|{other}", "a", "c"),
-                    odds(f"{asked}{other}|{one}", "a", "c"), odds(f"{asked}{one}?", "A", "B"),
-                    odds(f"{asked}{other}?", "A", "B")))
+                found.append((asked, one, other, odds(f"{asked}{one}|{other}", "a", "c"),
+                              odds(f"{asked}{other}|{one}", "a", "c"),
+                              odds(f"{asked}{one}?", "A", "B"), odds(f"{asked}{other}?", "A", "B")))
     return found, left_out
 
 

@@ -1,17 +1,16 @@
 r"""
 The reward `math` (grading/expressions.py). The verdicts are mathematics', written down by hand:
 some are decided here, by units, names and sentences, the others by math-verify, in processes that
-are ended where they hang.
+are ended where they hang. (That no text takes long: test_programs.py.)
 """
 import importlib.util
-import json
 import math
 import time
 
 import pytest
 from errors import BadInput, Stop
 from grading import expressions
-from grading.answers import accuracy, final_answer
+from grading.answers import accuracy
 from grading.expressions import math_answer
 from rewards import check_rows, reward_terms
 
@@ -74,22 +73,10 @@ def test_two_answers():
             if score != pairs[pair]] == []
 
 
-def test_nested_braces_and_whole_responses():
-    assert final_answer(r"so \boxed{\frac{\sqrt{x^{2}}}{2}}.") == r"\frac{\sqrt{x^{2}}}{2}"
+def test_whole_responses():
     batch = dict(rows=[dict(prompt="q", answer="1+x")] * 3,
                  completions=[r"so \boxed{1+x}", "<think>1+1</think>1 + x", "<think>1+x"])
     assert math_answer(batch) == [1, 1, 0] and accuracy(batch).tolist() == [1, 0, 0]
-
-
-def test_answers_of_several_lines():
-    """A matrix over four lines is read whole, and compared by algebra."""
-    pytest.importorskip("math_verify")
-    truth = "\\begin{pmatrix}\n1/2 & 2 \\\\\n3 & 4\n\\end{pmatrix}"
-    right = truth.replace("1/2", r"\frac{2}{4}")
-    texts = [f"\\boxed{{{right}}}", f"<answer>{right}</answer>", f"so\n{right}"]
-    wrong = [text.replace("3", "5") for text in texts]
-    for answer in (truth, f"\\boxed{{{truth}}}", f"so\n#### {truth}"):
-        assert scores([(text, answer) for text in texts + wrong]) == [1] * 3 + [0] * 3
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):
@@ -136,16 +123,3 @@ def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
     with pytest.raises(Stop, match="math-verify"):
         expressions.same_formulas([("x", "y")], 1, math.inf)
 
-
-HOSTILE = ["\\frac{1}{" * 90, "{" * 900, "(" * 400 + ")" * 400, "x = " * 200, "5 a" * 300,
-           "5 " + "metres " * 120, "$" * 999, "\\text{" * 150, "__import__('os').system('true')",
-           "\ud800", "\x00", "1/0", "so " * 300, "5 " + "a/b " * 240, "\\boxed{" * 140]
-
-
-def test_hostile_text():
-    """Whatever the text: a verdict, no exception, at once; math-verify sees no two lines of it."""
-    for text in HOSTILE:
-        began = time.thread_time()
-        found = expressions.verdict(text, "5"), expressions.verdict(text + "\n", text + "0")
-        assert time.thread_time() - began < 5, text[:9]
-        assert all(x is False or json.dumps(x) for x in found)

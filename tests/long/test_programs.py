@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 from errors import BadInput
-from grading import programs
-from grading.answers import accuracy
-from grading.forms import format
+from grading import expressions, programs
 from grading.programs import check_tests, extract_code, judge, same, same_output
 from options import tools
+from rewards import reward_terms
 
 from tiny import assert_one_line, jsonl, keys_of, read_log, run, well
 
@@ -35,10 +34,9 @@ CASES = [(f"So:\n{block(tag=tag)}\nIt prints\n{block('1', '')}\n", F) for tag in
 CASES += [(f"{block('ls', tag)}\n{block(tag='')}\n{block('ls', tag)}", F)
           for tag in ("bash", "pycon")]
 CASES += [
-    (block(fence="~~~"), F), (block(THREE, fence="````"), THREE),
+    (block(THREE, fence="````"), THREE),
     (f"```python\n{F}\n   ```\nthat is it", F),  # closed three columns deeper
     (f"So:\n{block()}\nthat is it\n".replace("\n", "\r\n"), F),
-    ("10. ```python\n    def f(x):\n        return x + 1\n    ```\n11. that is it", F),
     (f"This does it: ```python\n{F}\n```\nthat is it", F),
     (f"```x``` and ``` fences:\n```python\n{F}\n```\nuse ```f``` here", F),
     ("   ```python\n   s = '''\na\n'''\n   t = 1\n   ```", "s = '''\na\n'''\nt = 1"),
@@ -47,16 +45,14 @@ CASES += [
     (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
     (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),  # cut off
     (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),  # not closed before the next
-    (f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>{block(tag='')}</answer>\nyes",
-     F), (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"),
-    (f"<think>{block(DRAFT)}</think>{block()}", F), (F, F), ("", "")]
+    (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"), (F, F), ("", "")]
 
 
 TALKS = "print('<think>' + input())\nprint('</think><answer>', '[/THINK]')\nx = '<response>'"
 MARKED = "s = \"\"\"\n<think>\n</answer>\n<|end|>\n\"\"\""
 HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
 # marks in a block are text; outside of blocks they count, also on the lines of its fences
-CASES += [(text, program) for program in (TALKS, MARKED) for text in (
+CASES += [(text, program) for program in (F, TALKS, MARKED) for text in (
     block(program), f"So:\n{block(program)}\nthat is it", block(program, fence="~~~"),
     block(program, ""), f"10. ```python\n{program}\n```\n11. that is it",
     f"<think>a</think>{block(program)}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block(program)}",
@@ -83,14 +79,19 @@ def test_the_program_is_found():
     assert extract_code("```cpp\nint x;\n```") == "```cpp\nint x;\n```"  # the whole text, then
 
 
-ROW = dict(rows=[dict(answer="1")])
 TOOLS = SimpleNamespace(types=dict(f=dict(a={}, b={})))
+
+
+def reward(name):
+    _, _, rule = reward_terms(name)[0]
+    return lambda text: rule(dict(rows=[dict(answer="1")], completions=[text]))
+
+
 READERS = dict(  # what reads a policy's text, and how such texts begin
     code=(extract_code, "", "```python\n", "<think>", "<answer>"),
-    accuracy=(lambda text: accuracy(ROW | dict(completions=[text])), "", "1",
-              "\\boxed{", "<answer>", "<|channel|>"),
-    format=(lambda text: format(ROW | dict(completions=[text])), "",
-            "<think></think><answer>"),
+    accuracy=(reward("accuracy"), "", "1", "\\boxed{", "<answer>", "<|channel|>"),
+    format=(reward("format"), "", "<think></think><answer>"),
+    math=(lambda text: json.dumps(expressions.verdict(text, "5")), "", "5 "),
     printed=(lambda text: same_output(text.encode(), text[:-1].encode()), "", "1."),
     returned=(lambda text: judge(text.encode(), 1), "", "1", '"'),
     calls=(lambda text: [tools.Tools.parsed(TOOLS, call) for call in tools.written_in(text)], "",
@@ -104,7 +105,8 @@ PIECES = [*"`~ #1.,;e-+/$\\\"{}[]()<>|=xoH\r\n\t", *"""
     <| <|channel|> <|channel|>final <|channel|>analysis <|end|> <|end|><|start|> <tool_call>
     </tool_call> <tool_call>{ <tool_call><function= <function=f> <parameter=a> </parameter>
     <parameter=b> \\boxed{ \\boxed \\begin{a} \\end{a} #### {,} 1,000 1/ to= ◁ Here """.split(),
-    "``` ", "```\n", "- ```\n", "x```\n", " " * 9999 + "\n", "Here is my", "```\n</think>\n~~~\n"]
+    "``` ", "```\n", "- ```\n", "x```\n", " " * 9999 + "\n", "Here is my", "```\n</think>\n~~~\n",
+    "\ud800", "\x00", "\\frac{1}{", "\\text{", "metres ", "a/b "]
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -1,11 +1,16 @@
 """
 What must not happen, made to happen: ranks that start from different things, meet nobody, hang, or
 have a bug; rules that fail or hang; slow disks; a second signal. (Kills at any call, and of
-torchrun alone: campaign.py.) And a terminal, a pipe or a disk that no longer takes the texts.
+torchrun alone: campaign.py.) A terminal, a pipe or a disk that no longer takes the texts; sabotage
+that stops a run before the step, in one line that names it; and another system.
 """
+import builtins
+import ctypes
+import glob
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,12 +19,13 @@ import threading
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import errors
-from checkpoint import hash_of_model
-from checkpoint import list_checkpoints
-from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
-                  run, save_random, well, write)
+from checkpoint import hash_of_model, list_checkpoints
+from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, jsonl, keys_of,
+                  of_copy, read_jsonl, read_log, run, save_random, well, write)
 
 
 def patched(module, name, change, rank=None):
@@ -50,11 +56,6 @@ def once(iteration, action):
 # ranks that start
 
 
-def elsewhere():
-    os.mkdir("there")
-    os.chdir("there")
-
-
 def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
     """Other keys on one rank; a folder that only rank 0 sees."""
     keys = keys_of(world, "ppo.py")
@@ -62,10 +63,11 @@ def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
                  before=lambda rank: sys.argv.extend(["--kl_coef=0.4"] * rank))
     assert_one_line(result, "ppo.py", "on rank 1", "other settings")
     assert not os.path.exists(tmp_path / "keys" / "out")
-    disk = run("ppo.py", tmp_path / "disk", keys, ranks=2,
-               before=patched("run", "open_folder", once(0, elsewhere), rank=1))
+    os.makedirs(there := tmp_path / "disk" / "there")
+    disk = run("ppo.py", tmp_path / "disk", keys, ranks=2, before=patched(
+        "run", "open_folder", once(0, lambda: os.chdir(there)), rank=1))
     assert_one_line(disk, "ppo.py", "on rank 1", "does not see", "out_dir 'out'")
-    assert not os.listdir(tmp_path / "disk" / "there")
+    assert not os.listdir(there)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -86,8 +88,10 @@ def test_a_rank_that_meets_nobody_ends_after_the_timeout(world, tmp_path, rank):
 
 
 def hang():
-    time.sleep(8)
-    os._exit(9)
+    for _ in range(600):
+        if os.path.getsize("stderr-0"):  # the other rank has given up
+            os._exit(9)
+        time.sleep(0.1)
 
 
 def bug():
@@ -106,13 +110,9 @@ def test_a_lost_rank_is_one_line_that_names_the_phase(world, tmp_path, action, c
 
 
 def slow(original):
-    def changed(*args, **how):
-        if "value_model_optimizer" in args[1]:
-            print("slow", flush=True)
-            time.sleep(6)  # longer than the timeout
-        return original(*args, **how)
-
-    return changed
+    return lambda *args, **how: (  # longer than the timeout
+        "value_model_optimizer" in args[1] and (print("slow", flush=True), time.sleep(6)),
+        original(*args, **how))[1]
 
 
 def test_ranks_wait_for_one_whose_disk_is_slow(world, tmp_path):
@@ -214,18 +214,23 @@ def test_texts_that_nobody_can_read_harm_nobody(tmp_path, shell, shown):
     ("grpo.py", "ref_path", {}), ("ppo.py", "reward_path", {}),
     ("ppo.py", "policy_path", dict(zero_stage="3")), ("rm.py", "init_from", dict(lora="2"))])
 def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, more):
-    """With other weights in the folder of a frozen model it is refused; with the old ones not."""
+    """
+    With other weights in the folder of a frozen model it is refused; with the old ones not. The
+    policy may change beside its reference: its weights are the checkpoint's.
+    """
     scalar = key == "reward_path"
     model = shutil.copytree(world.reward if scalar else world.policy, tmp_path / "model")
-    keys = keys_of(world, script, **more) | {key: model}
+    policy = shutil.copytree(world.policy, tmp_path / "policy")
+    given = dict(policy_path=policy) if script == "grpo.py" else {}
+    keys = keys_of(world, script, **more | given) | {key: model}
     whole = well(script, tmp_path / "whole", keys)
     assert run(script, tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
     os.rename(model, tmp_path / "old")
-    save_random(model, seed=77, scalar=scalar, shift=0.25 if scalar else None)
+    for folder in (model, policy):
+        save_random(folder, seed=77, scalar=scalar, shift=0.25 if scalar else None)
     log = read_log(f"{tmp_path}/out")
-    assert_one_line(run(script, tmp_path, keys), script, f"{model} has other weights", "--out_dir")
-    if script == "grpo.py":  # several ranks see it, too
-        assert_one_line(run(script, tmp_path, keys, ranks=2), script, "other weights")
+    assert_one_line(run(script, tmp_path, keys, ranks=1 + (script == "grpo.py")), script,
+                    f"{model} has other weights", "--out_dir")
     assert read_log(f"{tmp_path}/out") == log
     shutil.rmtree(model)
     os.rename(tmp_path / "old", model)
@@ -233,19 +238,6 @@ def test_a_run_does_not_go_on_with_other_models(world, tmp_path, script, key, mo
     out = well(script, tmp_path, keys, ranks=2 if key == "ref_path" or more else 1)
     name = "reward_model" if script == "rm.py" else "policy"
     assert_same_run(whole, out, [name], 1e-9)
-
-
-def test_a_trained_model_may_change(world, tmp_path):
-    """Its weights are the checkpoint's; those of the reference, of another folder, may not."""
-    model, ref = (shutil.copytree(world.policy, tmp_path / name) for name in ("model", "ref"))
-    keys = keys_of(world, "grpo.py", policy_path=model, ref_path=ref)
-    assert run("grpo.py", tmp_path, keys, before=at(1, signal.SIGTERM)).codes == [0]
-    save_random(model, seed=77)
-    assert run("grpo.py", tmp_path, keys, before=at(2, signal.SIGTERM)).codes == [0]
-    (folder,) = list_checkpoints(f"{tmp_path}/out")
-    assert [*json.load(open(f"{folder}/state.json"))["weights"]] == [str(ref)]
-    save_random(ref, seed=77)
-    assert_one_line(run("grpo.py", tmp_path, keys), "grpo.py", f"{ref} has other weights")
 
 
 def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
@@ -264,8 +256,7 @@ def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
     assert hash_of_model("a/b") in known
     assert {hash_of_model(name) for name in ("a/other", "/none", "../a", "a b", "a/b/c")} == {None}
     for file in ("README.md", "config.json", "model-00002-of-00002.safetensors"):
-        with open(model / file, "a") as f:
-            f.write(" ")
+        write(model / file, " ")
         now = {hash_of_model(str(model)), hash_of_model(str(adapter))}
         assert now == known if file == "README.md" else not now & known
         known = now
@@ -301,3 +292,147 @@ def test_a_rule_that_hangs_or_fails_on_one_rank_saves_the_run_and_is_named(world
     os.remove(tmp_path / "wrong")
     out = well("ppo.py", tmp_path, keys, ranks=2)
     assert_same_run(whole, out, ("policy", "value_model"), 1e-9)
+
+
+# sabotage: what one rank, or one of two computations of the same thing, gets wrong
+
+def saboteur(deed, ranks):
+    """For `before`: the deed, in iteration 1 on the last rank unless its name says otherwise."""
+    def before(rank):
+        import model
+        import parallel
+        import prompts
+        import rewards
+
+        now, models, mine = [-1], [], rank == ranks - 1
+
+        def patch(owner, name, change):
+            original = getattr(owner, name)
+            setattr(owner, name, lambda *args, **how: change(original, *args, **how))
+
+        def due(*deeds):
+            return now[0] == 1 and mine and deed in deeds
+
+        def weights(number):
+            part = models[number].get_parameter("hf.transformer.ln_f.bias").data
+            return parallel.my_part(part).view(-1)
+
+        def broadcast(original, given):
+            models[:] = given
+            original(models)
+            if deed == "another reference everywhere":
+                weights(1)[2] += 0.25
+
+        def batch_rows(original, seed, iteration, *rest, **how):  # the audit of it has passed
+            now[0] = iteration
+            if due("a bit of the reference"):
+                weights(1).view(torch.int64)[0] ^= 1
+            if due("a weight of the policy", "a weight of the value model"):
+                weights(0 if "policy" in deed else 3)[0] = torch.nan
+            return original(seed, iteration, *rest, **how)
+
+        def step(original, optimizer, *args, **how):
+            with open(f"steps-{rank}", "a") as f:
+                f.write(".")
+            if due("a moment"):
+                state = list(optimizer.state.values())[-1]
+                parallel.my_part(state["exp_avg"]).view(-1)[0] = torch.nan
+            return original(optimizer, *args, **how)
+
+        def scores(original, *args):
+            x = original(*args)
+            x[0] = torch.nan if due("a score") else x[0]
+            return x
+
+        def values(original, *args, **how):  # the number is right, its gradient is not
+            x = original(*args, **how)
+            if due("the gradient of the value model") and x.requires_grad:
+                x.register_hook(lambda gradient: gradient * torch.nan)
+            return x
+
+        def logits(original, self, states):
+            if torch.is_grad_enabled() and deed == "NaN forward" and mine:
+                states = states * torch.nan
+            return original(self, states)
+
+        patch(prompts, "batch_rows", batch_rows)
+        patch(parallel, "broadcast_parameters", broadcast)
+        patch(rewards, "score_sequences", scores)
+        patch(model, "response_values", values)
+        patch(model.Model, "logits", logits)
+        patch(torch.optim.AdamW, "step", step)
+
+    return before
+
+
+# deed: what is said; how many steps were made before, of both optimizers; ranks; keys
+FIRST = "iteration 0: before any update, the log-probs of "
+LATE = dict(sync_check_interval=1000, checkpoint_interval=1)  # no audit but before a save
+SABOTAGE = {
+    "a bit of the reference": (
+        "iteration 2: the frozen ref_policy, parameter .* has changed on rank 1", 8, 2,
+        dict(zero_stage="ref=3", sync_check_interval=1, num_minibatches=1, ppo_epochs=2)),
+    "a score": (r"iteration 1, score: reward/reward_model is not finite \(first in response \d",
+                8, 2, {}),
+    "the gradient of the value model": (
+        r"iteration 1: the gradient of value_model's \w\S+ is not finite; stopped before the step",
+        8, 2, {}),
+    "another reference everywhere": (FIRST + "the reference differ", 0, 1, {}),
+    "NaN forward": (FIRST + "the training forward differ", 0, 2, {}),
+    "a weight of the policy": ("iteration 1, .* is not finite", None, 1, LATE),
+    "a weight of the value model": ("iteration 1, score: values is not finite", None, 1, LATE),
+    "a moment": ("iteration [12]: .*(policy|value_model).* is not finite", None, 1, LATE)}
+
+
+@pytest.mark.parametrize("deed", SABOTAGE)
+def test_sabotage_stops_the_run_before_the_step(world, tmp_path, deed):
+    pattern, steps, ranks, more = SABOTAGE[deed]
+    keys = keys_of(world, "ppo.py", value_init="policy", dtype="float64", **more)
+    result = run("ppo.py", tmp_path, keys, ranks=ranks, before=saboteur(deed, ranks))
+    said = {line.replace(" (rank 1)", "") for text in result.err for line in text.splitlines()}
+    assert set(result.codes) == {1} and len(said) == 1, result
+    assert re.match("ppo.py: error: " + pattern, *said), said
+    for rank in range(ranks) if steps is not None else ():
+        made = glob.glob(f"{tmp_path}/steps-{rank}")
+        assert (len(open(made[0]).read()) if made else 0) == steps
+    saved = glob.glob(f"{tmp_path}/out/checkpoint-*/**/*.safetensors", recursive=True)
+    assert all(t.isfinite().all() for file in saved for t in load_file(file).values())
+    assert saved or "checkpoint_interval" not in more
+
+
+# another system: a Mac, by taking away what Linux alone has
+
+def become_a_mac(rank):
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun
+    of_copy(ROOT)(rank)  # all is imported anew; torch knows its own system
+    for name in [name for name in vars(os) if name.startswith((
+            "sched_", "memfd_", "pidfd", "eventfd", "splice", "posix_fallocate"))]:
+        delattr(os, name)
+    delattr(resource, "prlimit")
+    sys.platform, opened, exists, library = "darwin", open, os.path.exists, ctypes.CDLL
+
+    def elsewhere(path):
+        """The path, or another one in the place of what Linux alone has."""
+        return f"/none{path}" if str(path).startswith(("/proc", "/sys")) else path
+
+    def no_library(*args, **kwargs):
+        if kwargs:  # a package of others, which knows what it may call there
+            return library(*args, **kwargs)
+        raise OSError("there is no such call")
+
+    builtins.open = lambda path, *args, **kwargs: opened(elsewhere(path), *args, **kwargs)
+    os.path.exists = lambda path: exists(elsewhere(path))
+    shutil.which = lambda name, *args, **kwargs: None
+    ctypes.CDLL = no_library
+
+
+def test_a_mac_runs_everything_but_the_sandbox(world, tmp_path):
+    """PPO with a rule and a reward model; code as a reward is refused in one line."""
+    keys = keys_of(world, "ppo.py", reward_functions=f"{world.rules}:letters,reward_model",
+                   max_iters=1)
+    out = well("ppo.py", tmp_path, keys, before=become_a_mac)
+    assert read_jsonl(f"{out}/log.jsonl")[0]["mem/peak_mib"] == 0  # unknown there
+    prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="a", tests=["assert f(1) == 1"])])
+    keys = keys_of(world, "grpo.py", reward_functions="code", prompts_path=prompts, eval_path="")
+    assert_one_line(run("grpo.py", tmp_path / "code", keys, before=become_a_mac), "grpo.py",
+                         "bwrap", "Linux")

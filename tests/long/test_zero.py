@@ -1,7 +1,8 @@
 """
 Where models lie (options/shards.py), and 16 bits: the reference is the policy to the bit until the
 first step, stages sample the same texts, an overflow of float16 on one rank skips the step on all,
-what no text reaches stays as it is; the keys. (Stages in float64: tests/test_by_hand.py.)
+what no text reaches stays as it is. (Stages in float64: tests/test_by_hand.py; the keys:
+test_memory.py.)
 """
 import json
 import re
@@ -10,11 +11,7 @@ import pytest
 import torch
 
 from test_families import add_vision, save
-from options.shards import offload_of, stage_of
-from tiny import (keys_of, keys_of_system, read_log, read_weights, run, well,
-                  write)
-
-# 16 bits
+from tiny import keys_of, read_log, read_weights, run, well, write
 
 
 def watch(rank):
@@ -139,21 +136,3 @@ def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path):
     assert ended.codes == [1] and ended.out[0].count("step skipped") == 19, ended
     assert "the gradient of policy" in ended.err[0], ended
 
-
-# places
-
-PLACES = [  # zero_stage, offload, model -> its stage, what of it is on the CPU
-    ("", "", "policy", 0, "none"), ("policy=3,ref=0", "", "ref", 0, "none"),
-    ("policy=3", "", "ref", 3, "none"), ("policy=3", "", "value", 0, "none"),  # ref follows policy
-    ("ref=3", "", "policy", 0, "none"), (" 1 , value = 2 ", "", "value", 2, "none"),
-    (" 1 , value = 2 ", "", "reward", 1, "none"), ("", "optimizer", "value", 0, "optimizer"),
-    ("", "optimizer", "judge", 0, "none"), ("", "reward=params", "reward", 0, "params")]
-
-
-def test_places_by_hand():
-    for stages, offload, name, stage, moved in PLACES:
-        system = keys_of_system(zero_stage=stages, offload=offload)
-        assert stage_of(system, name) == stage, (stages, name)
-        assert offload_of(system, name, name in ("policy", "value")) == moved, (offload, name)
-    # what is offloaded of a head on the policy is the policy's
-    assert offload_of(keys_of_system(offload="optimizer"), "value", True, is_head=True) == "none"

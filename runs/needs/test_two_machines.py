@@ -2,6 +2,8 @@
 Two machines: two network namespaces that only a cable joins, a veth pair. A rank in each has
 nothing of the other but the network and the disk. One is lost, and the other goes on: what comes of
 it has the bits of a run to which nothing has happened. It needs root and iproute2.
+
+    PYTHONPATH=tests:tests/long python -m pytest -p conftest runs/needs/test_two_machines.py
 """
 import ctypes
 import os
