@@ -8,8 +8,7 @@ globals, one comment each, and then calls configure:
 `python ppo.py config/llama.py config/mine.py --batch_size=64` then overrides them: first the config
 files, from left to right, and then each --key=value; of two values for a key the last one counts.
 A config file is Python; each public name in it must be a key of the script, also that of an import
-(import math as _math). This is looked at before it is run. `--help` prints every key with its
-default and its comment.
+(import math as _math). `--help` prints every key with its default and its comment.
 
 A key's comment is read by the program, too; these parts of it are checked:
 
@@ -19,8 +18,7 @@ A key's comment is read by the program, too; these parts of it are checked:
     in the place of max_iters: ...       not both keys may be set in one place
     * ...                                for the reader: most runs set this key
 
-config/keys.py has the keys that all scripts share. They become attributes of `system`. A run's
-configuration is kept as JSON (read_json, write_json).
+config/keys.py has the keys that all scripts share. They become attributes of `system`.
 
 This file is imported before torch, whose libraries read the two settings below when they start.
 """
@@ -32,10 +30,11 @@ import re
 import symtable
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadInput, shorten
+from errors import BadInput, say, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
@@ -44,35 +43,34 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
-# keys of text that is no path, so a ~ in it is a ~
-TEXTS = "prompt", "answer", "system_prompt", "stop_strings", "template_kwargs"
 # the [ranges] that a comment may end with: whether a value is in one
 RANGES = {
     r"([^\[\]]*\|[^\[\]]*)": lambda value, words: value in words.split(" | "),
     r"(\S+)\.\.(\S+)": lambda value, low, high: float(low) <= value <= float(high),
     r">= (\S+)": lambda value, low: value >= float(low),
     r"> (\S+)": lambda value, low: value > float(low)}
+OF_OTHERS = r"(\* )?with \w|in the place of "  # how the comment of a key begins that needs others
 # what a user reads, and not the names of Python's types
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text in quotes"}
+WORDS = {bool: "True or False", int: "a whole number", float: "a number below 1e30",
+         str: "a text in quotes"}
 
 
 class Key(NamedTuple):
-    """One key, from its line: the default, the comment behind it, the headings above it."""
+    """One key, from its line."""
 
     default: bool | int | float | str
-    comment: str
-    headings: list[str]
+    comment: str  # behind it
+    headings: list[str]  # above it
 
 
 def configure(script_globals, shared="", argv=None, until=None, given=None, **defaults):
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
-    script_globals: the caller's globals(). Its configuration is every public int, float, bool or
-    str that is assigned as a literal, at the top level, above the call. shared: a file of more
-    keys, beside this one. until: a shared key; it and the keys below it are other scripts' and keep
-    their defaults. given: {key: (value, where it is from)}, which files and arguments override.
-    defaults: the script's own defaults of shared keys.
+    script_globals: the caller's globals(). shared: a file of more keys, beside this one. until: a
+    shared key; it and the keys below it are other scripts' and keep their defaults. given: {key:
+    (value, where it is from)}, which files and arguments override. defaults: the script's own
+    defaults of shared keys.
 
     Returns the final configuration as a dict, with the script's name as "script", and the shared
     keys as attributes of a namespace. Raises BadInput.
@@ -81,91 +79,60 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     own, more = read_keys(script), {}
     if shared:
         more = read_keys(os.path.join(os.path.dirname(os.path.abspath(__file__)), shared))
-    twice = ", ".join(sorted(own.keys() & more.keys()))
-    if twice:
-        raise BadInput(f"{script} sets {twice}, which {shared} has, too; see configure's defaults")
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     shown = list(more)[:list(more).index(until)] if until else more
-    keys = own | {name: more[name] for name in shown}
+    keys = own | {name: more[name] for name in shown} | own  # of a key in both the script's counts
     argv = sys.argv[1:] if argv is None else argv
-    speaks = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
-        if speaks:
-            from options.help import print_help
+        from options.help import print_help
 
-            print_help(os.path.basename(script), script_globals.get("__doc__"), keys)
+        print_help(os.path.basename(script), script_globals.get("__doc__"), keys)
         sys.exit(0)
 
     overrides = read_arguments(keys, argv, given)
-    config = {name: key.default for name, key in keys.items()} | dict(
-        script=os.path.basename(script))
-    config |= {name: value for name, (value, _) in overrides.items()}
-    check_others(config, keys, overrides)
+    config = {name: overrides.get(name, [key.default])[0] for name, key in keys.items()}
+    config["script"] = os.path.basename(script)
+    if any(re.match(OF_OTHERS, keys[name].comment) for name in overrides):
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.mistakes import check_others
+
+            check_others(config, keys, overrides)
     script_globals.update({name: config[name] for name in own})
-    if speaks:
-        print_settings(keys, overrides)
+    say_settings(keys, overrides)
     return config, SimpleNamespace(**{name: config.get(name, key.default)
                                       for name, key in more.items()})
-
-
-def check_others(config, keys, overrides):
-    """
-    Raise BadInput where a key that is set needs another one that is not, or stands in the place of
-    another one that is set, too. Both are said at the beginning of its comment: see the header.
-    """
-    for name, (value, where) in overrides.items():
-        beside = re.match(r"\*? ?with (\w+)(?: or (\w+))?: ", keys[name].comment)
-        others = [other for other in beside.groups() if other] if beside else ()
-        if value != keys[name].default and others and not any(
-                is_on(config.get(other), keys.get(other)) for other in others):
-            raise BadInput(f"{name} ({where}) has no effect without {' or '.join(others)}")
-        instead = re.match(r"in the place of (\w+): ", keys[name].comment)
-        _, other = overrides.get(instead[1], ("", "")) if instead else ("", "")
-        if value and other and other in (where, "command line"):
-            raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
-
-
-def is_on(value, key):
-    """Whether a key is set: a text is not the default, any other value is not 0."""
-    return value != key.default if isinstance(value, str) else bool(value)
 
 
 def read_arguments(keys, argv, given=None):
     """{name: (value, where it is from)} of given, and of argv; checked against {name: Key}."""
     overrides = {name: (convert(name, value, keys[name].default, where), where)
                  for name, (value, where) in (given or {}).items()}
-    if any(arg.startswith("--") and "=" not in arg for arg in argv):
+    typed = [arg for arg in argv if arg.startswith("--")]
+    if not all("=" in arg for arg in typed):
         from options.mistakes import without_value
 
         raise without_value(argv, keys)
     # files first: a typed value counts more than a file, in any order
-    for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
-        if not arg.startswith("--"):
-            for name, value in run_config_file(arg, keys).items():
-                overrides[name] = (convert(name, value, keys[name].default, arg), arg)
-            continue
+    for file in [arg for arg in argv if arg not in typed]:
+        for name, value in run_config_file(file, keys).items():
+            overrides[name] = (convert(name, value, keys[name].default, file), file)
+    for arg in typed:
         name, _, text = arg[2:].partition("=")
         if name not in keys:
             raise unknown(name, keys, arg)
         overrides[name] = (parse(name, text, keys[name].default), "command line")
     for name, (value, where) in overrides.items():
         check_range(name, value, keys[name].comment, where)
-        if isinstance(value, str) and name not in TEXTS:
-            overrides[name] = (from_home(value), where)
+        if "~" in str(value):
+            from options.home import from_home
+
+            overrides[name] = (from_home(value, name), where)
     return overrides
 
 
-def from_home(text):
-    """
-    ~/out -> /home/me/out, also in lists: a,0.5*~/b.jsonl. bash does it only for a word that begins
-    with ~, which --out_dir=~/out does not: the run would make a folder with the name ~.
-    """
-    return re.sub(r"(^|[,*:]\s*)(~[^,]*)", lambda m: m[1] + os.path.expanduser(m[2]), text)
-
-
 def read_keys(file):
-    """{name: Key} of the `name = literal  # comment` lines above a file's call of configure."""
+    """{name: Key} of the public `name = literal  # comment` lines above a file's configure(...)."""
     with open(file, encoding="utf-8") as f:
         source = f.read()
     lines, keys, above = source.split("\n"), {}, 0
@@ -190,8 +157,8 @@ def read_keys(file):
 
 def run_config_file(path, keys):
     """
-    Execute a config file in a fresh namespace; returns its public names, which must be keys. Raises
-    BadInput; for another program before any of it is run.
+    {key: value} of a config file, which is run. Raises BadInput; for another program before any of
+    it is run.
     """
     namespace = {"__file__": path}
     try:
@@ -237,8 +204,7 @@ def unknown(key, keys, where):
 def parse(key, text, default):
     """The value of the text in --key=text, read as the default's type. Raises BadInput."""
     if isinstance(default, str):
-        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-        return text[1:-1] if quoted else text
+        return re.sub(r"\A(['\"])(.*)\1\Z", r"\2", text, flags=re.DOTALL)  # '...' and "..."
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -251,10 +217,9 @@ def convert(key, value, default, where):
     wanted = type(default)
     if wanted is float and type(value) is int:
         value = float(value)
-    if type(value) is not wanted:
+    # a NaN, or a number that may overflow float32, is none
+    if type(value) is not wanted or wanted is float and not abs(value) < 1e30:
         raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, given {shorten(value)}")
-    if wanted is float and not abs(value) < 1e30:  # NaN, or a number that may overflow float32
-        raise BadInput(f"{key} ({where}): wanted a finite number below 1e30, given {value}")
     return value
 
 
@@ -270,7 +235,7 @@ def check_range(name, value, comment, where):
 def of_model(text, name):
     """A key's value for one model, or "": "3" and "policy=3,value=2" have "3" for the policy."""
     of_name = ""
-    for part in text.split(",") if text.strip() else ():
+    for part in text.split(","):
         model, equals, value = (x.strip() for x in part.rpartition("="))
         if equals and model not in MODELS:
             raise BadInput(f"{text!r}: there is no model {model!r}; they are {', '.join(MODELS)}")
@@ -279,15 +244,15 @@ def of_model(text, name):
     return of_name
 
 
-def print_settings(keys, overrides):
-    """Print the settings that differ from the defaults, with the config file of each."""
+def say_settings(keys, overrides):
+    """Say the settings that differ from the defaults, with the config file of each."""
     lines = {}  # {where: its settings}
     for name, (value, where) in overrides.items():
         if value != keys[name].default:
             lines.setdefault(where, []).append(f"{name}={value!r}")
     for where, settings in lines.items():
-        print(textwrap.fill(f"{where}: {' '.join(settings)}", 80, subsequent_indent="    ",
-                            break_long_words=False, break_on_hyphens=False))
+        say(textwrap.fill(f"{where}: {' '.join(settings)}", 80, subsequent_indent="    ",
+                          break_long_words=False, break_on_hyphens=False))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -312,9 +277,8 @@ def write_text(path, text):
 
 def open_new(path):
     """
-    A new text file, open for writing. What had its name is removed, and not written to: in a folder
-    of others it may be a link to any file of the user's.
+    A new text file, open for writing. What had its name is removed, and not written to: it may be a
+    link to any file of the user's.
     """
-    if os.path.lexists(path):
-        os.remove(path)
+    Path(path).unlink(missing_ok=True)
     return open(path, "x", encoding="utf-8")  # O_EXCL: it follows no link that is made meanwhile

@@ -3,51 +3,46 @@ From a folder, or a hub name, to a Model: `load`. And the four models of ppo.py.
 is run, and no pickle is read. Two things are checked on the way: the tensors are the model's, and
 quartet can decode the family (`probe`).
 """
-import contextlib
 import os
 import re
 
 import torch
 import torch.nn as nn
 
-import parallel
 from configurator import of_model
 from errors import BadInput, first_line
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import load_tokenizer
 
-SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)  # the dtypes of 16 bits
-# of a scalar model: its head, which may be new, and those of language models, which it has not
-NEW_OR_UNUSED = r"score\.weight|(lm_head|embed_out|output)\..*"
-# the settings by which a model is a mixture of experts
+# for each key dtype that of trained weights, and of frozen matrices, or None where it is the same
+DTYPES = dict(
+    float64=(torch.float64, None), float32=(torch.float32, None),
+    bfloat16=(torch.float32, torch.bfloat16), float16=(torch.float32, torch.float16))
+# tensors that a file may lack, or have too many: of a scalar model its head, and a language model's
+NEW_OR_UNUSED = dict(lm="$", scalar=r"score\.weight|(lm_head|embed_out|output)\..*")
+# settings by which a model is a mixture of experts; and of all families that need more
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"]
+FAMILIES = [*EXPERTS, "linear_key_head_dim", "add_cross_attention"]
 
 
 def dtypes(system):
     """
-    (dtype of trained weights, dtype of frozen matrices, or None where it is the same).
-
-    In 16 bits the trained weights are kept in fp32, and autocast rounds each matrix when it is
-    used, but no vectors. So frozen matrices can be stored rounded: the results are the same.
-    master_weights=False: every weight is bfloat16, and there is no autocast. Raises BadInput.
+    (dtype of trained weights, dtype of frozen matrices or None), see DTYPES. In 16 bits the trained
+    weights are kept in fp32, and autocast rounds each matrix when it is used, but no vectors. So
+    frozen matrices can be stored rounded: the results are the same.
     """
-    if not system.master_weights and system.dtype != "bfloat16":
-        raise BadInput("master_weights = False: the weights themselves are trained in 16 bits; "
-                       "type --dtype=bfloat16")
-    if system.dtype not in SHORT:
-        return getattr(torch, system.dtype), None
     if not system.master_weights:
-        return torch.bfloat16, None
-    return torch.float32, SHORT[system.dtype]
+        from options.sixteen_bits import weights_of_16_bits
+
+        return weights_of_16_bits(system)
+    return DTYPES[system.dtype]
 
 
 def autocast(system, device):
     """The context of a run's forwards: torch.autocast in 16 bits, otherwise nothing."""
-    _, matrices = dtypes(system)
-    if matrices is None:
-        return contextlib.nullcontext()
+    matrices = dtypes(system)[1]
     # no cache: a forward uses every matrix once, and the cache would keep the casts of all layers
-    return torch.autocast(device.type, matrices, cache_enabled=False)
+    return torch.autocast(device.type, matrices, enabled=matrices is not None, cache_enabled=False)
 
 
 def load(path, name, system, device, head="lm", trained=False, tokenizer=None, seed=0):
@@ -59,30 +54,19 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     BadInput.
     """
     tokenizer = tokenizer or load_tokenizer(path, system)
-    adapter = of_model(system.lora, name) if trained else ""
-    has_weights = adapter or parallel.holds(name)
-    if not has_weights:  # ranks of another role have them; this one has only the shapes
-        model = outline(path, head, system).requires_grad_(trained)
-    elif system.zero_stage or system.offload:
-        from options.shards import load_split
+    adapter = trained and of_model(system.lora, name)
+    if system.zero_stage or system.offload or system.roles or system.quantize != "none":
+        from options.parts import load_part
 
-        model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
+        model = load_part(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
     else:
-        # a model that gets 4 bits is read to the CPU, and goes to the GPU matrix by matrix
-        first = "cpu" if adapter and system.quantize == "4bit" else device
-        model = read_model(path, head, system, first, seed)
+        model = read_model(path, head, system, device, seed)
         settle(model, system, trained, adapter)
     model.tokenizer = tokenizer
     tokenizer.fit(model, path)
-    if trained and head == "lm":
-        model.become_savable()
-    if adapter and system.quantize == "4bit":
-        from options.four_bits import quantize
-
-        model = quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
     if system.compile:
         model.compiled = torch.compile(model.trunk, dynamic=True)
-    if head == "lm" and has_weights:
+    if head == "lm" and model.hf.device.type != "meta":  # else another rank has the weights
         with autocast(system, device), no_grad_forwards([model], device):
             probe(model)
     if adapter:
@@ -100,8 +84,8 @@ def read_model(path, head, system, device="cpu", seed=0):
         return read_merged(path, head, system, device, seed)
     try:
         config, how = settings_of(path, head, system)
-        one_file = os.path.isfile(os.path.join(path, "model.safetensors"))
-        if not one_file or getattr(config, "transformers_weights", None):
+        if not os.path.isfile(os.path.join(path, "model.safetensors")) or (
+                getattr(config, "transformers_weights", None)):
             from options.many_files import check_index
 
             check_index(path, config)
@@ -114,21 +98,14 @@ def read_model(path, head, system, device="cpu", seed=0):
         from options.mistakes import no_model
 
         raise no_model(path, e) from e
-    names = [*report["missing_keys"], *report["unexpected_keys"]]
-    heads = NEW_OR_UNUSED if head == "scalar" else "$"
-    if report["mismatched_keys"] or not all(re.fullmatch(heads, name) for name in names) or (
-            head == "scalar" and not plain_head(hf)):
+    odd = [name for name in [*report["missing_keys"], *report["unexpected_keys"]]
+           if not re.fullmatch(NEW_OR_UNUSED[head], name)]
+    if odd or report["mismatched_keys"] or not plain_head(hf, head):
         from options.mistakes import odd_tensors
 
         raise odd_tensors(report, hf, head, path)
-    out = hf.get_output_embeddings()
-    if out and getattr(hf.config, "tie_word_embeddings", False) and (
-            out.weight is not hf.get_input_embeddings().weight):
-        from options.families import refuse_untied
-
-        refuse_untied(path)
     model = Model(hf, head, path)
-    if head == "scalar" and "score.weight" in report["missing_keys"]:
+    if "score.weight" in report["missing_keys"]:
         draw_score_head(model, seed)
     for name, p in hf.named_parameters():
         if not p.isfinite().all():
@@ -138,45 +115,21 @@ def read_model(path, head, system, device="cpu", seed=0):
     return model.to(device)
 
 
-def outline(path, head, system):
-    """The Model of a folder without its weights: only shapes and settings, without memory."""
-    from transformers import GenerationConfig
-
-    if os.path.isfile(os.path.join(path, "adapter_config.json")):
-        from options.lora import lowest_base
-
-        path = lowest_base(path)
-    config, how = settings_of(path, head, system)
-    with torch.device("meta"):
-        hf = auto_class(head).from_config(config, **how)
-    with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
-        hf.generation_config = GenerationConfig.from_pretrained(path)
-    return Model(hf, head, path)
-
-
 def settings_of(path, head, system):
     """
-    The config of a folder, and more arguments for transformers: the dtype, the kernels of attention
-    (always ours: a config.json may name kernels on the hub) and of experts.
+    The config of a folder, and more arguments for transformers: the dtype, and the kernels of
+    attention: always ours, because a config.json may name kernels on the hub.
     """
     from transformers import AutoConfig
 
-    config, (dtype, _) = AutoConfig.from_pretrained(path, trust_remote_code=False), dtypes(system)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     config.num_labels = 1 if head == "scalar" else config.num_labels
-    attention, kind = system.attn_implementation, class_of(path, config, head)
-    if attention == "eager" or not kind._supports_sdpa:
-        from options.families import slower_attention
+    kind, attention = class_of(path, config, head), system.attn_implementation
+    how = dict(dtype=dtypes(system)[0], attn_implementation=attention)
+    if has_any(config, FAMILIES) or not kind._supports_sdpa or attention == "eager":
+        from options.families import settings_of_family
 
-        attention = slower_attention(path, attention, dtype)
-    how = dict(dtype=dtype, attn_implementation=attention)
-    if has_any(config, EXPERTS):
-        from options.families import settings_of_experts
-
-        how |= settings_of_experts(dtype)
-    if has_any(config, ["linear_key_head_dim"]):
-        from options.families import keep_delta_rule_wide
-
-        keep_delta_rule_wide(kind)
+        how |= settings_of_family(path, config, kind, how)
     return config, how
 
 
@@ -197,10 +150,16 @@ def class_of(path, config, head):
     return classes[type(config)]
 
 
-def plain_head(hf):
-    """Whether the head of a scalar model is a linear map to one number."""
-    score = getattr(hf, "score", None)
-    return isinstance(score, nn.Linear) and score.out_features == 1 and score.bias is None
+def plain_head(hf, head):
+    """
+    Whether a scalar head is a linear map to one number; or an LM head is the table of embeddings,
+    where the settings say so.
+    """
+    if head == "scalar":
+        score = getattr(hf, "score", None)
+        return isinstance(score, nn.Linear) and score.out_features == 1 and score.bias is None
+    out, tied = hf.get_output_embeddings(), getattr(hf.config, "tie_word_embeddings", False)
+    return not (out and tied) or out.weight is hf.get_input_embeddings().weight
 
 
 def draw_score_head(model, seed):
@@ -213,10 +172,7 @@ def draw_score_head(model, seed):
 
 
 def settle(model, system, trained, adapter=""):
-    """
-    Decide requires_grad of each parameter: it says which are stepped and saved. A parameter that no
-    text reaches stays frozen. The matrices of a frozen model get autocast's dtype.
-    """
+    """Decide requires_grad of each parameter: it says which are stepped and saved."""
     read = read_by_texts(model.hf) if trained and not adapter else set()
     for p in model.parameters():
         p.requires_grad_(p in read)
@@ -235,7 +191,7 @@ def read_by_texts(hf):
     """The parameters that a text reaches: not those of a vision part, for example."""
     parts = hf.get_decoder(), hf.get_output_embeddings(), getattr(hf, "score", None)
     read = {p for part in parts if part is not None for p in part.parameters()}
-    if has_any(hf.config, [*EXPERTS, "add_cross_attention"]):
+    if has_any(hf.config, FAMILIES):
         from options.families import unread
 
         read -= unread(hf)
@@ -296,9 +252,6 @@ def load_reward_model(path, policy, system, device):
     The reward model, frozen, with its own tokenizer and chat template. With share_base: an adapter
     and a head on the policy's trunk. Raises BadInput where it is a plain language model.
     """
-    if not path:
-        raise BadInput("reward_functions names reward_model; say which by --reward_path=FOLDER, or "
-                       "by a config file")
     if system.share_base:
         from options.lora import load_adapted
 
@@ -322,17 +275,13 @@ def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     if value_init == "reward" and reward_model is None:
         raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")
     start = dict(reward=reward_model, policy=policy, shared=policy).get(value_init)
-    path = start.path if start else value_init
-    tokenizer = start.tokenizer if start else load_tokenizer(path, system)
+    path, tokenizer = (start.path, start.tokenizer) if start else (
+        value_init, load_tokenizer(value_init, system))
     if tokenizer.vocabulary != policy.tokenizer.vocabulary:
         raise BadInput(f"{path} has another tokenizer than the policy, so no value model can start "
                        "as it; type --value_init=policy")
-    if value_init == "shared":  # both losses train the policy's trunk
-        from options.trunk import OnTrunk
-
-        value_model = OnTrunk(policy, seed=seed)
-    elif system.share_base:
-        from options.lora import value_on_trunk
+    if value_init == "shared" or system.share_base:
+        from options.trunk import value_on_trunk
 
         value_model = value_on_trunk(policy, reward_model, value_init, system, seed)
     else:

@@ -41,7 +41,7 @@ def gap(log_ratio, mask, dtype):
     log_ratio = torch.where(mask, log_ratio.detach().abs(), 0)
     if dtype in ("bfloat16", "float16"):
         return masked_mean(log_ratio, mask)
-    return log_ratio.max() if log_ratio.numel() else log_ratio.sum()  # 0 if there are no rows
+    return torch.cat([log_ratio.flatten(), log_ratio.new_zeros(1)]).max()  # 0 if there are no rows
 
 
 def gap_limit(dtype, temperature):
@@ -123,12 +123,10 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0, rows=None):
     figures = dict(scores=mean_of(batch["scores"]))
     if batch["scores"].isnan().any():
         figures["scored"] = (~batch["scores"].isnan()).double().mean()
-    importance = importance_weights(batch, importance_cap if "age" in batch else 0)  # 1, if 0
     if "old_logprobs" in batch:
-        figures["entropy"] = -(batch["old_logprobs"] * importance).sum(1).mean()
+        figures["entropy"] = -batch["old_logprobs"].sum(1).mean()
     if {"old_logprobs", "ref_logprobs"} <= batch.keys():
-        log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]
-        figures["kl"] = (log_ratio * importance).sum(1).mean()
+        figures["kl"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum(1).mean()
     figures["length"] = mask.sum(1).double().mean()
     figures["finished"] = batch["finished"].double().mean()
     if "accuracy" in batch and not batch["accuracy"].isnan().any():  # NaN: a row without answer
@@ -148,14 +146,14 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0, rows=None):
     if importance_cap > 0:
         from options.importance import figures_of_importance
 
-        figures |= figures_of_importance(batch, importance_cap)
+        figures |= figures_of_importance(batch, importance_cap, prefix)
     return figures
 
 
 def mean_of(scores):
     """The mean of the scores (B,) that are not NaN; 0 where all are NaN."""
     known = scores[~scores.isnan()]
-    return known.mean() if len(known) else torch.zeros(())
+    return known.sum() / max(len(known), 1)
 
 
 def add_up(sums, mask, tensors):

@@ -57,8 +57,12 @@ class Model(nn.Module):
 
     def states(self, tokens):
         """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
-        with in_training(self.recomputed if torch.is_grad_enabled() else ()):
-            return (self.compiled or self.trunk)(tokens)
+        read = self.compiled or self.trunk
+        if self.recomputed and torch.is_grad_enabled():
+            from options.recompute import in_training
+
+            read = in_training(self.recomputed, read)
+        return read(tokens)
 
     def trunk(self, tokens):
         """transformers' model without its head: tokens (b, W) -> states (b, W, d)."""
@@ -121,14 +125,6 @@ class Model(nn.Module):
                       use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
         return out.logits[:, -1]
 
-    def layers(self):
-        """The blocks of the trunk, which are sharded, or computed again, one at a time."""
-        # GradientCheckpointingLayer: the class of blocks in families that do not name theirs
-        kinds = set(self.hf._no_split_modules or ["GradientCheckpointingLayer"])
-        # FSDP makes a subclass of the block's class
-        return [m for m in self.hf.base_model.modules()
-                if kinds & {kind.__name__ for kind in type(m).__mro__}]
-
     def merged(self, name, W):
         """W, a whole tensor of self.hf with this name; with LoRA, plus its adapter."""
         return W
@@ -140,10 +136,16 @@ class Model(nn.Module):
             hf.config.score_shift = self.score_shift
             if tokenizer.skipped_id is not None:  # of a reward model in training
                 hf.config.pad_token_id = tokenizer.skipped_id
-        elif hf.generation_config is not None:
+        else:
             hf.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
             hf.generation_config.pad_token_id = tokenizer.pad_id
-            hf.generation_config.save_pretrained(folder)
+            try:
+                hf.generation_config.save_pretrained(folder)
+            except ValueError:  # transformers has read it, and refuses to save it
+                from options.generation_config import leave_out_unsavable
+
+                leave_out_unsavable(self)
+                hf.generation_config.save_pretrained(folder)
         hf.config.save_pretrained(folder)
         if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
             with contextlib.suppress(ModuleNotFoundError):  # in a fork without options
@@ -151,15 +153,6 @@ class Model(nn.Module):
 
                 add_older_names(folder)
         tokenizer.save(folder)
-
-    def become_savable(self):
-        """Some generation configs are read by transformers, which then refuses to save them."""
-        try:
-            self.hf.generation_config.validate(strict=True)
-        except ValueError:
-            from options.generation_config import leave_out_unsavable
-
-            leave_out_unsavable(self)
 
     @property
     def max_positions(self):
@@ -229,18 +222,6 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-@contextlib.contextmanager
-def in_training(layers):
-    """A block in which these layers have the flag `training`: see options/recompute.py."""
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-
-
 def has_any(config, names):
     """Whether a config of transformers has any of these settings for its texts."""
     return any(getattr(config.get_text_config(), name, None) for name in names)
@@ -304,9 +285,7 @@ def roomy_layer():
                 self.lazy_initialization(*new)
             begin = self.get_seq_length()
             end = begin + key_states.shape[-2]
-            if begin == 0:
-                self.buffers = [F.pad(x, (0, 0, 0, SPARE)) for x in new]
-            elif end > self.buffers[0].shape[-2]:
+            if begin == 0 or end > self.buffers[0].shape[-2]:
                 self.buffers = [F.pad(torch.cat([old, x], -2), (0, 0, 0, SPARE))
                               for old, x in zip((self.keys, self.values), new, strict=True)]
             else:

@@ -1,14 +1,12 @@
 """
 A file of rows -> token ids -> the rows of an iteration -> micro-batches.
 
-    {"prompt": "1+2=", "answer": "3"}                                      prompt_row
+    {"prompt": "1+2=", "answer": "3"}
     {"prompt": [{"role": "user", "content": "1+2=?"}], "answer": "3"}
-    {"prompt": "1+2=", "completion": "3"}                                  dialogue, for sft.py
-    {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                     and for rm.py
 
-A row's texts are all strings, or all lists of messages; a completion's list continues the prompt's.
-options/sources.py reads other files, and several files with weights. The rows of an iteration
-depend only on the seed and the iteration, so a run that resumes sees the same.
+options/demonstrations.py adds what sft.py and rm.py learn; options/sources.py reads other files,
+and several files with weights. The rows of an iteration depend only on the seed and the iteration,
+so a run that resumes sees the same.
 
 A batch is a dict of tensors, with a row for each response: (B,) such as scores, or (B, T) such as
 tokens and logprobs; the head of rollout.py has an example. A micro-batch is a few of its rows and
@@ -78,19 +76,6 @@ def prompt_row(row):
     return row
 
 
-def dialogue(row, *completions):
-    """{"prompt", and each of the fields `completions`}: all strings, or all lists of messages."""
-    made = {field: text_or_messages(row, field) for field in ("prompt", *completions)}
-    for field in completions:
-        if type(made[field]) is not type(made["prompt"]):
-            raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
-        if isinstance(made[field], list):
-            from options.chats import check_learned
-
-            check_learned(made[field], field)
-    return made
-
-
 def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
     value = row.get(field) if isinstance(row, dict) else None
@@ -116,51 +101,31 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 
         environment_of(system, tokenizer)
     limit = min(model.max_positions for model in models.values()) - max_new_tokens
-    if limit < 1:
-        raise BadInput(f"max_new_tokens = {max_new_tokens} leaves no room for a prompt in the "
-                       f"models' smallest context, {limit + max_new_tokens} tokens; lower it")
     key = "max_prompt_tokens" if 0 < system.max_prompt_tokens < limit else "max_new_tokens"
     limit = min(limit, system.max_prompt_tokens or limit)
     if tokenizer.chats:
         tokenizer.chats.check_kinds(rows, path)
     tokenizer.say_marks(rows, ["prompt"], path)
-    bos = tokenizer.bos_ids
 
-    def front_cut(ids):
-        kept = bos if ids[:len(bos)] == bos else []
-        return kept + ids[len(ids) - limit + len(kept):]
+    def encode(rows):
+        prompts = tokenizer.encode_prompts([row["prompt"] for row in rows])
+        return [array("i", ids) for ids in prompts]  # 4 bytes a token
 
-    return encode_rows(rows, path, lambda rows: tokenizer.encode_prompts(
-        [row["prompt"] for row in rows]), limit, system.too_long, front_cut,
-        key=key)
+    def cut(ids):
+        from options.too_long import front_cut
 
+        return front_cut(ids, limit, tokenizer.bos_ids)
 
-def encode_demonstrations(rows, path, tokenizer, limit, too_long):
-    """
-    Give Rows the (ids, trained) of each prompt and completion, as Tokenizer.encode_learned makes
-    them. With too_long = "cut" a row is cut at its end, and left out if no token that is learned
-    remains.
-    """
-    def cut(example):
-        ids, trained = (x[:limit] for x in example)
-        return (ids, trained) if any(trained[1:]) else None  # nothing predicts a first token
-
-    if tokenizer.chats:
-        tokenizer.chats.check_kinds(rows, path)
-    tokenizer.say_marks(rows, ["prompt", "completion"], path)
-    return encode_rows(rows, path, lambda rows: [
-        tokenizer.encode_learned(row["prompt"], row["completion"]) for row in rows], limit,
-        too_long, cut, lambda example: len(example[0]))
+    return encode_rows(rows, path, encode, limit, system.too_long, cut, key=key)
 
 
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len,
                 key="max_tokens, and of a new model context"):
     """
     Give Rows their ids, and return the Rows. encode: a function of a list of rows -> their ids.
-    too_long: the key of this name, for rows of more than `limit` tokens: "error", "drop", or "cut":
-    the function cut shortens a row's ids; where it gives None, the row is dropped.
-    length: a function of a row's ids -> how many tokens they are. key: the key that the limit comes
-    from, for the error.
+    length: of a row's ids -> how many tokens they are. cut: shortens the ids of a row of more than
+    `limit` tokens, or gives None: it is dropped. too_long: the key, which says whether this is
+    done. key: the one that the limit comes from, for the error.
     """
     try:
         encoded = list(encode(rows))
@@ -172,7 +137,7 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len,
         from options.too_long import fit
 
         encoded = fit(rows, encoded, path, limit, too_long, cut, length, key)
-    rows.ids = [array("i", ids) if isinstance(ids, list) else ids for ids in encoded]
+    rows.ids = encoded
     return rows
 
 
@@ -238,9 +203,8 @@ def spread(n, size, seed):
     The row numbers of an evaluation: `size` of the n rows of a file, in order, 0 = all: one of each
     of `size` equal parts, so if the file is sorted by task, all tasks are there.
     """
-    if not 0 < size < n:
-        return list(range(n))
-    ends = [n * i // size for i in range(size + 1)]
+    size = min(size or n, n)
+    ends = [*(n * i // size for i in range(size)), n]
     return [first + hashed_row(end - first, seed, "eval", first) for first, end in pairwise(ends)]
 
 
@@ -265,16 +229,17 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     dealt = []  # for each rank its micro-batches
     for hand in (order[number::size] for number in range(size)):  # the rows of one rank
-        parts, part = [], []
+        parts = [[]]
         for i in hand:
-            tokens = lengths[(part or [i])[0]] * (len(part) + 1)  # with row i, and with padding
+            part = [*parts[-1], i]
+            tokens = lengths[part[0]] * len(part)  # with padding
             full = tokens > micro_batch_tokens > 0
-            full |= len(part) == micro_batch_size and micro_batch_tokens == 0
-            if part and (full or tokens - sum(lengths[j] for j in [*part, i]) > padding):
-                parts.append(part)
-                part = []
-            part.append(i)
-        dealt.append(parts + [part] if part else parts)
+            full |= len(part) > micro_batch_size and micro_batch_tokens == 0
+            if parts[-1] and (full or tokens - sum(lengths[j] for j in part) > padding):
+                parts.append([i])
+            else:
+                parts[-1] = part
+        dealt.append(parts)
     return dealt[rank] + [[]] * (max(map(len, dealt)) - len(dealt[rank]))
 
 
@@ -293,11 +258,10 @@ def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
         the second:       1 2            row 1, W = 2
     """
     lengths = batch["lengths"][rows].tolist()
-    made = (micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)],
+    # to make one, the CPU waits for a GPU, so all are made before the training begins
+    return [micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)],
                         max([lengths[i] for i in part], default=2))
-            for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens))
-    # to make one, the CPU waits for the GPU: on a GPU all are made before the training begins
-    return list(made) if rows.is_cuda else made
+            for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens)]
 
 
 def micro_batch(batch, rows, W):
@@ -319,9 +283,7 @@ def right_pad(sequences, pad_id):
     (b, W) bool, made from lengths, not from ids: the pad id may be the EOS. Without sequences: a
     row of two zeros.
     """
-    sequences = sequences or [[0, 0]]
-    lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int64)  # (b,)
-    tokens = torch.full((len(sequences), int(lengths.max())), pad_id, dtype=torch.int64)
-    for row, ids in enumerate(sequences):
-        tokens[row, :len(ids)] = torch.tensor(ids)
+    rows = [torch.tensor(ids, dtype=torch.int64) for ids in sequences or [[0, 0]]]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    lengths = torch.tensor([len(row) for row in rows])  # (b,)
     return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]

@@ -13,19 +13,17 @@ Its batch is a dict of lists with an entry for each response. For two responses 
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
 the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which all rules together
-may take; and `limits` of programs. Of several turns the completion is the last one, and `dialogues`
-has all messages.
+may take, from `began` on; and `limits` of programs. Of several turns the completion is the last
+one, and `dialogues` has all messages.
 """
-import importlib
 import math
-import sys
-import threading
-import traceback
+import pkgutil
+import time
 
 import torch
 
 import parallel
-from errors import BadInput, Stop, first_line, place_of, say
+from errors import BadInput
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
@@ -33,26 +31,13 @@ from ranks import this_rank
 from rollout import texts_of
 
 
-def length(batch):
-    """
-    (B,): DAPO's soft overlong punishment (arXiv 2503.14476, equation 13; the last fifth as in its
-    section 4.1). With R = 100: up to 80 tokens give 0, 90 tokens -0.5, 100 tokens -1.
-    """
-    R, lengths = batch["max_new_tokens"], batch["response_mask"].sum(1).float()  # (B,)
-    return ((R - lengths) / (R / 5) - 1).clamp(-1, 0)
-
-
-def environment(batch):
-    """(B,): the sum of the environment's rewards for all turns of a response."""
-    return batch["turn_rewards"].sum(1)
-
-
-# built-in rules, {name: (file of grading/, function)}: the file is loaded where a run names it
+# the built-in rules: a rule's file is loaded where a run names the rule
 RULES = dict(
-    accuracy=("answers", "accuracy"), math=("expressions", "math_answer"),
-    format=("forms", "format"), thinks=("answers", "thinks"), code=("programs", "code"))
+    accuracy="grading.answers:accuracy", math="grading.expressions:math_answer",
+    format="grading.forms:format", thinks="grading.answers:thinks", code="grading.programs:code",
+    length="options.overlong:length", environment="options.environment:reward_of_turns")
 MODELS = {"reward_model": "reward_path", "judge": "judge_path"}  # and the key that says which one
-BUILT_IN = *RULES, "length", "environment", *MODELS
+BUILT_IN = *RULES, *MODELS
 
 
 def reward_terms(spec, config=None, folder="."):
@@ -66,28 +51,26 @@ def reward_terms(spec, config=None, folder="."):
     rewards are checked, too. Raises BadInput.
     """
     where = f"reward_functions = {spec!r}"
-    terms = []
+    terms, names = [], []
     for part in spec.split(","):
         weight, star, name = (text.strip() for text in part.rpartition("*"))
         try:
             factor = float(weight) if star else 1.0
         except ValueError:
             factor = math.nan
-        if not math.isfinite(factor) or ":" not in name and name not in BUILT_IN:
+        _, colon, short = name.rpartition(":")
+        if not math.isfinite(factor) or short in names or not (colon or name in BUILT_IN):
             from options.mistakes import no_reward
 
-            raise no_reward(part.strip(), where, BUILT_IN)
-        if ":" in name:
+            raise no_reward(part.strip(), where, BUILT_IN, names)
+        if colon:
             from options.foreign_rewards import load_reward
 
-            name, function = load_reward(name, folder, where)
+            function = load_reward(name, folder, where)
         else:
-            function = built_in(name)
-        terms.append((factor, name, function))
-    names = [name for _, name, _ in terms]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise BadInput(f"{where}: {twice[0]!r} is given twice; keep one")
+            function = RULES.get(name) and pkgutil.resolve_name(RULES[name])
+        terms.append((factor, short, function))
+        names.append(short)
     for name, key in MODELS.items():
         if config and bool(config[key]) != (name in names):
             raise BadInput(f"{key} = {config[key]!r}, and {where}: type --reward_functions={name} "
@@ -95,14 +78,6 @@ def reward_terms(spec, config=None, folder="."):
     if config and "environment" in names and not config["environment"] and not config["tools"]:
         raise BadInput(f"{where}: there is no environment; type --environment=FILE.py:FUNCTION")
     return terms
-
-
-def built_in(name):
-    """The function of a built-in reward; None of a model's."""
-    if name in RULES:
-        file, function = RULES[name]
-        return getattr(importlib.import_module(f"grading.{file}"), function)
-    return dict(length=length, environment=environment).get(name)
 
 
 def check_rows(terms, rows, path):
@@ -118,7 +93,7 @@ def read_prompts(path, terms, models, max_new_tokens, system):
         return Rows()
     rows = read_rows(path, prompt_row, system.fields)
     check_rows(terms, rows, path)
-    if RULES.keys() & {name for _, name, _ in terms}:
+    if any(RULES.get(name, "").startswith("grading") for _, name, _ in terms):
         from grading.answers import say_unknown_marks
 
         say_unknown_marks(next(iter(models.values())).tokenizer)
@@ -144,14 +119,14 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     part = {name: t[share.start:share.stop] for name, t in batch.items()}  # this rank's rows
     part |= texts_of(part, rows, policy.tokenizer)
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
-    part |= dict(max_new_tokens=longest, seconds=system.reward_timeout,
+    part |= dict(max_new_tokens=longest, seconds=system.reward_timeout, began=time.monotonic(),
                  limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        scores = by_rules(rules, part) if len(share) else dict.fromkeys(rules, [])
-        for name, x in scores.items():
-            columns[f"reward/{name}"] = torch.as_tensor(x, dtype=torch.float64).to(like)
+        for name, rule in rules.items():
+            scores = rule(part) if len(share) else []
+            columns[f"reward/{name}"] = torch.as_tensor(scores, dtype=torch.float64).to(like)
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
             reward_model, part, B, micro_batch_size, system, device).to(like)
@@ -165,36 +140,6 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
     add_scores(batch, terms)
-
-
-def by_rules(rules, batch):
-    """
-    {name: scores} of {name: rule}, in a thread, because a rule may hang: all have batch["seconds"]
-    together. Raises Stop, with the rule and its file and line, where one fails or hangs.
-    """
-    scores, failed = {}, []
-
-    def work():
-        try:
-            for name, rule in rules.items():
-                scores[name] = rule(batch)
-        except BaseException as e:  # a rule of the user's raises anything
-            failed.append(e)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(batch["seconds"])
-    name = next((name for name in rules if name not in scores), None)
-    if failed and not hasattr(failed[0], "exit_code"):
-        place = place_of(traceback.extract_tb(failed[0].__traceback__))
-        raise Stop(f"reward {name!r} failed{place}: {first_line(failed[0])}") from failed[0]
-    if failed:
-        raise failed[0]
-    if name:
-        place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
-        raise Stop(f"reward {name!r} hangs{place}: reward_timeout = {batch['seconds']:g} s "
-                   "are over (it is at most half of timeout)")
-    return scores
 
 
 def model_scores(reward_model, part, total, micro_batch_size, system, device):
@@ -232,8 +177,7 @@ def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
         # padding is behind each text, so any id is right. Without texts: one row
         tokens, mask = right_pad([sequences[i] for i in rows], 0)  # (b, W) each
         read = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
-        if rows:
-            scores[rows] = read.to(dtype)
+        scores[rows] = read[:len(rows)].to(dtype)
     return scores
 
 
@@ -254,8 +198,6 @@ def add_scores(batch, terms):
     parallel.check_finite(dict(scores=scores))
     counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
     nothing = torch.stack(counted).isnan().all(0)  # (B,)
-    if nothing.all():
-        say("warning: no reward applies to any response of this batch, so nothing is learned")
     batch["scores"] = scores.masked_fill(nothing, math.nan)
 
 
@@ -270,33 +212,21 @@ def alike_for_equal_texts(scores, batch):
     of a model's output depend on the other rows of the micro-batch: 0.1234567 or 0.1234568. A group
     of equal responses teaches nothing, but GRPO would learn from such differences.
     """
-    column = torch.arange(batch["tokens"].shape[1], device=scores.device)  # (T,)
-    seen = torch.where(column < batch["lengths"][:, None], batch["tokens"], -1)  # -1 is no token
+    lengths, slots, first = batch["lengths"].tolist(), batch["slot"].tolist(), {}
+    texts = [ids[:n].tobytes()
+             for ids, n in zip(batch["tokens"].cpu().numpy(), lengths, strict=True)]
     # equal prompts may have different answers in the data: those of two slots are not compared
-    seen = torch.cat([seen, batch["slot"][:, None]], 1)  # (B, T + 1)
-    _, text = seen.unique(dim=0, return_inverse=True)  # (B,): the number of each row's text
-    # for each text, by its number, the first row that has it
-    row = torch.arange(len(text), device=text.device)
-    first = torch.full_like(text, len(text)).scatter_reduce(0, text, row, "amin")
-    return scores[first[text]]
+    names = zip(slots, texts, strict=True)
+    # for each row the first one of its name
+    return scores[[first.setdefault(name, row) for row, name in enumerate(names)]]
 
 
 def center_scores(state, reward_model, value_model, first_batch):
     """
-    A collective: a reward model whose settings have no score_shift gets one: with it the responses
-    of iteration 0 that ended (if none did, all) score 0 on average (N+ detail 13).
-    Training on pairs only fixes differences: a model of others may score 15 on average. Then the -1
-    of a response that never ends would be the worst by far, and a new value model begin 15 too low.
-    state keeps the shift, value_model gets it, too. first_batch() samples and scores that batch.
+    A collective where a reward model's settings have no score_shift: it gets one, such that its
+    first scores are 0 on average. rm.py has set it already. first_batch() samples and scores.
     """
-    if reward_model is None or hasattr(reward_model.hf.config, "score_shift") or (
-            this_rank.role != "train"):
-        return
-    if state.get("score_shift") is None:
-        batch = first_batch()  # COLLECTIVE
-        scores, finished = batch["reward/reward_model"], batch["finished"]  # (B,) each
-        mean = (scores[finished] if finished.any() else scores).double().mean().item()
-        say(f"the reward model scores {mean:.3f} on average at first; this becomes 0")
-        state["score_shift"] = -mean
-    for model in filter(None, (reward_model, value_model)):
-        model.score_shift = state["score_shift"]
+    if reward_model is not None and not hasattr(reward_model.hf.config, "score_shift"):
+        from options.centring import center
+
+        center(state, reward_model, value_model, first_batch)  # COLLECTIVE

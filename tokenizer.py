@@ -4,7 +4,6 @@ Text -> token ids and back, with transformers' AutoTokenizer.
     encode_texts      strings, without BOS and EOS
     encode_prompts    prompts for the policy
     encode_scored     a prompt with its response, as a reward model reads them
-    encode_learned    a prompt with its completion, as sft.py learns it
     decode_response   the text of a response
 
 Here are strings; options/chats.py writes messages in a chat template. Text that looks like a
@@ -14,7 +13,6 @@ import contextlib
 import glob
 import os
 import re
-from itertools import islice
 
 from configurator import read_json, write_json
 from errors import BadInput
@@ -70,12 +68,6 @@ def read_folder(path):
     return hf
 
 
-def text_of(hf, ids):
-    """The text of ids of a tokenizer of transformers, with all of their special tokens."""
-    # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it
-    return hf.decode(ids, clean_up_tokenization_spaces=False)
-
-
 class Tokenizer:
     """
     A tokenizer of transformers, `hf`, and its settings in a run:
@@ -87,15 +79,16 @@ class Tokenizer:
         skipped_id     a reward model's score is read at the last token that is not this one
         chats          its chat template, of options/chats.py, or None
         messages_of    a function of a response's ids, of several turns (options/environment.py)
+        has_stop       a function of its ids so far: is there one of stop_strings in their text?
     """
 
-    def __init__(self, hf, path, system, chats=None):
+    def __init__(self, hf, path, system, chats):
         self.hf, self.path, self.chats = hf, path, chats
-        self.stop_strings = []
+        self.stop_strings, self.has_stop = [], None
         if system.stop_strings:
-            from options.stop_strings import parse
+            from options.stop_strings import parse, stops
 
-            self.stop_strings = parse(system.stop_strings)
+            self.stop_strings, self.has_stop = parse(system.stop_strings), stops(self)
         self.eos_id = hf.eos_token_id
         self.pad_id = self.eos_id if hf.pad_token_id is None else hf.pad_token_id
         self.bos_ids = self.ids_before_a_string()
@@ -115,9 +108,8 @@ class Tokenizer:
 
     def save(self, folder):
         """
-        Write transformers' files, with the source's special tokens: a token that only the
-        run has made special would vanish from the texts that others decode. Version 4 of
-        transformers reads the files, too.
+        Write transformers' files, for its version 4, too. With the source's special tokens: others
+        would vanish from the texts that are decoded.
         """
         with self.chats.as_in_source() if self.chats else contextlib.nullcontext():
             self.hf.save_pretrained(folder)
@@ -135,14 +127,13 @@ class Tokenizer:
         Take a language model's own ends of a response. Raise BadInput if ids have no embedding in
         the model, unless no text needs them: Gemma 3 1B has a token for images, but reads none.
         """
-        settings = getattr(model.hf, "generation_config", None) or model.config
-        for ends in (settings.eos_token_id, model.config.eos_token_id):
-            ends = set(ends if isinstance(ends, list) else [ends]) - {None}
-            self.eos_ids |= ends if model.head == "lm" else set()
+        if model.head == "lm":
+            for settings in filter(None, (model.hf.generation_config, model.config)):
+                ends = settings.eos_token_id
+                self.eos_ids |= set(ends if isinstance(ends, list) else [ends]) - {None}
         embeddings = model.config.vocab_size
-        needed = self.eos_ids | {self.pad_id, *self.bos_ids}
-        spare = set(self.specials.values()) - needed
-        if not spare.issuperset(range(embeddings, max(self.vocab_size, *(i + 1 for i in needed)))):
+        beyond = {*range(embeddings, self.vocab_size)} - {*self.specials.values()}
+        if beyond or max(self.eos_ids | {self.pad_id, *self.bos_ids}) >= embeddings:
             raise BadInput(f"{path}: the tokenizer has {self.vocab_size} tokens, and the model "
                            f"{embeddings}; they do not belong together")
         self.vocab_size = min(self.vocab_size, embeddings)
@@ -155,14 +146,6 @@ class Tokenizer:
             return []
         return self.hf(list(texts), add_special_tokens=False, split_special_tokens=True,
                        return_attention_mask=False, verbose=False)["input_ids"]
-
-    def encode_behind(self, texts):
-        """The ids of each of these strings as they are behind another text: no blank is added."""
-        if self.adds_blank:
-            from options.blanks import encode_behind
-
-            return encode_behind(self, texts)
-        return self.encode_texts(texts)
 
     def encode_prompts(self, prompts):
         """
@@ -177,15 +160,14 @@ class Tokenizer:
         """
         The ids of each prompt and response, up to the token at which a reward model's score is
         read: the last one that is not skipped_id, as in transformers and TRL. With a chat template
-        the two are a chat, also where they are strings. Without one they are strings, joined, and
-        EOS behind them where the response has finished (None: all have). longest: further tokens
-        are cut off.
+        the two are a chat. Without one they are strings, joined, and EOS behind them where the
+        response has finished (None: all have). longest: further tokens are cut off.
         """
         pairs = list(zip(prompts, completions, strict=True))
         if self.chats or not all(isinstance(p, str) and isinstance(c, str) for p, c in pairs):
             sequences = [self.need_chats().ids_of_pair(*pair) for pair in pairs]
         else:
-            ends = [True] * len(pairs) if finished is None else finished
+            ends = finished or [True] * len(pairs)
             texts = self.encode_texts([p + c for p, c in pairs])
             sequences = [self.bos_ids + ids + [self.eos_id] * end
                          for ids, end in zip(texts, ends, strict=True)]
@@ -194,18 +176,6 @@ class Tokenizer:
             while len(ids) > 1 and ids[-1] == self.skipped_id:
                 ids.pop()
         return sequences
-
-    def encode_learned(self, prompt, completion):
-        """
-        (ids, trained) of a demonstration: trained is True on the tokens that SFT learns: the
-        completion and EOS, or the assistant's turns of the completion with their ends. Raises
-        BadInput.
-        """
-        if not isinstance(prompt, str):
-            return self.need_chats().encode_learned(prompt, completion, self)
-        ids = self.bos_ids + self.encode_texts([prompt])[0]
-        more = self.encode_behind([completion])[0] + [self.eos_id]
-        return ids + more, [False] * len(ids) + [True] * len(more)
 
     def say_marks(self, rows, fields, path):
         """Warn of rows that spell special tokens in these fields: they are read as letters."""
@@ -228,21 +198,14 @@ class Tokenizer:
 
     def text_of(self, ids):
         """The text of ids with all of their special tokens."""
-        return text_of(self.hf, ids)
-
-    def text_behind(self, ids):
-        """The text of ids that continue a text: their first blank stays."""
-        if self.adds_blank:
-            from options.blanks import text_behind
-
-            return text_behind(self, ids)
-        return self.text_of(ids)
+        # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it
+        return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
     def unseen(self):
         """The ids that no text shows: special ends, and padding that is in no stop string."""
         ends = {self.eos_id, *self.eos_ids.intersection(self.specials.values())}
-        pad = self.text_of([self.pad_id]) if self.stop_strings else ""
-        return ends if any(pad in s for s in self.stop_strings) else ends | {self.pad_id}
+        stops = any(self.text_of([self.pad_id]) in s for s in self.stop_strings)
+        return ends if stops else ends | {self.pad_id}
 
     def decode(self, ids, behind=False):
         """
@@ -251,7 +214,11 @@ class Tokenizer:
         """
         unseen = self.unseen()
         kept = [i for i in ids if i not in unseen]
-        return self.text_behind(kept) if behind else self.text_of(kept)
+        if behind and self.adds_blank:
+            from options.blanks import text_behind
+
+            return text_behind(self, kept)
+        return self.text_of(kept)
 
     def decode_response(self, ids, prompt=None):
         """
@@ -263,24 +230,14 @@ class Tokenizer:
         ends = [text.index(s) + len(s) for s in self.stop_strings if s in text]
         return text[:min(ends, default=len(text))]
 
-    def has_stop(self, ids):
-        """Whether the text of the last tokens of a response so far has a stop string."""
-        # each token has at least one byte; one more: decoding may drop a text's first blank
-        longest = max(len(s.encode()) for s in self.stop_strings) + 1
-        unseen = self.unseen()
-        last = [*islice((i for i in reversed(ids) if i not in unseen), longest)][::-1]
-        text = self.text_of(last)
-        return any(s in text for s in self.stop_strings)
-
     def set_padding_apart(self):
         """
         For a reward model: its score is read at the last token that is not the padding. This should
         be the EOS, so the padding becomes a special token that ends nothing, if there is one.
         """
-        ends = {self.eos_id, *(self.chats.turn_ends if self.chats else ())}
-        if self.pad_id in ends:
+        if self.pad_id in self.eos_ids:
             free = [s for s, i in self.specials.items()
-                    if i not in ends and ("pad" in s.lower() or s == "<unk>")]
+                    if i not in self.eos_ids and ("pad" in s.lower() or s == "<unk>")]
             self.hf.pad_token = min(free, default=self.hf.eos_token)
             self.pad_id = self.hf.pad_token_id
         self.skipped_id = self.pad_id

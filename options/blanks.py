@@ -20,11 +20,15 @@ def mark_of(tokenizer):
 
 def encode_behind(tokenizer, texts):
     """The ids of each of these strings as they are behind another text: no blank is added."""
+    if not tokenizer.adds_blank:
+        return tokenizer.encode_texts(texts)
     mark, mark_ids = mark_of(tokenizer)
     return [ids[len(mark_ids):] for ids in tokenizer.encode_texts([mark + x for x in texts])]
 
 
 def text_behind(tokenizer, ids):
     """The text of ids that continue a text: their first blank stays."""
+    if not tokenizer.adds_blank:
+        return tokenizer.text_of(ids)
     mark, mark_ids = mark_of(tokenizer)
     return tokenizer.text_of(mark_ids + ids).partition(mark)[2]

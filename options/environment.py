@@ -31,6 +31,7 @@ import torch
 
 import parallel
 from errors import BadInput, Stop, first_line, place_of, shorten
+from options.blanks import encode_behind
 from options.chats import joined
 from options.user_code import load_function
 from ranks import this_rank
@@ -292,7 +293,8 @@ def between(tokenizer, message, ended=True):
     Without a template they are the ids of the content.
     """
     if not tokenizer.chats:
-        return [tokenizer.eos_id] * (not ended) + tokenizer.encode_behind([message["content"]])[0]
+        ids = encode_behind(tokenizer, [message["content"]])[0]
+        return [tokenizer.eos_id] * (not ended) + ids
     before = tokenizer.chats.ids_of(ASKED)
     ends = [n for n, i in enumerate(before) if i in tokenizer.chats.turn_ends]
     if not ends:
@@ -374,6 +376,11 @@ def answers(prompt, role, tools):
             call = dict(type="function", function=dict(name=name, arguments=values))
             messages.append(dict(messages[0], tool_calls=[call]))
     return messages
+
+
+def reward_of_turns(batch):
+    """The reward `environment`, (B,): the sum of its rewards for all turns of a response."""
+    return batch["turn_rewards"].sum(1)
 
 
 def figures_of_turns(batch):

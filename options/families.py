@@ -10,6 +10,23 @@ from packaging import version
 from transformers import DynamicCache
 
 from errors import BadInput
+from load import EXPERTS
+from model import has_any
+
+
+def settings_of_family(path, config, kind, how):
+    """
+    Arguments for from_pretrained, in the place of some in `how`. config: of the model at path;
+    kind: its class of transformers. Raises BadInput.
+    """
+    attention, dtype, more = how["attn_implementation"], how["dtype"], {}
+    if attention == "eager" or not kind._supports_sdpa:
+        more["attn_implementation"] = slower_attention(path, attention, dtype)
+    if has_any(config, EXPERTS):
+        more |= settings_of_experts(dtype)
+    if has_any(config, ["linear_key_head_dim"]):
+        keep_delta_rule_wide(kind)
+    return more
 
 
 def settings_of_experts(dtype):
@@ -62,15 +79,6 @@ def longest_of_longrope(rope):
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return min(each["original_max_position_embeddings"] for each in kinds
                if each.get("rope_type") == "longrope")
-
-
-def refuse_untied(path):
-    """
-    Raise BadInput: head and embedding differ, and the settings call them one. transformers 5 then
-    reads both, but its version 4 and vLLM, or a sharded model, only one.
-    """
-    raise BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
-                   "of embeddings, but its weights have both, and they differ; write false")
 
 
 def unread(hf):

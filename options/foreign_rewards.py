@@ -11,8 +11,12 @@ import asyncio
 import functools
 import inspect
 import math
+import sys
+import threading
+import time
+import traceback
 
-from errors import BadInput, Stop, first_line, shorten
+from errors import BadInput, Stop, first_line, place_of, shorten
 from options.user_code import load_function
 from rewards import BUILT_IN
 
@@ -24,10 +28,10 @@ runner = asyncio.Runner()
 
 def load_reward(named, folder, where):
     """
-    (name, reward(batch)) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of
-    B floats: NaN where the function gave None, which means that it does not apply to a response. It
-    raises Stop where the function does not give a finite number or None for each response; an
-    error of the function comes through.
+    reward(batch) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of B
+    floats: NaN where the function gave None, which means that it does not apply to a response. It
+    raises Stop where the function does not give a finite number or None for each response, fails
+    or hangs.
     """
     function, name = load_function(named, folder, where), named.rpartition(":")[2]
     if name in BUILT_IN:
@@ -37,8 +41,7 @@ def load_reward(named, folder, where):
         wanted = f"{name}(batch), or {name}(prompts, completions, ...) with lists, as TRL's"
         raise BadInput(f"{where}: {name} is no function of the form {wanted}")
 
-    @functools.wraps(function)
-    def reward(batch):
+    def call(batch):
         if parameters is None:
             returned = function(batch)
         else:
@@ -47,9 +50,44 @@ def load_reward(named, folder, where):
             returned = runner.run(returned)
         return as_scores(name, returned, batch)
 
+    @functools.wraps(function)
+    def reward(batch):
+        return in_time(name, call, batch)
+
     if parameters is not None:
         reward.check_rows = functools.partial(check_fields, parameters, name)
-    return name, reward
+    return reward
+
+
+def in_time(name, call, batch):
+    """
+    call(batch), in a thread, because it may hang: all rules have batch["seconds"] together, from
+    batch["began"] on; without them it may take for ever. Raises Stop, with the reward's name, file
+    and line, where it fails or hangs.
+    """
+    results, failed, left = [], [], None
+
+    def work():
+        try:
+            results.append(call(batch))
+        except BaseException as e:  # the user's code raises anything
+            failed.append(e)
+
+    if "began" in batch:
+        left = max(batch["began"] + batch["seconds"] - time.monotonic(), 0)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(left)
+    if results:
+        return results[0]
+    if not failed:
+        place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
+        raise Stop(f"reward {name!r} hangs{place}: reward_timeout = {batch['seconds']:g} s "
+                   "are over (it is at most half of timeout)")
+    if hasattr(failed[0], "exit_code"):
+        raise failed[0]
+    place = place_of(traceback.extract_tb(failed[0].__traceback__))
+    raise Stop(f"reward {name!r} failed{place}: {first_line(failed[0])}") from failed[0]
 
 
 def as_scores(name, returned, batch):

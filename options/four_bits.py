@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from errors import BadInput
 from model import Model
+from options.layers import layers_of
 
 
 class InFourBits(Model):
@@ -41,7 +42,7 @@ def quantize(model, device, dtype):
         raise BadInput("quantize = '4bit' goes with no zero_stage 3 and no float64; leave one of "
                        "the two out")
     bits, any_linear = package(), False
-    for layer in model.layers():
+    for layer in layers_of(model):
         for parent in list(layer.modules()):
             for name, linear in list(parent.named_children()):
                 if type(linear) is not nn.Linear:

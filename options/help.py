@@ -2,11 +2,13 @@
 import re
 import textwrap
 
+from errors import say
+
 
 def print_help(script, doc, keys):
     """Print the script's docstring, and every key with its default and comment, in 80 columns."""
     def show(line, indent):
-        print(textwrap.fill(line, 80, subsequent_indent=" " * indent, break_on_hyphens=False))
+        say(textwrap.fill(line, 80, subsequent_indent=" " * indent, break_on_hyphens=False))
 
     for paragraph in (doc or "").strip().split("\n\n"):
         if re.search(r"^ |  ", paragraph, re.MULTILINE):  # commands, a list or a table
@@ -15,12 +17,12 @@ def print_help(script, doc, keys):
                 show(line, column if column < 56 else 4)
         else:
             show(paragraph, 0)
-        print()
-    print(f"usage: python {script} [config.py ...] [--key=value ...: they win]")
-    print("keys (*: most runs set it):")
+        say("")
+    say(f"usage: python {script} [config.py ...] [--key=value ...: they win]")
+    say("keys (*: most runs set it):")
     for name, key in keys.items():
         if key.headings:
-            print()
+            say("")
         for heading in key.headings:
             show(f"  {heading}", 2)
         comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line

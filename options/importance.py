@@ -2,12 +2,11 @@
 from loss import importance_weights, kl_estimate, masked_mean
 
 
-def figures_of_importance(batch, cap):
+def figures_of_importance(batch, cap, prefix):
     """{metric: number} of a batch: its importance weights (loss.py), and what they are worth."""
     mask, figures = batch["response_mask"], {}  # (B, T)
     if "age" in batch:  # an older policy has sampled it: from that one to that of the update
-        off = kl_estimate(batch["sampler_logprobs"], batch["old_logprobs"], "k3")
-        figures["policy/off_policy_kl"] = masked_mean(off, mask).item()
+        figures = figures_of_older(batch, importance_weights(batch, cap), mask, prefix)
     weights = importance_weights(batch, cap)[mask]  # (tokens,)
     capped = weights == cap  # in their own dtype: 1.1 has other bits in float64
     weights = weights.double()
@@ -16,3 +15,16 @@ def figures_of_importance(batch, cap):
     return figures | {"policy/importance": weights.mean().item(),
                       "policy/importance_capped": capped.double().mean().item(),
                       "policy/effective_tokens": (worth / len(weights)).item()}
+
+
+def figures_of_older(batch, weights, mask, prefix):
+    """
+    Of a batch that an older policy has sampled: its KL to the policy of the update; and entropy and
+    KL of loss.summarize, which would be those of the older policy. weights: (B, T).
+    """
+    off = kl_estimate(batch["sampler_logprobs"], batch["old_logprobs"], "k3")
+    columns = dict(entropy=-batch["old_logprobs"])
+    if "ref_logprobs" in batch:
+        columns["kl"] = batch["old_logprobs"] - batch["ref_logprobs"]
+    return {"policy/off_policy_kl": masked_mean(off, mask).item()} | {
+        f"{prefix}/{name}": (x * weights).sum(1).mean().item() for name, x in columns.items()}

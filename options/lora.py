@@ -27,6 +27,7 @@ from configurator import of_model, read_json
 from errors import BadInput, say, shorten
 from load import read_model
 from model import at_least_float32
+from options.layers import layers_of
 from options.trunk import OnTrunk
 
 # a mixture's modules that choose experts, or weigh them: linear maps, or with such maps inside
@@ -200,7 +201,7 @@ def adapt(base, text, head="lm", seed=0):
     return Adapted(base, head, rank, alpha, targets, seed)
 
 
-def value_on_trunk(policy, reward_model, value_init, system, seed):
+def value_adapter(policy, reward_model, value_init, system, seed):
     """share_base: the value model as an adapter and a head on the policy's trunk."""
     if policy.base is None:
         raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it "
@@ -224,7 +225,7 @@ def adaptable(base, targets):
     q_proj and v_proj, or the model's own names, "c_attn"; "": all but routers, which need a name
     that fits nothing else, "router.gate". Raises BadInput.
     """
-    layers = set(base.layers()) & set(base.hf.get_decoder().modules())  # no vision part
+    layers = set(layers_of(base)) & set(base.hf.get_decoder().modules())  # no vision part
     names = [f"{name}.{inner}" for name, layer in base.hf.base_model.named_modules()
              if layer in layers for inner, module in layer.named_modules() if is_linear(module)
              and inner != UNASKED.get(base.config.model_type)]

@@ -49,6 +49,28 @@ def without_value(argv, keys):
     return BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(behind))}")
 
 
+def check_others(config, keys, overrides):
+    """
+    Raise BadInput where a key that is set needs another one that is not, or stands in the place of
+    another one that is set, too. Both are said at the beginning of its comment: see configurator.
+    """
+    for name, (value, where) in overrides.items():
+        comment = keys[name].comment
+        beside = re.match(r"\*? ?with (\w+(?: or \w+)*): ", comment)
+        if beside and value != keys[name].default and not any(
+                is_on(config.get(other), keys.get(other)) for other in beside[1].split(" or ")):
+            raise BadInput(f"{name} ({where}) has no effect without {beside[1]}")
+        instead = re.match(r"in the place of (\w+): ", comment)
+        _, other = overrides.get(instead and instead[1], ("", ""))
+        if value and other in (where, "command line"):
+            raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
+
+
+def is_on(value, key):
+    """Whether a key is set: a text is not the default, any other value is not 0."""
+    return value != key.default if isinstance(value, str) else bool(value)
+
+
 def no_config_file(path, keys, error):
     """Of a file that could not be run as a config file, or an argument that is no file."""
     data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
@@ -192,11 +214,15 @@ def odd_tensors(report, hf, head, path):
     if head == "lm" and "score.weight" in extra:
         return BadInput(f"{path} is a reward model, no language model; type the policy's folder")
     if head == "scalar":
-        if not plain_head(hf):
+        if not plain_head(hf, head):
             return BadInput(f"{path}: the head of {type(hf).__name__} is no linear map to one "
                             "score")
-        missing, extra = ({n for n in names if not re.fullmatch(NEW_OR_UNUSED, n)}
+        missing, extra = ({n for n in names if not re.fullmatch(NEW_OR_UNUSED[head], n)}
                           for names in (missing, extra))
+    elif not plain_head(hf, head):
+        # transformers 5 reads both, but its version 4 and vLLM, or a sharded model, only one
+        return BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
+                        "of embeddings, but its weights have both, and they differ; write false")
     shapes = [f"{n}, of shape {tuple(shape)} and not {tuple(wanted)}"
               for n, shape, wanted in report["mismatched_keys"]]
     what, names = next((what, names) for what, names in (
@@ -223,8 +249,11 @@ def say_marks(rows, fields, path, marks):
             "messages, and texts without an EOS: the run writes such marks itself")
 
 
-def no_reward(part, where, names):
-    """Of a part of reward_functions that is not NUMBER*NAME, with one of the names."""
+def no_reward(part, where, names, before):
+    """
+    Of a part of reward_functions that is not NUMBER*NAME, with one of the names; or it has one of
+    those of the parts before it.
+    """
     weight, star, name = (text.strip() for text in part.rpartition("*"))
     try:
         good = not star or abs(float(weight)) < float("inf")
@@ -232,6 +261,8 @@ def no_reward(part, where, names):
         good = False
     if not good:
         return BadInput(f"{where}: {part!r} is no NUMBER*NAME, such as 0.5*accuracy")
+    if name.rpartition(":")[2] in before:
+        return BadInput(f"{where}: {name!r} is given twice; keep one")
     if name.endswith(".py"):
         return BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
     return BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(names)}, and "

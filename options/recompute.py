@@ -2,6 +2,7 @@
 The key gradient_checkpointing: the backward pass computes the activations of each layer again.
 """
 from errors import BadInput
+from options.layers import layers_of
 
 
 def recompute(model):
@@ -16,12 +17,26 @@ def recompute(model):
     enable = getattr(model.hf, "activation_checkpointing_enable",
                      model.hf.gradient_checkpointing_enable)
     enable(dict(use_reentrant=False))
-    # transformers does it where a layer's flag `training` is set: model.in_training sets it. While
-    # the layer runs it is not set: some have dropout of their own
-    model.recomputed = [m for m in model.layers() if getattr(m, "gradient_checkpointing", False)]
+    # transformers does it where a layer's flag `training` is set: in_training sets it. While the
+    # layer runs it is not set: some have dropout of their own
+    model.recomputed = [m for m in layers_of(model) if getattr(m, "gradient_checkpointing", False)]
     for layer in model.recomputed:
         layer._gradient_checkpointing_func = without_dropout(
             layer, layer._gradient_checkpointing_func)
+
+
+def in_training(layers, read):
+    """The function `read`, which runs the layers, with their flag `training` set."""
+    def run(tokens):
+        for layer in layers:
+            layer.training = True
+        try:
+            return read(tokens)
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    return run
 
 
 def without_dropout(layer, checkpointed):

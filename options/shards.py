@@ -19,7 +19,9 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput
-from load import dtypes, outline, read_model, settle
+from load import dtypes, read_model, settle
+from options.layers import layers_of
+from options.parts import outline
 from options.recompute import recompute
 from options.sixteen_bits import matrices_of
 from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire
@@ -131,7 +133,7 @@ def shard(model, stage, offload, device, matrices=None):
     rounded = dict(mp_policy=MixedPrecisionPolicy(
         param_dtype=matrices, reduce_dtype=torch.float32, cast_forward_inputs=False))
     narrow = {id(p) for p in matrices_of(model)}
-    for layer in model.layers():
+    for layer in layers_of(model):
         wide = [m for m in layer.modules()
                 if not isinstance(m, nn.Linear) and type(m).__name__ != "Conv1D"
                 and any(id(p) not in narrow for p in m.parameters(recurse=False))]

@@ -6,11 +6,23 @@ one (arXiv 1710.03740).
 """
 import copy
 
+import torch
 import torch.nn as nn
 
-from errors import say
+from errors import BadInput, say
 
 GROWTH, MOST = 200, 20  # steps until the scale doubles; so many overflows in a row are an error
+
+
+def weights_of_16_bits(system):
+    """
+    load.dtypes with master_weights = False: every weight is bfloat16, and there is no autocast.
+    Raises BadInput with another dtype.
+    """
+    if system.dtype != "bfloat16":
+        raise BadInput("master_weights = False: the weights themselves are trained in 16 bits; "
+                       "type --dtype=bfloat16")
+    return torch.bfloat16, None
 
 
 def matrices_of(model):

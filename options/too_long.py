@@ -1,6 +1,8 @@
 """
 Rows of more tokens than a run has room for, by the key too_long: an error, dropped, or cut.
 """
+from array import array
+
 from errors import BadInput, say
 
 
@@ -9,6 +11,9 @@ def fit(rows, encoded, path, limit, too_long, cut, length, key):
     The ids of the rows that are left, from `encoded`, those of all rows, of which some have more
     than `limit` tokens, or none. The others are taken out of the Rows. See prompts.encode_rows.
     """
+    if limit < 1:
+        raise BadInput(f"{path}: the key {key} leaves no room for a row in the models' smallest "
+                       "context; lower it")
     lengths = [length(ids) for ids in encoded]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
@@ -29,3 +34,9 @@ def fit(rows, encoded, path, limit, too_long, cut, length, key):
         rows.mix = rows.mix.keep(kept)
     rows[:] = [rows[i] for i in kept]
     return [encoded[i] for i in kept]
+
+
+def front_cut(ids, limit, bos):
+    """The last `limit` ids of a prompt, the first ones of which are its BOS, if it has one."""
+    kept = array("i", bos) if ids[:len(bos)].tolist() == bos else array("i")
+    return kept + ids[len(ids) - limit + len(kept):]

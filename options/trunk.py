@@ -51,6 +51,18 @@ class OnTrunk(Model):
         return self.base.merged(name, W)
 
 
+def value_on_trunk(policy, reward_model, value_init, system, seed):
+    """
+    The value model on the policy's trunk. shared: both losses train the trunk; with share_base an
+    adapter and a head. Raises BadInput.
+    """
+    if value_init == "shared":
+        return OnTrunk(policy, seed=seed)
+    from options.lora import value_adapter
+
+    return value_adapter(policy, reward_model, value_init, system, seed)
+
+
 def with_score_head(base):
     """
     transformers' model with a scalar head, still empty, on the trunk of a Model. Raises BadInput.

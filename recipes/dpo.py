@@ -33,8 +33,9 @@ import ranks
 from load import autocast, load_policy, load_ref_policy
 from loss import gap, learning_rate_at
 from model import in_rows, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
-                     right_pad, run_length, spread)
+from options.demonstrations import dialogue, encode_learned
+from prompts import (batch_rows, deal_rows, encode_rows, hash_of_ids, read_rows, right_pad,
+                     run_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def read(path):
     as in sft.py. A pair that is too long is refused or dropped as a whole.
     """
     def encode(rows):
-        return [tuple(policy.tokenizer.encode_learned(row["prompt"], row[side]) for side in PAIR)
+        return [tuple(encode_learned(policy.tokenizer, row["prompt"], row[side]) for side in PAIR)
                 for row in rows]
 
     limit = min(policy.max_positions, max_tokens or policy.max_positions)

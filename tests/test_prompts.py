@@ -9,9 +9,8 @@ import torch
 import parallel
 from errors import BadInput
 from loss import masked_sum
-from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_demonstrations, encode_prompts,
-                     encode_rows, micro_batches, prompt_row, read_rows, run_length,
-                     say_prompts, spread)
+from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
+                     micro_batches, prompt_row, read_rows, run_length, say_prompts, spread)
 from tiny import jsonl, keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
@@ -73,9 +72,11 @@ def test_rows_that_are_too_long():
 
 def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
     """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
+    from options.demonstrations import encode_demonstrations
+
     tokenizer = SimpleNamespace(
-        chats=None, say_marks=lambda *_: None, encode_learned=lambda prompt, text: (
-            [*(prompt + text).encode(), 0], [False] * len(prompt) + [True] * (len(text) + 1)))
+        chats=None, say_marks=lambda *_: None, bos_ids=[], eos_id=0, adds_blank=False,
+        encode_texts=lambda texts: [[*text.encode()] for text in texts])
 
     def encoded(*texts):
         rows = Rows(dict(prompt=prompt, completion=text) for prompt, text in texts)

@@ -8,7 +8,7 @@ from errors import BadInput
 from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
 from rewards import (add_scores, alike_for_equal_texts, center_scores, check_rows, last_real,
-                     length, reward_terms, score_sequences)
+                     reward_terms, score_sequences)
 from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
 
 NAN = float("nan")
@@ -82,6 +82,8 @@ def test_format_and_thinks():
 
 
 def test_the_key_reward_functions(tmp_path):
+    from options.overlong import length
+
     path = write(tmp_path / "mine.py", "def brevity(batch):\n    return [-len(c) for c in "
                                        "batch['completions']]\ndef format(batch): pass\n")
     terms = reward_terms(f" 2 * length , -0.5*thinks,{path}:brevity,0*reward_model")
@@ -89,6 +91,7 @@ def test_the_key_reward_functions(tmp_path):
     assert [(w, n) for w, n, _ in terms[2:]] == [(1.0, "brevity"), (0.0, "reward_model")]
     assert list(terms[2][2](batch_of(["abc", ""]))) == [-3, 0] and terms[3][2] is None
     for wrong in ("", "2*", "acuracy", "nan*length", "length,2*length", "nowhere.py:f",
+                  f"{path}:brevity,2*{path}:brevity",
                   f"{path}:brevty", f"{path}:format"):
         with pytest.raises(BadInput) as e:
             reward_terms(wrong)

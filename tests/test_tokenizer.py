@@ -44,6 +44,13 @@ def chat(tmp_path):
     return lambda **more: load_tokenizer(f"{tmp_path}/chat", keys_of_system(**keys | more))
 
 
+def encode_learned(*args):
+    """Only here: a fork may lack the file."""
+    from options.demonstrations import encode_learned
+
+    return encode_learned(*args)
+
+
 def ids_of(turns, opened=False):
     """ChatML's ids by hand."""
     ids = []
@@ -57,7 +64,6 @@ def test_the_toys_ids(toy):
     for text in ("", " a  b\n\t", "é你\U0001f600", "\x00\x7f\ufeff", "<eos><pad>", "<thi<think"):
         assert t.encode_texts([text]) == [list(text.encode())] and t.decode(text.encode()) == text
     assert t.encode_texts(["<think>1</think>2"]) == [[256, 49, 257, 50]]
-    assert t.encode_learned("1+", "2") == ([49, 43, 50, 258], [False, False, True, True])
     assert t.encode_scored(["1+"] * 2, "22", [True, False]) == [[49, 43, 50, 258], [49, 43, 50]]
     assert t.encode_scored(["1+"], ["2"], longest=2) == [[49, 43]]
     assert t.decode([256, *b"7<eos>", 257, 258, 259]) == "<think>7<eos></think>"
@@ -65,12 +71,16 @@ def test_the_toys_ids(toy):
         t.encode_prompts([[user("hi")]])
 
 
+def test_a_demonstration_by_hand(toy):
+    assert encode_learned(toy(), "1+", "2") == ([49, 43, 50, 258], [False, False, True, True])
+
+
 def test_a_chat_by_hand(chat):
     t, turns = chat(), [user("a"), assistant("b"), user("c")]
     assert t.eos_ids == {258, END}
     assert t.encode_prompts([turns, "plain"]) == [ids_of(turns, opened=True), list(b"plain")]
     assert t.encode_scored([turns], [[assistant("d")]]) == [ids_of([*turns, assistant("d")])]
-    ids, trained = t.encode_learned(turns[:1], [assistant("b"), user("c"), assistant("d")])
+    ids, trained = encode_learned(t, turns[:1], [assistant("b"), user("c"), assistant("d")])
     assert ids == ids_of([*turns, assistant("d")])[:-1]  # up to the last end
     learned = [[i for i, _ in run]
                for yes, run in groupby(zip(ids, trained, strict=True), lambda x: x[1]) if yes]
@@ -90,7 +100,7 @@ def test_a_prompt_that_the_response_continues(chat):
     t, prompt = chat(), [user("a"), assistant("so ")]
     (opened,) = t.encode_prompts([prompt])
     assert opened == ids_of([user("a")]) + [START, *b"assistant\nso "]
-    ids, trained = t.encode_learned(prompt, [assistant("far")])
+    ids, trained = encode_learned(t, prompt, [assistant("far")])
     assert ids == opened + [*b"far", END] and trained == [False] * len(opened) + [True] * 4
     assert t.decode_response(list(b" far") + [END], prompt) == " far"
 
@@ -102,7 +112,7 @@ def test_a_system_prompt_and_a_template_that_refuses(chat, tmp_path):
             ids_of([*system, user("a")], opened=True)]
     changes = write(tmp_path / "changes", CHATML.replace('["content"]', '["content"] | upper'))
     with pytest.raises(BadInput, match="does not write the assistant's 'b' as it stands"):
-        chat(chat_template=changes).encode_learned([user("a")], [assistant("b")])
+        encode_learned(chat(chat_template=changes), [user("a")], [assistant("b")])
 
 
 def bpe_of_blanks(special, texts, vocab_size):
@@ -169,7 +179,7 @@ def test_other_tokenizers_that_add_a_blank(tmp_path, name):
     assert t.adds_blank
     for prompt in ("a", "a ", "what?", "\n"):
         for text in ("b", " b", "  b", "!", "\n b", "12", "\u00e9", "b ", "", "it is so", "\t"):
-            ids, trained = t.encode_learned(prompt, text)
+            ids, trained = encode_learned(t, prompt, text)
             start = trained.index(True)
             assert ids[:start] == t.encode_prompts([prompt])[0] and all(trained[start:])
             assert t.text_of(ids[:-1]).removeprefix(" ") == (prompt + text).removeprefix(" ")
@@ -180,7 +190,7 @@ def test_other_tokenizers_that_add_a_blank(tmp_path, name):
 def test_a_tokenizer_that_adds_a_blank(blanks, text):
     """A completion is learned as it stands behind its prompt, and a response keeps its blank."""
     assert blanks.adds_blank and blanks.bos_ids == [1] and blanks.pad_id == blanks.eos_id == 2
-    ids, trained = blanks.encode_learned("what?", text)
+    ids, trained = encode_learned(blanks, "what?", text)
     assert ids[0] == 1 and ids[-1] == 2 and ids[:trained.index(True)] == blanks.encode_prompts(
         ["what?"])[0]
     response = [i for i, one in zip(ids, trained, strict=True) if one]

@@ -42,7 +42,7 @@ import parallel  # noqa: E402
 from errors import BadInput  # noqa: E402
 from model import (SPARE, Model, decoding_cache, no_grad_forwards,  # noqa: E402
                    response_logprobs, response_values)
-from options import lora, shards  # noqa: E402
+from options import lora, parts, shards  # noqa: E402
 from options.ema import MovingAverage  # noqa: E402
 from options.hub import check_name  # noqa: E402
 from options.mistakes import check_folder  # noqa: E402
@@ -148,9 +148,9 @@ def fake_tensors(ranks):
     mesh = shards.mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers
     with contextlib.ExitStack() as stack:
         for where, name, fake in (
-                (load, "read_model", read_fake), (shards, "read_model", read_fake),
+                *((room, "read_model", read_fake) for room in (load, parts, shards, lora)),
                 (shards, "outline", read_fake), (Model, "to_empty", lambda self, device: self),
-                (lora, "read_model", read_fake), (lora, "fill_adapter", lambda *args: None),
+                (lora, "fill_adapter", lambda *args: None),
                 (load, "load_tokenizer", tokenizer_of), (load, "probe", lambda model: None),
                 (shards, "mesh_of_ranks", lambda device: mesh), (shards, "alone", lambda f: f()),
                 (shards, "fill_from_rank_0", lambda *args: None),

@@ -9,8 +9,9 @@ import math
 import os
 from statistics import fmean
 
-from configurator import from_home, read_json
+from configurator import read_json
 from errors import BadInput, say, visible
+from options.home import from_home
 from options.sources import raw_rows, rename
 
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged

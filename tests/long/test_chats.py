@@ -21,8 +21,8 @@ from checkpoint import save_final
 from configurator import read_json, write_json
 from errors import BadInput
 from load import load
+from options.demonstrations import dialogue, encode_learned
 from options.older_transformers import encode_chat
-from prompts import dialogue
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
 from tiny import assert_one_line, keys_of_system, run
@@ -63,7 +63,7 @@ def assert_as_transformers(t, name, prompt, completion):
     whole = ids_of(prompt + completion)
     assert t.encode_scored([prompt], [completion]) == [whole]
     assert t.encode_prompts([prompt]) == [ids_of(prompt, add_generation_prompt=True)]
-    ids, trained = t.encode_learned(prompt, completion)
+    ids, trained = encode_learned(t, prompt, completion)
     assert ids == whole[:len(ids)] and ids[-1] in t.eos_ids and not t.eos_ids & {*whole[len(ids):]}
     learned = spans(t, ids, trained)
     said = [m["content"] + END_OF_TURN[name] for m in completion[::2]]
@@ -105,12 +105,12 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
             assert_as_transformers(t, name, prompt, completion)
         else:
             with pytest.raises(BadInput, match=name):
-                t.encode_learned(prompt, completion)
+                encode_learned(t, prompt, completion)
     # a prompt that the response continues: one message, of which only what is new is learned
     prompt, whole = ([user("1+2?"), assistant(text)] for text in ("Sure! It", "Sure! It is 3."))
     ids_of = partial(t.hf.apply_chat_template, return_dict=False)
     assert t.encode_prompts([prompt]) == [ids_of(prompt, continue_final_message=True)]
-    ids, trained = t.encode_learned(prompt, [assistant(" is 3.")])
+    ids, trained = encode_learned(t, prompt, [assistant(" is 3.")])
     assert ids == ids_of(whole)[:len(ids)]
     # a blank at the beginning of a text is lost in SentencePiece's manner
     assert [x.strip() for x in spans(t, ids, trained)] == ["is 3." + t.hf.decode(ids[-1:])]
@@ -119,7 +119,7 @@ def test_rows_equal_apply_chat_template_or_are_refused(ours, name):
             t.encode_prompts([[user("a"), assistant("    return")]])
     if name == "qwen3":  # its empty thoughts are then the prompt's
         t = ours(name, template_kwargs="enable_thinking=False")
-        assert spans(t, *t.encode_learned([user("a")], [assistant("b")])) == ["b<|im_end|>"]
+        assert spans(t, *encode_learned(t, [user("a")], [assistant("b")])) == ["b<|im_end|>"]
         assert t.encode_prompts([[user("a")]]) == [
             ids_of([user("a")], add_generation_prompt=True, enable_thinking=False)]
 
@@ -143,11 +143,11 @@ def test_odd_templates_are_learned_exactly_or_refused(ours, tmp_path):
         for answers, learned in zip((["b"], ["b", "d"]), wanted, strict=True):
             chat = [assistant(answers[0]), user("c"), assistant(answers[-1])][:2 * len(answers) - 1]
             if learned:
-                assert spans(t, *t.encode_learned([user("a")], chat)) == [
+                assert spans(t, *encode_learned(t, [user("a")], chat)) == [
                     f"{text}<|im_end|>" for text in answers], template
             else:
                 with pytest.raises(BadInput):
-                    t.encode_learned([user("a")], chat)
+                    encode_learned(t, [user("a")], chat)
 
 
 def written_as(content, which="true"):
@@ -208,7 +208,7 @@ def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
     model = load(folders["pythia"], "policy", keys_of_system(chat_template=template), CPU)
     save_final(str(tmp_path), "saved", model)
     chat = [user("a"), assistant("b"), user("c"), assistant("d")]
-    ids, trained = model.tokenizer.encode_learned(chat[:1], chat[1:])
+    ids, trained = encode_learned(model.tokenizer, chat[:1], chat[1:])
     assert spans(model.tokenizer, ids, trained)[1] == "d<|endoftext|>"
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs.apply_chat_template(chat, return_dict=False)[:len(ids)] == ids
@@ -227,7 +227,7 @@ def test_strings_are_as_they_are_and_special_tokens_in_them_stay_letters(ours, n
     """A completion stands right behind its prompt, also in SentencePiece's manner."""
     t = ours(name)
     for prompt, completion in BEHIND:
-        ids, trained = t.encode_learned(prompt, completion)
+        ids, trained = encode_learned(t, prompt, completion)
         start = trained.index(True)
         assert ids[:start] == t.encode_prompts([prompt])[0] and all(trained[start:])
         assert t.decode(ids[len(t.bos_ids):]) == prompt + completion and ids[-1] == t.eos_id

@@ -10,7 +10,7 @@ import pytest
 import torch
 from errors import BadInput, Stop
 from options.foreign_rewards import load_reward
-from rewards import by_rules, check_rows, reward_terms
+from rewards import check_rows, reward_terms
 
 import tiny
 
@@ -25,7 +25,7 @@ def called(monkeypatch):
     def called(returned):
         monkeypatch.setattr("options.foreign_rewards.load_function",
                             lambda *_: lambda batch: returned)
-        return load_reward("mine.py:mine", ".", "")[1](BATCH)
+        return load_reward("mine.py:mine", ".", "")(BATCH)
     return called
 
 
@@ -35,12 +35,12 @@ BESIDE = {  # files in the user's folder; some have names of quartet's
     "tools/deep.py": "import rewards\nfrom . import own\n", "rm/__init__.py": "import groups",
     "tools/own.py": "from errors import here as h\n", "prompts/rows.jsonl": "",
     "data/rows.jsonl": "", "rm/groups.py": "five = 5\n", "groups.py": "five = 55\n",
-    "rewards.py": "from rewards import last_real, length\nimport prompts, data.convert\n",
+    "rewards.py": "from rewards import last_real\nimport prompts, data.convert\n",
     "lib/gae.py": "three = 3\n", "mine.py": """
 import os, sys, torch
 import errors, helper, rm.groups, tools.deep
 import rm.groups as g
-from rewards import length                    # quartet's, by rewards.py beside this file
+from rewards import last_real                 # quartet's, by rewards.py beside this file
 from grading.expressions import math_answer   # quartet's, and it imports quartet's errors
 from tools import own
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
@@ -52,7 +52,7 @@ def f(batch):
     import errors as late
     import mine
     assert late is errors and mine.f is f and own.h == 7 and torch.ones(1) and five == 55
-    assert tools.deep.rewards.length is length and gae.three == 3
+    assert tools.deep.rewards.last_real is last_real and gae.three == 3
     return [SIZE, helper.seven, rm.groups.five]
 """}
 
@@ -118,7 +118,7 @@ no_4 = Judge
 no_5 = lambda text, row: 1
 """)
     for name in "abcdefg":
-        assert load_reward(f"mine.py:{name}", str(tmp_path), "")[1](BATCH) in ([1] * 3, [2] * 3)
+        assert load_reward(f"mine.py:{name}", str(tmp_path), "")(BATCH) in ([1] * 3, [2] * 3)
     for number in range(1, 6):
         with pytest.raises(BadInput, match=f"no_{number}"):
             load_reward(f"mine.py:no_{number}", str(tmp_path), "")
@@ -134,9 +134,9 @@ def test_async_functions_are_awaited(monkeypatch):
         return [len(text) for text in batch["completions"]]
 
     monkeypatch.setattr("options.foreign_rewards.load_function", lambda *_: grader)
-    reward = load_reward("mine.py:grader", ".", "")[1]
+    reward = load_reward("mine.py:grader", ".", "")
     for _ in range(2):  # each time in another thread, as in a run
-        assert by_rules(dict(grader=reward), BATCH) == dict(grader=[1, 2, 3])
+        assert reward(BATCH) == [1, 2, 3]
     assert loops[0] is loops[1]
 
 

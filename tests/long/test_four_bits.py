@@ -11,6 +11,7 @@ import tiny
 from load import load, probe
 from model import Model
 from options.four_bits import in_full, quantize
+from options.layers import layers_of
 from options.optimizers import other_optimizer
 from test_families import SIZES, random_model, save
 from test_model import CPU
@@ -39,17 +40,18 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
 
     before = held(small)
     small = quantize(small, CPU, torch.float32)
-    matrices = sum(p.numel() for layer in dense.layers() for p in layer.parameters() if p.dim() > 1)
+    matrices = sum(p.numel() for layer in layers_of(dense) for p in layer.parameters()
+                   if p.dim() > 1)
     assert before - held(small) == int(matrices * 3.5)  # 4 bytes became half of one
     probe(small)
     for (name, p), q in zip(dense.hf.named_parameters(), small.hf.parameters(), strict=True):
         W = small.merged(name, q)
         assert W.shape == p.shape and (
             torch.equal(W, p) or 0 < (W - p).abs().max() < 0.2 * p.abs().max()), name
-    linear, x = small.layers()[0].mlp.up_proj, torch.randn(3, 64)
+    linear, x = layers_of(small)[0].mlp.up_proj, torch.randn(3, 64)
     assert (linear(x) - x @ in_full(linear.weight).T).abs().max() < 1e-5
     rounded = Model(random_model("llama", sizes)).requires_grad_(False)
-    rounded = quantize(rounded, CPU, torch.bfloat16).layers()[0].mlp.up_proj
+    rounded = layers_of(quantize(rounded, CPU, torch.bfloat16))[0].mlp.up_proj
     with torch.autocast("cpu", torch.bfloat16):  # a map gives what autocast's do
         assert rounded(x).dtype == torch.bfloat16
 

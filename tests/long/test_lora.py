@@ -12,7 +12,9 @@ import torch
 import tiny
 from checkpoint import save_final
 from errors import BadInput
-from load import load, outline
+from load import load
+from options.layers import layers_of
+from options.parts import outline
 from model import Model
 from options.lora import Adapted, load_adapted
 from test_families import BASE, EXPERTS, GPT, HEADS, SIZES, add_vision
@@ -136,7 +138,7 @@ def test_which_maps_get_an_adapter(name):
     settings, targets, count, nowhere = MAPS[name]
     model = Model(random_model(name.partition(",")[0], settings))
     keys = Adapted(model, "lm", 3, 5, targets).adapters.keys()
-    assert len(keys) == count * len(model.layers()), keys
+    assert len(keys) == count * len(layers_of(model)), keys
     assert not any(nowhere in key for key in keys), keys
 
 

@@ -11,11 +11,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import rewards
 from errors import BadInput
 from grading import expressions, programs
 from grading.programs import check_tests, extract_code, judge, same, same_output
 from options import tools
+from rewards import reward_terms
 
 from tiny import assert_one_line, jsonl, keys_of, read_log, run, well
 
@@ -83,7 +83,8 @@ TOOLS = SimpleNamespace(types=dict(f=dict(a={}, b={})))
 
 
 def reward(name):
-    return lambda text: rewards.built_in(name)(dict(rows=[dict(answer="1")], completions=[text]))
+    _, _, rule = reward_terms(name)[0]
+    return lambda text: rule(dict(rows=[dict(answer="1")], completions=[text]))
 
 
 READERS = dict(  # what reads a policy's text, and how such texts begin

@@ -1,0 +1,51 @@
+"""
+A model of which a rank does not hold all, on its device and in 16 bits or more: the keys roles,
+zero_stage, offload and quantize.
+"""
+import contextlib
+import os
+
+import torch
+
+import parallel
+from load import auto_class, dtypes, read_model, settings_of, settle
+from model import Model
+
+
+def load_part(path, name, system, device, head, trained, adapter, seed):
+    """
+    A collective where zero_stage splits the model: the Model of a folder, settled. The arguments:
+    see load.load; adapter: what the key lora says of it.
+    """
+    if not (adapter or parallel.holds(name)):  # ranks of another role have the weights
+        return outline(path, head, system).requires_grad_(trained)
+    small = adapter and system.quantize == "4bit"
+    if system.zero_stage or system.offload:
+        from options.shards import load_split
+
+        model = load_split(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
+    else:
+        # one that gets 4 bits is read to the CPU, and goes to the GPU matrix by matrix
+        model = read_model(path, head, system, "cpu" if small else device, seed)
+        settle(model, system, trained, adapter)
+    if small:
+        from options.four_bits import quantize
+
+        model = quantize(model, device, dtypes(system)[1] or dtypes(system)[0])
+    return model
+
+
+def outline(path, head, system):
+    """The Model of a folder without its weights: only shapes and settings, without memory."""
+    from transformers import GenerationConfig
+
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        from options.lora import lowest_base
+
+        path = lowest_base(path)
+    config, how = settings_of(path, head, system)
+    with torch.device("meta"):
+        hf = auto_class(head).from_config(config, **how)
+    with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
+        hf.generation_config = GenerationConfig.from_pretrained(path)
+    return Model(hf, head, path)
