@@ -1,12 +1,14 @@
 """
 A file of rows -> token ids -> the rows of an iteration -> micro-batches.
 
-    {"prompt": "1+2=", "answer": "3"}
+    {"prompt": "1+2=", "answer": "3"}                                  prompt_row
     {"prompt": [{"role": "user", "content": "1+2=?"}], "answer": "3"}
+    {"prompt": "1+2=", "completion": "3"}                              dialogue, for sft.py
+    {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                 and for rm.py
 
-options/demonstrations.py adds what sft.py and rm.py learn; options/sources.py reads other files,
-and several files with weights. The rows of an iteration depend only on the seed and the iteration,
-so a run that resumes sees the same.
+A row's texts are all strings, or all lists of messages; a completion's list continues the prompt's.
+options/sources.py reads other files, and several files with weights. The rows of an iteration
+depend only on the seed and the iteration, so a run that resumes sees the same.
 
 A batch is a dict of tensors, with a row for each response: (B,) such as scores, or (B, T) such as
 tokens and logprobs; the head of rollout.py has an example. A micro-batch is a few of its rows and
@@ -76,6 +78,19 @@ def prompt_row(row):
     return row
 
 
+def dialogue(row, *completions):
+    """{"prompt", and each of the fields `completions`}: all strings, or all lists of messages."""
+    made = {field: text_or_messages(row, field) for field in ("prompt", *completions)}
+    for field in completions:
+        if type(made[field]) is not type(made["prompt"]):
+            raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
+        if isinstance(made[field], list):
+            from options.chats import check_learned
+
+            check_learned(made[field], field)
+    return made
+
+
 def text_or_messages(row, field):
     """A field of a row, checked: a string that is not empty, or a list of messages."""
     value = row.get(field) if isinstance(row, dict) else None
@@ -117,6 +132,40 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         return front_cut(ids, limit, tokenizer.bos_ids)
 
     return encode_rows(rows, path, encode, limit, system.too_long, cut, key=key)
+
+
+def encode_demonstrations(rows, path, tokenizer, limit, too_long):
+    """
+    Give Rows the (ids, trained) of each prompt and completion, see encode_learned. With
+    too_long = "cut" a row is cut at its end, and left out if no token that is learned remains.
+    """
+    def cut(example):
+        ids, trained = (x[:limit] for x in example)
+        return (ids, trained) if any(trained[1:]) else None  # nothing predicts a first token
+
+    if tokenizer.chats:
+        tokenizer.chats.check_kinds(rows, path)
+    tokenizer.say_marks(rows, ["prompt", "completion"], path)
+    return encode_rows(rows, path, lambda rows: [
+        encode_learned(tokenizer, row["prompt"], row["completion"]) for row in rows], limit,
+        too_long, cut, lambda example: len(example[0]))
+
+
+def encode_learned(tokenizer, prompt, completion):
+    """
+    (ids, trained) of a demonstration: trained is True on the tokens that SFT learns: the completion
+    and EOS, or the assistant's turns of the completion with their ends. Raises BadInput.
+    """
+    if not isinstance(prompt, str):
+        return tokenizer.need_chats().encode_learned(prompt, completion, tokenizer)
+    before, behind = tokenizer.encode_texts([prompt, completion])
+    if tokenizer.adds_blank:  # not between the two
+        from options.blanks import encode_behind
+
+        (behind,) = encode_behind(tokenizer, [completion])
+    ids = tokenizer.bos_ids + before
+    return (ids + behind + [tokenizer.eos_id],
+            [False] * len(ids) + [True] * (len(behind) + 1))
 
 
 def encode_rows(rows, path, encode, limit, too_long, cut, length=len,

@@ -26,8 +26,8 @@ import ranks
 from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
-from prompts import (batch_rows, deal_rows, encode_rows, hash_of_ids, read_rows, right_pad,
-                     run_length, spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
+                     right_pad, run_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -100,8 +100,6 @@ def pair_row(row, *fields):
     The prompt and these fields of a data row. Of a pair two more numbers are kept: `margin`, from 0
     on, by which the chosen one is better; and `confidence`, the probability that it is the better.
     """
-    from options.demonstrations import dialogue
-
     made = dialogue(row, *fields)
     for name, largest in (("margin", 1e30), ("confidence", 1.0)):
         if row.get(name) is not None:

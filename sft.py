@@ -21,8 +21,8 @@ import ranks
 from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, deal_rows, hash_of_ids, read_rows, right_pad, run_length,
-                     spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
+                     right_pad, run_length, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 
@@ -110,8 +110,6 @@ def read(path):
     the tokens that the loss counts. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and
     [F, F, F, F, T, T].
     """
-    from options.demonstrations import dialogue, encode_demonstrations
-
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
     rows = read_rows(path, lambda row: dialogue(row, "completion"), system.fields)
     return encode_demonstrations(rows, path, policy.tokenizer, limit, system.too_long)

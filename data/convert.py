@@ -40,10 +40,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from errors import BadInput, visible  # noqa: E402
 from grading.forms import last_box  # noqa: E402
 from options.chats import beside_its_content  # noqa: E402
-from options.demonstrations import dialogue  # noqa: E402
 from options.home import from_home  # noqa: E402
 from options.sources import hub_files, raw_rows, rename  # noqa: E402
-from prompts import prompt_row  # noqa: E402
+from prompts import dialogue, prompt_row  # noqa: E402
 
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 

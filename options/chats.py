@@ -177,7 +177,7 @@ class Chats:
 
     def encode_learned(self, prompt, completion, tokenizer):
         """
-        encode_learned of options/demonstrations.py, of messages: each of the assistant's turns
+        encode_learned of prompts.py, of messages: each of the assistant's turns
         stands behind the ids that the policy would get there as the prompt. Raises BadInput.
         """
         messages, ids, trained = joined(prompt, completion), [], []

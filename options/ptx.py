@@ -7,8 +7,8 @@ import torch
 from errors import BadInput
 from load import autocast
 from loss import add_up
-from options.demonstrations import dialogue, encode_demonstrations
-from prompts import batch_rows, deal_rows, read_rows, right_pad
+from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, read_rows,
+                     right_pad)
 
 
 def ptx_row(row):

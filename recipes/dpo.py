@@ -33,9 +33,8 @@ import ranks
 from load import autocast, load_policy, load_ref_policy
 from loss import gap, learning_rate_at
 from model import in_rows, no_grad_forwards
-from options.demonstrations import dialogue, encode_learned
-from prompts import (batch_rows, deal_rows, encode_rows, hash_of_ids, read_rows, right_pad,
-                     run_length, spread)
+from prompts import (batch_rows, deal_rows, dialogue, encode_learned, encode_rows, hash_of_ids,
+                     read_rows, right_pad, run_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_rows_that_are_too_long():
 
 def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
     """Cut to 4 tokens: a byte each, and an EOS. It is counted, and left out."""
-    from options.demonstrations import encode_demonstrations
+    from prompts import encode_demonstrations
 
     tokenizer = SimpleNamespace(
         chats=None, say_marks=lambda *_: None, bos_ids=[], eos_id=0, adds_blank=False,

@@ -46,7 +46,7 @@ def chat(tmp_path):
 
 def encode_learned(*args):
     """Only here: a fork may lack the file."""
-    from options.demonstrations import encode_learned
+    from prompts import encode_learned
 
     return encode_learned(*args)
 

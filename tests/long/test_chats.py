@@ -21,7 +21,7 @@ from checkpoint import save_final
 from configurator import read_json, write_json
 from errors import BadInput
 from load import load
-from options.demonstrations import dialogue, encode_learned
+from prompts import dialogue, encode_learned
 from options.older_transformers import encode_chat
 from test_model import CPU
 from test_tokenizer import assistant, turn, user

@@ -6,8 +6,7 @@ from tiny import Started, jsonl, read_jsonl
 
 from data.convert import ours, true_answer
 from errors import BadInput
-from options.demonstrations import dialogue
-from prompts import prompt_row, read_rows
+from prompts import dialogue, prompt_row, read_rows
 
 S, U, A, B = (dict(role=role, content=text) for role, text in (
     ("system", "s"), ("user", "u"), ("assistant", "a"), ("assistant", "b")))
