@@ -92,7 +92,9 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=()):
         if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    if folder or {*names} - {*unfinished, "config.json"}:  # else nothing can be lost
+    empty = [name for name in LOGS if Path(out_dir, name).exists()
+             and not Path(out_dir, name).stat().st_size]  # of a run that was killed as it began
+    if folder or {*names} - {*unfinished, *empty, "config.json"}:  # else nothing can be lost
         before = dict(script=config["script"]) | before
         for key in ("script", *must_match):
             if (before.get(key) or "") != (config.get(key) or ""):
@@ -121,7 +123,7 @@ def contents_of(out_dir, config):
     (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
     such names are no run's, or where this run would replace its own models or data.
     """
-    names = list(filter(OURS.fullmatch, glob.glob("*", root_dir=out_dir, include_hidden=True)))
+    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
     before, top = {}, os.path.realpath(out_dir)
     with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
@@ -314,8 +316,9 @@ def find_checkpoint(out_dir):
 
 def list_checkpoints(out_dir):
     """The checkpoint folders of a run, oldest first."""
-    names = [name for name in glob.glob("checkpoint-*", root_dir=out_dir)
-             if re.fullmatch(r"checkpoint-\d{6,}", name)]
+    # not glob, for which a folder that it cannot read is empty
+    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    names = [name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)]
     return [os.path.join(out_dir, name) for name in sorted(names, key=number_of)]
 
 
@@ -441,9 +444,10 @@ def write_cards(out_dir, record):
         text = ["", f"Trained by `{script}` of quartet, beginning with `{base}`:", "",
                 f"    python {script} {shlex.join(sys.argv[1:])}", "",
                 *(f"    {name:<24} {x:.4g}" for name, x in record.items() if "eval/" in name), ""]
-        for name in {*FINAL} & {*os.listdir(out_dir)}:
-            write_text(os.path.join(out_dir, name, "README.md"),
-                       "\n".join([*head, f"# {name}", *text]))
+        for name in FINAL:
+            if os.path.isdir(os.path.join(out_dir, name)):
+                write_text(os.path.join(out_dir, name, "README.md"),
+                           "\n".join([*head, f"# {name}", *text]))
 
     alone(write)  # COLLECTIVE
 

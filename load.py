@@ -39,7 +39,7 @@ def dtypes(system):
 
 
 def autocast(system, device):
-    """The context of a run's forwards: torch.autocast in 16 bits, otherwise nothing."""
+    """The context of a run's forwards: torch.autocast in 16 bits, switched off in others."""
     matrices = dtypes(system)[1]
     # no cache: a forward uses every matrix once, and the cache would keep the casts of all layers
     return torch.autocast(device.type, matrices, enabled=matrices is not None, cache_enabled=False)

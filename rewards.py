@@ -13,17 +13,18 @@ Its batch is a dict of lists with an entry for each response. For two responses 
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
 the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which all rules together
-may take, from `began` on; and `limits` of programs. Of several turns the completion is the last
+may still take; and `limits` of programs. Of several turns the completion is the last
 one, and `dialogues` has all messages.
 """
 import math
 import pkgutil
 import time
+import traceback
 
 import torch
 
 import parallel
-from errors import BadInput
+from errors import BadInput, Stop, first_line, place_of
 from load import autocast
 from model import no_grad_forwards
 from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
@@ -119,13 +120,20 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     part = {name: t[share.start:share.stop] for name, t in batch.items()}  # this rank's rows
     part |= texts_of(part, rows, policy.tokenizer)
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
-    part |= dict(max_new_tokens=longest, seconds=system.reward_timeout, began=time.monotonic(),
-                 limits=dict(timeout=system.code_seconds))
+    part |= dict(max_new_tokens=longest, limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
     rules = {name: function for _, name, function in terms if function}
+    end = time.monotonic() + system.reward_timeout  # of all rules together
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
         for name, rule in rules.items():
-            scores = rule(part) if len(share) else []
+            part["seconds"] = max(end - time.monotonic(), 0)
+            try:
+                scores = rule(part) if len(share) else []
+            except (BadInput, Stop):
+                raise
+            except Exception as e:  # a rule raises anything
+                place = place_of(traceback.extract_tb(e.__traceback__))
+                raise Stop(f"reward {name!r} failed{place}: {first_line(e)}") from e
             columns[f"reward/{name}"] = torch.as_tensor(scores, dtype=torch.float64).to(like)
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(

@@ -159,6 +159,7 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
     # and two rows stay, because torch.compile would compile one row separately
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     token, logprob = draw(logits, uniforms[:, 0], temperature, tokenizer)  # (rows,) each
+    del logits  # (n, V)
     for t in range(R):
         i = live[going]  # the numbers of their responses
         responses[i, t], logprobs[i, t], lengths[i] = token[going], logprob[going], t + 1

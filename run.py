@@ -60,7 +60,7 @@ class Run:
     must_match: the script's keys that must be the same when a run resumes. token_ids: a hash of all
     that the run trains on. ema_decay: of the policy's moving average, 0 = none.
     self.state: the plain numbers that go from one iteration to the next, saved as well.
-    self.kept: {file: an object whose tensors() are saved, too, and loaded by its fill()}.
+    self.kept: {file: an object whose tensors() are saved, too}; EMA's are loaded by its fill().
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,

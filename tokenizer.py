@@ -95,7 +95,7 @@ class Tokenizer:
         self.vocabulary = hf.get_vocab()
         self.vocab_size = max(self.vocabulary.values()) + 1
         # many put a blank in front of a text, and SentencePiece takes it away from the text of ids
-        self.adds_blank = self.text_of(2 * self.encode_texts(["a"])[0]) != "aa"
+        self.adds_blank = " " in self.text_of(2 * self.encode_texts(["a"])[0])
         self.skipped_id = self.messages_of = None
         self.specials = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         self.eos_ids = {self.eos_id} | (chats.turn_ends if chats else set())

@@ -9,18 +9,20 @@ MARKS = "\x01|~^`;#"  # characters that hardly any tokenizer joins with the next
 
 @functools.cache  # once for each tokenizer
 def mark_of(tokenizer):
-    """One of MARKS that survives encoding and decoding, and joins with no character behind; ids."""
-    for mark in MARKS:
-        (ids,) = tokenizer.encode_texts([mark])
-        joins = any(mark in token[:-1] for token in tokenizer.vocabulary)
-        if tokenizer.text_of(ids).strip() == mark and not joins:
-            return mark, ids
-    return MARKS[0], tokenizer.encode_texts([MARKS[0]])[0]
+    """
+    (mark, its ids): one of MARKS that survives encoding and decoding, and if possible joins with no
+    character behind. None where none survives, as where the vocabulary has just a few letters.
+    """
+    found = [(mark, ids) for mark in MARKS for ids in tokenizer.encode_texts([mark])
+             if tokenizer.text_of(ids).strip() == mark]
+    alone = [(mark, ids) for mark, ids in found
+             if not any(mark in token[:-1] for token in tokenizer.vocabulary)]
+    return next(iter(alone + found), None)
 
 
 def encode_behind(tokenizer, texts):
     """The ids of each of these strings as they are behind another text: no blank is added."""
-    if not tokenizer.adds_blank:
+    if not tokenizer.adds_blank or not mark_of(tokenizer):
         return tokenizer.encode_texts(texts)
     mark, mark_ids = mark_of(tokenizer)
     return [ids[len(mark_ids):] for ids in tokenizer.encode_texts([mark + x for x in texts])]
@@ -28,7 +30,7 @@ def encode_behind(tokenizer, texts):
 
 def text_behind(tokenizer, ids):
     """The text of ids that continue a text: their first blank stays."""
-    if not tokenizer.adds_blank:
+    if not tokenizer.adds_blank or not mark_of(tokenizer):
         return tokenizer.text_of(ids)
     mark, mark_ids = mark_of(tokenizer)
     return tokenizer.text_of(mark_ids + ids).partition(mark)[2]

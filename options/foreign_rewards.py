@@ -13,7 +13,6 @@ import inspect
 import math
 import sys
 import threading
-import time
 import traceback
 
 from errors import BadInput, Stop, first_line, place_of, shorten
@@ -61,11 +60,10 @@ def load_reward(named, folder, where):
 
 def in_time(name, call, batch):
     """
-    call(batch), in a thread, because it may hang: all rules have batch["seconds"] together, from
-    batch["began"] on; without them it may take for ever. Raises Stop, with the reward's name, file
-    and line, where it fails or hangs.
+    call(batch), in a thread, because it may hang: it has batch["seconds"]; without them it may take
+    for ever. Raises Stop, with the reward's name, file and line, where it fails or hangs.
     """
-    results, failed, left = [], [], None
+    results, failed = [], []
 
     def work():
         try:
@@ -73,17 +71,15 @@ def in_time(name, call, batch):
         except BaseException as e:  # the user's code raises anything
             failed.append(e)
 
-    if "began" in batch:
-        left = max(batch["began"] + batch["seconds"] - time.monotonic(), 0)
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(left)
+    thread.join(batch.get("seconds"))
     if results:
         return results[0]
     if not failed:
         place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
-        raise Stop(f"reward {name!r} hangs{place}: reward_timeout = {batch['seconds']:g} s "
-                   "are over (it is at most half of timeout)")
+        raise Stop(f"reward {name!r} hangs{place}: the seconds of reward_timeout are "
+                   "over, which all rules have together (it is at most half of timeout)")
     if hasattr(failed[0], "exit_code"):
         raise failed[0]
     place = place_of(traceback.extract_tb(failed[0].__traceback__))

@@ -262,7 +262,7 @@ def no_reward(part, where, names, before):
     if not good:
         return BadInput(f"{where}: {part!r} is no NUMBER*NAME, such as 0.5*accuracy")
     if name.rpartition(":")[2] in before:
-        return BadInput(f"{where}: {name!r} is given twice; keep one")
+        return BadInput(f"{where}: {name.rpartition(':')[2]!r} is given twice; keep one")
     if name.endswith(".py"):
         return BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
     return BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(names)}, and "

@@ -20,7 +20,7 @@ def parse(text):
 
 
 def stops(tokenizer):
-    """A function of a response's ids so far: whether their text has a stop string at its end."""
+    """A function of a response's ids so far: whether their last tokens' text has a stop string."""
     def has_stop(ids):
         # each token has at least one byte; one more: decoding may drop a text's first blank
         longest = max(len(s.encode()) for s in tokenizer.stop_strings) + 1

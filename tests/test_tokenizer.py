@@ -13,6 +13,7 @@ from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pr
 
 from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput
+from prompts import encode_learned
 from tiny import keys_of_system, write
 from tokenizer import load_tokenizer
 
@@ -42,13 +43,6 @@ def chat(tmp_path):
     write_byte_tokenizer(tmp_path / "chat", ["<|im_start|>", "<|im_end|>"])
     keys = dict(chat_template=write(tmp_path / "chatml", CHATML))
     return lambda **more: load_tokenizer(f"{tmp_path}/chat", keys_of_system(**keys | more))
-
-
-def encode_learned(*args):
-    """Only here: a fork may lack the file."""
-    from prompts import encode_learned
-
-    return encode_learned(*args)
 
 
 def ids_of(turns, opened=False):
@@ -198,6 +192,20 @@ def test_a_tokenizer_that_adds_a_blank(blanks, text):
     assert blanks.decode(ids[1:]) == "what?" + text
     assert blanks.encode_scored(["what?"], [text])[0] == [
         1, *blanks.hf("what?" + text, add_special_tokens=False)["input_ids"], 2]
+
+
+@pytest.mark.parametrize("unknown", ["N", "<unk>", " "])
+def test_a_vocabulary_of_a_few_letters(tmp_path, unknown):
+    """Of DNA, say: it has no "a", and none of the marks; a response is decoded all the same."""
+    names = ["A", "C", "G", "T", unknown, "<end>", "<pad>"]
+    backend = Tokenizer(models.WordLevel({s: i for i, s in enumerate(names)}, unk_token=unknown))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>").save_pretrained(tmp_path)
+    t = load_tokenizer(str(tmp_path), keys_of_system())
+    assert t.decode_response([2, 0, 3, 3, 5, 6], "ACC") == "GATT"
+    assert encode_learned(t, "ACC", "GAT") == (
+        [0, 1, 1, 2, 0, 3, 5], [False] * 3 + [True] * 4)
 
 
 def test_stop_strings(world):

@@ -66,6 +66,8 @@ ranks.on_requests(signal.SIG_DFL)  # they end the tool at once: nothing is to be
 paths = split_paths(policies, "policies")  # {short name: path}
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
+if "reward_model" in reward_names and not reward_path:
+    raise BadInput("reward_model is among the rewards: say which by --reward_path=FOLDER")
 right = right_by if right_by == "accuracy" else f"reward/{right_by}"
 if right_by not in ["accuracy", *reward_names]:
     raise BadInput(f"right_by = {right_by!r} is not measured; name it in --reward_functions, too")
