@@ -271,8 +271,8 @@ def test_only_what_the_program_defines_is_called():
 
 
 MINE = """
-def seconds(batch):
-    assert batch['seconds'] == 20 and batch['limits'] == dict(timeout=2)
+def seconds(batch):  # code came first, and has used some
+    assert 0 < batch['seconds'] < 20 and batch['limits'] == dict(timeout=2)
     return [0.0] * len(batch['rows'])
 """
 
