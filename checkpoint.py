@@ -92,9 +92,10 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=()):
         if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
-    empty = [name for name in LOGS if Path(out_dir, name).exists()
-             and not Path(out_dir, name).stat().st_size]  # of a run that was killed as it began
-    if folder or {*names} - {*unfinished, *empty, "config.json"}:  # else nothing can be lost
+    logs = [log for log in LOGS if os.path.isfile(os.path.join(out_dir, log))
+            and os.path.getsize(os.path.join(out_dir, log))]
+    # if not: nothing can be lost, also where a kill has left an empty log
+    if folder or logs or {*names} - {*unfinished, *LOGS, "config.json"}:
         before = dict(script=config["script"]) | before
         for key in ("script", *must_match):
             if (before.get(key) or "") != (config.get(key) or ""):
@@ -225,7 +226,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
             if old not in kept:
                 remove(aside(old, ".gone-"))  # so no half-deleted folder has its name
 
-    put_in_place(write, final)
+    if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
+        put_in_place(write, final)  # else it is there: saved just now, or the run has resumed here
     alone(delete_older)
 
 

@@ -166,6 +166,9 @@ def test_the_newest_are_kept(out):
     shutil.copytree(out / "checkpoint-999999", out / "checkpoint-backup")
     save(out, 7, keep=1)
     assert names(out) == ["checkpoint-000007"] and os.path.exists(out / "checkpoint-backup")
+    number = os.stat(out / "checkpoint-000007").st_ino
+    save(out, 7, keep=1)  # as when a run is asked to stop right behind its checkpoint
+    assert os.stat(out / "checkpoint-000007").st_ino == number
     save(out, 7, keep=1, again=1)
     assert find_checkpoint(str(out))[1] == dict(again=1, iteration=7)
 
@@ -187,5 +190,6 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(out, monkeypatch):
     os.mkdir(out / ".gone-checkpoint-000001")
     folder, state = checkpoint.begin_or_resume(
         str(out), dict(out_dir="out", script="ppo.py"), [], 10**7)
-    assert os.path.basename(folder) == "checkpoint-000003" and state["iteration"] == 3
+    assert os.path.basename(folder) == "checkpoint-000003"
+    assert state == dict(iteration=3, weights={})
     assert sorted(os.listdir(out)) == [".lock", "checkpoint-000003", "config.json"]
