@@ -13,8 +13,8 @@ Its batch is a dict of lists with an entry for each response. For two responses 
 
 rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
 the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which all rules together
-may still take; and `limits` of programs. Of several turns the completion is the last
-one, and `dialogues` has all messages.
+may still take; and `limits` of programs. Of several turns the completion is the last one, and
+`dialogues` has all messages.
 """
 import math
 import pkgutil
@@ -129,11 +129,8 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
             part["seconds"] = max(end - time.monotonic(), 0)
             try:
                 scores = rule(part) if len(share) else []
-            except (BadInput, Stop):
-                raise
             except Exception as e:  # a rule raises anything
-                place = place_of(traceback.extract_tb(e.__traceback__))
-                raise Stop(f"reward {name!r} failed{place}: {first_line(e)}") from e
+                raise failure(name, e) from e
             columns[f"reward/{name}"] = torch.as_tensor(scores, dtype=torch.float64).to(like)
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
@@ -148,6 +145,14 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
     add_scores(batch, terms)
+
+
+def failure(name, error):
+    """What a rule's error is to a run: a Stop with its place; a BadInput or Stop is itself."""
+    if isinstance(error, (BadInput, Stop)):
+        return error
+    place = place_of(traceback.extract_tb(error.__traceback__))
+    return Stop(f"reward {name!r} failed{place}: {first_line(error)}")
 
 
 def model_scores(reward_model, part, total, micro_batch_size, system, device):

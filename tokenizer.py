@@ -68,6 +68,12 @@ def read_folder(path):
     return hf
 
 
+def text_of(hf, ids):
+    """The text of ids of a tokenizer of transformers, with all of their special tokens."""
+    # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it
+    return hf.decode(ids, clean_up_tokenization_spaces=False)
+
+
 class Tokenizer:
     """
     A tokenizer of transformers, `hf`, and its settings in a run:
@@ -198,14 +204,13 @@ class Tokenizer:
 
     def text_of(self, ids):
         """The text of ids with all of their special tokens."""
-        # some versions would take blanks out, as in 3 . 5, where the tokenizer's files ask for it
-        return self.hf.decode(ids, clean_up_tokenization_spaces=False)
+        return text_of(self.hf, ids)
 
     def unseen(self):
         """The ids that no text shows: special ends, and padding that is in no stop string."""
         ends = {self.eos_id, *self.eos_ids.intersection(self.specials.values())}
-        stops = any(self.text_of([self.pad_id]) in s for s in self.stop_strings)
-        return ends if stops else ends | {self.pad_id}
+        pad = self.text_of([self.pad_id]) if self.stop_strings else ""
+        return ends if any(pad in s for s in self.stop_strings) else ends | {self.pad_id}
 
     def decode(self, ids, behind=False):
         """

@@ -11,8 +11,11 @@ MARKS = "\x01|~^`;#"  # characters that hardly any tokenizer joins with the next
 def mark_of(tokenizer):
     """
     (mark, its ids): one of MARKS that survives encoding and decoding, and if possible joins with no
-    character behind. None where none survives, as where the vocabulary has just a few letters.
+    character behind. None where no blank is added, or no mark survives, as where the vocabulary has
+    just a few letters: then nothing needs to be done, or can be.
     """
+    if not tokenizer.adds_blank:
+        return None
     found = [(mark, ids) for mark in MARKS for ids in tokenizer.encode_texts([mark])
              if tokenizer.text_of(ids).strip() == mark]
     alone = [(mark, ids) for mark, ids in found
@@ -22,7 +25,7 @@ def mark_of(tokenizer):
 
 def encode_behind(tokenizer, texts):
     """The ids of each of these strings as they are behind another text: no blank is added."""
-    if not tokenizer.adds_blank or not mark_of(tokenizer):
+    if not mark_of(tokenizer):
         return tokenizer.encode_texts(texts)
     mark, mark_ids = mark_of(tokenizer)
     return [ids[len(mark_ids):] for ids in tokenizer.encode_texts([mark + x for x in texts])]
@@ -30,7 +33,7 @@ def encode_behind(tokenizer, texts):
 
 def text_behind(tokenizer, ids):
     """The text of ids that continue a text: their first blank stays."""
-    if not tokenizer.adds_blank or not mark_of(tokenizer):
+    if not mark_of(tokenizer):
         return tokenizer.text_of(ids)
     mark, mark_ids = mark_of(tokenizer)
     return tokenizer.text_of(mark_ids + ids).partition(mark)[2]

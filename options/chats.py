@@ -12,6 +12,7 @@ import re
 from errors import BadInput, first_line, say, shorten
 from options.blanks import encode_behind, text_behind
 from prompts import NO_UTF8
+from tokenizer import text_of
 
 # tokens of many families' templates: <|im_end|>, and DeepSeek's with other bars
 MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
@@ -159,13 +160,9 @@ class Chats:
                                  dict(role="assistant", content="ANSWER")])
         except BadInput:  # encoding the data's messages gives the error, if there are any
             return set()
-        behind = self.text_of(ids).rpartition("ANSWER")[2]
+        behind = text_of(self.hf, ids).rpartition("ANSWER")[2]
         behind = self.hf.encode(behind, add_special_tokens=False)
         return set([i for i in behind if i in self.specials()][:1])
-
-    def text_of(self, ids):
-        """The text of ids, as of Tokenizer.text_of."""
-        return self.hf.decode(ids, clean_up_tokenization_spaces=False)
 
     def specials(self):
         """{id: text} of the special tokens."""
@@ -177,8 +174,8 @@ class Chats:
 
     def encode_learned(self, prompt, completion, tokenizer):
         """
-        encode_learned of prompts.py, of messages: each of the assistant's turns
-        stands behind the ids that the policy would get there as the prompt. Raises BadInput.
+        encode_learned of prompts.py, of messages: each of the assistant's turns stands behind the
+        ids that the policy would get there as the prompt. Raises BadInput.
         """
         messages, ids, trained = joined(prompt, completion), [], []
         for i in range(len(messages) - len(completion), len(messages)):
@@ -199,7 +196,7 @@ class Chats:
             if not same or not end or whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids:
                 raise BadInput(f"the chat template of {self.path} does not write the assistant's "
                                f"{shorten(said)} as it stands, with an end behind it, but "
-                               f"{shorten(self.text_of(whole[len(open_ids):end + 1]))}; type "
+                               f"{shorten(text_of(self.hf, whole[len(open_ids):end + 1]))}; type "
                                "--chat_template=FILE or --template_kwargs=enable_thinking=False")
             trained += [False] * (len(open_ids) - len(trained)) + [True] * (end + 1 - len(open_ids))
             ids = whole[:end + 1]
@@ -211,7 +208,7 @@ class Chats:
         if last["role"] != "assistant":
             return self.ids_of(messages, add_generation_prompt=True)
         ids = self.ids_of(messages, continue_final_message=True)
-        if not self.text_of(ids).rstrip().endswith(last["content"].rstrip()):
+        if not text_of(self.hf, ids).rstrip().endswith(last["content"].rstrip()):
             raise BadInput(f"the chat template of {self.path} changes the assistant's "
                            f"{shorten(last['content'])}, which the response shall continue")
         return ids

@@ -17,7 +17,7 @@ import traceback
 
 from errors import BadInput, Stop, first_line, place_of, shorten
 from options.user_code import load_function
-from rewards import BUILT_IN
+from rewards import BUILT_IN, failure
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 
@@ -80,10 +80,7 @@ def in_time(name, call, batch):
         place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
         raise Stop(f"reward {name!r} hangs{place}: the seconds of reward_timeout are "
                    "over, which all rules have together (it is at most half of timeout)")
-    if hasattr(failed[0], "exit_code"):
-        raise failed[0]
-    place = place_of(traceback.extract_tb(failed[0].__traceback__))
-    raise Stop(f"reward {name!r} failed{place}: {first_line(failed[0])}") from failed[0]
+    raise failure(name, failed[0]) from failed[0]
 
 
 def as_scores(name, returned, batch):

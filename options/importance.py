@@ -4,10 +4,9 @@ from loss import importance_weights, kl_estimate, masked_mean
 
 def figures_of_importance(batch, cap, prefix):
     """{metric: number} of a batch: its importance weights (loss.py), and what they are worth."""
-    mask, figures = batch["response_mask"], {}  # (B, T)
-    if "age" in batch:  # an older policy has sampled it: from that one to that of the update
-        figures = figures_of_older(batch, importance_weights(batch, cap), mask, prefix)
-    weights = importance_weights(batch, cap)[mask]  # (tokens,)
+    mask, weights = batch["response_mask"], importance_weights(batch, cap)  # (B, T) each
+    figures = figures_of_older(batch, weights, mask, prefix) if "age" in batch else {}
+    weights = weights[mask]  # (tokens,)
     capped = weights == cap  # in their own dtype: 1.1 has other bits in float64
     weights = weights.double()
     # the effective sample size (Kong, 1992)
