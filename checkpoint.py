@@ -249,6 +249,7 @@ def save_final(out_dir, name, model, dtype="auto"):
                 tensors[n] = t.to(t.dtype if fixed else getattr(torch, dtype)).contiguous()
 
         def save():
+            size = sum(t.nbytes for t in tensors.values())  # transformers takes them out
             kind = reduce(  # the widest: transformers gives it to all
                 torch.promote_types, {tensors[n].dtype for n, _ in hf.named_parameters()})
             # transformers would only write on rank 0 of all ranks; with roles the first of a role
@@ -258,8 +259,7 @@ def save_final(out_dir, name, model, dtype="auto"):
             file = os.path.join(folder, "config.json")
             kind = str(kind).removeprefix("torch.")
             write_json(file, read_json(file) | {"dtype": kind})
-            size = sum(t.nbytes for t in tensors.values())
-            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.1f} MB in {kind}")
+            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
 
         alone(save)
 

@@ -5,10 +5,12 @@ reads, settings of generation.
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 import checkpoint
@@ -19,7 +21,7 @@ from checkpoint import damage, find_checkpoint, save_final
 from load import load
 from test_families import EXPERTS, HEADS, LLAMA3, LONGROPE, SIZES, rope
 from test_model import CPU, random_model, written
-from tiny import keys_of_system, write
+from tiny import keys_of, keys_of_system, run, write
 from tokenizer import load_tokenizer
 
 out, save = test_checkpoint.out, test_checkpoint.save  # the former is a fixture
@@ -149,6 +151,22 @@ def test_a_pipe_or_a_link_is_not_read_nor_written_through(out, tmp_path_factory,
     assert not [path for path in left if what == "a file" or path.suffix != ".tmp"]
     assert (out / "log.jsonl").read_text().count("\n") == 1 + (what == "a file")
     signal.alarm(0)
+
+
+# finished models
+
+@pytest.mark.parametrize("model, dtype", [("policy", "auto"), ("tied", "bfloat16")])
+def test_the_size_that_is_said_is_that_of_the_files(world, tmp_path, model, dtype):
+    keys = keys_of(world, "ppo.py", policy_path=getattr(world, model), reward_path="",
+                   reward_functions=f"{world.rules}:letters", value_init="policy", max_iters=1,
+                   eval_path="", save_dtype=dtype, ema_decay=0.5)
+    result = run("ppo.py", tmp_path, keys)
+    said = dict(re.findall(r"^out/(\w+): (\d[\d.,]*) MB in \w+$", result.out[0], re.MULTILINE))
+    assert set(said) == {"policy", "value_model", "ema_policy"}, result
+    for name, size in said.items():
+        tensors = load_file(f"{tmp_path}/out/{name}/model.safetensors").values()
+        real = sum(t.numel() * t.element_size() for t in tensors) / 1e6
+        assert 0 < float(size) == pytest.approx(real, abs=0.0051), name
 
 
 # files for others
