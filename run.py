@@ -317,8 +317,8 @@ class Run:
             scores = {name: x[i] for name, x in columns.items() if math.isfinite(x[i])}
             samples.append(dict(
                 iteration=self.iteration, row=int(first["row"][i]), prompt=row["prompt"],
-                text=texts["completions"][i], finished=bool(first["finished"][i]),
-                length=int(first["response_mask"][i].sum()), scores=scores))
+                answer=row.get("answer"), text=texts["completions"][i], scores=scores,
+                finished=bool(first["finished"][i]), length=int(first["response_mask"][i].sum())))
             if "dialogues" in texts:
                 samples[-1]["messages"] = texts["dialogues"][i]
         return samples

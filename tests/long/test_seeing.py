@@ -15,6 +15,7 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well
 
+from tools.runs import fill_page
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
 
@@ -45,6 +46,8 @@ def test_samples_and_rollouts(done, world):
             assert mean == pytest.approx(log[0][figure], abs=1e-6)
         for line in samples + rollouts:
             assert 1 <= line["length"] <= 6 and (line["finished"] or line["length"] == 6)
+            assert line["answer"] in (None, *(row.get("answer") for row in world.rows["rl_val"]),
+                                      *(row.get("answer") for row in world.rows["rl_train"]))
             letters = sum(c in "abcd" for c in line["text"]) / 4
             assert line["scores"].get("reward/letters", letters) == pytest.approx(letters)
     assert [s["scores"]["kl"] for s in samples[:3]] == [0, 0, 0] != samples[-1]["scores"]["kl"]
@@ -234,7 +237,7 @@ ids.data.textContent = source.match(/<script[^>]*id="data">(.*?)<\/script>/s)[1]
 global.document = {getElementById: id => ids[id], createElement: tag => new Element(tag),
                    createElementNS: (_, tag) => new Element(tag)};
 eval(source.match(/<script>(.*)<\/script>/s)[1]);
-const show = () => Object.fromEntries(["charts", "count", "cards", "final", "sources"].map(
+const show = () => Object.fromEntries(["charts", "count", "asked", "cards", "final", "sources"].map(
   id => [id, ids[id].textContent.trim().replace(/\s+/g, " ")]));
 const first = show();
 [ids.prompt.value, ids.sort.value] = ["", "scores"];
@@ -257,6 +260,9 @@ def test_the_page_shows_samples_by_their_scores(page):
     assert HOSTILE in first["cards"] and first["sources"] == "" and " -> " in first["final"]
     for word in ("constructor", "What is sampled", "eval/kl at 2"):
         assert word in first["charts"]
+    # the prompt that is chosen stands once, above the cards; each card says whose it is
+    assert first["asked"].count(HOSTILE) == 1 and by_score["asked"] == ""
+    assert "a<b>&c | iteration 0 |" in first["cards"]
     assert by_score["count"].startswith("18 samples")
     for samples, count in ((first, 1), (by_score, 18)):  # first those of one prompt alone
         scores = [float(x) for x in re.findall(r"\bscores (-?[\d.e-]+)", samples["cards"])]
@@ -279,3 +285,87 @@ def test_the_page_has_a_table_by_source(tmp_path):
         " two - - b, one 0 -> 0.25 7 -> 9" in shown["sources"]
     of_all, rest = shown["charts"].split("By source: accuracy")
     assert "accuracy/" not in of_all and "reward/u" in of_all and "By source: reward/u" in rest
+
+
+# a real browser: what it makes of both pages at two widths, in a light and in a dark scheme
+PROBE = r"""<body>%s<script>
+const linear = x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+const light = rgb => rgb.map(x => linear(x / 255)).reduce(  // WCAG's relative luminance
+  (sum, x, i) => sum + [0.2126, 0.7152, 0.0722][i] * x, 0);
+const numbers = text => (text.match(/[\d.]+/g) ?? []).map(Number);
+function contrast(view, element, page) {
+  const style = view.getComputedStyle(element);
+  const [r, g, b, alpha = 1] = numbers(style.backgroundColor);
+  const under = [r, g, b].map((x, i) => alpha * x + (1 - alpha) * page[i]);
+  const [low, high] = [light(under), light(numbers(style.color).slice(0, 3))].sort(
+    (a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+function left(view, node, place) {  // of a letter of a text
+  const range = view.document.createRange();
+  range.setStart(node, place), range.setEnd(node, place + 1);
+  return range.getBoundingClientRect().left;
+}
+function linesOf(view, element) {
+  const range = view.document.createRange();
+  range.selectNodeContents(element);
+  return range.getClientRects().length;
+}
+addEventListener("load", () => document.body.replaceChildren(JSON.stringify(
+  [...document.querySelectorAll("iframe")].map(frame => {
+    const view = frame.contentWindow, root = view.document.documentElement;
+    const all = query => [...view.document.querySelectorAll(query)];
+    const probe = view.document.body.appendChild(view.document.createElement("div"));
+    probe.style.color = "Canvas";
+    const page = numbers(view.getComputedStyle(probe).color), hebrew = "\u05d0";
+    const texts = all(".prompt, pre, .tokens span").map(x => x.firstChild).filter(
+      x => x?.data?.includes(hebrew));
+    const wrong = texts.filter(x => left(view, x, x.length - 1) > left(view, x, 0));
+    return {dark: page[0] < 128, wide: root.scrollWidth - root.clientWidth,
+            contrasts: all(".tokens span").map(span => contrast(view, span, page)),
+            lines: Math.max(0, ...all("#final td").map(td => linesOf(view, td))),
+            texts: texts.length, wrong: wrong.length};
+  }))));
+</script>"""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_both_pages_can_be_read_on_a_phone_and_in_the_dark(tmp_path):
+    """No page is wider than its window, each token can be read, Hebrew ends on the left."""
+    asked, said = ["\u05d0\u05d1 12 \u05d2?", "x" * 300, "12=" * 40], "\u05d0\u05d1 30."
+    tokens = [said, *map(str, range(40))]
+    columns = dict(advantage=[(-1) ** i * i / 40 for i in range(41)], ratio=[1.0] * 41)
+    responses = [dict(
+        index=i, row=i, prompt=prompt, answer=said, text="", score=0.5, shaped=0.5, finished=True,
+        sum=[[1.0, "accuracy", 0.5]], strings=tokens, ends=[t == 40 for t in range(41)],
+        columns=columns) for i, prompt in enumerate(asked)]
+    page = fill_page("tools/iteration.html", "r" * 90, dict(
+        run="r", script="ppo.py", iteration=7, responses=responses))
+    (tmp_path / "iteration.html").write_text(page)
+    curves = {f"eval/{name}": [[0, -0.123], [1, 12.5]] for name in (
+        "scores", "accuracy", "kl", "length", "finished", "entropy")}
+    samples = [dict(iteration=0, row=i, prompt=prompt, answer=said, text=said, scores={},
+                    finished=True, length=3, trained=False) for i, prompt in enumerate(asked)]
+    page = fill_page("tools/page.html", "r", dict(meanings={}, watch=0, runs=[
+        dict(name=name * 40, curves=curves, samples=samples, config=dict(out_dir=name * 200),
+             changed=["out_dir"]) for name in "ab"]))
+    (tmp_path / "plot.html").write_text(page)
+    frames = [f'<iframe src="{name}.html" style="border:0;width:{width}px;height:900px"></iframe>'
+              for name in ("iteration", "plot") for width in (400, 1280)]
+    (tmp_path / "probe.html").write_text(PROBE % "".join(frames))
+    for scheme in (0, 1):
+        shown = subprocess.run(
+            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+             "--no-first-run", "--disable-background-networking", "--disable-component-update",
+             "--disable-sync", f"--user-data-dir={tmp_path}/{scheme}", "--window-size=1400,900",
+             "--allow-file-access-from-files", f"--blink-settings=preferredColorScheme={scheme}",
+             "--dump-dom", f"file://{tmp_path}/probe.html"],
+            capture_output=True, text=True, timeout=120)
+        found = json.loads(re.search(r"<body>(\[.*\])</body>", shown.stdout)[1])
+        assert [one["dark"] for one in found] == 4 * [scheme == 0]
+        assert [one["wide"] for one in found] == [0, 0, 0, 0]
+        assert [len(one["contrasts"]) for one in found] == [123, 123, 0, 0]
+        assert min(found[0]["contrasts"] + found[1]["contrasts"]) >= 4.5  # WCAG's AA
+        assert [one["wrong"] for one in found] == [0, 0, 0, 0] and all(x["texts"] for x in found)
+        assert [one["lines"] for one in found] == [0, 0, 1, 1]  # a cell of numbers is a line
