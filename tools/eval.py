@@ -245,22 +245,30 @@ for other in list(paths)[1:]:
         duels.append(dict(policy=first, against=other, prompts=len(won), wins=estimate(won)))
 
 
+LENGTH = ".1f"  # the form of a mean length
+
+
 def cell(its, form):
     """An estimate in a table."""
     if its is None:
         return "-"
-    return format(its["mean"], form) + (f" ±{its['error']:{form}}" if its["error"] else "")
+    mean, error, low, high = (format(x, form) if x is not None else "?" for x in (
+        its["mean"], its["error"], its["low"], its["high"]))
+    # a length is no share, even if all are 1
+    return f"{mean} ({low} to {high})" if its["wilson"] and form != LENGTH else f"{mean} ±{error}"
 
 
 def show(title, table):
     """Print a table of policies."""
-    figures = list(dict.fromkeys(figure for its in table.values() for figure in its))
-    left, wide = max(map(len, figures)) + 2, max(18, *(len(name) + 2 for name in table))
-    print(f"\n{title}\n{'':<{left}}" + "".join(f"{name:>{wide}}" for name in table))
-    for figure in figures:
-        form = ".1f" if figure.endswith(" length") else ".3f"
+    lines = [["", *table]]
+    for figure in dict.fromkeys(figure for its in table.values() for figure in its):
+        form = LENGTH if figure.endswith(" length") else ".3f"
+        lines.append([figure, *(cell(its.get(figure), form) for its in table.values())])
+    left, *wide = (max(map(len, column)) + 2 for column in zip(*lines, strict=True))
+    print(f"\n{title}")
+    for figure, *cells in lines:
         print(f"{figure:<{left}}" + "".join(
-            f"{cell(its.get(figure), form):>{wide}}" for its in table.values()))
+            f"{text:>{max(n, 18)}}" for text, n in zip(cells, wide, strict=True)))
 
 
 def finish():

@@ -24,10 +24,22 @@ JUDGED = {key: key for key in (
 
 
 def estimate(values):
-    """The mean over prompts, and half of its 95 % confidence interval, 1.96 standard errors."""
-    n, mean = len(values), fmean(values)
-    error = 1.96 * math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(n - 1, 1) / n)
-    return dict(mean=mean, error=error if n > 1 else None)
+    """
+    The mean over prompts; error, 1.96 of its standard errors; and low and high, the ends of its
+    95 % confidence interval. Where all numbers are 0 or 1 the interval is Wilson's (1927): it does
+    not leave 0 to 1, and 0 of 12 is not 0 for sure: 0 to 0.243. wilson: is it? Otherwise the
+    interval is mean - error to mean + error; one prompt has none, so error, low, high are None.
+    """
+    n, mean, z = len(values), fmean(values), 1.96
+    error = z * math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(n - 1, 1) / n)
+    found = dict(mean=mean, error=error if n > 1 else None, wilson=set(values) <= {0, 1})
+    if found["wilson"]:  # the shares p from which the mean is z of *their* standard errors away
+        middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z * math.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2) / (1 + z**2 / n)
+        return found | dict(low=max(min(middle - half, mean), 0.0),
+                            high=min(max(middle + half, mean), 1.0))
+    ends = (mean - error, mean + error) if n > 1 else (None, None)
+    return found | dict(zip(("low", "high"), ends, strict=True))
 
 
 def as_in_run(argv, key, default, keys):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import errors
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, typed, well, write
-from tools.runs import ASKED, JUDGED, as_in_run, system_message_of
+from tools.runs import ASKED, JUDGED, as_in_run, estimate, system_message_of
 
 SCORES = ["accuracy", "reward/letters", "reward/length", "reward/reward_model", "scores"]
 
@@ -62,10 +62,51 @@ def of_prompts(done, policy, mode, score):
     return [found[row] for row in sorted(found)]
 
 
-def same(estimate, values):
-    """An estimate is the mean of a number for each prompt, and 1.96 standard errors."""
-    assert estimate["mean"] == pytest.approx(statistics.mean(values))
-    assert estimate["error"] == pytest.approx(1.96 * statistics.stdev(values) / len(values)**0.5)
+def same(found, values):
+    """An estimate is the mean of a number for each prompt, 1.96 standard errors, an interval."""
+    assert found["mean"] == pytest.approx(statistics.mean(values))
+    assert found["error"] == pytest.approx(1.96 * statistics.stdev(values) / len(values)**0.5)
+
+
+    if set(values) <= {0, 1}:
+        assert 0 <= found["low"] < found["high"] <= 1
+    else:
+        assert [found["low"], found["high"]] == pytest.approx(
+            [found["mean"] - found["error"], found["mean"] + found["error"]])
+
+
+def test_the_interval_of_a_share():
+    """
+    Wilson's: each end p solves |share - p| = 1.96 sqrt(p (1 - p) / n), its own standard error. So
+    for 0 of n the end is z^2 / (n + z^2).
+    """
+    for right, n, low, high in ((1, 12, 0.0149, 0.3539), (5, 10, 0.2366, 0.7634),
+                                (0, 12, 0, 1.96**2 / (12 + 1.96**2)), (12, 12, 0.7575, 1)):
+        its = estimate([1] * right + [0] * (n - right))
+        assert [its["low"], its["high"]] == pytest.approx([low, high], abs=1e-4), (right, n)
+    for n in (1, 2, 3, 7, 100, 5000):
+        for right in {0, 1, n // 3, n // 2, n - 1, n}:
+            its = estimate([1.0] * right + [False] * (n - right))
+            assert 0 <= its["low"] <= its["mean"] <= its["high"] <= 1 and its["low"] < its["high"]
+            for p in (its["low"], its["high"]):
+                assert abs(right / n - p) == pytest.approx(
+                    1.96 * (p * (1 - p) / n) ** 0.5, abs=1e-9), (right, n)
+    assert estimate([0.5] * 3) == dict(mean=0.5, error=0, wilson=False, low=0.5, high=0.5)
+    assert estimate([7.0]) == dict(mean=7, error=None, wilson=False, low=None, high=None)
+
+
+def test_no_figure_is_printed_without_its_interval(keys, tmp_path):
+    """Nothing is right: that is no 0 without a doubt. All are alike: an error of 0. One prompt."""
+    few = keys | dict(reward_functions="accuracy,length", samples=2, reward_path="")
+    for limit, interval in ((0, r"0.000 \(0.000 to 0.299\)"), (1, r"0.000 \(0.000 to 0.793\)")):
+        result = tool("eval", tmp_path, few | dict(limit=limit))
+        lines = re.findall(r"^((?:greedy|sampled) .*?)  +(\S.*)$", result.out[0], re.MULTILINE)
+        assert len(lines) >= 10 and result.codes == [0], result
+        for name, cells in lines:
+            either = r"-?[\d.]+ (±([\d.]+|\?)|\([\d.]+ to [\d.]+\))"
+            assert re.fullmatch(rf"{either} +{either}", cells), (name, cells)
+        assert re.match(interval, dict(lines)["greedy accuracy"])
+        assert "±" in dict(lines)["greedy length"] and "to" not in dict(lines)["greedy length"]
 
 
 def test_the_figures_are_those_of_the_responses(done, world):
