@@ -102,13 +102,20 @@ def searched(text):
     lines, blocks, answer, in_answer = [], [], None, False
     # of the block that is open: its fence, its indentation; where to go on if it is not closed
     opened, margin, back = "", 0, None
+    # of blocks that were not closed: their fences, their indentations, whether they are Python's;
+    # no later block of that kind is closed either, so the rest is not read for each of them again
+    unclosed = []
     at, mark = 0, MARK.search(text)
     while at < len(text) or opened and back:
         if at == len(text):
+            unclosed.append((opened, margin, blocks[-1][0] == "python"))
             (at, length), opened = back, ""
             del lines[len(lines) - len(blocks[-1][1]) + length:], blocks[-1][1][length:]
-            mark = MARK.search(text, at)
         end = text.index("\n", at)
+        if opened and AROUND.match(text, at) and any(
+                opened.startswith(fence) and margin <= columns
+                and (blocks[-1][0] == "python") >= python for fence, columns, python in unclosed):
+            opened = ""  # the block ends here
         if opened:
             fence, line = CLOSING.match(text, at), text[at:end]
             if fence and fence[2].startswith(opened) and len(fence[1]) < margin + 4 and (

@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import json
 import math
+import random
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
@@ -120,6 +122,33 @@ def test_no_text_takes_long(name):
         if time.thread_time() - start > 0.5:
             slow[begin, piece, end] = time.thread_time() - start
     assert not slow
+
+
+def steps(read, text):
+    """How many functions are called to read a text: alike on every machine."""
+    count = 0
+
+    def one_more(*event):
+        nonlocal count
+        count += 1
+
+    sys.setprofile(one_more)
+    try:
+        read(text)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_four_times_the_text_is_four_times_the_work():
+    """Responses that loop: blocks that are not closed, marks around answers, in every order."""
+    lines = [*PIECES[-17:], "~```\n", "<answer>\n", "</answer>\n", "<|END_RESPONSE|>\n", "~~~~\n",
+             "x\n", "x~~~~\n", "```python\n", "  ```py\n", "~~~c\n", "      ```\n", "x````\n"]
+    draw = random.Random(0)
+    loops = ["~```\n<answer>\nx"] + ["".join(draw.choices(lines, k=k)) for k in [2, 3, 4, 5] * 100]
+    for loop in filter(lambda loop: len(loop) < 100, loops):
+        few, many = (steps(extract_code, loop * n) for n in (10, 40))
+        assert many < 6 * few, loop
 
 
 def returns(value, *arguments):
