@@ -25,7 +25,6 @@ import inspect
 import math
 import re
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -33,6 +32,7 @@ import parallel
 from errors import BadInput, Stop, first_line, place_of, shorten
 from options.blanks import encode_behind
 from options.chats import joined
+from options.time_limit import Late, in_time
 from options.user_code import load_function
 from ranks import this_rank
 from rollout import as_batch, response_seeds
@@ -96,7 +96,6 @@ class Environment:
     def __init__(self, system, tokenizer, tools=None):
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
         self.timeout, self.tools = system.reward_timeout, tools
-        self.thread = ThreadPoolExecutor(1)  # nobody waits for ever for a function that hangs
         self.name = f"environment = {system.environment!r}"
         if not tools:
             self.env = load_function(system.environment, ".", self.name)
@@ -183,12 +182,11 @@ class Environment:
         if self.tools:
             return self.tools.answer([dialogue[-1]["content"] for dialogue in dialogues], failed,
                                      numbers, begun)
-        asking = self.thread.submit(self.ask_all, dialogues, rows, names)
         try:
-            return asking.result(self.timeout)
-        except TimeoutError as e:
-            raise Stop(f"{self.name} has not answered for {self.timeout:g} s; does it hang? Raise "
-                       "reward_timeout if not") from e
+            return in_time(self.timeout, self.ask_all, dialogues, rows, names)
+        except Late as place:
+            raise Stop(f"{self.name} has not answered for {self.timeout:g} s{place}; does it hang? "
+                       "Raise reward_timeout if not") from place
 
     def ask_all(self, dialogues, rows, names):
         """Ask the user's function, the first dialogue twice: see whether it is pure."""

@@ -11,11 +11,9 @@ import asyncio
 import functools
 import inspect
 import math
-import sys
-import threading
-import traceback
 
-from errors import BadInput, Stop, first_line, place_of, shorten
+from errors import BadInput, Stop, first_line, shorten
+from options.time_limit import Late, in_time
 from options.user_code import load_function
 from rewards import BUILT_IN, failure
 
@@ -51,36 +49,19 @@ def load_reward(named, folder, where):
 
     @functools.wraps(function)
     def reward(batch):
-        return in_time(name, call, batch)
+        try:  # it has batch["seconds"]; without them it may take for ever
+            return in_time(batch.get("seconds"), call, batch)
+        except Late as place:
+            raise Stop(f"reward {name!r} hangs{place}: the seconds of reward_timeout are over, "
+                       "which all rules have together (it is at most half of timeout)") from place
+        except KeyboardInterrupt:
+            raise  # in a tool; a run hears Ctrl-C itself
+        except BaseException as e:  # the user's code raises anything
+            raise failure(name, e) from e
 
     if parameters is not None:
         reward.check_rows = functools.partial(check_fields, parameters, name)
     return reward
-
-
-def in_time(name, call, batch):
-    """
-    call(batch), in a thread, because it may hang: it has batch["seconds"]; without them it may take
-    for ever. Raises Stop, with the reward's name, file and line, where it fails or hangs.
-    """
-    results, failed = [], []
-
-    def work():
-        try:
-            results.append(call(batch))
-        except BaseException as e:  # the user's code raises anything
-            failed.append(e)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(batch.get("seconds"))
-    if results:
-        return results[0]
-    if not failed:
-        place = place_of(traceback.extract_stack(sys._current_frames().get(thread.ident)))
-        raise Stop(f"reward {name!r} hangs{place}: the seconds of reward_timeout are "
-                   "over, which all rules have together (it is at most half of timeout)")
-    raise failure(name, failed[0]) from failed[0]
 
 
 def as_scores(name, returned, batch):

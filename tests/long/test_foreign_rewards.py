@@ -3,6 +3,9 @@ options/foreign_rewards.py and options/user_code.py: which functions the key rew
 how they are called, what they may return; async ones; the signature of TRL.
 """
 import asyncio
+import re
+import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -135,9 +138,83 @@ def test_async_functions_are_awaited(monkeypatch):
 
     monkeypatch.setattr("options.foreign_rewards.load_function", lambda *_: grader)
     reward = load_reward("mine.py:grader", ".", "")
-    for _ in range(2):  # each time in another thread, as in a run
+    for _ in range(2):
         assert reward(BATCH) == [1, 2, 3]
     assert loops[0] is loops[1]
+
+
+REGEX = 're.fullmatch("(a+)+b", "a" * 60)'  # years, in which no other thread of Python runs
+FOREVER = f"""
+import asyncio, contextlib, queue, re, signal, subprocess, threading, time
+from concurrent.futures import ThreadPoolExecutor
+
+def regex(batch): {REGEX}
+def sleeps(batch): time.sleep(99)
+def waits(batch): threading.Event().wait()
+def reads(batch): queue.Queue().get()
+def asks(batch): subprocess.run(["sleep", "9"])
+def counts(batch): return [x for x in iter(int, 1)]
+async def awaits(batch): await asyncio.sleep(99)
+async def runs(batch): {REGEX}
+def alarms(batch): signal.alarm(9); signal.alarm(0); {REGEX}
+def threads(batch):
+    with ThreadPoolExecutor(2) as pool: pool.map(time.sleep, [9, 9])
+def retries(batch):
+    while True:
+        with contextlib.suppress(Exception): time.sleep(0.01); 1 / 0
+def swallows(batch):
+    while True:
+        try: time.sleep(9)
+        except: pass
+def suppresses(batch):
+    while True:
+        with contextlib.suppress(BaseException): {REGEX}
+def cleans(batch):
+    try: {REGEX}
+    finally: time.sleep(99)
+def turns(batch):
+    try: time.sleep(9)
+    except BaseException: raise ValueError
+def hides(batch):
+    try: time.sleep(9)
+    except BaseException: return [1, 2, 3]
+def careless(batch):
+    import torch
+    torch.set_grad_enabled(False)
+    return [1, 2, 3]
+def locks(batch):
+    thread = threading.Thread(target=lambda: {REGEX}, daemon=True)
+    thread.start(); thread.join()
+"""
+NAMES = [name for name in re.findall(r"def (\w+)\(", FOREVER) if name not in ("careless", "locks")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_that_hangs_is_ended(name, tmp_path):
+    """And named by its line, but where the stack has the loop of asyncio alone."""
+    reward = load_reward(f"{tiny.write(tmp_path / 'mine.py', FOREVER)}:{name}", ".", "")
+    with pytest.raises(Stop, match=f"^reward '{name}' hangs") as e:
+        reward(BATCH | dict(seconds=0.1))
+    assert ("mine.py, line" in str(e.value)) or name == "awaits"
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    careless = load_reward(f"{tmp_path}/mine.py:careless", ".", "")
+    assert careless(BATCH) == [1, 2, 3]
+    assert torch.is_grad_enabled() and sys.gettrace() is None  # nothing of a rule's is left
+
+
+def test_what_never_looks_for_signals_ends_the_process(tmp_path):
+    """Nothing is saved then; the dump has the line."""
+    tiny.write(tmp_path / "mine.py", FOREVER)
+    program = f"""if True:
+        import sys
+        sys.path.insert(0, {tiny.ROOT!r})
+        from options import foreign_rewards, time_limit
+        time_limit.LAST_RESORT = 0.5
+        reward = foreign_rewards.load_reward("mine.py:locks", ".", "")
+        reward(dict(rows=[], completions=[], seconds=0.5))"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True,
+                            text=True)
+    assert result.returncode == 1 and "mine.py" in result.stderr, result
 
 
 TRL = """

@@ -265,7 +265,7 @@ def test_the_hash_of_a_model(world, tmp_path, monkeypatch):
 # rules of the user's
 
 RULE = """
-import os, time
+import os, re, subprocess
 
 def late(batch):
     letters = [sum(ch in "abcd" for ch in text) / 4 for text in batch["completions"]]
@@ -273,8 +273,13 @@ def late(batch):
         deed, now = open("wrong").read().split()
         log = open("out/log.jsonl") if os.path.exists("out/log.jsonl") else ()
         if len([*log]) == int(now):
-            time.sleep(60) if deed == "hangs" else letters[99]  # line 10
+            re.fullmatch("(a+)+b", "a" * 60) if deed == "hangs" else letters[99]  # line 10
     return letters
+
+def asked(batch):
+    me = os.getpid()
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {me}; sleep 0.5; kill -TERM {me}"])
+    re.fullmatch("(a+)+b", "a" * 60)
 """
 
 
@@ -292,6 +297,14 @@ def test_a_rule_that_hangs_or_fails_on_one_rank_saves_the_run_and_is_named(world
     os.remove(tmp_path / "wrong")
     out = well("ppo.py", tmp_path, keys, ranks=2)
     assert_same_run(whole, out, ("policy", "value_model"), 1e-9)
+
+
+def test_two_requests_end_a_run_whose_rule_lets_no_other_thread_run(world, tmp_path):
+    rule = write(tmp_path / "mine.py", RULE)
+    keys = keys_of(world, "grpo.py", reward_functions=f"{rule}:asked", eval_path="")
+    result = run("grpo.py", tmp_path, keys)
+    assert result.codes == [128 + signal.SIGTERM], result
+    assert result.err[0].count("\n") == 1 and result.err[0].startswith("SIGINT: stopping"), result
 
 
 # sabotage: what one rank, or one of two computations of the same thing, gets wrong
