@@ -250,7 +250,8 @@ def dialogue_with(function, folder):
 @pytest.mark.parametrize("function, part", [
     ("raises", r"failed at .*mine\.py, line \d+: KeyError: 'missing'"), ("number", "answered 7"),
     ("wrong_role", "wanted None, a string"), ("nan", "a finite number"),
-    ("chance", "two answers to the same dialogue"), ("hangs", r"has not answered for 1 s at .*mine\.py")])
+    ("chance", "two answers to the same dialogue"),
+    ("hangs", r"has not answered for 1 s at .*mine\.py")])
 def test_an_environment_that_is_no_good_ends_in_one_line(mine, tmp_path, function, part):
     with pytest.raises(Stop, match=f"^environment = .*{part}") as e:
         dialogue_with(f"{mine}:{function}", tmp_path)
