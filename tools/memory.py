@@ -6,15 +6,16 @@ python tools/memory.py config/llama.py --world-size=8 --gpu-gb=80       # a tabl
 python tools/memory.py config/llama.py --policy_path=FOLDER --lora=16   # and with any other keys
 python tools/memory.py grpo.py config/mine.py                           # of the script grpo.py
 
---world-size: ranks, one GPU each. --gpu-gb: also say the largest micro_batch_size whose peak is
-below this many GB. Of each model its config.json is enough. Texts are taken to be as long as they
-may be: max_prompt_tokens (512, if it is 0) and max_new_tokens; of sft.py and rm.py max_tokens
-(1024).
+--world-size: ranks, one GPU each. --gpu-gb: the memory of a GPU, as in its name; it is counted in
+GiB, as all numbers here. With it the tool also says the largest micro_batch_size and
+rollout_batch_size that fit, or which phase does not fit and which keys make it smaller. Of each
+model its config.json is enough. Texts are taken to be as long as they may be: max_prompt_tokens
+(512, if it is 0) and max_new_tokens; of sft.py and rm.py max_tokens (1024).
 
 The models are loaded by the run's own functions, but of fake tensors, which have shapes and no
 memory. One step goes through them, while torch's MemTracker adds up the living tensors: half a
 minute for 8B. They are not all: a GPU also needs room for its context, for workspaces of libraries
-and for gaps between tensors, 2 GB or more. Kernels are a CPU's, and nothing is compiled. The
+and for gaps between tensors, 2 GiB or more. Kernels are a CPU's, and nothing is compiled. The
 tensors that the key offload moves into the CPU's memory are taken off all phases.
 """
 import os
@@ -29,6 +30,7 @@ from configurator import Key, read_arguments, read_keys, run_config_file  # noqa
 import contextlib  # noqa: E402
 import gc  # noqa: E402
 import math  # noqa: E402
+import time  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from unittest import mock  # noqa: E402
 
@@ -53,7 +55,13 @@ COLUMNS = "weights", "gradients", "optimizer", "average"
 SHORT = dict(policy="policy", ref_policy="ref", reward_model="reward", value_model="value",
              judge="judge")  # the models, and their names in zero_stage and offload
 CPU = torch.device("cpu")  # of the fake tensors, whatever the run's own device is
-OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []), gpu_gb=Key(0.0, "of memory [>= 0]", []))
+OPTIONS = dict(world_size=Key(1, "ranks [1..100000]", []),
+               gpu_gb=Key(0.0, "GiB of a GPU [>= 0]", []))
+LESS = dict(  # what makes a phase smaller when even one row of it does not fit
+    rollout="zero_stage, offload, dtype and max_new_tokens",
+    reading="zero_stage, offload and head_chunk",
+    update="zero_stage, offload, gradient_checkpointing, head_chunk and lora")
+BEGAN = time.monotonic()
 
 
 def read_run(argv):
@@ -313,11 +321,13 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
 
 def predict(script, config):
     """
-    Of rank 0: {model: {column: bytes}}; {(phase, what is at work): peak in bytes}; and the largest
-    micro_batch_size whose peak is below config["gpu_gb"], 0 if none is.
+    Of rank 0: {model: {column: bytes}}; {(phase, what is at work): peak in bytes}; and what fits
+    into config["gpu_gb"], {} if that is 0: {phase: (rows, peak of one row in bytes)}, the most rows
+    of a micro-batch, or of a rollout, with which the phase does fit; 0 if not even one does.
     """
-    system, moved, fits, limit = SimpleNamespace(**config), 0, 0, config["gpu_gb"] * 1e9
+    system, moved, fits, limit = SimpleNamespace(**config), 0, {}, config["gpu_gb"] * 2**30
     with fake_tensors(system.world_size) as tracker:
+        say_progress("loading the models")
         models = build(script, config)
         rows, made = equip(models, config)
         for name, model in models.items() if system.offload and system.device_type != "cpu" else ():
@@ -327,21 +337,54 @@ def predict(script, config):
             moved += sum(rows[name][column] for column in away)
             rows[name] |= dict.fromkeys(away, 0)
 
-        def step(sizes):
-            found = step_through(models, made, system, *sizes, tracker)
-            return {key: peak - moved for key, peak in found.items()}
+        def step(**keys):
+            """{(phase, model): peak} with these keys in the place of the configuration's."""
+            n, distinct, b, P, R = sizes_of(script, config | keys)
+            decoded = f"{n} rows decode, " if n else ""
+            say_progress(f"a step: {decoded}{b} rows are read and trained")
+            found = step_through(models, made, system, n, distinct, b, P, R, tracker)
+            return (n, b), {key: peak - moved for key, peak in found.items()}
 
-        n, distinct, *sizes = sizes_of(script, config)
-        peaks = step((n, distinct, *sizes))
-        if limit and max(peak for (phase, _), peak in peaks.items() if phase != "update") <= limit:
+        _, peaks = step()
+        if limit:
             # by a straight line between the peaks of the fewest and of the most rows. A peak is the
             # highest of several lines: so it is not above that one, and what is found does fit
-            few, many = (sizes_of(script, config | dict(micro_batch_size=b, micro_batch_tokens=0))
-                         for b in (1, 10**6))
-            low, high = (max(step((0, 0, *sizes[2:])).values()) for sizes in (few, many))
-            share = 1.0 if high <= limit else (limit - low) / (high - low)
-            fits = int(1 + share * (many[2] / few[2] - 1)) if low <= limit else 0
+            few, low = step(micro_batch_size=1, micro_batch_tokens=0, rollout_batch_size=1)
+            many, high = step(micro_batch_size=10**6, micro_batch_tokens=0, rollout_batch_size=0)
+            for phase in dict.fromkeys(phase for phase, _ in peaks):
+                least, most = (max(p for (of, _), p in at.items() if of == phase)
+                               for at in (low, high))
+                first, last = (at[phase != "rollout"] for at in (few, many))
+                share = 1.0 if most <= limit else (limit - least) / (most - least)
+                unit = 2 if script == "rm" and phase != "rollout" else 1  # its rows are pairs
+                fits[phase] = int(first + share * (last - first)) // unit * (least <= limit), least
     return rows, peaks, fits
+
+
+def say_progress(text):
+    """Print what is computed now, and the seconds so far."""
+    print(f"{time.monotonic() - BEGAN:4.0f} s: {text}", flush=True)
+
+
+def verdict(script, config, peaks, fits):
+    """Lines: what fits into the GPU, or which phase does not and what to type. See predict."""
+    room = f"{config['gpu_gb']:g} GiB"
+    lines = [f"{phase} does not fit into {room} even with one row: {least / 2**30:.2f} GiB; see "
+             f"{LESS[phase]} (docs/scale.md)" for phase, (rows, least) in fits.items() if not rows]
+    if lines:
+        return lines
+    *_, P, R = sizes_of(script, config)
+    tokens = config.get("micro_batch_tokens") and P + R  # it bounds the rows in the place of
+    for key, phases in (("micro_batch_tokens" if tokens else "micro_batch_size",
+                         ("reading", "update")), ("rollout_batch_size", ("rollout",))):
+        if phases[0] in fits:
+            most = min(fits[phase][0] for phase in phases) * (tokens if key.endswith("s") else 1)
+            over = [f"{phase} takes {peak / 2**30:.2f} GiB" for phase in phases for peak in
+                    [max(p for (of, _), p in peaks.items() if of == phase)]
+                    if peak > config["gpu_gb"] * 2**30]
+            lines.append(f"the largest {key} that fits into {room} is {most}" + (
+                f"; now {' and '.join(over)}: type --{key}={most}" if over else ""))
+    return lines
 
 
 if __name__ == "__main__":
@@ -356,10 +399,10 @@ if __name__ == "__main__":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config["world_size"])
     n, _, b, P, R = sizes_of(script, config)
     print(f"{script}.py on each of {config['world_size']} rank(s), {config['dtype']}: texts of {P} "
-          f"+ {R} tokens, {b} in a micro-batch{f', {n} decode at once' if n else ''}\n")
+          f"+ {R} tokens, {b} in a micro-batch{f', {n} decode at once' if n else ''}")
     rows, peaks, fits = predict(script, config)
     size, unit = (2**30, "GiB") if max(peaks.values()) > 8 * 2**30 else (2**20, "MiB")
-    print(f"{unit:<14}" + "".join(f"{column:>13}" for column in COLUMNS))
+    print(f"\n{unit:<14}" + "".join(f"{column:>13}" for column in COLUMNS))
     rows |= {"all": {c: sum(row[c] for row in rows.values()) for c in COLUMNS}}
     for name, row in rows.items():
         print(f"{name:<14}" + "".join(f"{row[c] / size:>13.2f}" for c in COLUMNS))
@@ -368,6 +411,5 @@ if __name__ == "__main__":
         parts = {name: peak / size for (of, name), peak in peaks.items() if of == phase}
         print(f"{phase:<14}{max(parts.values()):>13.2f}   "
               + ", ".join(f"{name} {peak:.2f}" for name, peak in parts.items()))
-    if config["gpu_gb"]:
-        print(f"\nof {config['gpu_gb']:g} GB the largest micro_batch_size that fits is "
-              f"{fits or 'none'}")
+    if fits:
+        print("\n" + "\n".join(verdict(script, config, peaks, fits)))

@@ -144,3 +144,39 @@ def test_rows_by_hand(llama, tmp_path):
          optimizer=4 * (sums + (2 * LAYERS + 1) * D + TENSORS) / 2)
     # what is offloaded of a head on the policy is the policy's
     assert offload_of(keys_of_system(offload="optimizer"), "value", True, is_head=True) == "none"
+
+
+@pytest.mark.parametrize("script, bounds, more", [
+    ("ppo.py", ("micro_batch_size", "rollout_batch_size"), {}),
+    ("grpo.py", ("micro_batch_tokens", "rollout_batch_size"), dict(
+        micro_batch_tokens=96, batch_size=512, reward_functions="accuracy")),
+    ("rm.py", ("micro_batch_size",), dict(max_tokens=48, batch_size=64))])
+def test_what_fits_does_and_what_does_not_is_named(script, bounds, more, llama, tmp_path):
+    keys = dict(init_from=llama / "policy") if script == "rm.py" else dict(
+        policy_path=llama / "policy", max_prompt_tokens=8, max_new_tokens=40, kl_coef=0.1,
+        batch_size=256, micro_batch_size=2) | (
+        dict(reward_path=llama / "scores") if script == "ppo.py" else {})
+
+    def ask(**others):
+        result = tool(tmp_path, script, *typed(keys | more | others))
+        found = re.findall(r"the largest (\w+) that fits into \S+ GiB is (\d+)", result.out[0])
+        return result, read(result)[1], {name: int(most) for name, most in found}
+
+    _, free, none = ask()
+    assert not none
+    limit = max(free["reading"], free["update"]) + 1  # MiB
+    result, peaks, found = ask(gpu_gb=limit / 1024)
+    assert peaks == free and tuple(found) == bounds and all(found.values())
+    _, least, _ = ask(**{name: 1 for name in bounds})
+    for phase, name in zip(("update", "rollout"), bounds, strict=False):
+        # with it the phase fits; with a third more it does not
+        assert ask(**{name: found[name]})[1][phase] <= limit
+        assert ask(**{name: found[name] * 4 // 3 + 2})[1][phase] > limit
+        # the line says what does not fit now, and nothing else
+        over = f"{phase} takes {free[phase] / 1024:.2f} GiB: type --{name}={found[name]}"
+        assert (over in result.out[0]) == (free[phase] > limit)
+    if script == "ppo.py":
+        assert free["rollout"] > limit  # 256 rows at once
+    too_small = ask(gpu_gb=(least["update"] - 1) / 1024)[0].out[0]
+    assert re.search(r"update does not fit into .* even with one row: .*gradient_check", too_small)
+    assert [s in too_small for s in ("the largest", "0 s: loading")] == [False, True]
