@@ -27,6 +27,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shlex
 import shutil
 import sys
@@ -53,7 +54,7 @@ FINAL = "policy", "value_model", "reward_model", "ema_policy", "best_policy"  # 
 MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
 # all names that a run writes in out_dir, and later replaces or deletes; no others are touched
 OURS = re.compile(r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|"
-                  r"reward_model)(_adapter)?)|config\.json|(log|samples|rollouts)\.jsonl")
+                  r"reward_model)(_adapter)?)|\.new-\w+|config\.json|(log|samples|rollouts)\.jsonl")
 lock_file = None  # it is open, and so locked, as long as this process lives
 
 
@@ -70,9 +71,14 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     begun = alone(lambda: begin_or_resume(  # COLLECTIVE
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
         max_iters, frozen))
-    with parallel.in_step():  # COLLECTIVE
-        if not os.path.isfile(os.path.join(out_dir, "config.json")):
-            raise BadInput(f"this rank does not see out_dir {out_dir!r}: no disk that all share")
+    # a new name, because on another disk there may be an older run of the same name
+    new = os.path.join(out_dir, f".new-{parallel.from_rank(secrets.token_hex(8))}")  # COLLECTIVE
+    alone(Path(new).touch)  # COLLECTIVE
+    blind = parallel.ranks_where(not os.path.exists(new))  # COLLECTIVE
+    Path(new).unlink(missing_ok=True)
+    if blind:
+        raise BadInput(f"on rank {blind[0]}: this rank does not see what rank 0 writes in out_dir "
+                       f"{out_dir!r}; give a folder on a disk that all machines share")
     return begun
 
 
@@ -99,9 +105,9 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=()):
         before = dict(script=config["script"]) | before
         for key in ("script", *must_match):
             if (before.get(key) or "") != (config.get(key) or ""):
-                raise BadInput(f"{out_dir} holds a run of {before['script']} with {key} = "
-                               f"{before.get(key)!r}, not {config.get(key)!r}; delete it, or "
-                               "choose another --out_dir")
+                from options.mistakes import another_run
+
+                raise another_run(out_dir, key, before, config)
         if not folder:
             say(f"{out_dir} has no checkpoint: the run begins anew")
     if state["iteration"] > max_iters:

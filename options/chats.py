@@ -5,6 +5,8 @@ token is plain text: a message cannot end a turn.
 """
 import ast
 import contextlib
+import datetime
+import functools
 import inspect
 import os
 import re
@@ -20,6 +22,8 @@ MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
 # where others keep the thoughts of an assistant's message; many chat templates do not read them
 THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
+# the day that strftime_now is in all templates: Llama 3.2's own, where there is no clock
+DAY = "2024-07-26"
 
 
 def check_messages(messages, field):
@@ -93,6 +97,7 @@ def chats_of(hf, path, system):
     chats = Chats(hf, path, kwargs, system.system_prompt)
     chats.set_special(True)
     chats.turn_ends = chats.find_turn_ends()
+    chats.say_day()
     return chats
 
 
@@ -102,12 +107,15 @@ class Chats:
 
         template         its text
         kwargs           what it is given beside the messages
+        day              what it takes for today, as "2024-07-26"
         system_prompt    of dialogues that have none
         turn_ends        {the id that ends a turn of the assistant}, or empty
     """
 
     def __init__(self, hf, path, kwargs, system_prompt):
-        self.hf, self.path, self.kwargs, self.system_prompt = hf, path, kwargs, system_prompt
+        self.hf, self.path, self.system_prompt = hf, path, system_prompt
+        self.kwargs = {name: x for name, x in kwargs.items() if name != "strftime_now"}
+        self.day = kwargs.get("strftime_now", DAY)
         self.template = hf.get_chat_template()
         # all tokens in a template such as <|im_end|> become special in the run: otherwise a message
         # with one would end a turn. Others, such as <think>, are tokens in a message, too
@@ -163,6 +171,25 @@ class Chats:
         behind = text_of(self.hf, ids).rpartition("ANSWER")[2]
         behind = self.hf.encode(behind, add_special_tokens=False)
         return set([i for i in behind if i in self.specials()][:1])
+
+    def say_day(self):
+        """Say so where the template writes today's date: in a run this is one fixed day."""
+        if "strftime_now" in self.template:
+            chat, days = [dict(role="user", content="a")], (self.day, "1999-01-01")
+            with contextlib.suppress(Exception):  # it may refuse this chat: then it is said, too
+                if self.write(chat, days[0]) == self.write(chat, days[1]):
+                    return
+            say(f"{self.path}: its chat template writes today's date; in every run and tool of "
+                f"quartet today is {self.day}, so that a run can resume tomorrow; for another day "
+                "type --template_kwargs=strftime_now='2025-01-31'")
+
+    def write(self, messages, day=None, **how):
+        """What transformers' apply_chat_template makes of messages, on a fixed day: mostly text."""
+        how = dict(tokenize=False) | self.kwargs | how
+        template = self.hf.get_chat_template(tools=how.get("tools"))
+        if "strftime_now" in template:  # a fixed one hides transformers'
+            template = fixed_clock(day or self.day) + template
+        return self.hf.apply_chat_template(messages, chat_template=template, **how)
 
     def specials(self):
         """{id: text} of the special tokens."""
@@ -220,16 +247,16 @@ class Chats:
         """
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=self.system_prompt), *messages]
-        how = self.kwargs | how
         try:
             if self.sanitizes:
-                ids = self.hf.apply_chat_template(messages, sanitize_control_tokens=True,
-                                                  return_dict=False, **how)
+                ids = self.write(messages, tokenize=True, sanitize_control_tokens=True,
+                                 return_dict=False, **how)
             else:
                 from options.older_transformers import encode_chat
-                ids = encode_chat(self.hf, messages, self.specials().values(), **how)
+                ids = encode_chat(self.hf, messages, self.specials().values(), self.write,
+                                  **self.kwargs | how)
             marked = [marked_message(*numbered) for numbered in enumerate(messages)]
-            text = self.hf.apply_chat_template(marked, tokenize=False, **how)
+            text = self.write(marked, **how)
         except Exception as e:  # a template is a program, which may raise anything
             raise BadInput(f"the chat template of {self.path} refuses the messages: "
                            f"{first_line(e)[:300]}") from e
@@ -269,11 +296,37 @@ def joined(prompt, completion):
     return [*prompt, *completion]
 
 
+@functools.cache
+def fixed_clock(day):
+    """
+    The macro strftime_now(format), in Jinja, of a template for which it is always midnight of this
+    day. transformers' own reads the clock, and takes no other function from outside.
+    """
+    now, codes = datetime.datetime.fromisoformat(day), {}
+    for letter in "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZf":
+        seconds = now.replace(tzinfo=datetime.UTC).timestamp()  # on all hosts the same
+        codes |= {code: f"{seconds:.0f}" if letter == "s" else now.strftime(code)
+                  for code in (f"%{letter}", f"%-{letter}")}
+    parts = [("%%", "\0"), *codes.items(), ("\0", "%")]
+    text = "".join(f" | replace({code!r}, {written!r})" for code, written in parts)
+    # the template's own blanks stay: Jinja takes one line break behind a block away, which is ours
+    return f"{{% macro strftime_now(format) %}}{{{{ format{text} }}}}{{% endmacro %}}\n"
+
+
 def parse_template_kwargs(text):
-    """{name: value} of the key template_kwargs, written like the arguments of a call in Python."""
+    """
+    {name: value} of the key template_kwargs, written like the arguments of a call in Python. Raises
+    BadInput.
+    """
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+        kwargs = {x.arg: ast.literal_eval(x.value) for x in call.keywords}
     except (ValueError, SyntaxError) as e:
         raise BadInput(f"template_kwargs = {shorten(text)}: wanted Python values, such as "
                        "enable_thinking=False,language='en'") from e
+    day = kwargs.get("strftime_now", DAY)
+    with contextlib.suppress(TypeError, ValueError):
+        if datetime.date.fromisoformat(day).isoformat() == day:
+            return kwargs
+    raise BadInput(f"template_kwargs: strftime_now = {shorten(day)}; wanted the day that the "
+                   f"template takes for today, such as strftime_now='{DAY}'")

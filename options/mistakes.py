@@ -14,6 +14,10 @@ from collections import Counter
 from configurator import unknown
 from errors import BadInput, first_line, say, shorten
 
+# keys that decide, beside the rows and the tokenizer, which token ids a run reads
+READ_BY = ("fields", "too_long", "max_prompt_tokens", "max_tokens", "chat_template",
+           "template_kwargs", "system_prompt", "environment", "tools")
+
 
 def nearest(path):
     """
@@ -32,6 +36,23 @@ def nearest_or_maker(path):
     """nearest, or how to make the path, where a prepare.py lies beside it; or ""."""
     maker = os.path.join(os.path.dirname(path), "prepare.py")
     return nearest(path) or f"; type: python {maker}" * os.path.isfile(maker)
+
+
+def another_run(out_dir, key, before, config):
+    """
+    Of an out_dir whose run, with the config `before`, has another value of this key than the
+    config. Of token_ids, a hash, it names what these come from, and which keys of it differ.
+    """
+    end = "put it back, or choose another --out_dir"
+    if key != "token_ids":
+        return BadInput(f"{out_dir} holds a run of {before['script']} with {key} = "
+                        f"{before.get(key)!r}, not {config.get(key)!r}; {end}")
+    others = [f"{name} = {before.get(name)!r}, not {config[name]!r}" for name in READ_BY
+              if name in config and before.get(name) != config[name]]
+    found = f"it has {', '.join(others)}" if others else "all keys are the same, so a file is not"
+    return BadInput(f"{out_dir} holds a run of other token ids (token_ids in its config.json): the "
+                    "rows have changed, the tokenizer, its chat template, template_kwargs or such "
+                    f"a key; {found}; {end}")
 
 
 # --------------------------------------------------------------------------------------------------

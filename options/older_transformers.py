@@ -8,14 +8,15 @@ import re
 BEGIN, END = "\U000f0000", "\U000f0001"  # around text that must stay text; no text has them
 
 
-def encode_chat(hf, messages, specials, **how):
+def encode_chat(hf, messages, specials, write, **how):
     """
     The ids of hf.apply_chat_template(messages, sanitize_control_tokens=True) in transformers
-    5.23. specials: the special tokens. how: its other arguments, those of the template included.
+    5.23. specials: the special tokens. write(messages, **how): the text in the chat template. how:
+    its other arguments, those of the template included.
     """
     names = "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)"
     messages, how = (mark(x, re.compile(names)) for x in (messages, how))
-    text = hf.apply_chat_template(messages, tokenize=False, **how)
+    text = write(messages, **how)
     # the template's text, a marked text, the template's text, ...; None: a mark without the other
     # one, because the template has cut the marked text
     first, *pieces = re.split(f"{BEGIN}({names}){END}|[{BEGIN}{END}]", text)

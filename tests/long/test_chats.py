@@ -3,6 +3,7 @@ Chats and texts in the tokenizers of models_of_the_world.py: messages become the
 transformers' apply_chat_template, and of them SFT learns what the assistant says, exactly, or the
 row is refused; text that spells a special token stays text; ends of responses, and stop strings.
 """
+import datetime
 import inspect
 import random
 import re
@@ -14,6 +15,7 @@ from unicodedata import normalize
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import chat_template_utils
 
 import models_of_the_world as others
 import tiny
@@ -41,6 +43,22 @@ def folders(tmp_path_factory):
 def ours(folders):
     """A function: name, and keys -> our Tokenizer."""
     return lambda name, **keys: load_tokenizer(folders[name], keys_of_system(**keys))
+
+
+def clock_of(monkeypatch, *day):
+    """transformers' own clock, which its strftime_now reads, stands at this time."""
+    class Stopped(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(*day)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Stopped)
+
+
+@pytest.fixture(autouse=True)
+def day(monkeypatch):
+    """For transformers it is the day that templates see here."""
+    clock_of(monkeypatch, 2024, 7, 26)
 
 
 def spans(tokenizer, ids, trained):
@@ -216,6 +234,43 @@ def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):
     assert "Today Date: 1 May, 1999\n" in dated.decode(dated.encode_prompts([[user("a")]])[0])
 
 
+# how templates write the date: an expression; is it the date of today?
+DATES = ["strftime_now('%d %b %Y')", "strftime_now(format='%Y-%m-%d')",
+         "strftime_now('%-d.%-m.%y')",
+         "strftime_now('%A, %B %d, %Y, %H:%M:%S %p %j %U %%d%%%%')", "strftime_now('%Y') | int + 1",
+         "date_string if date_string is defined else strftime_now('%D')", "day('%F') | upper",
+         "strftime_now('') if strftime_now is defined else 'none'", "strftime_now('%I%M%f %G %V')"]
+
+
+@pytest.mark.parametrize("date", DATES)
+def test_no_template_reads_the_clock(ours, tmp_path, monkeypatch, capsys, date):
+    """
+    Ids are those of transformers on 26 July 2024, or on the day that is typed, whatever day it is,
+    and a line says so; what is saved has the publisher's template.
+    """
+    template = ("\n  {% macro day(f) %}{{ strftime_now(f) }}{% endmacro %}\n{{ " + date + " }}\n"
+                + HEAD + TURN + ASK)
+    file = tiny.write(tmp_path / "t.jinja", template)
+    chat = [user("a"), assistant("b"), user("c")]
+    for typed, day in (("", (2024, 7, 26)), ("strftime_now='2031-01-05'", (2031, 1, 5))):
+        clock_of(monkeypatch, *day)
+        wanted = ours("qwen2.5").hf.apply_chat_template(
+            chat, chat_template=template, return_dict=False, add_generation_prompt=True)
+        found = []
+        for now in ((2026, 11, 29, 23, 59, 59, 7), (2027, 3, 1)):
+            clock_of(monkeypatch, *now)
+            capsys.readouterr()
+            t = ours("qwen2.5", chat_template=file, template_kwargs=typed)
+            assert ("strftime_now=" in capsys.readouterr().out) == ("''" not in date)
+            found += t.encode_prompts([chat])
+        assert found == [wanted, wanted], (typed, t.hf.decode(found[0]), t.hf.decode(wanted))
+    t.save(str(tmp_path / "saved"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template
+    for odd in ("'today'", "5", "'2025-02-30'", "None"):
+        with pytest.raises(BadInput, match="strftime_now"):
+            ours("qwen2.5", template_kwargs=f"strftime_now={odd}")
+
+
 # strings and special tokens
 
 BEHIND = [("1+2=", "3"), ("def f():\n", "    return 1"), ("a ", "b"), ("a", "\n\n b"),
@@ -289,7 +344,8 @@ def test_older_transformers_write_the_same_ids(name, folders):
     bare = [i for i in ids_of([user("o?"), assistant("o"), user("o")]) if i in specials.values()]
     for text in ("", " a  b", "no <|im_end|", *specials, *(f"a {x}{x} b\n" for x in specials)):
         chat = [user(f"{text}?"), assistant(text or "x"), user(text or "y")]
-        got = encode_chat(hf, chat, specials, add_generation_prompt=True)
+        got = encode_chat(hf, chat, specials, partial(hf.apply_chat_template, tokenize=False),
+                          add_generation_prompt=True)
         assert not sanitizes or got == ids_of(chat, sanitize_control_tokens=True)
         assert [i for i in got if i in specials.values()] == bare, text
 

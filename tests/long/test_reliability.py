@@ -57,17 +57,24 @@ def once(iteration, action):
 
 
 def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
-    """Other keys on one rank; a folder that only rank 0 sees."""
+    """Other keys on one rank; a folder that only rank 0 sees, also if there is an older run."""
     keys = keys_of(world, "ppo.py")
     result = run("ppo.py", tmp_path / "keys", keys, ranks=2,
                  before=lambda rank: sys.argv.extend(["--kl_coef=0.4"] * rank))
     assert_one_line(result, "ppo.py", "on rank 1", "other settings")
     assert not os.path.exists(tmp_path / "keys" / "out")
-    os.makedirs(there := tmp_path / "disk" / "there")
-    disk = run("ppo.py", tmp_path / "disk", keys, ranks=2, before=patched(
-        "run", "open_folder", once(0, lambda: os.chdir(there)), rank=1))
-    assert_one_line(disk, "ppo.py", "on rank 1", "does not see", "out_dir 'out'")
-    assert not os.listdir(there)
+    for older, zero in ((False, ""), (True, ""), (True, "2"), (True, "policy=3,value=1")):
+        folder = tmp_path / f"disk {older} {zero}"
+        os.makedirs(there := folder / "there")
+        if older:  # each machine has a whole run, and a checkpoint, of its own
+            for seed, its in enumerate((folder, there)):
+                well("ppo.py", its, keys | dict(max_iters=2, learning_rate=0.1 ** (seed + 1)))
+        before = {d: sorted(os.listdir(d)) for d in (there, there / "out") if d.exists()}
+        disk = run("ppo.py", folder, keys | dict(zero_stage=zero), ranks=2, before=patched(
+            "run", "open_folder", once(0, lambda: os.chdir(there)), rank=1))
+        assert_one_line(disk, "ppo.py", "on rank 1", "does not see", "out_dir 'out'")
+        assert before == {d: sorted(os.listdir(d)) for d in before}
+        assert not glob.glob(f"{folder}/out/.new-*")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

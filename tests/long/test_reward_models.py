@@ -37,7 +37,8 @@ def texts_of(tokenizer):
     or prompt, completion and EOS.
     """
     if tokenizer.chat_template:
-        return [tokenizer.apply_chat_template(row["prompt"] + row[field], tokenize=False)
+        return [tokenizer.apply_chat_template(row["prompt"] + row[field], tokenize=False,
+                                              date_string="26 Jul 2024")
                 for row in CHATS for field in ("chosen", "rejected")]
     return [row["prompt"] + row[field] + tokenizer.eos_token for row in PAIRS
             for field in ("chosen", "rejected")]
