@@ -40,7 +40,7 @@ import torch
 
 import parallel
 import ranks
-from errors import BadInput, say
+from errors import BadInput
 from groups import (flat_groups, group_advantages, gspo_log_ratio, summarize_groups,
                     token_weights)
 from load import autocast, load_policy, load_ref_policy, load_reward_model
@@ -360,8 +360,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
             norms = run.step(gradients, dict(policy=lr), grad_clip)
             steps += bool(norms)  # none, where a float16 gradient has overflowed
     if not learns.any():
-        say(f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups "
-            f"have equal scores, {int((~counted.any(1)).sum())} responses are masked")
+        run.notes += [
+            f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups "
+            f"have equal scores, {int((~counted.any(1)).sum())} responses are masked"]
         read(batch, readers, minibatches(iteration))  # COLLECTIVE
         sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
 
@@ -385,4 +386,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE
+run.finish("tools/sample.py", policy_path=f"{out_dir}/policy")  # COLLECTIVE

@@ -360,4 +360,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
 value_model.hf.score.weight.data *= run.state.get("value_unit", 1.0)  # saved, it counts in scores
-run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE
+run.finish("tools/sample.py", policy_path=f"{out_dir}/policy")  # COLLECTIVE

@@ -115,8 +115,10 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
         from options.environment import environment_of
 
         environment_of(system, tokenizer)
-    limit = min(model.max_positions for model in models.values()) - max_new_tokens
-    key = "max_prompt_tokens" if 0 < system.max_prompt_tokens < limit else "max_new_tokens"
+    context = min(model.max_positions for model in models.values())
+    limit = context - max_new_tokens
+    key = "max_prompt_tokens" if 0 < system.max_prompt_tokens < limit else (
+        f"max_new_tokens={max_new_tokens} in a context of {context}")
     limit = min(limit, system.max_prompt_tokens or limit)
     if tokenizer.chats:
         tokenizer.chats.check_kinds(rows, path)
@@ -230,10 +232,15 @@ def run_length(max_iters, epochs, n, batch_size):
     return math.ceil(round(epochs * n / batch_size, 6)) if epochs else max_iters
 
 
+def say_length(what, rows, steps, max_iters, batch_size):
+    """Say how often a run takes its rows."""
+    say(f"{what}: {len(rows)}; {steps} of {batch_size}: {max_iters}; epochs: "
+        f"{max_iters * batch_size / len(rows):.4g}")
+
+
 def say_prompts(train_rows, eval_rows, per_iteration, max_iters):
     """Say how often a run takes its prompts, and how many of the held-out ones are among them."""
-    say(f"{len(train_rows)} prompts; {max_iters} iterations of {per_iteration} are "
-        f"{max_iters * per_iteration / len(train_rows):.3g} epochs")
+    say_length("prompts", train_rows, "iterations", max_iters, per_iteration)
     known = {bytes(ids) for ids in train_rows.ids}
     both = sum(bytes(ids) in known for ids in eval_rows.ids)
     if both:

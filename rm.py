@@ -27,7 +27,7 @@ from load import autocast, load
 from loss import learning_rate_at
 from model import no_grad_forwards
 from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
-                     right_pad, run_length, spread)
+                     right_pad, run_length, say_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -155,8 +155,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "init_from", "train_path", "teacher"],
     token_ids=hash_of_ids(train_rows))
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
-say(f"{len(train_rows)} {'pairs' if k == 2 else 'responses'}; {max_iters} steps of {batch_size} "
-    f"are {max_iters * batch_size / len(train_rows):.1f} epochs")
+say_length("pairs" if k == 2 else "responses", train_rows, "steps", max_iters, batch_size)
 
 # -------------------------------------------------------------------------------------------------
 # the loss of a pair, and how far to trust its probabilities
@@ -341,4 +340,9 @@ mean = all_scores(demonstrations, reward_model).mean().item()  # COLLECTIVE
 reward_model.score_shift = -mean
 what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
-run.finish(f"ppo.py with --reward_path={out_dir}/reward_model")  # COLLECTIVE
+# ppo.py on the same prompts; its longest responses are of 53 tokens, if so many fit
+more = {key: config[key] for key in ("fields", "chat_template", "system_prompt") if config[key]}
+room = reward_model.max_positions - max(len(ids) for pair in train_rows.ids for ids in pair)
+run.finish(  # COLLECTIVE
+    "ppo.py", policy_path=init_from, reward_path=f"{out_dir}/reward_model",
+    prompts_path=train_path, **more, **dict(max_new_tokens=max(room, 1)) if room < 53 else {})

@@ -8,7 +8,7 @@ the optimizers, the log, and at the end the trained models.
     for iteration in run.iterations():                  COLLECTIVE: audits, saves, stops between two
         ...
         run.log(record, ...)                            COLLECTIVE
-    run.finish("what to do next")                       COLLECTIVE: saves the trained models
+    run.finish(program, its keys)                       COLLECTIVE: saves the trained models
 
 It knows no key of a script: it gets values. The configuration is stored, and compared when a run
 resumes.
@@ -68,6 +68,7 @@ class Run:
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers = models, optimizers
         self.kept, self.ema, self.record = {}, None, {}
+        self.notes = []  # what is said behind the iteration's line
         if ema_decay > 0:
             from options.ema import MovingAverage
 
@@ -179,8 +180,11 @@ class Run:
             raise Stop(f"{e}. The run is saved before iteration {self.iteration}: the same command "
                        "goes on from there") from e
 
-    def finish(self, next_step):
-        """A collective: save the trained models, and leave together with the other ranks."""
+    def finish(self, program, **keys):
+        """
+        A collective: save the trained models, say the command that is mostly next, a program with
+        its keys, and leave together with the other ranks.
+        """
         for name, model in self.trained.items():
             save_final(self.out_dir, name, model, self.system.save_dtype)  # COLLECTIVE
         if self.ema:
@@ -188,8 +192,11 @@ class Run:
         write_cards(self.out_dir, self.record)  # COLLECTIVE
         if self.state["broken"]:
             say(f"warning: {self.state['broken']}")
-        next_step = next_step.replace(self.out_dir, shlex.quote(self.out_dir))
-        say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {next_step}")
+        if self.system.environment or self.system.tools:
+            keys["trust_code"] = True
+        command = ["python", os.path.relpath(os.path.join(os.path.dirname(__file__), program))]
+        command = shlex.join(command + [f"--{key}={value}" for key, value in keys.items()])
+        say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {command}")
         self.leave()  # COLLECTIVE
 
     def leave(self):
@@ -222,8 +229,9 @@ class Run:
         worst = self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
         if worst > self.warn_above:
             self.warn_above = 2 * worst  # one that grows is said again
-            say(f"warning: in {dtype} the sampler's log-probs differ from the policy's by "
-                f"{worst:.2g} nats a token; --importance_cap=2 corrects for it")
+            self.notes += [
+                f"warning: in {dtype} the sampler's log-probs differ from the policy's by "
+                f"{worst:.2g} nats a token; --importance_cap=2 corrects for it"]
         return worst
 
     def ratio_gap(self, gaps, sums, to_older):
@@ -269,7 +277,7 @@ class Run:
         if self.system.dtype == "float16":
             from options.sixteen_bits import overflowed
 
-            if overflowed(self.state, good, self.iteration):
+            if overflowed(self, good):
                 return {}
         if not good:
             name = next(name for name, norm in norms.items() if not math.isfinite(norm))
@@ -346,11 +354,6 @@ class Run:
             self.state.setdefault("finished", finished)  # of the first iteration
             taught = (finished, record.get("objective/scored", 1.0),
                       1 - record.get("objective/flat_groups", 0.0))  # shares of the batch
-            if min(taught) <= 2 / 3 or self.state["broken"]:
-                with contextlib.suppress(ImportError):  # a fork may do without
-                    from options.alarms import say_what_is_wrong
-
-                    say_what_is_wrong(record, self.state, self.iteration)
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
@@ -367,7 +370,14 @@ class Run:
         if tokens and (self.iteration % every == 0 or self.iteration + 1 == self.max_iters):
             done = self.iteration + 1
             left = (time.time() - self.began) / (done - self.start) * (self.max_iters - done)
-            say(iteration_line(record, done, self.max_iters, left / 60))
+            self.notes.insert(0, iteration_line(record, self.max_iters, left / 60))
+        while self.notes:
+            say(self.notes.pop(0))
+        if batch and (min(taught) <= 2 / 3 or self.state["broken"]):
+            with contextlib.suppress(ImportError):  # a fork may do without
+                from options.alarms import say_what_is_wrong
+
+                say_what_is_wrong(record, self.state, self.iteration)
 
 
 def as_number(name, x):
@@ -395,21 +405,28 @@ COLUMNS = {
 }
 
 
-def iteration_line(record, done, max_iters, minutes):
+def iteration_line(record, max_iters, minutes):
     """The line of an iteration: the first COLUMNS of its record that fit, and the time left."""
-    columns = [f"{name} {record[metric]:{form}}"
+    columns = [f"{name} {short(record[metric], form)}"
                for name, (metric, form) in COLUMNS.items() if metric in record]
-    first, last = f"iter {done}/{max_iters}", f"{minutes:.1f} min left"
+    first, last = f"iter {record['iteration']} of {max_iters}", f"{minutes:.1f} min left"
     while len(line := "  ".join([first, *columns, last])) > 80 and columns:
         columns.pop()
     return line
 
 
+def short(x, form):
+    """A number in this form; a huge one as 2.7e+21."""
+    return f"{x:{form if abs(x) < 1e6 else '.2g'}}"
+
+
 def evaluation_lines(iteration, record, samples):
     """The lines of an evaluation: its figures, and two of its samples, each time two others."""
-    # totals; those by source are in the log. \xa0: a blank at which no line breaks
-    figures = [f"{name[5:]}\xa0{x:z.{3 if abs(x) < 1 else 2}f}" for name, x in record.items()
-               if re.fullmatch("eval/(reward/)?[^/]+", name)]
+    # totals, those by source are in the log; `thinks` of a policy that does not think says
+    # nothing. \xa0: a blank at which no line breaks
+    figures = [f"{name[5:]}\xa0{short(x, f'z.{3 if abs(x) < 1 else 2}f')}"
+               for name, x in record.items()
+               if re.fullmatch("eval/(reward/)?[^/]+", name) and (x or name != "eval/thinks")]
     lines = [textwrap.fill(
         "  ".join(figures), 100, initial_indent=f"eval {iteration}: ", subsequent_indent="    ",
         break_long_words=False, break_on_hyphens=False).replace("\xa0", " ")]

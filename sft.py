@@ -22,7 +22,7 @@ from load import autocast, auto_class, dtypes, load
 from loss import learning_rate_at
 from model import Model, no_grad_forwards
 from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
-                     right_pad, run_length, spread)
+                     right_pad, run_length, say_length, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 
@@ -126,8 +126,7 @@ run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, dict(policy=policy), dict(policy=optimizer),
     must_match=["seed", "batch_size", "init_from", "train_path"], token_ids=hash_of_ids(train_rows))
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
-say(f"{len(train_rows)} demonstrations; {max_iters} steps of {batch_size} are "
-    f"{max_iters * batch_size / len(train_rows):.1f} epochs")
+say_length("demonstrations", train_rows, "steps", max_iters, batch_size)
 
 
 def my_micro_batches(examples):
@@ -199,4 +198,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     record |= {"policy/grad_norm": norms.get("policy", 0.0), "policy/lr": lr}
     run.log(record, tokens=sum(len(ids) for ids, _ in examples), every=20)  # COLLECTIVE
 
-run.finish(f"python tools/sample.py --policy_path={out_dir}/policy")  # COLLECTIVE
+run.finish("tools/sample.py", policy_path=f"{out_dir}/policy")  # COLLECTIVE

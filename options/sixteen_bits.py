@@ -9,7 +9,7 @@ import copy
 import torch
 import torch.nn as nn
 
-from errors import BadInput, say
+from errors import BadInput
 
 GROWTH, MOST = 200, 20  # steps until the scale doubles; so many overflows in a row are an error
 
@@ -61,11 +61,12 @@ def rounded_copy(policy, dtype):
     return decoder
 
 
-def overflowed(state, good, iteration):
+def overflowed(run, good):
     """
     Set the scale of the next step in the state of a run. good: this step's gradients are finite.
     Returns whether the step is to be skipped: it has overflowed, and not too often in a row.
     """
+    state = run.state
     # clean: steps in a row without an overflow; below 0, with one
     clean = state["clean_steps"]
     clean = max(clean, 0) + 1 if good else min(clean, 0) - 1
@@ -73,5 +74,5 @@ def overflowed(state, good, iteration):
     state |= dict(clean_steps=clean, loss_scale=min(state["loss_scale"] * factor, 2.0**24))
     if good or clean <= -MOST:
         return False
-    say(f"iteration {iteration}: a float16 gradient overflowed; step skipped")
+    run.notes.append(f"iteration {run.iteration}: a float16 gradient overflowed; step skipped")
     return True

@@ -12,8 +12,7 @@ def fit(rows, encoded, path, limit, too_long, cut, length, key):
     than `limit` tokens, or none. The others are taken out of the Rows. See prompts.encode_rows.
     """
     if limit < 1:
-        raise BadInput(f"{path}: the key {key} leaves no room for a row in the models' smallest "
-                       "context; lower it")
+        raise BadInput(f"{path}: no room for a row is left by the key {key}; lower it")
     lengths = [length(ids) for ids in encoded]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":

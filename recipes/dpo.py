@@ -34,7 +34,7 @@ from load import autocast, load_policy, load_ref_policy
 from loss import gap, learning_rate_at
 from model import in_rows, no_grad_forwards
 from prompts import (batch_rows, deal_rows, dialogue, encode_learned, encode_rows, hash_of_ids,
-                     read_rows, right_pad, run_length, spread)
+                     read_rows, right_pad, run_length, say_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -122,8 +122,7 @@ run = Run(  # COLLECTIVE
     must_match=["seed", "batch_size", "policy_path", "train_path", "beta"],
     token_ids=hash_of_ids(train_rows))
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
-say(f"{len(train_rows)} pairs; {max_iters} steps of {batch_size} are "
-    f"{max_iters * batch_size / len(train_rows):.1f} epochs")
+say_length("pairs", train_rows, "steps", max_iters, batch_size)
 
 # -------------------------------------------------------------------------------------------------
 # log-probs, rewards and evaluation
@@ -235,4 +234,4 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     tokens = sum(len(ids) for pair in batch for ids, _ in pair)
     run.log(record, tokens=tokens, every=10)  # COLLECTIVE
 
-run.finish(f"python tools/eval.py --policies={out_dir}/policy")  # COLLECTIVE
+run.finish("tools/eval.py", policies=f"{out_dir}/policy")  # COLLECTIVE

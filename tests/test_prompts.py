@@ -34,7 +34,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted(capsys, held_out, both
         rows[-1].ids = [array("i", ids) for ids in all_ids]
     say_prompts(*rows, 4, 3)
     said = capsys.readouterr().out
-    assert said.startswith("3 prompts") and "4 epochs" in said
+    assert said.startswith("prompts: 3; ") and "epochs: 4\n" in said
     assert f"{both} of {len(held_out)} " in said if both else "warning" not in said
 
 

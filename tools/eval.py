@@ -33,10 +33,10 @@ from grading.answers import final_answer, same_answer, whole_responses  # noqa: 
 from load import load, load_reward_model  # noqa: E402
 from options.hub import check_name  # noqa: E402
 from options.mistakes import check_folder  # noqa: E402
-from prompts import spread  # noqa: E402
+from prompts import prompt_row, read_rows, spread  # noqa: E402
 from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch, texts_of  # noqa: E402
-from tools.runs import ASKED, JUDGED, as_in_run, estimate, split_paths  # noqa: E402
+from tools.runs import ASKED, JUDGED, as_in_run, estimate, room_behind, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 policies = "out/arithmetic_ppo/policy"  # folders or hub names, separated by commas
@@ -45,7 +45,7 @@ limit = 0  # how many prompts, from all over the file, 0 = all [>= 0]
 out = "out/eval"  # OUT.json and OUT.jsonl are written, and replaced if they are there
 # sampling
 samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000]
-max_new_tokens = 48  # longest response [1..1000000]
+max_new_tokens = 0  # longest response, 0 = 48, or what the context leaves [0..1000000]
 temperature = 1.0  # of the samples [> 0]
 batch_size = 256  # responses at once, over all ranks [1..1000000]
 seed = 1  # decides the samples [>= 0]
@@ -83,6 +83,9 @@ for policy_name, path in paths.items():
         if reward_model is None:
             reward_model = load_reward_model(reward_path, policy, system, device)
         models["reward_model"] = reward_model
+    if not max_new_tokens and prompts_path:  # all are judged alike, by what the first one can do
+        prompts = read_rows(prompts_path, prompt_row, system.fields)
+        max_new_tokens = config["max_new_tokens"] = room_behind(prompts, models)
     rows = read_prompts(prompts_path, terms, models, max_new_tokens, system)
     if not rows:
         raise BadInput("prompts_path is empty; type --prompts_path=FILE")

@@ -128,8 +128,14 @@ SAMPLES = {"scores in the order of the lengths, not of the texts": of_other_rows
 # what a run itself says, in 80 columns
 
 def test_lines_fit_and_samples_are_questions_with_their_answers():
-    line = iteration_line({metric: 98765.4 for metric, _ in COLUMNS.values()}, 1953, 1953, 5000.0)
-    assert len(line) <= 80 and line.startswith("iter 1953/1953  score") and "left" in line
+    record = {metric: 98765.4 for metric, _ in COLUMNS.values()} | {"iteration": 1952}
+    line = iteration_line(record, 1953, 5000.0)
+    assert len(line) <= 80 and line.startswith("iter 1952 of 1953  score") and "left" in line
+    huge = {"objective/scores": -2674999974444509691904.0, "objective/kl": 1.5, "iteration": 0}
+    assert "  score -2.7e+21  kl 1.50  " in iteration_line(huge, 2, 0.0)
+    figures = {"eval/scores": 1e30, "eval/thinks": 0.0, "eval/accuracy": 0.0}
+    assert evaluation_lines(0, figures, []) == "eval 0: scores 1e+30  accuracy 0.000"
+    assert evaluation_lines(0, {"eval/thinks": 0.01}, []) == "eval 0: thinks 0.010"
     for prompt, text, finished, asked, shown in (
             ([dict(role="user", content="Is 3\n\n even?")], " no\n", True, "> Is 3 even?", "no"),
             ("\x1b[2J", "", True, r"> \x1b[2J", "[empty]"),

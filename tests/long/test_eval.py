@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -280,6 +281,39 @@ def test_samples_with_scores(world, trained, tmp_path):
     result = tool("sample", tmp_path, dict(
         policy_path=f"{trained}/policy", prompt="dddd", trust_code=True))
     assert result.codes == [0] and "[user: x]" in result.out[0], result
+
+
+def test_what_is_next_works_when_it_is_typed(world, tmp_path):
+    """As it stands, of a model with a small context, too; and in a folder with a blank."""
+    chats = [dict(ask="a", good="b", bad="ccccc")] * 4
+    scratch = dict(init_from="scratch", context=9, tokenizer_path=world.policy, max_iters=1,
+                   train_path=jsonl(tmp_path / "sft.jsonl", [dict(prompt="1+", completion="3")]))
+    small = f"{tmp_path}/small out/policy"
+    for number, (script, keys, first, more) in enumerate([
+            ("sft.py", scratch | dict(out_dir="../small out"), "", dict(prompt="12345")),
+            ("grpo.py", keys_of(world, "grpo.py", environment=f"{world.rules}:talks", max_iters=1,
+                                max_new_tokens=9), "", dict(prompt="a")),
+            ("rm.py", dict(init_from=small, train_path=jsonl(tmp_path / "p.jsonl", chats),
+                           max_iters=1, batch_size=4, fields="ask>prompt,good>chosen,bad>rejected"),
+             "--max_new_tokens=2", dict(batch_size=2, max_iters=1)),
+            ("rm.py", keys_of(world, "rm.py", max_iters=1), "", dict(
+                batch_size=2, max_iters=1, dtype="float64"))]):
+        folder = tmp_path / str(number)
+        done = Started(script, typed(dict(out_dir="out", device_type="cpu") | keys), folder).wait()
+        assert done.codes == [0], done
+        python, program, *argv = shlex.split(done.out[0].splitlines()[-1].partition("next: ")[2])
+        assert python == "python" and first in " ".join(argv)
+        program = os.path.normpath(os.path.join(folder, program))
+        result = Started(program, [*argv, *typed(more)], folder).wait()
+        assert result.codes == [0], (program, argv, result)
+        if script == "sft.py":
+            assert "max_new_tokens=4:" in result.out[0]  # 9 - 5
+            result = tool("eval", folder, dict(
+                policies=small, prompts_path=world.rl_val, device_type="cpu", out="e"))
+            longest = max(len(row["prompt"].encode()) for row in world.rows["rl_val"])
+            assert result.codes == [0] and f"max_new_tokens={9 - longest}:" in result.out[0], result
+            result = tool("sample", folder, dict(policy_path=small, prompt="1" * 9))
+            assert_one_line(result, "sample.py", "max_new_tokens=48 in a context of 9")
 
 
 def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
