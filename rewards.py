@@ -122,16 +122,20 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
     part |= dict(max_new_tokens=longest, limits=dict(timeout=system.code_seconds))
     like, columns = batch["sampler_logprobs"], {}
-    rules = {name: function for _, name, function in terms if function}
+    rules = {rule: [f"reward/{name}"] for _, name, rule in terms if rule}  # {a rule: its columns}
+    if any(row.get("answer") is not None for row in rows):  # of the data: in each batch the same
+        from grading.answers import accuracy, thinks
+
+        rules |= {rule: rules.get(rule, []) + [rule.__name__] for rule in (accuracy, thinks)}
     end = time.monotonic() + system.reward_timeout  # of all rules together
     with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all before they wait
-        for name, rule in rules.items():
+        for rule, names in rules.items():
             part["seconds"] = max(end - time.monotonic(), 0)
             try:
                 scores = rule(part) if len(share) else []
             except Exception as e:  # a rule raises anything
-                raise failure(name, e) from e
-            columns[f"reward/{name}"] = torch.as_tensor(scores, dtype=torch.float64).to(like)
+                raise failure(names[0].removeprefix("reward/"), e) from e
+            columns |= dict.fromkeys(names, torch.as_tensor(scores, dtype=torch.float64).to(like))
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
             reward_model, part, B, micro_batch_size, system, device).to(like)
@@ -139,10 +143,6 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         from options.judging import judge_scores
 
         columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(like)
-    if any(row.get("answer") is not None for row in rows):  # of the data: in each batch the same
-        from grading.answers import accuracy, thinks
-
-        columns |= dict(accuracy=accuracy(part).to(device), thinks=thinks(part).to(device))
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
     add_scores(batch, terms)
 

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from errors import BadInput
+from errors import BadInput, Stop
+from grading import answers
 from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
 from rewards import (add_scores, alike_for_equal_texts, center_scores, check_rows, last_real,
-                     reward_terms, score_sequences)
+                     reward_terms, score_batch, score_sequences)
 from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
 
 NAN = float("nan")
@@ -188,6 +189,27 @@ def test_pairs_of_marks():
 def test_thoughts_that_the_prompt_has_begun(prompt, found):
     """Only at its end: they are the response's beginning."""
     assert whole_responses(batch_of(["5"]) | dict(prompts=[prompt])) == [found]
+
+
+def test_accuracy_is_computed_once_and_fails_as_a_reward(monkeypatch):
+    """Whether it is a reward or only logged: with the rules, so that a failure is all ranks'."""
+    asked, same_answer = [], answers.same_answer
+    monkeypatch.setattr(answers, "same_answer", lambda *pair: asked.append(1) or same_answer(*pair))
+    monkeypatch.setattr("rewards.texts_of", lambda *_: batch_of(["5", "<think></think>6"], "5"))
+    zeros = torch.zeros(2, 3)
+    sampled = dict(tokens=zeros, begins=torch.tensor([1, 1]), sampler_logprobs=zeros)
+    rows, policy = [dict(answer="5")], SimpleNamespace(tokenizer=None)
+    for spec in "accuracy", "thinks", "-2*thinks,accuracy":
+        batch = dict(sampled)
+        score_batch(batch, rows, reward_terms(spec), policy, None, 1, keys_of_system(), "cpu")
+        assert batch["accuracy"].tolist() == [1, 0] and batch["thinks"].tolist() == [0, 1]
+        assert spec == "thinks" or batch["reward/accuracy"].tolist() == [1, 0]
+    assert len(asked) == 3 * 2
+    monkeypatch.setattr(answers, "same_answer", lambda *_: 1 / 0)
+    for spec in "accuracy", "thinks":
+        with pytest.raises(Stop, match="'accuracy' failed .*ZeroDivision"):
+            score_batch(dict(sampled), rows, reward_terms(spec), policy, None, 1, keys_of_system(),
+                        "cpu")
 
 
 def test_data_of_which_some_rows_have_answers(world, tmp_path):
