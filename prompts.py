@@ -68,12 +68,12 @@ def read_rows(path, shape, fields=""):
 
 
 def prompt_row(row):
-    """A row with a prompt to answer, its answer as text; other fields as they are, for rewards."""
+    """A row with a prompt to answer; all other fields as they are, for rewards."""
     row = row | {"prompt": text_or_messages(row, "prompt")}
     answer = row.get("answer")
-    if isinstance(answer, int) or isinstance(answer, float) and math.isfinite(answer):
-        row["answer"] = repr(answer).removesuffix(".0")
-    elif answer is not None and (not isinstance(answer, str) or re.search(NO_UTF8, answer)):
+    finite = not isinstance(answer, float) or math.isfinite(answer)
+    if not isinstance(answer, str | float | int | None) or not finite or re.search(
+            NO_UTF8, str(answer)):
         raise BadInput(f"field 'answer' must be UTF-8 text or a number, found {shorten(answer)}")
     return row
 

@@ -53,7 +53,7 @@ def check_answers(rows, path, reward="accuracy"):
     """Raise BadInput where a row has no answer, or one that no response could equal."""
     need_field("answer", reward, rows, path)
     for number, row in enumerate(rows, 1):
-        if not same_answer(*[final_answer(row["answer"], lines=0)] * 2):
+        if not same_answer(*[final_answer(answer_text(row["answer"]), lines=0)] * 2):
             raise BadInput(f"{path}, row {number}: no response could equal the answer "
                            f"{shorten(row['answer'])}; correct the row, or leave it out")
 
@@ -125,12 +125,17 @@ def say_unknown_marks(tokenizer):
             f"{tokenizer.path}; if these are marks of thoughts, add them to grading/marks.py")
 
 
+def answer_text(answer):
+    """A row's `answer`, which may be a number, as text: 72.0 is "72"."""
+    return answer if isinstance(answer, str) else repr(answer).removesuffix(".0")
+
+
 def answers_of(response, answer):
     """
     (the final answer of a response, that of a row's `answer`), to be compared. Without marks the
     row's is all of its text, and the response's has as many lines.
     """
-    truth = final_answer(answer, lines=0)
+    truth = final_answer(answer_text(answer), lines=0)
     return final_answer(response, len(lines_of(truth))), truth
 
 

@@ -39,7 +39,7 @@ def math_answer(batch):
     `answer`, as for accuracy or by algebra; else 0.0. Algebra has 4/5 of batch["seconds"]; answers
     that are not compared then score 0, and a printed line says so.
     """
-    pairs = [answers_of(text, str(row["answer"]))
+    pairs = [answers_of(text, row["answer"])
              for text, row in zip(whole_responses(batch), batch["rows"], strict=True)]
     verdicts = {pair: verdict(*pair) for pair in pairs}
     asked = [pair for pair in verdicts if verdicts[pair] not in (True, False)]

@@ -21,6 +21,7 @@ import torch
 
 import parallel
 from errors import BadInput, say, shorten
+from grading.answers import answer_text
 from load import autocast, load
 from model import at_least_float32, no_grad_forwards
 from options.chats import joined
@@ -169,7 +170,7 @@ class Judge:
             asked = as_text(dialogues[0][:-1])
         texts = [dialogue[-1]["content"] for dialogue in dialogues]
         return self.encode_text(fill(self.text, dict(
-            prompt=asked, answer=str(row.get("answer")),
+            prompt=asked, answer=answer_text(row.get("answer")),
             **dict(zip(self.responses, texts, strict=True)))))
 
 

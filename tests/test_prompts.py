@@ -19,7 +19,7 @@ def test_rows_of_a_file(tmp_path):
                                        '{"q": {"text": "é"}, "prompt": "old"}\n')
     with pytest.raises(BadInput, match="line 1.*'q.text'"):
         read_rows(path, prompt_row, "q.text>prompt")
-    assert read_rows(path, prompt_row)[0] == dict(prompt="1+2=", answer="3", level=7)
+    assert read_rows(path, prompt_row)[0] == dict(prompt="1+2=", answer=3.0, level=7)
     path = write(tmp_path / "b.jsonl", '{"q": {"text": "é"}, "prompt": "old", "a": "x"}\n')
     assert read_rows(path, prompt_row, "q.text>prompt,a>answer") == [
         dict(prompt="é", answer="x", q=dict(text="é"))]

@@ -8,6 +8,7 @@ from errors import BadInput, Stop
 from grading import answers
 from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
+from prompts import prompt_row, read_rows
 from rewards import (add_scores, alike_for_equal_texts, center_scores, check_rows, last_real,
                      reward_terms, score_batch, score_sequences)
 from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
@@ -70,6 +71,26 @@ FORMATS = {
     0: ["", "b", "<think>a</think> \n", "<think>a", "well <think>a</think>b", "</think>a<think>b",
         "<think>a</think>b</think>c", "<think>a</think><answer> </answer>",
         "<think>a</think><answer>c</answer>d", "<answer>b</answer><think>a</think>"]}
+
+
+def test_an_answer_that_is_a_number(tmp_path):
+    """FILE.py:f gets the row's value, as with TRL; accuracy and math read its text."""
+    answers = [72, 72.0, -0.5, True, 10**20, 0]
+    path = jsonl(tmp_path / "rows.jsonl", [dict(prompt="?", answer=x) for x in [*answers, "072"]])
+    rows = read_rows(path, prompt_row)
+    assert [(type(row["answer"]), row["answer"]) for row in rows] == [
+        (type(x), x) for x in [*answers, "072"]]
+    texts = ["so\n72", "72", "-1/2", "true", "1e20", "0.0", "72"]
+    write(tmp_path / "mine.py", "def same(completions, answer, **more):\n    return [float("
+                                "text == str(x)) for text, x in zip(completions, answer)]\n")
+    batch = dict(rows=rows, completions=texts)
+    for spec, scores in (("accuracy", [1] * 7), ("math", [1] * 7), (f"{tmp_path}/mine.py:same",
+                                                                    [0] * 7)):
+        (_, _, rule), = reward_terms(spec)
+        assert list(rule(batch)) == scores, spec
+    (_, _, rule), = reward_terms(f"{tmp_path}/mine.py:same")
+    assert rule(batch | dict(completions=["72", "72.0", "-0.5", "True", "1" + "0" * 20, "0", "072"])
+                ) == [1] * 7
 
 
 def test_format_and_thinks():
