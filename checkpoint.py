@@ -28,9 +28,7 @@ import math
 import os
 import re
 import secrets
-import shlex
 import shutil
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -49,7 +47,6 @@ from parallel import alone
 FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
 LOCK_WAIT = 30  # seconds: the time in which a run that was asked to stop can save
 LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
-FINAL = "policy", "value_model", "reward_model", "ema_policy", "best_policy"  # what a run leaves
 # keys of all scripts that must be the same when a run resumes
 MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
 # all names that a run writes in out_dir, and later replaces or deletes; no others are touched
@@ -63,14 +60,15 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     A collective: create out_dir and lock it, or check that it has the same run: the same values of
     the keys must_match, the same token_ids (a hash of all that the run trains on), and the same
     weights of the models, {name: Model}, that are not in trained. Returns (folder, state) of the
-    checkpoint to resume from; folder is None if there is none. Raises BadInput.
+    checkpoint to resume from; folder is None if there is none. The state also has, if there is any,
+    "over": the run has ended, and "evaluated": see cut_logs. Raises BadInput.
     """
     frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
               if name not in trained}
     frozen |= {path: key for key, path in paths_in(config, ("judge_path", "teacher"))}
     begun = alone(lambda: begin_or_resume(  # COLLECTIVE
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
-        max_iters, frozen))
+        max_iters, frozen, list(trained)))
     # a new name, because on another disk there may be an older run of the same name
     new = os.path.join(out_dir, f".new-{parallel.from_rank(secrets.token_hex(8))}")  # COLLECTIVE
     alone(Path(new).touch)  # COLLECTIVE
@@ -82,7 +80,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     return begun
 
 
-def begin_or_resume(out_dir, config, must_match, max_iters, frozen=()):
+def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=()):
     """open_folder, on rank 0."""
     contents_of(out_dir, config)  # before anything is written
     try:
@@ -118,11 +116,17 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=()):
         if (saved.get(path) or weights) != weights:  # it would go on with another reference, say
             raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
                            f"{out_dir} began; put those back, or choose another --out_dir")
+    if folder:
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.again import compare_keys
+
+            if compare_keys(out_dir, folder, config, state, max_iters, trained):
+                return folder, state | dict(over=True)
     for name in unfinished:
         remove(os.path.join(out_dir, name))
-    cut_logs(out_dir, state["iteration"])
+    evaluated = cut_logs(out_dir, state["iteration"])
     write_json(os.path.join(out_dir, "config.json"), config)
-    return folder, state
+    return folder, state | (dict(evaluated=evaluated) if evaluated else {})
 
 
 def contents_of(out_dir, config):
@@ -169,32 +173,52 @@ def lock(out_dir):
     raise BadInput(f"{out_dir} is in use by another process; wait, or choose another --out_dir")
 
 
-def append(out_dir, name, records):
-    """A collective: rank 0 appends records to a log; NaN and inf become null, as in JSON."""
+def append(out_dir, name, records, again=False):
+    """
+    A collective: rank 0 appends records to a log; NaN and inf become null, as in JSON. again: what
+    the log has of their iteration is replaced.
+    """
     def write():
-        with open(os.path.join(out_dir, name), "a", encoding="utf-8") as f:
-            for record in records:
-                finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x
-                          for key, x in record.items()}
-                f.write(json.dumps(finite, allow_nan=False) + "\n")
+        file, kept = os.path.join(out_dir, name), []
+        lines = [json.dumps({key: None if isinstance(x, float) and not math.isfinite(x) else x
+                             for key, x in record.items()}) + "\n" for record in records]
+        if again and records:  # at once: a kill loses no line
+            kept = [x for x, now in lines_of(file) if now["iteration"] < records[0]["iteration"]]
+            return write_text(file, "".join(kept + lines))
+        with open(file, "a", encoding="utf-8") as f:
+            f.writelines(lines)
 
     alone(write)
 
 
+def lines_of(file):
+    """(line, record) of each line of a log, without one that a kill has cut."""
+    if os.path.isfile(file):  # a pipe or a device could lead anywhere
+        with open(file, encoding="utf-8", errors="replace") as f:
+            for line in f:
+                with contextlib.suppress(ValueError):
+                    yield line, json.loads(line)
+
+
 def cut_logs(out_dir, iteration):
-    """Delete the lines of iterations that will be logged again, and lines that a kill has cut."""
+    """
+    Delete the lines of iterations that will be logged again. An evaluation of this very iteration
+    stays, for it was one of these weights: returns its figures.
+    """
+    figures = {}
     for file in (os.path.join(out_dir, name) for name in LOGS):
         kept = []
-        if os.path.isfile(file):  # a pipe or a device could lead anywhere
-            with open(file, encoding="utf-8", errors="replace") as f:
-                for line in f:
-                    with contextlib.suppress(ValueError):
-                        if json.loads(line)["iteration"] < iteration:
-                            kept.append(line)
+        for line, record in lines_of(file):
+            if record["iteration"] == iteration > 0 and file.endswith(LOGS[0]):
+                figures = {name: x for name, x in record.items() if name.startswith("eval/")}
+                line = json.dumps(dict(iteration=iteration) | figures) + "\n"
+            if record["iteration"] < iteration + (figures != {} and not file.endswith(LOGS[2])):
+                kept.append(line)
         if kept:
             write_text(file, "".join(kept))
         else:
             Path(file).unlink(missing_ok=True)
+    return figures
 
 
 def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()):
@@ -237,12 +261,12 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     alone(delete_older)
 
 
-def save_final(out_dir, name, model, dtype="auto"):
+def save_final(out_dir, name, model, dtype="auto", **about):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
     merged into it, and also saved by itself, in out_dir/name_adapter. dtype: auto: each weight as
     it was computed, or float32, or bfloat16: that loses changes below 1/512 of a weight, which may
-    be most of a run's.
+    be most of a run's. about: see options/cards.py.
     """
     def write(folder):
         hf, tensors = model.hf, {}
@@ -266,12 +290,21 @@ def save_final(out_dir, name, model, dtype="auto"):
             kind = str(kind).removeprefix("torch.")
             write_json(file, read_json(file) | {"dtype": kind})
             say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
+            describe(folder, getattr(model, "folder", "") or model.path)
 
         alone(save)
 
+    def describe(folder, base):
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.cards import write_card
+
+            write_card(out_dir, folder, base, about | dict(save_dtype=dtype, adapter=adapter))
+
+    adapter = hasattr(model, "save_adapter")
     put_in_place(write, os.path.join(out_dir, name))
-    if hasattr(model, "save_adapter"):
-        put_in_place(lambda folder: alone(lambda: model.save_adapter(folder)),
+    if adapter:
+        put_in_place(lambda folder: alone(
+            lambda: (model.save_adapter(folder), describe(folder, model.path))),
                      os.path.join(out_dir, f"{name}_adapter"))
 
 
@@ -433,31 +466,6 @@ def sync(path):
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def write_cards(out_dir, record):
-    """
-    A collective: a README.md, which hubs of models show first, in the folder of each model that a
-    run leaves: from which model it comes, by which command, and the evaluation in its last record.
-    """
-    def write():
-        config = read_json(os.path.join(out_dir, "config.json"))
-        base, script = config.get("policy_path") or config.get("init_from"), config["script"]
-        about = [f"base_model: {json.dumps(base)}"] * (base != "scratch")
-        with contextlib.suppress(OSError):  # mostly it has no card
-            card = Path(base, "README.md").read_text(encoding="utf-8", errors="replace")
-            head = card.partition("---\n")[2].partition("---\n")[0]
-            about += re.findall(r"^license: *\S+$", head, re.MULTILINE)[:1]
-        head = ["---", f"tags: [quartet, {script[:-3]}]", *about, "---"]
-        text = ["", f"Trained by `{script}` of quartet, beginning with `{base}`:", "",
-                f"    python {script} {shlex.join(sys.argv[1:])}", "",
-                *(f"    {name:<24} {x:.4g}" for name, x in record.items() if "eval/" in name), ""]
-        for name in FINAL:
-            if os.path.isdir(os.path.join(out_dir, name)):
-                write_text(os.path.join(out_dir, name, "README.md"),
-                           "\n".join([*head, f"# {name}", *text]))
-
-    alone(write)  # COLLECTIVE
 
 
 # -------------------------------------------------------------------------------------------------

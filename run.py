@@ -29,8 +29,7 @@ import torch
 import errors
 import parallel
 import ranks
-from checkpoint import (append, load_checkpoint, open_folder, save_checkpoint, save_final,
-                        write_cards)
+from checkpoint import LOGS, append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
 from errors import BadInput, Stop, say, visible
 from loss import gap, gap_limit, summarize
@@ -90,12 +89,14 @@ class Run:
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, broken="", said={})
         self.state, self.folder = fresh | saved, folder
+        # whether the run has ended; an evaluation that this iteration has had before
+        self.over, self.evaluated = (self.state.pop(x, {}) for x in ("over", "evaluated"))
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, self.kept)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
-        if system.report_to and ranks.this_rank.role == "train":
+        if system.report_to and ranks.this_rank.role == "train" and not self.over:
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
@@ -116,7 +117,7 @@ class Run:
         max_iters; in this last one a script only evaluates. Before each iteration come, if they
         are due: the audit; a checkpoint; a stop.
         """
-        for iteration in range(self.start, self.max_iters + 1):
+        for iteration in range(self.start, self.max_iters + 1) if not self.over else ():
             self.iteration = iteration
             self.enter("audit")
             self.times.clear()
@@ -144,6 +145,8 @@ class Run:
 
     def save(self):
         """A collective: audit, and write a checkpoint."""
+        if self.folder and self.iteration == self.start:
+            return  # the run has resumed from it
         self.enter("checkpoint")
         if not self.audit_is_due():  # else these weights are checked already
             parallel.audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
@@ -185,11 +188,15 @@ class Run:
         A collective: save the trained models, say the command that is mostly next, a program with
         its keys, and leave together with the other ranks.
         """
+        if self.over:
+            say(f"{self.out_dir}: the run has ended at iteration {self.iteration}, and nothing is "
+                "changed; a larger --max_iters goes on, another --out_dir begins anew")
+            return self.leave()  # COLLECTIVE
+        figures = {name: x for name, x in self.record.items() if name.startswith("eval/")}
         for name, model in self.trained.items():
-            save_final(self.out_dir, name, model, self.system.save_dtype)  # COLLECTIVE
+            self.save_model(name, model, figures)  # COLLECTIVE
         if self.ema:
             self.ema.save(self)  # COLLECTIVE
-        write_cards(self.out_dir, self.record)  # COLLECTIVE
         if self.state["broken"]:
             say(f"warning: {self.state['broken']}")
         if self.system.environment or self.system.tools:
@@ -198,6 +205,12 @@ class Run:
         command = shlex.join(command + [f"--{key}={value}" for key, value in keys.items()])
         say(f"saved {os.path.join(self.out_dir, next(iter(self.trained)))}; next: {command}")
         self.leave()  # COLLECTIVE
+
+    def save_model(self, name, model, figures):
+        """A collective: write a model that the run leaves. figures: its evaluation's, or {}."""
+        save_final(  # COLLECTIVE
+            self.out_dir, name, model, self.system.save_dtype, iteration=self.iteration,
+            figures=figures, changes=self.state.get("changes", []))
 
     def leave(self):
         """A collective: leave the group of ranks together."""
@@ -301,14 +314,14 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record = summarize(batch, "eval", reward_names, rows=rows)
+        record, self.evaluated = summarize(batch, "eval", reward_names, rows=rows), {}
         if self.system.keep_best:
             from options.keep_best import save_if_best
 
-            save_if_best(self, record | {"score": score})  # COLLECTIVE
+            save_if_best(self, record | {"score": score}, batch)  # COLLECTIVE
         samples = self.samples(batch, rows, SAMPLES)
         say(evaluation_lines(self.iteration, record, samples))
-        append(self.out_dir, "samples.jsonl", samples)  # COLLECTIVE
+        append(self.out_dir, LOGS[1], samples, again=self.iteration == self.start)  # COLLECTIVE
         return record
 
     def samples(self, batch, rows, count):
@@ -338,7 +351,8 @@ class Run:
         script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
-        self.record = record = {"iteration": self.iteration} | {
+        evaluated, self.evaluated = self.evaluated, {}
+        self.record = record = {"iteration": self.iteration} | evaluated | {
             name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
@@ -359,10 +373,10 @@ class Run:
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
             record["time/tokens_per_second"] = tokens / working
             record["mem/peak_mib"] = peak_memory_mib(self.device)
-        append(self.out_dir, "log.jsonl", [record])  # COLLECTIVE
+        append(self.out_dir, LOGS[0], [record], again=self.iteration == self.start)  # COLLECTIVE
         interval = self.system.save_rollouts
         if rows and interval and self.iteration % interval == 0:
-            append(self.out_dir, "rollouts.jsonl", self.samples(batch, rows, None))  # COLLECTIVE
+            append(self.out_dir, LOGS[2], self.samples(batch, rows, None))  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import send_to_trackers
 

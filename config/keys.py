@@ -89,5 +89,5 @@ reward_timeout = 300  # an iteration's seconds for rules; at most half of timeou
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
 save_rollouts = 0  # all responses of every so many iterations go to rollouts.jsonl; 0 = none [>= 0]
 # out_dir/best_policy: the policy of the best evaluation so far, by a metric, such as eval/accuracy,
-# or by score, the number that the run maximises; empty = none
+# or by score, the number that the run maximises; -eval/kl: the least; empty = none
 keep_best = ""  # with eval_path: that metric

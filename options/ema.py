@@ -6,7 +6,6 @@ import contextlib
 import torch
 
 import parallel
-from checkpoint import save_final
 from model import at_least_float32
 from parallel import my_part
 
@@ -30,8 +29,7 @@ class MovingAverage:
     def save(self, run):
         """A collective: write the finished average to out_dir/ema_policy."""
         with self.in_place():
-            save_final(  # COLLECTIVE
-                run.out_dir, "ema_policy", self.model, run.system.save_dtype)
+            run.save_model("ema_policy", self.model, {})  # COLLECTIVE
 
     def begin(self):
         """Set the average to the present weights."""

@@ -1,25 +1,47 @@
 """The key keep_best: out_dir/best_policy is the policy of the best evaluation so far."""
-from checkpoint import save_final
+import math
+import os
+import re
+
 from errors import BadInput
+from options.again import about_model
+from parallel import alone
+
+# figures of which less is better
+LESS = r"eval/(kl|failed_calls|environment_share)(/.*)?"
 
 
-def save_if_best(run, figures):
-    """A collective: save the policy of a run if these figures are the best so far."""
-    if is_best(figures, run.system.keep_best, run.state):
-        save_final(  # COLLECTIVE
-            run.out_dir, "best_policy", run.models["policy"], run.system.save_dtype)
-
-
-def is_best(figures, by, state):
+def save_if_best(run, figures, batch):
     """
-    Whether an evaluation is the best so far, by one of its figures, {name: number}. state: the
-    run's, which keeps the best one, and by which figure it is. Raises BadInput.
+    A collective: save the policy of a run if these figures are the best so far, {name: number} of
+    an evaluation's batch. The folder has the figures of its policy: whatever becomes of the run,
+    the next evaluation is compared with what is there. A run that begins anew begins with none.
+    Raises BadInput.
     """
-    best = state.get("best_score") if state.get("best_by", by) == by else None
-    if best is None and by not in figures:
-        raise BadInput(f"keep_best = {by!r}: wanted {', '.join(figures)}")
-    now = figures.get(by)  # None: no reward applied to a response of that source, this time
-    better = now is not None and (best is None or now - best > 1e-6 * abs(best))
-    if better:
-        state |= dict(best_score=now, best_by=by)
-    return better
+    by = run.system.keep_best
+    name = by.removeprefix("-")
+    if re.fullmatch(LESS, by):
+        raise BadInput(f"keep_best = {by!r} would keep the policy with the most of it; type "
+                       f"--keep_best=-{by}, which keeps the one with the least")
+    best = None
+    if run.iteration > 0:
+        folder = os.path.join(run.out_dir, "best_policy")
+        best = alone(lambda: about_model(folder).get("figures"))  # COLLECTIVE
+    best = number_of(best, name)
+    if best is None and name not in figures:
+        raise BadInput(f"keep_best = {by!r}: wanted {', '.join(figures)}; of those with a - in "
+                       "front the least")
+    # of a reward that did not apply to any response this time there is no figure
+    column = "scores" if name == "score" else name.removeprefix("eval/")
+    now = number_of(figures, name)
+    if column in batch and batch[column].isnan().all():
+        now = None
+    sign = -1 if by != name else 1
+    if now is not None and (best is None or sign * (now - best) > 1e-6 * abs(best)):
+        run.save_model("best_policy", run.models["policy"], figures)  # COLLECTIVE
+
+
+def number_of(figures, name):
+    """The figure of this name; None where there is none, or it is not finite."""
+    x = figures.get(name) if isinstance(figures, dict) else None
+    return x if isinstance(x, (int, float)) and math.isfinite(x) else None

@@ -75,7 +75,7 @@ texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</t
 batch = dict(completions=texts, rows=[dict(prompt="12+34=", answer="46")] * len(texts))
 assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
 loaded = {name for name in sys.modules if name.startswith(("options.", "grading.forms"))}
-assert not loaded, loaded
+assert loaded == {"options.cards"}, loaded
 assert "grading.marks" not in sys.modules
 accuracy(batch | dict(completions=["<answer>46</answer>"] * 6))
 assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
@@ -84,8 +84,8 @@ assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
 
 def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
     """
-    And no option: a reader of PPO, or of SFT, needs none of them; and plain texts load no forms of
-    answers.
+    And no option but the card at its end: a reader of PPO, or of SFT, needs none of them; and plain
+    texts load no forms of answers.
     """
     prompts = jsonl(tmp_path / "prompts.jsonl", [dict(prompt="1+2="), dict(prompt="34+5=")])
     rows = jsonl(tmp_path / "rows.jsonl", [dict(prompt="12+34=", completion="46")])
@@ -96,7 +96,7 @@ def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, text=True,
                             env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
     assert result.returncode == 0, result
-    imported_files = {*result.stderr.split(), "ppo.py"}
+    imported_files = {*result.stderr.split(), "ppo.py"} - {"options/cards.py"}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         said = re.search(r"(\d+) flat Python files", f.read())
     assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files

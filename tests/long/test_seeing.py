@@ -13,8 +13,9 @@ from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
-from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well
+from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well, write
 
+from options.cards import hub_name
 from tools.runs import fill_page
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
@@ -54,19 +55,74 @@ def test_samples_and_rollouts(done, world):
 
 
 def test_each_model_has_a_card(world, tmp_path):
-    """It has the base's licence, the command, and what the run was like at its end."""
+    """Its base's licence, the command, and the figures of its own weights: ema_policy has none."""
     base = shutil.copytree(world.policy, tmp_path / "base")
-    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A base\n")
+    (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: a/b\n---\n# A base\n")
     out = well("ppo.py", tmp_path / "ppo", keys_of(
-        world, "ppo.py", policy_path=base, eval_interval=1, max_iters=1, ema_decay=0.5,
-        keep_best="eval/length"))
-    kl = format(read_jsonl(f"{out}/log.jsonl")[-1]["eval/kl"], ".4g")
-    for name in ("policy", "value_model", "ema_policy", "best_policy"):
+        world, "ppo.py", policy_path=base, eval_interval=1, max_iters=2, ema_decay=0.5,
+        keep_best="-eval/kl", value_init="policy", lora="2"))
+    kl = {record["iteration"]: record["eval/kl"] for record in read_jsonl(f"{out}/log.jsonl")}
+    least = min(kl.values())
+    assert least < kl[2]
+    shown = dict(policy=kl[2], policy_adapter=kl[2], value_model=kl[2], value_model_adapter=kl[2],
+                 best_policy=least, best_policy_adapter=least, ema_policy=None)
+    for name, figure in shown.items():
         card = Path(f"{out}/{name}/README.md").read_text()
-        assert card.startswith("---\n") and "license: apache-2.0\n" in card and str(base) in card
-        assert "python ppo.py " in card and re.search(rf"eval/kl +{re.escape(kl)}\n", card)
-    wrong = run("ppo.py", tmp_path / "wrong", keys_of(world, "ppo.py", keep_best="accuracy"))
-    assert_one_line(wrong, "ppo.py", "eval/length")
+        head = card.split("---\n")[1]
+        assert card.startswith("---\n") and "license: apache-2.0\n" in head and str(base) in card
+        assert "base_model" not in head  # a hub refuses a folder, and a/b is the base's own base
+        assert ("library_name: peft" in head) == name.endswith("_adapter")
+        assert "python ppo.py " in card
+        found = re.findall(r"eval/kl +(\S+)\n", card)
+        assert found == ([] if figure is None else [format(figure, ".4g")]), name
+
+
+@pytest.mark.parametrize("by, said", [
+    ("accuracy", "eval/length"), ("eval/kl", "-eval/kl"), ("-kl", "-score"),
+    ("eval/failed_calls", "-eval/failed_calls"), ("eval/environment_share/x", "least")])
+def test_keep_best_names_a_figure_and_its_direction(world, tmp_path, by, said):
+    wrong = run("ppo.py", tmp_path, keys_of(world, "ppo.py", keep_best=by))
+    assert_one_line(wrong, "ppo.py", said.replace("-score", "score"))
+
+
+NEVER = """
+import os
+
+def late(batch):  # no score at first, then less and less
+    with open("calls", "a") as f:
+        f.write(".")
+    calls = os.path.getsize("calls")
+    return [None if calls <= 2 else -float(calls)] * len(batch["completions"])
+"""
+
+
+def test_an_evaluation_without_a_score_is_not_compared(world, tmp_path):
+    """It is no 0, which would be better than all the others."""
+    rule = write(tmp_path / "never.py", NEVER)
+    out = well("grpo.py", tmp_path, keys_of(
+        world, "grpo.py", reward_functions=f"{rule}:late", eval_interval=1, keep_best="score"))
+    about = json.loads(Path(f"{out}/best_policy/run.json").read_text())
+    assert about["iteration"] == 1 and about["figures"]["score"] == -3
+
+
+def test_a_card_names_the_model_on_the_hub_from_which_it_comes(tmp_path, monkeypatch):
+    """Through our own cards; a card of others names another model as its base."""
+    monkeypatch.chdir(tmp_path)
+    heads = dict(
+        first='tags: [quartet, sft]\nbase_model: "Owner/Model-0.5B"', foreign="base_model: a/b",
+        second='tags: [quartet, ppo]\nbase_model: "first"', scratch="tags: [quartet, sft]",
+        itself='tags: [quartet, ppo]\nbase_model: "itself"', none="", path="",
+        older='tags: [quartet, ppo]\nbase_model: "/gone/from/here"')
+    for name, head in heads.items():
+        os.makedirs(name)
+        write(f"{name}/README.md", f"---\n{head}\n---\n# x\nbase_model: c/d\n")
+    os.remove("none/README.md")
+    os.remove("path/README.md")
+    os.mkfifo("path/README.md")
+    model = "Owner/Model-0.5B"
+    assert {path: hub_name(path) for path in (*heads, model, "gpt2", "")} == dict(
+        first=model, foreign="", second=model, scratch="", itself="", none="", path="", older="",
+        gpt2="gpt2") | {model: model, "": ""}
 
 
 # trackers

@@ -214,6 +214,6 @@ def test_a_run_logs_figures_by_source(world, tmp_path, script, more):
             assert "objective/accuracy/q" not in record
             assert ("objective/accuracy" in record) == ("objective/length/q" not in record)
     best = max(record["eval/length/é-f-g"] for record in log)
-    state = json.loads(next(tmp_path.glob("out/checkpoint-*/state.json")).read_text())
-    assert state["best_score"] == best
+    about = json.loads((tmp_path / "out/best_policy/run.json").read_text())
+    assert about["figures"]["eval/length/é-f-g"] == best
 
