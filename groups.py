@@ -6,12 +6,12 @@ config/ has a file of keys for each of them (dr_grpo.py, ...).
   RLOO       a score minus the mean of the *other* scores    group_advantages   2402.14740, eq. 7
   Dr. GRPO   no division by the group's deviation            group_advantages   2503.20783, 3.2
              no division by the response's length            token_weights      its listing 1
-  DAPO       a wider clip range above 1 than below           grpo.py's clip     2503.14476, eq. 10
+  DAPO       a wider clip range above 1 than below           clipped_losses     2503.14476, eq. 10
              other prompts replace groups of equal scores    flat_groups        its eq. 11
              every token counts the same (see there)         token_weights      its eq. 12
              too long responses lose score                   options/overlong   its eq. 13
-  GSPO       one ratio for all tokens of a response          gspo_log_ratio     2507.18071, eq. 7
-  CISPO      a clipped weight instead of a clipped loss      grpo.py's loop     2506.13585, eq. 4
+  GSPO       one ratio for all tokens of a response          gspo_losses        2507.18071, eq. 7
+  CISPO      a clipped weight instead of a clipped loss      cispo_losses       2506.13585, eq. 4
 
 B responses, G of them (a group) to each prompt, side by side, in T columns: the head of rollout.py.
 """
@@ -73,21 +73,59 @@ def summarize_groups(scores, flat):
             "objective/flat_groups": flat.double().mean().item()}
 
 
-def gspo_log_ratio(log_ratio, response_mask):
+def clipped_losses(logprobs, old_logprobs, advantages, mask, low, high):
     """
-    GSPO (arXiv 2507.18071, equation 7): the log of one ratio for the whole response, the geometric
-    mean of its tokens' ratios. Two tokens with the ratios 2 and 8 both get sqrt(2 * 8) = 4.
+    The policy's loss of each token, and where the clip has taken its gradient away: (b, W) each.
+    It is PPO's and GRPO's (arXiv 2402.03300, eq. 3): the larger one of -advantage * ratio and
+    -advantage * (the ratio, clipped to 1 - low .. 1 + high). The ratio is p / p_old of the token.
 
-    log_ratio: (B, T), log p - log p_old of each token, 0 where the mask is False. response_mask:
-    (B, T) bool; the whole response must be in its row. Returns (B, T): the mean of a row at each of
-    its tokens, 0 elsewhere.
+    logprobs, old_logprobs: log p and log p_old; advantages; (b, W) each. mask: (b, W) bool, the
+    tokens that count. With low = high = 0.2:
+
+        ratio   advantage   loss   its gradient
+        1.5      1          -1.2   none: the clip has taken it away
+        1.5     -1           1.5   makes the token less likely
+        0.5      1          -0.5   makes the token likelier
+    """
+    # 0 where the mask is False, because exp could overflow there
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
+    return larger_losses(log_ratio.exp(), advantages, low, high)
+
+
+def gspo_losses(logprobs, old_logprobs, advantages, mask, low, high):
+    """
+    GSPO (arXiv 2507.18071, eq. 5 and 7): as clipped_losses, but all tokens of a response have one
+    ratio, the geometric mean of their ratios. Two tokens with the ratios 2 and 8 both get
+    sqrt(2 * 8) = 4. The whole response must be in its row.
 
     With the aggregation "seq-mean-token-mean" the tokens' losses, which are all the same, average
-    to the loss of the response (equation 5).
+    to the loss of the response (its eq. 5).
     """
-    lengths = response_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    mean = log_ratio.sum(1, keepdim=True) / lengths  # (B, 1)
-    return torch.where(response_mask, mean, 0)
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
+    return larger_losses(torch.where(mask, mean, 0).exp(), advantages, low, high)
+
+
+def cispo_losses(logprobs, old_logprobs, advantages, mask, low, high):
+    """
+    CISPO (arXiv 2506.13585, eq. 4): REINFORCE's loss, -advantage * log p, times the clipped ratio
+    as a weight without a gradient. So each token has a gradient; the clip only bounds its size.
+    Ratio 3, advantage 1, high 0.5: the gradient in log p is -1.5, where clipped_losses has none.
+    Arguments and results are those of clipped_losses.
+    """
+    ratio = torch.where(mask, logprobs - old_logprobs, 0).exp()
+    clipped_ratio = ratio.clamp(1 - low, 1 + high)
+    return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
+
+
+LOSSES = dict(clip=clipped_losses, gspo=gspo_losses, cispo=cispo_losses)  # of the key loss_type
+
+
+def larger_losses(ratio, advantages, low, high):
+    """The larger of the losses with and without the clip, and where it is the clip's: (b, W)."""
+    losses1 = -advantages * ratio
+    losses2 = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.max(losses1, losses2), losses2 > losses1
 
 
 def token_weights(mask, aggregation, max_length):

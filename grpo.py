@@ -1,17 +1,20 @@
 """
-GRPO for language models, with two models: policy and reference policy. A reward model is a third,
-where the key reward_functions names it; with kl_coef = 0 there is no reference. Read it downward.
+GRPO for language models, with two models: policy and reference policy. Read it downward.
 
 python grpo.py config/arithmetic_grpo.py                        # the toy: a laptop, no download
 python grpo.py config/arithmetic_grpo.py config/dr_grpo.py      # another algorithm, the same task
 torchrun --nproc_per_node=8 grpo.py config/gsm8k_grpo.py        # 8 GPUs
 
+It is ppo.py without a value model. `diff ppo.py grpo.py` shows all of it:
+    - the mean score of a prompt's group_size responses replaces the value model: no GAE, one loss;
+    - all tokens of a response have the same advantage: no reward for each token, no whitening;
+    - the KL to the reference is a term of the loss, not of the reward (the key kl_in);
+    - each response weighs the same in the loss, not each token (the key aggregation).
+
 One iteration: take batch_size / group_size prompts;
     1) rollout: the policy answers each prompt group_size times, and each answer gets a score;
-    2) read: the reference reads the answers, and so does the policy (with num_minibatches = 1 the
-       first step of the update does that);
-    3) advantages: an answer's score minus its group's mean, over the group's deviation; one number
-       for all of the answer's tokens;
+    2) read: policy and reference read the answers;
+    3) advantages: an answer's score minus its group's mean, over the group's deviation;
     4) update: a few clipped steps on the policy;
     5) metrics, and a line in the log.
 
@@ -21,15 +24,9 @@ One iteration: take batch_size / group_size prompts;
     reward_model   scores (B,)             no        reward_path, where reward_functions names it
     judge          scores (B,)             no        judge_path, where reward_functions names it
 
-B responses of an iteration, a prompt's side by side, in T columns: the tokens of the longest prompt
-+ max_new_tokens. A number that belongs to a token stands in the token's column; rollout.py has an
-example. response_mask (B, T) is True on the tokens that the policy sampled. A micro-batch is a few
-rows, cut to the columns that these rows use, (b, W). COLLECTIVE marks a line that all ranks must
-reach together. The sections are those of ppo.py, in the same order.
-
-With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). The changes of its relatives
-are in groups.py, and a key here turns each on: DAPO, Dr. GRPO, GSPO, CISPO, RLOO; see
-config/dapo.py and its neighbours.
+B responses in an iteration, those of a prompt side by side; the rest is as in the head of ppo.py.
+With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). The formulas of its relatives
+(DAPO, Dr. GRPO, GSPO, CISPO, RLOO) are in groups.py, and their keys in config/dapo.py, ...
 """
 from configurator import configure  # first: it must be imported before torch
 
@@ -41,16 +38,15 @@ import torch
 import parallel
 import ranks
 from errors import BadInput
-from groups import (flat_groups, group_advantages, gspo_log_ratio, summarize_groups,
-                    token_weights)
+from groups import LOSSES, flat_groups, group_advantages, summarize_groups, token_weights
 from load import autocast, load_policy, load_ref_policy, load_reward_model
-from loss import (add_up, gap, importance_weights, kl_estimate, learning_rate_at, masked_sum,
-                  mean_of, summarize)
+from loss import (add_up, gap, importance_weights, kl_estimate,
+                  learning_rate_at, masked_sum, mean_of, summarize)
 from model import response_logprobs
 from prompts import (batch_rows, hash_of_ids, micro_batches, permutation, run_length, say_prompts,
                      spread)
 from rewards import alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch
-from rollout import add_columns, read_batch, sample_batch
+from rollout import read_batch, sample_batch
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -82,8 +78,7 @@ baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
 
 # 4) update
-loss_type = "clip"  # clip: PPO's and GRPO's loss; cispo: see docs/algorithms.md [clip | cispo]
-importance = "token"  # the ratio of each token, or of the whole response (GSPO) [token | sequence]
+loss_type = "clip"  # PPO's and GRPO's, or a relative's; see groups.py [clip | gspo | cispo]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
 # the weight of a token in the loss; see groups.token_weights
 aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
@@ -119,13 +114,13 @@ if not prompts_path:
 if num_minibatches > batch_size:
     raise BadInput(f"num_minibatches = {num_minibatches}: some would be empty; lower it")
 if batch_size % group_size:
-    raise BadInput(f"batch_size = {batch_size}: no multiple of group_size = {group_size}; it "
-                   "counts responses")
+    raise BadInput(f"batch_size = {batch_size} responses: no multiple of group_size = {group_size}")
+num_prompts = batch_size // group_size  # of an iteration
 if kl_coef > 0 and kl_in == "loss" and kl_estimator == "k1":
     raise BadInput("kl_estimator = 'k1': with kl_in = 'loss' it is no penalty: the gradient of k1 "
                    "is 0 on average; type --kl_estimator=k2")
 # -------------------------------------------------------------------------------------------------
-# set-up: the ranks, the models, the data, the optimizer; then begin, or resume
+# set-up: the ranks, the models, the data, the optimizers; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
 terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
@@ -137,7 +132,8 @@ if refill_by and refill_by not in reward_names:
 policy = load_policy(policy_path, system, device, seed)
 models = dict(policy=policy)
 
-# the reference policy: the SFT model as it was, frozen
+# the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
+# where the reward model is wrong
 ref_policy = None
 if kl_coef > 0:
     models["ref_policy"] = ref_policy = load_ref_policy(policy_path, policy, system, device)
@@ -151,30 +147,24 @@ if "reward_model" in reward_names:
 train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
                          for path in (prompts_path, eval_path))
 held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows to evaluate on
-config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows),
-                                             batch_size // group_size)
+config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), num_prompts)
 
-optimizers = dict(policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2),
-                                        adam_eps))
+optimizers = dict(
+    policy=make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps))
 run = Run(  # COLLECTIVE
     out_dir, max_iters, config, system, device, models, optimizers,
-    must_match=["seed", "batch_size", "max_new_tokens", "group_size", "policy_path", "reward_path",
-                "prompts_path"],
+    must_match=["seed", "batch_size", "max_new_tokens", "group_size", "policy_path",
+                "reward_path", "prompts_path"],
     token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
-say_prompts(train_rows, eval_rows, batch_size // group_size, max_iters)
+say_prompts(train_rows, eval_rows, num_prompts, max_iters)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
-# {column: the model that adds it to a batch before the update}. With one minibatch the forward of
-# the first step gives the policy's column, too: then the policy reads before it only where the
-# scores need its log-probs
-readers = first_readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
-if num_minibatches == 1 and not (kl_coef > 0 and kl_in == "reward"):
-    first_readers = dict(ref_logprobs=ref_policy)
+kl_loss_coef = kl_coef if kl_in == "loss" else 0.0
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
 # the numbers of the data rows of an iteration; this rank's micro-batches of some rows of a batch
-rows_of = partial(batch_rows, seed, batch_size=batch_size // group_size, rows=train_rows)
+rows_of = partial(batch_rows, seed, batch_size=num_prompts, rows=train_rows)
 my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
                            micro_batch_tokens=system.micro_batch_tokens)
 
@@ -204,8 +194,9 @@ def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=Non
     return batch
 
 
-def read(batch, readers, steps):
+def read(batch, steps):
     """A collective: what the models read before an update, in the micro-batches of its steps."""
+    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
@@ -213,7 +204,7 @@ def read(batch, readers, steps):
 def shape_scores(batch):
     """
     The scores of a batch, (B,), as the settings want them; NaN where no reward applies. A response
-    that never ended gets the penalty.
+    that never ended gets the penalty: at another token than EOS a score means little.
     """
     scores = batch["scores"]
     if missing_eos_penalty > 0:  # N+ detail 23
@@ -221,15 +212,16 @@ def shape_scores(batch):
     return scores
 
 
-def compared(batch):
-    """The numbers by which the responses of a group differ, (B,): the scores, or one reward."""
-    return batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)
+def find_flat(batch):
+    """The groups whose scores, or rewards refill_by, are equal, (B / G,): they teach nothing."""
+    compared = batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)  # (B,)
+    return flat_groups(compared, group_size)
 
 
 def evaluate():
     """A collective: the policy on held-out prompts, one response each."""
     batch = rollout("eval", 0, eval_rows, held_out, samples=1)  # COLLECTIVE; always the same noise
-    read(batch, readers, [batch["index"]])  # COLLECTIVE
+    read(batch, [batch["index"]])  # COLLECTIVE
     return run.log_evaluation(  # COLLECTIVE
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
@@ -257,22 +249,20 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.log(record)  # COLLECTIVE
         break
 
-    # 1) rollout: the policy answers each prompt group_size times; the rules and the reward model
-    # give each answer a score
+    # 1) rollout: the policy answers; the reward model, or rules, give each answer a score
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
-    flat = flat_groups(compared(batch), group_size)  # (B / G,): groups with nothing to compare
-    sampled = summarize(batch, "objective", reward_names, rows=train_rows)
-    sampled |= summarize_groups(shape_scores(batch), flat)
+    flat = find_flat(batch)  # (B / G,): groups with nothing to compare
     if max_refills > 0:
         from options.refill import refill
-        batch, flat = refill(  # COLLECTIVE
-            batch, flat, compared, group_size, train_rows, rows_of(iteration), rollout, seed,
-            iteration, max_refills, policy.tokenizer.pad_id)
+        batch, flat, before = refill(  # COLLECTIVE
+            batch, flat, find_flat, shape_scores, group_size, train_rows, rows_of(iteration),
+            rollout, seed, iteration, max_refills, policy.tokenizer.pad_id, reward_names)
+        run.enter("score")
     mask = batch["response_mask"]  # (B, T)
 
     # 2) read: the log-probs of policy and reference, before any update
-    run.enter("score")
-    read(batch, first_readers, minibatches(iteration))  # COLLECTIVE
+    read(batch, minibatches(iteration))  # COLLECTIVE
+    sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL must be 0, too
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     scores = shape_scores(batch)  # (B,)
@@ -282,31 +272,28 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
     parallel.check_finite(dict(advantages=advantages))
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, T)
-    counted = mask  # (B, T): the tokens that are trained on
+    # with max_refills, groups that are flat even now are left out, as if they were not there
+    left_out = flat.repeat_interleave(group_size) & (max_refills > 0)  # (B,)
     if truncated == "mask":
-        counted = counted & batch["finished"][:, None]
-    if max_refills > 0:  # groups that are flat even now are left out, as if they were not there
-        counted = counted & ~flat.repeat_interleave(group_size)[:, None]
-    learns = (counted & (batch["advantages"] != 0)).any(1)  # (B,): the responses that teach
-    batch["counted"] = counted
-    batch["weights"] = torch.zeros_like(batch["sampler_logprobs"])  # (B, T): filled before a step
+        left_out = left_out | ~batch["finished"]
+    batch["counted"] = counted = mask & ~left_out[:, None]  # (B, T): the tokens that are trained on
+    batch["weights"] = torch.zeros_like(batch["old_logprobs"])  # (B, T): filled before each step
+    teaches = (counted & (batch["advantages"] != 0)).any(1)  # (B,)
 
     # 4) update: a few clipped steps on the policy
     run.enter("update")
     lr = learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay)
-    # {metric: (sum, count)}, measured during the update; 0 where nothing can be learned
+    # {metric: (sum, count)}, measured during the update; they stay 0 where no response teaches
     sums = dict.fromkeys(["loss/policy", "loss/kl", "policy/approx_kl", "policy/clipfrac"],
                          torch.zeros(2, dtype=torch.float64, device=device))
-    sampler_gap, ratio_gap, norms = None, 0.0, {}  # as they are without a step
-    old_logprobs = torch.zeros_like(batch["weights"])  # (B, T): this rank's rows, 0 in others
+    ratio_gap, norms = 0.0, {}  # as they are without a step
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(num_iterations):
         for rows in minibatches(iteration, epoch):
             # without any advantage, only momentum and the KL would move the policy: no step then
-            if not learns[rows].any():
+            if not teaches[rows].any():
                 continue
-            # the loss of the whole step is the sum of weight * token loss, over all micro-batches
-            # and ranks. In GRPO all responses weigh the same, and so do the tokens of a response
+            # one normaliser for the whole step, over all micro-batches and ranks, in the weights
             weights = token_weights(counted[rows], aggregation, max_new_tokens)  # (rows, T)
             batch["weights"][rows] = weights.to(batch["weights"])
             gaps = []  # how far the log ratios are from 0
@@ -317,64 +304,38 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
                 # the policy: how much likelier is each token now, and is that good?
                 logprobs, entropy = forward(policy, mb)  # (b, W) each
-                if "old_logprobs" not in mb:  # the first step of one minibatch: the policy of now
-                    mb["old_logprobs"] = logprobs.detach()
-                    old_logprobs[mb["index"], :m.shape[1]] = mb["old_logprobs"]
-                log_ratio = torch.where(m, logprobs - mb["old_logprobs"], 0)
-                if importance == "sequence":  # GSPO: all tokens of a response have one ratio
-                    log_ratio = gspo_log_ratio(log_ratio, m)
-                ratio = log_ratio.exp()
-                clipped_ratio = ratio.clamp(1 - cliprange, 1 + cliprange_high)
-                pg_losses1 = -mb["advantages"] * ratio
-                pg_losses2 = -mb["advantages"] * clipped_ratio
-                pg_losses = torch.max(pg_losses1, pg_losses2)  # (b, W)
-                pg_clipped = pg_losses2 > pg_losses1  # where the clip has taken the gradient away
-                if loss_type == "cispo":  # REINFORCE with a weight: clipping bounds the gradient
-                    pg_losses = -mb["advantages"] * clipped_ratio.detach() * logprobs
-                    pg_clipped = clipped_ratio != ratio
+                pg_losses, pg_clipped = LOSSES[loss_type](
+                    logprobs, mb["old_logprobs"], mb["advantages"], m, cliprange, cliprange_high)
                 pg_losses = pg_losses * importance_weights(mb, importance_cap)  # 1, if 0
                 pg_loss = masked_sum(pg_losses * mb["weights"], m)
                 kl_losses = torch.zeros_like(logprobs)
                 if kl_coef > 0:  # it is measured also where it is in the score
-                    kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)
-                if kl_coef > 0 and kl_in == "loss":
-                    pg_loss = pg_loss + kl_coef * masked_sum(kl_losses * mb["weights"], m)
+                    kl_losses = kl_estimate(logprobs, mb["ref_logprobs"], kl_estimator)  # (b, W)
+                    pg_loss = pg_loss + kl_loss_coef * masked_sum(kl_losses * mb["weights"], m)
                 if entropy_coef > 0:
                     pg_loss = pg_loss - entropy_coef * masked_sum(entropy * mb["weights"], m)
                 (run.loss_scale * pg_loss).backward()
-                del pg_loss, entropy
 
+                # the sums over all micro-batches, for the log
                 add_up(sums, m, {
                     "loss/policy": pg_losses, "loss/kl": kl_losses, "policy/clipfrac": pg_clipped,
                     "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
                 gaps.append(gap(logprobs - mb["old_logprobs"], mb["response_mask"], system.dtype))
 
-            if "old_logprobs" not in batch:  # now they are complete
-                add_columns(batch, dict(old_logprobs=old_logprobs))  # COLLECTIVE
             if steps == 0:  # the ratio is 1, but for a batch of an older policy, which has an age
-                sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL is 0, too
                 ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
             parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE
             norms = run.step(gradients, dict(policy=lr), grad_clip)
             steps += bool(norms)  # none, where a float16 gradient has overflowed
-    if not learns.any():
-        run.notes += [
-            f"iteration {iteration}: nothing to learn: {int(flat.sum())} of {len(flat)} groups "
-            f"have equal scores, {int((~counted.any(1)).sum())} responses are masked"]
-        read(batch, readers, minibatches(iteration))  # COLLECTIVE
-        sampler_gap = run.sampler_gap(batch)  # COLLECTIVE
 
     # 5) metrics: means over all tokens and ranks, never means of means
     run.enter("metrics")
-    # KL and entropy of the batch that was trained; all else is of the batch before refills
-    trained = summarize(batch, "objective", reward_names, importance_cap)
-    record |= trained | {name: x for name, x in sampled.items()
-                         if name not in ("objective/entropy", "objective/kl")}
-    if max_refills > 0:
-        record |= summarize(batch, "trained", reward_names, importance_cap, train_rows)
-        record["trained/flat_groups"] = flat.double().mean().item()
+    record |= summarize(batch, "objective", reward_names, importance_cap, train_rows)
+    record |= summarize_groups(shape_scores(batch), flat)
+    if max_refills > 0:  # objective/... is of the batch before refills, and trained/... after them
+        record |= {name.replace("objective/", "trained/"): x for name, x in record.items()} | before
     record |= parallel.all_reduce_metrics(sums)  # COLLECTIVE
     record |= {
         "objective/rlhf_reward": mean_of(scores).item(),

@@ -116,7 +116,7 @@ if not prompts_path:
 if num_minibatches > batch_size:
     raise BadInput(f"num_minibatches = {num_minibatches}: some would be empty; lower it")
 # -------------------------------------------------------------------------------------------------
-# set-up: the ranks, the four models, the data, the optimizers; then begin, or resume
+# set-up: the ranks, the models, the data, the optimizers; then begin, or resume
 
 device = ranks.init(system)  # COLLECTIVE
 terms = reward_terms(reward_functions, config)  # [(weight, name, function)]

@@ -5,7 +5,7 @@ an importance_cap each token has the mean of its response's weights. Behind the 
     python grpo.py config/arithmetic_grpo.py config/gspo.py --num_minibatches=4
 """
 scale_by = "std"
-importance = "sequence"
+loss_type = "gspo"
 aggregation = "seq-mean-token-mean"
 kl_coef = 0.0
 cliprange = 0.0003

@@ -10,6 +10,10 @@ def say_what_is_wrong(record, state, iteration):
     Say it once, and of what is lost again where it has doubled; state keeps what has been said.
     record: an iteration's figures. state: "finished", the share of responses that ended at first.
     """
+    if record.get("policy/steps") == record.get("loss/policy") == 0:
+        flat, ends = record.get("objective/flat_groups", 0), record["objective/finished"]
+        say(f"iteration {iteration}: nothing to learn: {flat:.0%} of the groups have equal scores, "
+            f"{ends:.0%} of the responses ended")
     broken = how_broken(record, state["finished"])
     if broken and not state["broken"]:
         say(f"warning: iteration {iteration}: {broken}")

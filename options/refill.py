@@ -4,21 +4,25 @@ nothing, and a batch in which their responses replace some rows.
 """
 import torch
 
-from groups import flat_groups
+from groups import summarize_groups
+from loss import summarize
 from prompts import hashed_row
 
 
-def refill(batch, flat, compared, group_size, rows, row_numbers, rollout, seed, iteration, attempts,
-           pad_id):
+def refill(batch, flat, find_flat, shape_scores, group_size, rows, row_numbers, rollout, seed,
+           iteration, attempts, pad_id, reward_names):
     """
     A collective: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group is flat if all of
     its scores are equal: then all of its advantages are 0, and it teaches nothing. The group of
     another prompt takes its place, up to so many attempts.
 
-    flat: (B / G,) bool, which groups of the batch are flat. compared: a function of a batch, the
-    numbers (B,) that are equal in a flat group. rows: the data's; row_numbers: of the rows in the
-    batch. rollout: grpo.py's. Returns the batch, and which of its groups are still flat.
+    flat: (B / G,) bool, which groups of the batch are flat. rows: the data's; row_numbers: of the
+    rows in the batch. find_flat, shape_scores, rollout: grpo.py's functions. Returns the batch;
+    which of its groups are still flat; and the figures of the batch before, for the log.
     """
+    before = summarize(batch, "objective", reward_names, rows=rows)
+    before.pop("objective/entropy", None)  # that of the batch that is trained, as the KL
+    before |= summarize_groups(shape_scores(batch), flat)
     for attempt in range(attempts):
         purpose = f"refill {attempt}"
         slots = flat.nonzero().flatten().tolist()  # none, when no group is flat any more
@@ -33,8 +37,8 @@ def refill(batch, flat, compared, group_size, rows, row_numbers, rollout, seed, 
         places = torch.tensor(slots)[:, None] * group_size + torch.arange(group_size)  # (slots, G)
         batch = replace_rows(batch, places.flatten().to(index.device), fresh, pad_id)
         batch["index"] = index
-        flat = flat_groups(compared(batch), group_size)
-    return batch, flat
+        flat = find_flat(batch)
+    return batch, flat, before
 
 
 def other_row(row, rows, *key):

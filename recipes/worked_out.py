@@ -507,7 +507,7 @@ def losses_of_turns(c, models, r, weight):
 FREE = GRPO | dict(kl_coef=0.0, max_iters=3)
 CASES = {
     "OPO, GMPO": (["OPO", "GMPO"], [], "grpo", FREE | dict(
-        importance="sequence", aggregation="seq-mean-token-mean", cliprange=0.02, scale_by="none",
+        loss_type="gmpo", aggregation="seq-mean-token-mean", cliprange=0.02, scale_by="none",
         cliprange_high=0.02, num_iterations=3, mix=[(1.0, "some")]),
         dict(find_group_advantages=by_length, grpo_losses=geometric_mean),
         ["no score", "clipped", "far, and kept"]),
@@ -521,8 +521,8 @@ CASES = {
                  dict(find_group_advantages=who_stays, grpo_losses=losses_without_some),
                  ["stays", "above", "below", "inside, and not drawn"]),
     "SAPO, an entropy target": (
-        ["SAPO", "entropy target"], [("0.2 * trained", "2.2 * trained")], "grpo",
-        GRPO | dict(entropy_coef=0.05, num_iterations=3, max_iters=5),
+        ["SAPO", "entropy target"], [("0.2 * record", "2.2 * record")], "grpo",
+        GRPO | dict(loss_type="sapo", entropy_coef=0.05, num_iterations=3, max_iters=5),
         dict(clipped_surrogate=soft_gate, grpo_update=held_entropy),
         ["above", "below", "too low", "high enough"]),
     "ScaleRL, solved prompts leave": (

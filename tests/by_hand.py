@@ -589,7 +589,7 @@ def grpo_losses(c, models, r, weight):
     of_all = torch.exp(sum(log_ratios) / len(log_ratios))  # GSPO (arXiv 2507.18071, eq. 7)
     total, figures = 0.0, []
     for t, logprob in enumerate(logprobs):
-        ratio = of_all if c.importance == "sequence" else torch.exp(log_ratios[t])
+        ratio = of_all if c.loss_type == "gspo" else torch.exp(log_ratios[t])
         bounds = r.advantage, c.cliprange, c.cliprange_high
         loss, bound = (weighted_logprob(ratio, logprob, *bounds) if c.loss_type == "cispo" else
                        clipped_surrogate(ratio, *bounds))

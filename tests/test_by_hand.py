@@ -37,7 +37,7 @@ PPO = SAMPLED | dict(
     value_learning_rate=2e-2, value_warmup_iters=0, value_lr_decay="constant")
 GRPO = SAMPLED | dict(
     batch_size=6, group_size=3, mix=[(1.0, "letters")], baseline="mean", scale_by="std",
-    loss_type="clip", importance="token", aggregation="token-mean", truncated="keep", kl_in="loss",
+    loss_type="clip", aggregation="token-mean", truncated="keep", kl_in="loss",
     kl_estimator="k3", num_iterations=2, num_minibatches=2, cliprange_high=0.3)
 TUNED = ADAM | dict(seed=5, max_iters=4, eval_size=0, batch_size=5)
 PAIRS = TUNED | dict(margin_coef=0.0, label_smoothing=0.0, centre_coef=0.0, use_confidence=False,
@@ -71,7 +71,7 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
         num_minibatches=5, kl_estimator="k2", weight_decay=0.1, warmup_iters=2, lr_decay="cosine",
         seed=6, max_new_tokens=10, max_iters=3)),
     "grpo, gspo": ("tokens", ["masked", "flat minibatch"], GRPO | dict(
-        importance="sequence", scale_by="batch", truncated="mask",
+        loss_type="gspo", scale_by="batch", truncated="mask",
         aggregation="seq-mean-token-mean", cliprange=0.02, cliprange_high=0.05, batch_size=8,
         group_size=4, num_minibatches=5, reward_path="other", mix=[(1.0, "reward_model")], seed=1)),
     "grpo, cispo": ("two ranks", ["weight"], GRPO | dict(

@@ -92,8 +92,8 @@ def drawn(script, number):
         vf_coef=(0.1, 0.5), batch_size=(4, 5, 7), value_init=("policy", "shared", "reward"),
         texts=(False, True), ptx_coef=(1.0, 2.5)) if script == "ppo" else dict(
         group_size=(2, 3), num_iterations=(1, 2), max_refills=(0, 1), baseline=("mean", "others"),
-        scale_by=("std", "batch", "none"), loss_type=("clip", "clip", "cispo"),
-        importance=("token", "sequence"), truncated=("keep", "mask"), kl_in=("loss", "reward"),
+        scale_by=("std", "batch", "none"), loss_type=("clip", "clip", "cispo", "gspo"),
+        truncated=("keep", "mask"), kl_in=("loss", "reward"),
         cliprange_high=(0.3, 0.04), batch_size=(6, 12),
         aggregation=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
     keys |= dict(lora=((), (), (2, 5)))

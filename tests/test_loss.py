@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from groups import flat_groups, group_advantages, token_weights
+from groups import LOSSES, flat_groups, group_advantages, token_weights
 from loss import (gap, gap_limit, importance_weights, kl_estimate, masked_mean, masked_sum,
                   masked_whiten, summarize)
 from model import entropy_of
@@ -124,3 +124,31 @@ def test_weights_of_tokens(aggregation, want):
 def test_nothing_to_whiten_by_is_0_and_not_nan():
     x, all_of_it = torch.full((2, 3), 2.5), torch.ones(2, 3).bool()
     assert not masked_whiten(x, all_of_it).any() and not masked_whiten(x, ~all_of_it).any()
+
+
+@pytest.mark.parametrize("kind, want, clipped, slopes", [
+    # a row of two tokens of ratios 2 and 8, then padding; advantage 1; the range is 0.5 to 5
+    ("clip", [[-2, -5, 0]], [[False, True, False]], [[-2, 0, 0]]),
+    ("gspo", [[-4, -4, 0]], [[False, False, False]], [[-4, -4, 0]]),  # sqrt(2 * 8), of the row
+    ("cispo", [[2, 10, 0]], [[False, True, False]], [[-2, -5, 0]])])  # ratio * -log p of -1, -2
+def test_losses_of_a_policy(kind, want, clipped, slopes):
+    mask = torch.tensor([[True, True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0, 900.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-1 - math.log(2), -2 - math.log(8), 0.0]], dtype=torch.float64)
+    losses, found = LOSSES[kind](logprobs, old, torch.ones(1, 3), mask, 0.5, 4.0)
+    masked_sum(losses, mask).backward()
+    assert torch.allclose(torch.where(mask, losses, 0), torch.tensor(want).double())
+    assert (found & mask).tolist() == clipped
+    assert torch.allclose(logprobs.grad, torch.tensor(slopes).double())
+
+
+@pytest.mark.parametrize("ratio, advantage, want, clipped, slope", [
+    (1.5, 1, -1.2, True, 0), (1.5, -1, 1.5, False, 1.5), (0.5, 1, -0.5, False, -0.5),
+    (0.5, -1, 0.8, True, 0)])
+def test_the_clip_only_takes_what_has_gone_too_far(ratio, advantage, want, clipped, slope):
+    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    losses, found = LOSSES["clip"](logprobs, torch.zeros(1, 1), torch.full((1, 1), advantage),
+                                   torch.ones(1, 1, dtype=torch.bool), 0.2, 0.2)
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(want) and found.item() == clipped
+    assert logprobs.grad.item() == pytest.approx(slope)

@@ -24,7 +24,7 @@ def test_nothing_to_learn_is_no_step(world, tmp_path):
     assert result.codes == [0] and result.out[0].count("nothing to learn") == 2, result
     log = read_log(f"{tmp_path}/out")
     assert [record["policy/steps"] for record in log[:-1]] == [1, 0, 0]
-    for record in log[1:-1]:  # what no step has read, was read for the log
+    for record in log[1:-1]:
         assert record["objective/flat_groups"] == 1 and record["objective/kl"] != 0
         assert record["policy/sampler_gap"] < 1e-9 < record["objective/entropy"]
         assert all(math.isfinite(x) for x in record.values() if not isinstance(x, str))
@@ -56,8 +56,7 @@ def uneven(rank):
 STILL = dict(dtype="bfloat16", cliprange=3e-4, learning_rate=1e-30, num_minibatches=3, kl_coef=0,
              max_iters=2, eval_path="")
 CASES = {"grpo": ("grpo.py", dict(cliprange_high=4e-4, num_iterations=1)),
-         # one step: what it reads are the old log-probs
-         "gspo": ("grpo.py", dict(cliprange_high=4e-4, num_iterations=1, importance="sequence",
+         "gspo": ("grpo.py", dict(cliprange_high=4e-4, num_iterations=1, loss_type="gspo",
                                   num_minibatches=1)),
          "ppo": ("ppo.py", dict(value_learning_rate=1e-30, ppo_epochs=1))}
 

@@ -70,7 +70,7 @@ ROWS = {
                           truncated="mask", entropy_coef=0.01, learning_rate=0.3),
              dict(loss_type="dapo", beta=0.0, epsilon_high=0.28, mask_truncated_completions=True,
                   entropy_coef=0.01, learning_rate=0.3)),
-    "GSPO": ("grpo", dict(kl_coef=0, importance="sequence", cliprange=0.01, cliprange_high=0.02),
+    "GSPO": ("grpo", dict(kl_coef=0, loss_type="gspo", cliprange=0.01, cliprange_high=0.02),
              dict(loss_type="grpo", beta=0.0, importance_sampling_level="sequence", epsilon=0.01,
                   epsilon_high=0.02)),
     "CISPO": ("grpo", dict(kl_coef=0, scale_by="batch", loss_type="cispo", cliprange=1,

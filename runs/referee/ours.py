@@ -72,7 +72,7 @@ def graded(loss_of, b, at="logprobs"):
 
 @functools.cache
 def page(name, words="", numbers=()):
-    """The Module of a page, with a recipe NAME.diff, or with a diff of docs/algorithms.md."""
+    """The Module of a file, with a recipe NAME.diff, or with a diff of docs/algorithms.md."""
     with open(f"{ROOT}/{name}", encoding="utf-8") as f:
         text = f.read()
     diff = ""
@@ -83,7 +83,9 @@ def page(name, words="", numbers=()):
         with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
             diff = re.search(re.escape(f"**{words}**") + r".*?```diff\n(.*?)```", f.read(),
                              re.DOTALL).group(1)
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+    _, *parts = re.split(r"^--- a/(.*)\n\+\+\+ .*\n", diff, flags=re.MULTILINE)  # file, hunks, ...
+    hunks = dict(zip(parts[::2], parts[1::2], strict=True)).get(name, "")
+    for hunk in re.split(r"^@@.*\n", hunks, flags=re.MULTILINE)[1:]:
         lines = [line for line in hunk.splitlines(keepends=True) if line[0] in " +-"]
         old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
         assert text.count(old) == 1, (words, old)
@@ -281,21 +283,24 @@ def prompt_mean(b):
 def grpo_loss(b, words="", kind="token-mean", low=LOW, high=HIGH, clamp=None, more=(), numbers=(),
               **keys):
     weights = groups.token_weights(b.mask, kind, T)
-    space = dict(importance="token", loss_type="grpo", importance_cap=0, cliprange=low, m=b.mask,
-                 cliprange_high=high) | keys
+    space = FORMULAS | dict(
+        loss_type="clip", importance_cap=0, cliprange=low, m=b.mask, cliprange_high=high) | keys
+    name = {"clip": "clipped"}.get(space["loss_type"], space["loss_type"])
+    space["LOSSES"] = {space["loss_type"]: getattr(page("groups.py", words), f"{name}_losses")}
 
     def total(logprobs):
         if clamp:
             logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
+        first = "log_ratio = " if words == "KL-Cov" else "pg_losses, pg_clipped = "
         return page("grpo.py", words, numbers).lines(
-            "log_ratio = ", "pg_loss = ", **FORMULAS | space, logprobs=logprobs,
+            first, "pg_loss = ", **space, logprobs=logprobs,
             mb=dict(more, old_logprobs=b.old, advantages=b.advantages, weights=weights,
                     response_mask=b.mask, sampler_logprobs=b.sampler)).pg_loss
     return graded(total, b)
 
 
 def gspo(b, kind="seq-mean-token-mean"):
-    return grpo_loss(b, kind=kind, importance="sequence")
+    return grpo_loss(b, kind=kind, loss_type="gspo")
 
 
 def cispo(b, through=False):
@@ -308,24 +313,25 @@ def cispo(b, through=False):
 
 
 def sapo(b, kind="seq-mean-token-mean", clamp=None):
-    return grpo_loss(b, "SAPO", kind, clamp=clamp)
+    return grpo_loss(b, "SAPO", kind, clamp=clamp, loss_type="sapo")
 
 
 def gspo_weighted(b, own=False):
     """GSPO with importance_cap; own: each token keeps its weight. The loss is the same."""
-    found = grpo_loss(b, kind="seq-mean-token-mean", importance="sequence", importance_cap=CAP)
+    found = grpo_loss(b, kind="seq-mean-token-mean", loss_type="gspo", importance_cap=CAP)
     return torch.cat([found[:1], gspo(b)[1:] * importance(b)]) if own else found
 
 
 def gmpo(b, empty=False):
-    return grpo_loss(b, "GMPO", "seq-mean-token-mean", 0.4, 0.4, importance="sequence")
+    return grpo_loss(b, "GMPO", "seq-mean-token-mean", 0.4, 0.4, loss_type="gmpo")
 
 
 def covariance(b, words, name, numbers=()):
     """A snippet that chooses tokens of the batch; the log-probs of sampling are those of now."""
     batch = dict(advantages=b.advantages, sampler_logprobs=b.logprobs)
     page("grpo.py", words, numbers).lines(
-        "batch['counted'] = ", f"batch['{name}'] = ", **FORMULAS, batch=batch, counted=b.mask,
+        "batch['counted'] = ", f"batch['{name}'] = ", **FORMULAS, batch=batch, mask=b.mask,
+        left_out=torch.zeros(len(b.mask), dtype=torch.bool),
         permutation=lambda n, *_: torch.arange(n), seed=0, iteration=0)
     return grpo_loss(b, words, high=LOW, more={name: batch[name]})
 

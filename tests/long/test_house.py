@@ -1,5 +1,6 @@
 """Rules of the house: imports, keys, marks of collectives, names on the pages, a fork, the lock."""
 import ast
+import difflib
 import functools
 import glob
 import graphlib
@@ -100,6 +101,21 @@ def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         said = re.search(r"(\d+) flat Python files", f.read())
     assert imported_files <= set(files()) and int(said[1]) == len(imported_files), imported_files
+
+
+def test_grpo_is_ppo_without_a_value_model():
+    """Its page and its loop are no longer than ppo.py's, and few of its lines are others."""
+    both = []
+    for page in ("ppo.py", "grpo.py"):
+        with open(os.path.join(ROOT, page), encoding="utf-8") as f:
+            lines = f.read().splitlines()
+        loop = [node for node in tree_of(page).body if isinstance(node, ast.For)][-1]
+        both.append((lines, loop.end_lineno - loop.lineno))
+    (ppo, ppo_loop), (grpo, grpo_loop) = both
+    assert len(grpo) <= len(ppo) and grpo_loop <= ppo_loop
+    same = sum(block.size for block in difflib.SequenceMatcher(None, ppo, grpo, False)
+               .get_matching_blocks())
+    assert len(grpo) - same <= 145
 
 
 def test_each_shared_key_is_read_by_somebody():
