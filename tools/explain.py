@@ -47,7 +47,7 @@ from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from gae import compute_gae  # noqa: E402
 from run import Run  # noqa: E402
-from tools.runs import refuse_code, response_of  # noqa: E402
+from tools.runs import config_file_of, refuse_code, response_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has a checkpoint
@@ -154,7 +154,7 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
     os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
     shutil.copy(f"{checkpoint}/config.json", folder)
     keys["out_dir"] = folder
-    sys.argv[1:] = [f"--{key}={value}" for key, value in keys.items()]
+    sys.argv[1:] = [config_file_of(keys, folder)]
     with open(names["__file__"], encoding="utf-8") as f:
         code = compile(f.read(), names["__file__"], "exec")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):

@@ -6,13 +6,14 @@ python tools/explain.py --run=out/arithmetic_ppo --out=out/live.html --watch=20 
 python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/seven.json
 
 ppo.py or grpo.py runs again, from the last checkpoint before the iteration, or from the beginning,
-with the run's own keys, in a temporary folder; and its variables are looked at. Nothing is random
-but by name, so all numbers are the run's own. The JSON is for UNIPO, a viewer (poloclub/unipo,
-docs/canonical_schema.json).
+with the keys that the run had then, in a temporary folder; and its variables are looked at. Nothing
+is random but by name, so all numbers are the run's own; they are compared with its log. The JSON is
+for UNIPO, a viewer (poloclub/unipo, docs/canonical_schema.json).
 """
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import time
 
 import torch
 
+import parallel
 import ranks
 from checkpoint import list_checkpoints, number_of
 from configurator import read_json, write_text
@@ -31,9 +33,10 @@ from gae import compute_gae
 from load import autocast
 from loss import kl_estimate
 from model import no_grad_forwards, response_logprobs
+from options.again import keys_at
 from rollout import texts_of
 from run import Run
-from tools.runs import fill_page, refuse_code, response_of
+from tools.runs import config_file_of, fill_page, read_records, refuse_code, response_of
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
@@ -84,10 +87,10 @@ def replay(run, iteration, trust_code):
         iteration = min(max(checkpoints, default=0), keys["max_iters"] - 1)
     if iteration >= keys["max_iters"]:
         raise BadInput(f"iteration = {iteration}: the run's are 0 to {keys['max_iters'] - 1}")
-    del keys["token_ids"]
-    script = os.path.join(ROOT, keys.pop("script"))
-    keys |= dict(checkpoint_interval=0, report_to="", keep_best="", save_rollouts=0,
-                 eval_interval=10**9)
+    first = max((number for number in checkpoints if number <= iteration), default=0)
+    parts = {number: keys_of_tool(part) for number, part in
+             keys_by_iteration(run, keys, checkpoints, first, iteration, trust_code).items()}
+    script, keys = os.path.join(ROOT, keys["script"]), parts[max(parts)]
     names, looks, records = {"__name__": "__main__", "__file__": script}, [], []
     enter = Run.enter
 
@@ -96,29 +99,122 @@ def replay(run, iteration, trust_code):
             looks.append(look(names))
         enter(self, phase)
 
-    def log(self, record, *_, **__):
+    def log(self, record, *args, **more):
         if self.iteration == iteration:
-            records.append({"iteration": iteration} | record)
+            write_log(self, record, *args, **more)  # in the temporary folder
+            records.append(self.record)
             sys.exit()
 
-    Run.enter, Run.log = enter_and_look, log
+    write_log = Run.log
     ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        starts = [number for number in checkpoints if number <= iteration]
-        first = max(starts, default=0)
         print(f"computing iterations {first} to {iteration} again", flush=True)
-        if starts:
+        if first in checkpoints:
             start = checkpoints[first]
             os.symlink(os.path.abspath(start), os.path.join(folder, os.path.basename(start)))
             shutil.copy(f"{start}/config.json", folder)
-        argv, sys.argv[1:] = sys.argv[1:], [
-            f"--{key}={value}" for key, value in (keys | dict(out_dir=folder)).items()]
-        with open(script, encoding="utf-8") as f:
-            code = compile(f.read(), script, "exec")
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-            exec(code, names)
-        sys.argv[1:] = argv
+        numbers = sorted(parts)
+        for number, until in zip(numbers, numbers[1:], strict=False):
+            run_until(script, parts[number], until, folder)
+        Run.enter, Run.log = enter_and_look, log
+        run_script(script, keys, folder, names)
+    compare_with_log(run, records[0])
     return names, records[0], looks
+
+
+def keys_by_iteration(run, newest, checkpoints, first, last, trust_code):
+    """
+    {iteration: the keys that the run had from there on}, from first to last. newest: those of its
+    config.json, which are those of the iterations behind the last checkpoint. For earlier ones its
+    state has the changes, see options/again.py. Raises BadInput.
+    """
+    if last >= max(checkpoints, default=0):
+        return {first: newest}
+    folder = checkpoints[max(checkpoints)]
+    keys = read_json(os.path.join(folder, "config.json"))
+    changes = read_json(os.path.join(folder, "state.json")).get("changes", [])
+    numbers = {first, *(number for number, _ in changes if first < number <= last)}
+    parts = {number: keys_at(keys, changes, number) for number in numbers}
+    for part in parts.values():
+        refuse_code(part, folder, trust_code)
+    return parts
+
+
+def keys_of_tool(keys):
+    """The keys of a run without those by which it saves, evaluates and shares its work."""
+    return {name: x for name, x in keys.items() if name not in ("token_ids", "script")} | dict(
+        checkpoint_interval=0, report_to="", keep_best="", save_rollouts=0, eval_interval=10**9,
+        epochs=0.0, roles="", generate_tp=1)  # the number of epochs is in max_iters
+
+
+def run_until(script, keys, until, folder):
+    """A script with the keys it had before others came, saved in folder before that iteration."""
+    child = os.fork()  # a script runs once in each process
+    if child:
+        if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(status)
+        return
+    leave = Run.leave_if_stop_asked
+
+    def leave_there(self):
+        if self.iteration == until:
+            parallel.stop_agreed = lambda: True
+        leave(self)
+
+    def log(self, *_, **__):
+        if self.iteration == until:  # the end of a run that was made longer later; it is saved
+            sys.exit()
+
+    Run.leave_if_stop_asked, Run.log = leave_there, log
+    try:
+        run_script(script, keys, folder, {"__name__": "__main__", "__file__": script})
+        os._exit(0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(2)
+
+
+def run_script(script, keys, folder, names):
+    """Run ppo.py or grpo.py with these keys, in a folder. names: gets its variables."""
+    argv, sys.argv[1:] = sys.argv[1:], [config_file_of(keys | dict(out_dir=folder), folder)]
+    with open(script, encoding="utf-8") as f:
+        code = compile(f.read(), script, "exec")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        exec(code, names)
+    sys.argv[1:] = argv
+
+
+def compare_with_log(run, record):
+    """Say where the figures of an iteration are not those of the run's log."""
+    file = os.path.join(run, "log.jsonl")
+    logged = [x for x in (read_records(file) if os.path.isfile(file) else [])
+              if x["iteration"] == record["iteration"]]
+    if not logged:
+        return print(f"{file} has no such iteration to compare with")
+    compared = {name: (record.get(name), x) for name, x in logged[-1].items()
+                if not name.startswith(("time/", "mem/", "eval/"))}
+    odd = {name: (a, b) for name, (a, b) in compared.items() if not is_same(a, b)}
+    if not odd:
+        return print(f"all {len(compared)} figures are those of {file}")
+    some = [f"{name} {shown(a)}, there {shown(b)}" for name, (a, b) in list(odd.items())[:5]]
+    some += ["..."] * (len(odd) > 5)
+    print(visible(f"warning: {len(odd)} of {len(compared)} figures are not those of {file}: "
+                  f"{'; '.join(some)}. Another machine, torch or number of ranks rounds "
+                  "differently; else its models, data or scripts have changed since"))
+
+
+def is_same(a, b):
+    """Whether two values of a log are the same to its digits; JSON has null for NaN."""
+    if isinstance(a, float) and not math.isfinite(a):
+        a = None
+    if all(isinstance(x, (int, float)) for x in (a, b)):
+        return abs(a - b) <= 1e-9 * max(abs(a), abs(b))
+    return a == b
+
+
+def shown(x):
+    return f"{x:.6g}" if isinstance(x, (int, float)) else str(x)
 
 
 def look(names):

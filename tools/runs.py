@@ -9,7 +9,7 @@ import math
 import os
 from statistics import fmean
 
-from configurator import read_json
+from configurator import read_json, write_text
 from errors import BadInput, say, visible
 from options.home import from_home
 from options.sources import raw_rows, rename
@@ -76,6 +76,13 @@ def as_in_run(argv, key, default, keys):
     if not asked.get("environment") and not asked.get("tools"):  # --environment= says: none
         taken.pop("max_turns", None)  # it would have no effect
     return taken
+
+
+def config_file_of(keys, folder):
+    """A config file with these keys, written in a folder: a text that is typed may lose quotes."""
+    file = os.path.join(folder, "keys.py")
+    write_text(file, "".join(f"{name} = {x!r}\n" for name, x in keys.items()))
+    return file
 
 
 def refuse_code(keys, file, trusted):

@@ -18,7 +18,7 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import by_hand
 import pytest
 import torch
-from tiny import Started, keys_of, read_jsonl, typed, well
+from tiny import Started, at, jsonl, keys_of, read_jsonl, run, typed, well
 
 from prompts import Rows, batch_rows
 
@@ -166,6 +166,34 @@ def test_an_iteration_is_computed_again_to_the_last_digit(runs, tmp_path, name, 
         change, ratio = one["columns"]["change"], one["columns"]["ratio"]
         assert ratio == pytest.approx([math.exp(x) for x in change], rel=1e-4)
         assert any(change) and all(x >= -1e-6 for x in one["columns"]["entropy"])
+
+
+def test_an_iteration_has_the_keys_that_the_run_had_then(world, tmp_path):
+    """
+    Other keys at a resume, another schedule by a larger max_iters, quotes in a text, epochs; and
+    only the newest checkpoint is left.
+    """
+    keys = keys_of(world, "ppo.py", max_iters=3, lr_decay="linear", num_minibatches=1,
+                   value_init="policy", stop_strings='"[\'x\', \'yz\']"')
+    assert run("ppo.py", tmp_path, keys, before=at(1, signal.SIGTERM)).codes == [0]
+    well("ppo.py", tmp_path, keys | dict(learning_rate=3e-3, temperature=0.9))
+    del keys["max_iters"]
+    out = well("ppo.py", tmp_path, keys | dict(epochs=2.7, temperature=0.7))
+    log = read_jsonl(f"{out}/log.jsonl")
+    assert [record["iteration"] for record in log] == [0, 1, 2, 3, 4, 5]
+    assert [x for x in os.listdir(out) if x.startswith("checkpoint-")] == ["checkpoint-000005"]
+    for iteration in range(5):
+        result = explain(tmp_path, run="out", iteration=iteration, out="a.json")
+        assert result.codes == [0] and "warning" not in result.out[0], result
+        compared = re.search(r"all (\d+) figures are those of", result.out[0])
+        assert int(compared[1]) > 20
+        (entry,) = json.loads((tmp_path / "a.json").read_text())["entries"]
+        for name in ("policy/lr", "loss/policy", "objective/kl"):
+            assert entry["metrics"][name] == log[iteration][name], (iteration, name)
+    log[3]["policy/lr"] *= 2
+    jsonl(f"{out}/log.jsonl", log)
+    result = explain(tmp_path, run="out", iteration=3, out="a.json")
+    assert result.codes == [0] and f"there {log[3]['policy/lr']:.6g}" in result.out[0]
 
 
 def test_the_page_of_the_newest_iteration_while_a_run_goes_on(runs, tmp_path):
