@@ -115,7 +115,7 @@ def first_line(error):
 
 def place_of(trace):
     """" at FILE, line N": the innermost place of a traceback that is not in installed code."""
-    own = [at for at in trace if not re.search(r"/lib/python|<frozen", at.filename)]
+    own = [at for at in trace if not re.search("/lib/python|<frozen|user_code.py", at.filename)]
     return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 

@@ -221,6 +221,10 @@ class Chats:
             wanted = text_behind(tokenizer, encode_behind(tokenizer, [said])[0])
             same = learned.strip() == wanted.strip() and learned.rstrip().endswith(wanted.rstrip())
             if not same or not end or whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids:
+                if "<|channel|>" in learned:
+                    raise BadInput(f"{self.path} writes an answer into a channel, as gpt-oss, and "
+                                   "such turns sft.py cannot learn; train it with ppo.py or "
+                                   "grpo.py, which take what it writes itself")
                 raise BadInput(f"the chat template of {self.path} does not write the assistant's "
                                f"{shorten(said)} as it stands, with an end behind it, but "
                                f"{shorten(text_of(self.hf, whole[len(open_ids):end + 1]))}; type "

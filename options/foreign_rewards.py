@@ -35,8 +35,9 @@ def load_reward(named, folder, where):
         raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
     parameters = trl_parameters(function)  # None: it takes the batch
     if inspect.isclass(function) or parameters is None and not takes_one(function):
-        wanted = f"{name}(batch), or {name}(prompts, completions, ...) with lists, as TRL's"
-        raise BadInput(f"{where}: {name} is no function of the form {wanted}")
+        from options.mistakes import no_form
+
+        raise no_form(name, names_of(function), where)
 
     def call(batch):
         if parameters is None:
@@ -110,6 +111,14 @@ def trl_parameters(function):
     return parameters if named or bare else None
 
 
+def names_of(function):
+    """The names of a function's parameters; none of one that is not Python's."""
+    try:
+        return [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):
+        return []
+
+
 def takes_one(function):
     """Whether a function can be called with the batch alone."""
     try:
@@ -127,8 +136,9 @@ def check_fields(parameters, name, rows, path):
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         if required and p.name not in (*known, *GIVEN):
-            raise BadInput(f"{path}: the reward {name!r} has a parameter {p.name!r}, and no row "
-                           f"has such a field; the fields are {', '.join(map(repr, known))}")
+            from options.mistakes import no_field
+
+            raise no_field(name, p.name, known, path)
 
 
 def arguments_of(parameters, batch):

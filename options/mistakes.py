@@ -67,6 +67,7 @@ def without_value(argv, keys):
         return unknown(arg[2:], keys, arg)
     if behind.startswith("--") or behind.endswith(".py"):  # the next argument, and not the value
         behind = keys[arg[2:]].default
+        behind = not behind if isinstance(behind, bool) else behind  # who names it changes it
     return BadInput(f"{arg}: a value is missing; type {arg}={shlex.quote(str(behind))}")
 
 
@@ -94,14 +95,18 @@ def is_on(value, key):
 
 def no_config_file(path, keys, error):
     """Of a file that could not be run as a config file, or an argument that is no file."""
-    data = next((key for key in ("prompts_path", "train_path") if key in keys), "KEY")
+    data = next((key for key in ("prompts_path", "train_path", "prompts", "source") if key in keys),
+                "KEY")
     hint = f"to give data, type --{data}={path}"
     name = path.partition("=")[0].lstrip("+-")
     if not os.path.isfile(path):
         if "=" in path and name not in keys:  # a key without its dashes, or as Hydra has it
             return unknown(name, keys, path)
         return BadInput(f"there is no config file {path!r}" + (
-            nearest(path) if path.endswith(".py") else "; type --key=value, without blanks"))
+            nearest(path) if path.endswith(".py") else
+            f"; did you mean {path}.py?" if os.path.isfile(f"{path}.py") else
+            key_of_folder(path, keys) if "=" not in path and "/" in path.rstrip("/") or
+            os.path.isdir(path) else "; type --key=value, without blanks"))
     if not path.endswith(".py"):
         return BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     if str(error) == f"{path} is no config file":
@@ -112,6 +117,21 @@ def no_config_file(path, keys, error):
         line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
         trace = trace.tb_next
     return BadInput(f"{path}, line {line}: {first_line(error)}")
+
+
+def key_of_folder(path, keys):
+    """"; type --KEY=PATH": how a script or tool is given a folder, or a name on the hub."""
+    path, key = path.rstrip("/"), next((key for key in (
+        "runs", "run", "policy_path", "policies", "init_from", "source") if key in keys), "")
+    run = any(os.path.exists(os.path.join(path, name)) for name in ("log.jsonl", "policy"))
+    if run and key in ("policy_path", "policies") and os.path.isdir(f"{path}/policy"):
+        more = f", or --out_dir={path} for its run" * ("out_dir" in keys)
+        return f"; for the policy in this folder type --{key}={path}/policy{more}"
+    if run and "out_dir" in keys:
+        return f"; to go on with the run in this folder, type --out_dir={path}"
+    if key in ("runs", "run") and os.path.exists(os.path.join(path, "..", "log.jsonl")):
+        path = os.path.dirname(path)  # a model in a run's folder
+    return f"; to give this folder, type --{key}={path}" if key else ""
 
 
 def set_twice(path):
@@ -150,8 +170,13 @@ def check_text(row, field):
         raise BadInput(f"wanted an object such as {{\"prompt\": \"1+2=\"}}, found {shorten(row)}")
     value = row.get(field)
     if value is None:
-        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; rename "
-                       f'one by --fields="THEIRS>{field}", or see data/convert.py')
+        if len(row) == 1 and re.search("[;\t|]", *row):
+            raise BadInput(f"the row has one column, {shorten(*row)}; a table's columns are "
+                           "separated by commas")
+        convert = "type python data/convert.py --source=FILE --out=new.jsonl"
+        raise BadInput(f"field {field!r} is missing or null; the row has {', '.join(row)}; " + (
+            f"these are whole dialogues: {convert}" if {"chosen", "rejected"} <= row.keys() else
+            f'rename one by --fields="THEIRS>{field}", or {convert}'))
     if not isinstance(value, str):
         raise BadInput(f"field {field!r} must be a string, or a list of {{\"role\", \"content\"}} "
                        f"messages of text, found {shorten(value)}")
@@ -213,14 +238,30 @@ def check_folder(path):
 
 def no_model(path, error):
     """Of a folder, or a name on the hub, from which transformers has read no model."""
+    pickles = [name for ending in ("bin", "pt", "pth", "ckpt", "gguf")
+               for name in glob.glob(f"{glob.escape(path)}/*.{ending}")
+               if "training_args" not in name]
+    if pickles and not glob.glob(f"{glob.escape(path)}/*.safetensors"):
+        return BadInput(
+            f"{path}: its weights are {os.path.basename(pickles[0])}, and only safetensors are read"
+            + ("" if pickles[0].endswith("gguf") else
+               " (a pickle can run code); if you trust it, type python -c 'from transformers "
+               f"import AutoModelForCausalLM as M; M.from_pretrained(\"{path}\").save_pretrained("
+               f"\"{path}-safe\")' and copy its tokenizer's files there; of a reward model "
+               "AutoModelForSequenceClassification"))
     return no_folder(path) or BadInput(
         f"{path}: transformers cannot load this model: {first_line(error)}")
 
 
 def no_tokenizer(path, error):
     """Of a folder, or a name on the hub, from which transformers has read no tokenizer."""
-    has_files = glob.glob(os.path.join(glob.escape(path), "tokenizer*"))
-    return not has_files and no_folder(path) or BadInput(
+    files = [name for pattern in ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "*.vocab")
+             for name in glob.glob(os.path.join(glob.escape(path), pattern))]
+    if not files and (error := no_folder(path) or os.path.isdir(path) and BadInput(
+            f"{path}: this folder has no tokenizer (tokenizer.json); copy the tokenizer's files "
+            "there from the model that it was made of")):
+        return error
+    return BadInput(
         f"{path}: no usable tokenizer ({first_line(error)[:300]})")
 
 
@@ -244,6 +285,10 @@ def odd_tensors(report, hf, head, path):
         # transformers 5 reads both, but its version 4 and vLLM, or a sharded model, only one
         return BadInput(f"{path}: by tie_word_embeddings in its config.json the head is the table "
                         "of embeddings, but its weights have both, and they differ; write false")
+    labels = [shape[0] for n, shape, _ in report["mismatched_keys"] if n == "score.weight"]
+    if head == "scalar" and labels:
+        return BadInput(f"{path}: its head has {labels[0]} labels (num_labels in config.json), "
+                        "and a reward is one number; train a reward model with rm.py")
     shapes = [f"{n}, of shape {tuple(shape)} and not {tuple(wanted)}"
               for n, shape, wanted in report["mismatched_keys"]]
     what, names = next((what, names) for what, names in (
@@ -275,6 +320,8 @@ def no_reward(part, where, names, before):
     Of a part of reward_functions that is not NUMBER*NAME, with one of the names; or it has one of
     those of the parts before it.
     """
+    if meant := other_sum(where):
+        return meant
     weight, star, name = (text.strip() for text in part.rpartition("*"))
     try:
         good = not star or abs(float(weight)) < float("inf")
@@ -286,5 +333,72 @@ def no_reward(part, where, names, before):
         return BadInput(f"{where}: {name.rpartition(':')[2]!r} is given twice; keep one")
     if name.endswith(".py"):
         return BadInput(f"{where}: which function of the file? Type {name}:FUNCTION")
-    return BadInput(f"{where}: unknown reward {name!r}; there are {', '.join(names)}, and "
-                    "FILE.py:FUNCTION of your own")
+    near = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.6)
+    return BadInput(f"{where}: unknown reward {name!r}" + (
+        f"; did you mean {near[0]!r}?" if near else "") + f" There are {', '.join(names)}, and "
+        "FILE.py:FUNCTION of your own")
+
+
+def other_sum(where):
+    """
+    Of the key reward_functions with another sign between its parts, such as + or a blank, or with a
+    weight behind a name, as in accuracy:0.5; None where nothing is alike.
+    """
+    from rewards import BUILT_IN
+
+    spec, parts = where.partition("= ")[2][1:-1], []
+    for part in filter(None, re.split(r"\s*[+;,|&]\s*|(?<![\s*:=])\s+(?![\s*:=])", spec.strip())):
+        found = re.fullmatch(r"(?:(-?[\d.]+)\s*\*\s*)?([\w./~-]*[A-Za-z][\w./-]*(?:\.py:\w+)?)"
+                             r"(?:\s*[*:=]\s*(-?[\d.]+))?", part)
+        if not found or found[1] and found[3] or not (found[2] in BUILT_IN or ".py:" in found[2]):
+            return None
+        weight = found[1] or found[3]
+        parts.append(f"{weight}*{found[2]}" if weight else found[2])
+    if not parts or (meant := ",".join(parts)) == re.sub(r"\s", "", spec):
+        return None
+    return BadInput(f"{where}: between rewards stand commas, and each weight in front of its name; "
+                    f"type --reward_functions={shlex.quote(meant)}")
+
+
+def no_function(path, name, module, where):
+    """Of a FILE.py:FUNCTION that is not there; the file is, if it has been read as a module."""
+    if module is None:
+        return other_sum(where) or BadInput(f"{where}: there is no file {path!r}{nearest(path)}")
+    own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"
+           and getattr(value, "__module__", "") == module.__name__]
+    near = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
+    own = f"; it has {', '.join(own[:8])}" if own else ""
+    return BadInput(f"{where}: {path} has no function {name!r}" + (
+        f"; did you mean {near[0]!r}?" if near else own))
+
+
+# the functions of other trainers, {name: {its parameters}}, and the lines that adapt them
+ADAPTERS = {
+    "solution_str": """verl's judges one response; write beside it
+        def reward(batch): return [{name}(row.get("data_source"), text, row.get("answer"))
+        for text, row in zip(batch["completions"], batch["rows"])]""",
+    "queries": """OpenRLHF's reads prompt and response in one text; write beside it
+        def reward(batch): return {name}([p + c for p, c in zip(batch["prompts"],
+        batch["completions"])], batch["prompts"], [row.get("answer") for row in
+        batch["rows"]])["rewards"]"""}
+
+
+def no_form(name, parameters, where):
+    """Of a function that is no reward; parameters: their names."""
+    for known, adapter in ADAPTERS.items():
+        if known in parameters:
+            return BadInput(f"{where}: {adapter.format(name=name)}, and name this reward")
+    return BadInput(f"{where}: {name} is no function of the form {name}(batch), or {name}(prompts, "
+                    "completions, ...) with lists, as TRL's")
+
+
+def no_field(name, parameter, known, path):
+    """Of a reward in TRL's form with a parameter that is no field of the rows."""
+    if parameter in ADAPTERS:
+        return no_form(name, [parameter], "reward_functions")
+    if parameter in ("trainer_state", "log_metric", "log_extra"):
+        return BadInput(f"the reward {name!r} has TRL's parameter {parameter!r}: there is no "
+                        "trainer here; give it a default, such as None, and do without it; a "
+                        "reward of weight 0 is logged, and nothing else")
+    return BadInput(f"{path}: the reward {name!r} has a parameter {parameter!r}, and no row has "
+                    f"such a field; the fields are {', '.join(map(repr, known))}")

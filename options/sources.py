@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections import Counter
 from statistics import fmean
 from zlib import crc32
@@ -57,7 +58,8 @@ def several_rows(spec, shape, fields):
                 try:
                     rows.append(shape(rename(row, fields)))
                 except BadInput as e:
-                    raise BadInput(f"{file}, {where}: {e}") from e
+                    said = str(e).replace("--source=FILE", f"--source={shlex.quote(source)}")
+                    raise BadInput(f"{file}, {where}: {said}") from e
         sizes.append(len(rows) - before)
         files += [source] * sizes[-1]
         if not sizes[-1]:
@@ -310,11 +312,16 @@ def files_of_split(files, folder, split, source):
 
 
 def csv_rows(path):
-    """The first line names the columns; a value in quotes may have newlines. All are text."""
+    """
+    The first line names the columns, with commas between them, or without any comma semicolons or
+    tabs; a value in quotes may have newlines. All are text.
+    """
     csv.field_size_limit(2**30)
     text = io.StringIO(read_text(path), newline="")
     try:
-        for number, row in enumerate(csv.DictReader(text, strict=True), 1):
+        first = text.getvalue().partition("\n")[0]  # Excel writes semicolons in many countries
+        comma = next((sign for sign in ",;\t" if sign in first), ",")
+        for number, row in enumerate(csv.DictReader(text, strict=True, delimiter=comma), 1):
             if None in row or None in row.values():
                 raise BadInput(f"{path}, row {number}: not as many columns as in the first line; "
                                "is a quote or a comma missing?")

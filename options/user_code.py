@@ -28,17 +28,18 @@ def load_function(named, folder, where):
     if not colon:
         raise BadInput(f"{where}: wanted FILE.py:FUNCTION, found {named!r}")
     path = os.path.abspath(os.path.join(folder, file))
-    function = getattr(load_file(path, where), name, None)
+    module = load_file(path, where) if os.path.isfile(path) else None
+    function = getattr(module, name, None)
     if not callable(function):
-        raise BadInput(f"{where}: {path} has no function {name!r}")
+        from options.mistakes import no_function
+
+        raise no_function(path, name, module, where)
     return function
 
 
 @functools.cache
 def load_file(path, where):
     """A Python file as a module; all functions of a key share it. Raises BadInput."""
-    if not os.path.isfile(path):
-        raise BadInput(f"{where}: there is no file {path!r}")
     folder, file = os.path.split(path)
     package = PREFIX + folder.replace(".", "%")
     if package not in sys.modules:

@@ -20,10 +20,10 @@ from types import SimpleNamespace
 import pytest
 import test_configurator
 
-from errors import BadInput
+from errors import BadInput, Stop
 from options import hub
-from tiny import (MARKERS, ROOT, Started, assert_one_line, jsonl, keys_of, save_random, typed,
-                  well, write)
+from tiny import (MARKERS, ROOT, Started, assert_one_line, jsonl, keys_of, keys_of_system,
+                  save_random, typed, well, write)
 
 USER = [dict(role="user", content="1+2=")]
 ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
@@ -41,6 +41,14 @@ FILES = {  # rows, or the text of a file, which the table names
 TEXTS = {  # other files
     "odd.py": "def f(completion, answer):\n    return 1.0\nclass g:\n"
               "    def __init__(self, batch): pass\n",
+    "verl.py": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+               "    return 1.0\ndef reward_func(queries, prompts, labels):\n    return {}\n"
+               "def of_trl(completions, trainer_state):\n    return completions\n"
+               "def late(batch):\n    import nowhere_at_all\n",
+    "bin/config.json": '{"model_type": "gpt2"}', "bin/pytorch_model.bin": "",
+    "bare/config.json": '{"model_type": "llama"}', "bare/tokenizer_config.json": "{}",
+    "trees.jsonl": '{"chosen": [], "rejected": []}\n', "lines.csv": "prompt|answer\n1|2\n",
+    "hub/train.jsonl": '{"chosen": [], "rejected": []}\n', "mine.py": "batch_size = 9\n",
     "broken.py": "def f(batch)\n    return 1\n", "fails.py": "import nowhere_at_all\n",
     "compare.txt": "answers: a c\n{prompt}{first}|{second}", "half.txt": "answers: a c\n{first}",
     "made/prepare.py": "", "began/log.jsonl": "", "odd/log.jsonl": "[1]\n",
@@ -125,6 +133,31 @@ rm.py --out_dir=/proc/x | '/proc/x'; --out_dir
 sft.py --out_dir=$policy | config.json; --out_dir
 sft.py --out_dir=$sft --max_iters=1 | max_iters = 1; checkpoint-000002
 
+tools/plot.py $done | type --runs=
+tools/explain.py $done | type --run=
+tools/sample.py $policy | type --policy_path=
+tools/sample.py $done | type --policy_path=; done/out/policy
+tools/eval.py $policy | type --policies=
+grpo.py $done | type --policy_path=; or --out_dir=
+grpo.py her/grpo | type --policy_path=her/grpo
+sft.py her/model | type --init_from=her/model
+sft.py $mine | mine.py?
+grpo.py $rl_train | type --prompts_path=
+sft.py --config=$mine.py | type its path alone
+
+grpo.py --reward_functions=acuracy | did you mean 'accuracy'?
+grpo.py --reward_functions=accuracy+0.1*format | type --reward_functions='accuracy,0.1*format'
+grpo.py --reward_functions=accuracy:0.5;format | type --reward_functions='0.5*accuracy,format'
+grpo.py --reward_functions=$odd.py:ff | did you mean 'f'?
+grpo.py --reward_functions=$od.py:f | did you mean; odd.py
+grpo.py --reward_functions=$verl.py:compute_score | verl's; return [compute_score(
+grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; return reward_func([p + c for
+grpo.py --reward_functions=$verl.py:of_trl | 'trainer_state'; default
+sft.py --init_from=$bare | this folder has no tokenizer
+rm.py --train_path=$trees.jsonl | whole dialogues; python data/convert.py --source=
+rm.py --train_path=hf:$hub:train | python data/convert.py --source=hf:; hub:train --out=new.jsonl
+sft.py --train_path=$lines.csv | separated by commas
+
 tools/plot.py --runs=nowhere | nowhere
 tools/plot.py --runs=$odd | line 1
 tools/plot.py --runs=$began | began
@@ -183,7 +216,7 @@ def files(world, tmp_path_factory):
     for name, script, more in (("sft", "sft.py", dict(max_iters=2)), ("done", "grpo.py", dict(
             reward_functions=f"accuracy,{world.rules}:letters", num_minibatches=1, max_iters=1))):
         paths[name] = well(script, folder / name, keys_of(world, script, **more))
-    there = [*texts, "swapped", "run", "made", "began", "odd"]
+    there = [*texts, "swapped", "run", "made", "began", "odd", "bare", "hub", "mine", "od"]
     return folder, vars(world) | {name: folder / name for name in there} | paths
 
 
@@ -243,10 +276,45 @@ for _i in range(2): rate = float((lambda x: x + _i)(1))
     ("--rate 1e-4", "--rate=1e-4"), ("--limit=9 --count 7 --rate=2", "--count=7"),
     ("--count -1", "--count=-1"), ("--count c.py", "--count=3"),
     ("c.py --rate --limit=9", "--rate=0.5"),
-    ("--flag True", "--flag=True"), ("--flag", "--flag=False")])
+    ("--flag True", "--flag=True"), ("--flag", "--flag=True"), ("--flag False", "--flag=False")])
 def test_a_blank_for_an_equals_sign(toy, typed, meant):
     with pytest.raises(BadInput, match=f"{meant}$"):
         toy(*typed.split())
+
+
+def test_folders_of_others(world, tmp_path):
+    """Weights as a pickle, also beside training's; a head of three labels."""
+    import torch
+    from load import read_model
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    shutil.copytree(world.policy, tmp_path / "pickled")
+    (tmp_path / "pickled/model.safetensors").unlink()
+    for name in "pytorch_model.bin", "training_args.bin":
+        torch.save({}, tmp_path / "pickled" / name)
+    config = AutoConfig.from_pretrained(world.reward, num_labels=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
+    for name, head, words in (("pickled", "lm", "pytorch_model.bin.*safe.*python -c 'from"),
+                              ("pickled", "scalar", "pytorch_model.bin"),
+                              ("three", "scalar", "3 labels .*rm.py")):
+        with pytest.raises(BadInput, match=words):
+            read_model(str(tmp_path / name), head, keys_of_system(dtype="float64"))
+
+
+def test_a_table_of_a_country_with_decimal_commas(tmp_path):
+    from options.sources import raw_rows
+
+    for sign, cell in (";", "1,5"), ("\t", "1;5"), (",", "1;5"):
+        path = write(tmp_path / "a.csv", f'prompt{sign}answer\n"x{sign}y"{sign}{cell}\n')
+        assert [row for _, row in raw_rows(path)] == [dict(prompt=f"x{sign}y", answer=cell)]
+
+
+def test_a_reward_that_fails_in_an_import_is_said_with_its_own_line(files):
+    from options.foreign_rewards import load_reward
+
+    reward = load_reward("verl.py:late", files[0], "reward_functions")
+    with pytest.raises(Stop, match="verl.py, line 8: ModuleNotFoundError"):
+        reward(dict(completions=["a"], rows=[{}], prompts=["b"]))
 
 
 def test_without_the_virtual_environment():
