@@ -199,9 +199,9 @@ def rollout(purpose, iteration, rows, row_numbers):
     return batch
 
 
-def read(batch, steps):
+def read(batch, steps, **more):
     """A collective: what the models read before an update, in the micro-batches of its steps."""
-    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, values=value_model)
+    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, **more)  # {column: model}
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
@@ -254,7 +254,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     mask = batch["response_mask"]  # (B, T)
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
-    read(batch, minibatches(iteration))  # COLLECTIVE
+    read(batch, minibatches(iteration), values=value_model)  # COLLECTIVE
     sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL must be 0, too
 
     # 3) rewards: the KL costs at every token, the score comes with the last one

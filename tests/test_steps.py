@@ -75,3 +75,20 @@ def test_a_policy_that_stands_still_is_on_policy_to_the_last_bit(world, tmp_path
         assert 0.03 < record["policy/sampler_gap"] < 0.07
         assert record["policy/clipfrac"] == record["policy/approx_kl"] == 0
         assert record["policy/ratio_gap"] == 0
+
+
+def no_values(rank):
+    from run import Run
+
+    logged = Run.log_evaluation
+
+    def log_evaluation(self, batch, *args):
+        assert "values" not in batch and "ref_logprobs" in batch
+        return logged(self, batch, *args)
+
+    Run.log_evaluation = log_evaluation
+
+
+def test_an_evaluation_does_not_read_what_nobody_uses(world, tmp_path):
+    """Held-out responses have no returns, so the value model need not read them."""
+    well("ppo.py", tmp_path, keys_of(world, "ppo.py", max_iters=1), before=no_values)
