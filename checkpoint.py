@@ -179,12 +179,13 @@ def append(out_dir, name, records, again=False):
     the log has of their iteration is replaced.
     """
     def write():
-        file, kept = os.path.join(out_dir, name), []
+        file = os.path.join(out_dir, name)
         lines = [json.dumps({key: None if isinstance(x, float) and not math.isfinite(x) else x
                              for key, x in record.items()}) + "\n" for record in records]
         if again and records:  # at once: a kill loses no line
-            kept = [x for x, now in lines_of(file) if now["iteration"] < records[0]["iteration"]]
-            return write_text(file, "".join(kept + lines))
+            now = records[0]["iteration"]
+            lines[:0] = [line for line, old in lines_of(file) if old["iteration"] < now]
+            return write_text(file, "".join(lines))
         with open(file, "a", encoding="utf-8") as f:
             f.writelines(lines)
 

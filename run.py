@@ -89,14 +89,12 @@ class Run:
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
         fresh = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, broken="", said={})
         self.state, self.folder = fresh | saved, folder
-        # whether the run has ended; an evaluation that this iteration has had before
-        self.over, self.evaluated = (self.state.pop(x, {}) for x in ("over", "evaluated"))
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, self.kept)
         self.start = self.iteration = self.state["iteration"]
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
-        if system.report_to and ranks.this_rank.role == "train" and not self.over:
+        if system.report_to and ranks.this_rank.role == "train" and "over" not in self.state:
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
@@ -117,7 +115,7 @@ class Run:
         max_iters; in this last one a script only evaluates. Before each iteration come, if they
         are due: the audit; a checkpoint; a stop.
         """
-        for iteration in range(self.start, self.max_iters + 1) if not self.over else ():
+        for iteration in range(self.start, self.max_iters + 1) if "over" not in self.state else ():
             self.iteration = iteration
             self.enter("audit")
             self.times.clear()
@@ -188,13 +186,12 @@ class Run:
         A collective: save the trained models, say the command that is mostly next, a program with
         its keys, and leave together with the other ranks.
         """
-        if self.over:
+        if "over" in self.state:
             say(f"{self.out_dir}: the run has ended at iteration {self.iteration}, and nothing is "
                 "changed; a larger --max_iters goes on, another --out_dir begins anew")
             return self.leave()  # COLLECTIVE
-        figures = {name: x for name, x in self.record.items() if name.startswith("eval/")}
         for name, model in self.trained.items():
-            self.save_model(name, model, figures)  # COLLECTIVE
+            self.save_model(name, model, self.record)  # COLLECTIVE
         if self.ema:
             self.ema.save(self)  # COLLECTIVE
         if self.state["broken"]:
@@ -207,7 +204,7 @@ class Run:
         self.leave()  # COLLECTIVE
 
     def save_model(self, name, model, figures):
-        """A collective: write a model that the run leaves. figures: its evaluation's, or {}."""
+        """A collective: write a model that the run leaves. figures: with its evaluation, or {}."""
         save_final(  # COLLECTIVE
             self.out_dir, name, model, self.system.save_dtype, iteration=self.iteration,
             figures=figures, changes=self.state.get("changes", []))
@@ -314,7 +311,8 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        record, self.evaluated = summarize(batch, "eval", reward_names, rows=rows), {}
+        self.state.pop("evaluated", {})  # this one takes its place
+        record = summarize(batch, "eval", reward_names, rows=rows)
         if self.system.keep_best:
             from options.keep_best import save_if_best
 
@@ -328,11 +326,10 @@ class Run:
         """The first responses of a batch as dicts for samples.jsonl; see docs/running.md."""
         first = {name: t[:count] for name, t in batch.items()}
         texts = texts_of(first, rows, self.models["policy"].tokenizer)
-        columns = {name: t for name, t in first.items()
+        columns = {name: t.tolist() for name, t in first.items()
                    if name in ("scores", "accuracy") or name.startswith("reward/")}
         if {"old_logprobs", "ref_logprobs"} <= first.keys():
-            columns["kl"] = (first["old_logprobs"] - first["ref_logprobs"]).sum(1)
-        columns = {name: t.tolist() for name, t in columns.items()}
+            columns["kl"] = (first["old_logprobs"] - first["ref_logprobs"]).sum(1).tolist()
         samples = []
         for i, row in enumerate(texts["rows"]):
             scores = {name: x[i] for name, x in columns.items() if math.isfinite(x[i])}
@@ -351,8 +348,8 @@ class Run:
         script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
-        evaluated, self.evaluated = self.evaluated, {}
-        self.record = record = {"iteration": self.iteration} | evaluated | {
+        before = self.state.pop("evaluated", {})  # it was made before the run resumed here
+        self.record = record = {"iteration": self.iteration} | before | {
             name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:

@@ -21,7 +21,9 @@ def write_card(out_dir, folder, base, about):
     """
     if "iteration" not in about:
         return
-    write_json(os.path.join(folder, "run.json"), about)
+    figures = {name: x for name, x in about["figures"].items()
+               if name.startswith("eval/") or name == "score"}  # which keep_best compares
+    write_json(os.path.join(folder, "run.json"), about | dict(figures=figures))
     config, name = read_json(os.path.join(out_dir, "config.json")), os.path.basename(folder)
     script, name = config["script"], name.removeprefix(".tmp-")
     named, license_of_base = hub_name(base), re.findall(r"^license: *\S+$", head_of(base), re.M)
@@ -34,13 +36,12 @@ def write_card(out_dir, folder, base, about):
             f"Trained by `{script}` of quartet, {count} iteration{'s' * (count != 1)}, beginning "
             f"with `{base or 'scratch'}`:", "",
             f"    python {script} {shlex.join(sys.argv[1:])}", ""]
-    for number, keys in about.get("changes", []):
+    for number, keys in about["changes"]:
         from options.again import FREE
 
         changed = [f"{key}={x!r}" for key, x in keys.items() if key not in FREE - {"max_iters"}]
         text += [f"From iteration {number} on: `{' '.join(changed)}`", ""] if changed else []
-    figures = [f"    {key:<24} {x:.4g}" for key, x in about.get("figures", {}).items()
-               if isinstance(x, (int, float))]
+    figures = [f"    {key:<24} {x:.4g}" for key, x in figures.items()]
     text += [f"Evaluated at iteration {count}:", "", *figures, ""] if figures else []
     write_text(os.path.join(folder, "README.md"), "\n".join(["---", *head, "---", "", *text]))
 
