@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 from errors import BadInput, Stop
 from grading.answers import answers_of, check_answers, same_answer, whole_responses
@@ -78,7 +79,9 @@ WRITING = [(re.compile(pattern), by) for pattern, by in [
     (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\\(?:left|right|displaystyle|[,;: ()\[\]])|[*`\"$]|\.\s*$", " "),
     (r"(?<=[a-z])\s+\^", "^"), (r"\b(?:square|sq) ([a-z]+)", r"\1^2"),
+    (r"(?<=\w)\s*\(?\s*\b(?:in )?base[\s-]*(\w+)\s*\)?\s*$", r"_\1"),
     (r"\bcubic ([a-z]+)", r"\1^3"), (r" per ", "/"), (r"\\varnothing\b", r"\\emptyset")]]
+SMALL = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 LEAD = re.compile(r"\s*(?:(?:so|thus|hence|therefore|the|final|answer|is)\b[\s,:]*)*", re.I)
 NAMED = re.compile(r"((?:[A-Za-z]{1,2}|\\(?:alpha|beta|theta|lambda|mu|phi|omega))(?:_\w|_\{\w+\})?"
                    r"(?:\([a-z]\))?)\s*(?:=|\\in\b)\s*(.*)", re.DOTALL)
@@ -100,6 +103,13 @@ THING = re.compile(r"""(?!(?:
     |nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie))(?:s|es)?)\b
     |[a-z]*illion|(?!months|paths)[a-z]*ths?\b))[a-z]{4,}""", re.VERBOSE)
 MIXED = re.compile(r"(?<![\d./^_])(?<!\d,(?=\d{3} ))(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")  # 3 1/2
+# a number in another base: 2516_8, FF_{16}, (101)_{two}; and 0.1\overline{6}, with \bar, \dot, too
+BASES = "two three four five six seven eight nine ten eleven twelve".split()
+BASED = re.compile(
+    r"(?<![\w.\\}])(\()?((?=[A-Fa-f]*\d|[A-F]{2})(?:[\dA-F]+|[\da-f]+)(?:\.[\dA-Fa-f]+)?)"
+    rf"(?(1)\))_(\{{\s*)?\(?(\d\d?|{'|'.join(BASES)}|sixteen)\)?(?(3)\s*\}})(?!\w)")
+REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))"
+                       r"(?:(\d*)\\dot\s*\{?(\d)\}?)?(?!\d)")
 FUNCTIONS = ("sin cos tan cot sec csc log exp max min gcd lcm mod and left right begin end matrix "
              "pmatrix bmatrix vmatrix cases array").split()
 
@@ -116,6 +126,11 @@ def verdict(given, truth):
     (given, *named), (truth, *wanted) = read(given), read(truth)
     if any("" != one != other != "" for one, other in zip(named, wanted, strict=True)):
         return False
+    # for 2516_8 also the digits alone are right; else its value counts, 1358
+    if same_answer(given, truth) or same_answer(given, BASED.sub(r"\2", truth)):
+        return True
+    given, truth = (BASED.sub(lambda number: value_of(number[2], number[4]), x)
+                    for x in (given, truth))
     if same_answer(given, truth):
         return True
     clash = ("=" in given) != ("=" in truth)  # an equation is no value
@@ -124,7 +139,8 @@ def verdict(given, truth):
 
 def read(answer):
     """An answer -> its formula, name and unit: "so $x = 5$ cm" -> ("5", "x", "cm")."""
-    text = letters(answer).translate(str.maketrans(SYMBOLS))
+    text = re.sub("[₀-₉]+", lambda small: f"_{{{small[0].translate(SMALL)}}}", letters(answer))
+    text = REPEATING.sub(fraction_of, " ".join(text.split())).translate(str.maketrans(SYMBOLS))
     for pattern, by in WRITING:
         text = pattern.sub(by, text)
     text, name, unit = text[LEAD.match(text).end():].strip(), "", ""
@@ -141,14 +157,37 @@ def read(answer):
             break
         slash = "/" * before.endswith("/")
         text, unit = before.removesuffix("/").rstrip(), slash + (known or word) + power + unit
+    text = re.sub(r"\A([+-]?[\d.]+)[eE]([+-]?\d+)\Z", r"\1\\times10^{\2}", text)  # 1.6e-19
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
     return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text), name, unit  # 4 2 is not 42
 
 
+def value_of(digits, base):
+    """A number in a base, as a formula: ("2516", "8") -> "1358". As it is where it is none."""
+    base = int(base) if base.isdigit() else 16 if base == "sixteen" else BASES.index(base) + 2
+    whole, _, part = digits.partition(".")
+    try:
+        value = Fraction(int(whole + part, base), base**len(part))
+    except ValueError:  # a digit is too large, as in 2516_2
+        return f"{digits}_{{{base}}}"
+    above, below = value.as_integer_ratio()
+    return str(above) if below == 1 else rf"\frac{{{above}}}{{{below}}}"
+
+
+def fraction_of(number):
+    r"""A match of REPEATING as a fraction: that of 0.1\overline{6} -> \frac{15}{90}."""
+    whole, once, *again = (part or "" for part in number.groups())
+    again = "".join(again)
+    return (rf"\frac{{{int(whole + once + again) - int('0' + whole + once)}}}"
+            f"{{{(10**len(again) - 1) * 10**len(once)}}}")
+
+
 def is_sentence(text):
-    """Whether a text has words in it, so that it is no formula."""
+    """Whether a text has words in it, or numbers that are none, so that it is no formula."""
     words = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{3,}|\b[ap]m\b|\d(?:th|st|nd|rd)\b", text))
-    return not text.isascii() or bool(words.difference(FUNCTIONS))
+    # math-verify would drop the base of no number, as in 2516_2, and the 0 of "0 7"
+    dropped = re.search(r"\d[)}]*_|(?<![_^\d.])0+ \d", text)
+    return not text.isascii() or bool(words.difference(FUNCTIONS) or dropped)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -163,19 +202,34 @@ resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # whatever math-verify prints goes to stderr
 logging.disable(logging.CRITICAL)
+import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 whole = LatexExtractionConfig()
 whole = dataclasses.replace(whole, normalization_config=dataclasses.replace(
     whole.normalization_config, units=False, boxed="none"))
 def read(text):
     return parse(f"${text}$", [whole], fallback_mode="no_fallback")
+def numbers(x):  # a number, or those in a set, a pair, an interval, a matrix, in x < 5
+    if getattr(x, "is_Matrix", False):
+        return [n for part in x for n in numbers(part)]
+    if isinstance(x, sympy.Expr):
+        return [x] if x.is_number else []
+    if isinstance(x, sympy.core.relational.Relational) and not any(s.is_Symbol for s in x.args):
+        return []
+    return [n for part in x.args for n in numbers(part)]
+def near(a, b):  # math-verify rounds to 6 digits behind the point: 1e-7 would be 2e-7
+    return a == b or abs(sympy.N(a - b)) <= 1.000001e-6 * abs(sympy.N(b))
+def alike(a, b):
+    a, b = numbers(a), numbers(b)
+    return not a or not b or (all(any(near(x, y) for y in b) for x in a)
+                              and all(any(near(x, y) for x in a) for y in b))
 print("ready", file=out, flush=True)
 seconds = float(sys.stdin.readline())
 for line in sys.stdin:
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         given, truth = map(read, json.loads(line))
-        same = bool(given) and bool(truth) and verify(truth, given)
+        same = bool(given) and bool(truth) and verify(truth, given) and alike(given[0], truth[0])
     except (Exception, RecursionError, MemoryError):
         same = False
     print(int(same), file=out, flush=True)

@@ -45,6 +45,14 @@ RIGHT = [  # answer, responses that are right, others that are wrong
     ("S\u00e3o Paulo", ["Sa\u0303o Paulo", "SA\u0303O\xa0PAULO.", "\u2060S\u00e3o Paulo"],
      ["Sao Paulo"]),
     ("42", ["42\u200b", "\ufeff42", "4\xad2", "\u200e42\u200f", "\u202a42\u202c"], ["4\u200b 2"]),
+    # blanks in a number, and punctuation of other scripts; on both sides
+    ("1000", ["1\u202f000", "1\xa0000", "1\u2009000", "1000。", "1000．", "1000｡", "1，000",
+              "1，000.0。"],
+     ["1\xa000", "1\xa00000", "1\xa0000\xa00", "0\xa01000", "1。000", "100。0", "1000!"]),
+    ("1\u202f234\u202f567.5", ["1234567.5", "1,234,567.5", "1\xa0234\xa0567．5"], ["1234567"]),
+    ("3.5", ["3．5", "3．5。"], ["。35", "35。"]), ("(1, 2)", ["(1， 2)", "(1、 2)"], ["(1 2)"]),
+    ("it's", ["it’s", "it‘s", "itʼs"], ["its", "it”s"]), ("10²", ["10²"], ["102"]),
+    ("5", ["5。", "５。"], ["5!", "5；"]), ("巴黎", ["巴黎。", "巴黎．"], ["巴"]),
     # several lines: all of a box, of a tag, of the row's answer; of bare text as many
     (MATRIX, [rf"so \boxed{{{MATRIX}}}", f"<answer>\n{MATRIX}\n</answer>", f"it is\n\n{MATRIX}",
               f"#### {MATRIX}", MATRIX.replace("\n", " ")], [

@@ -38,6 +38,17 @@ x²|x^{2}   10\text{ cm}|10   2x cm|x + x   5 cm|5 centimetres   $5$ km|5 kilome
 The final answer is $5$. I hope it is correct.|5   3 1/2|7/2   x = 3 1/2|3.5   -3 1/2 cm|-3.5 cm
 (1, 2 1/2)|(1, 2.5)   1,000 1/2|1000.5   3 1/2|3\frac{1}{2}   .5|\frac12   $.50|0.5 dollars
 5 thoughts|5   .5x|x/2   5 cities|5   5 months|5   5 tents|5   5 grandchildren|5
+1.6\times10^{-19}|1.6\cdot 10^{-19}   1.6\times10^{-19}|1.6e-19   0.333333|1/3   0.142857|1/7
+3.141593|\pi   0.\overline{3}|1/3   1/3|0.\overline{3}   0.1\overline{6}|\frac16   0.\overline3|1/3
+-0.\overline{3}|-1/3   1.\overline{27}|14/11   0.\bar{6}|2/3   0.\dot{1}4285\dot{7}|1/7
+\frac{1}{3}\times10^{-9}|3.333333\times10^{-10}   \{1, 10^{-9}\}|\{10^{-9}, 1\}
+x \le 0.5|x \le \frac12   \begin{pmatrix}0.5\\1\end{pmatrix}|\begin{pmatrix}1/2\\1\end{pmatrix}
+\pm 3|\{3,-3\}   2516_8|2516_8   2516|2516_8   1358|2516_8   2516_{8}|2516_8   1358_{10}|2516_8
+FF_{16}|255   255|FF_{16}   (2516)_8|2516_8   5, 6|101_{2}, 110_{2}   2516_{\text{eight}}|2516_8
+-101_2|-5
+2516 base 8|2516_8   2516 \text{ base } 8|2516_8   2516₈|2516_8   101_2+1|6   10.1_2|2.5
+\frac{2516_8}{2}|679   x_{1}|x_1   \log_2 8|3   5 000 cm|5000 cm   \frac{1}{2}。|0.5
+1、\sqrt{8}|1, 2\sqrt2
 """
 UNLIKE = r"""
 5 cm|5 m   5 \text{ cm}|5 \text{ m}   5 cm|5 cm^2   7 cm²|7 cm³   7°C|7°F   $7|7 €
@@ -54,6 +65,15 @@ x < 5|5   x \le 5|x < 5   5 and 6|5   3 1/2|31/2   3 1/2|3/2   1,2 1/2|1,21/2   
 5 lakh|5   5 tens|5   5 score|5   5 gross|5   5 factorial|5   5 crore dollars|5   5 score clips|5
 5 twenties|5   5 fivefold|5   5 halved|5   5 doubled|5   5 twos|5   5 hundredths|5   5 thou|5
 5 zeros|5
+1.6\times10^{-19}|1.6\times10^{-20}   1.6\times10^{-19}|-1.6\times10^{-19}   10^{-9}|0   0.0000001|0
+0.0000001|0.0000002   1e-7|0   (1.6\times10^{-19},2)|(1.6\times10^{-20},2)   e^{-20}|e^{-21}
+0.3333|1/3   \{1.6\times10^{-19}\}|\{1.6\times10^{-20}\}
+[0,1.6\times10^{-19}]|[0,1.6\times10^{-20}]
+x<1.6\times10^{-19}|x<1.6\times10^{-20}   x=1.6\times10^{-19}|x=1.6\times10^{-20}
+\begin{pmatrix}10^{-9}\\1\end{pmatrix}|\begin{pmatrix}0\\1\end{pmatrix}   0.\overline{3}|0.3
+0.\overline{3}|1/4
+2516_9|2516_8   2516_8|2516   2516_{9}|2516_8   2517|2516_8   2516_2|2516   1358_8|1358   101_2|101
+101|5_{10}   25_x|25   10²|102   5!|5   0 7|7   5。5|55
 """
 
 
