@@ -45,9 +45,14 @@ def compare_keys(out_dir, folder, config, state, max_iters, trained):
 
 def is_saved(folder, iteration, config):
     """Whether a finished model, and its adapter, are there as the run would save them now."""
-    return all(about.get("iteration") == iteration and about.get("save_dtype") == config.get(
-        "save_dtype", "auto") for about in map(about_model, (
-            folder, *[f"{folder}_adapter"] * bool(about_model(folder).get("adapter")))))
+    with_adapter = [f"{folder}_adapter"] * bool(about_model(folder).get("adapter"))
+    for one in (folder, *with_adapter):
+        about = about_model(one)
+        if (about.get("iteration"), about.get("save_dtype")) != (
+                iteration, config.get("save_dtype", "auto")) or not any(
+                name.endswith(".safetensors") for name in os.listdir(one)):
+            return False
+    return True
 
 
 def about_model(folder):
