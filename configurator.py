@@ -133,7 +133,7 @@ def read_arguments(keys, argv, given=None):
 
 def read_keys(file):
     """{name: Key} of the public `name = literal  # comment` lines above a file's configure(...)."""
-    with open(file, encoding="utf-8") as f:
+    with open(file, encoding="utf-8-sig") as f:
         source = f.read()
     lines, keys, above = source.split("\n"), {}, 0
     for node in ast.parse(source).body:
@@ -162,7 +162,7 @@ def run_config_file(path, keys):
     """
     namespace = {"__file__": path}
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:
             text = f.read()
         bound = symtable.symtable(text, path, "exec").get_symbols()
         names = [each.get_name() for each in bound if each.is_assigned() or each.is_imported()]
@@ -259,7 +259,7 @@ def say_settings(keys, overrides):
 # settings in JSON files: of runs, and of transformers' models and tokenizers
 
 def read_json(path):
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8-sig") as f:
         return json.load(f)
 
 

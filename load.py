@@ -53,7 +53,8 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     scalar head, drawn from seed, and new_head is True. tokenizer: None: that of the folder. Raises
     BadInput.
     """
-    tokenizer = tokenizer or load_tokenizer(path, system)
+    tokenizer = tokenizer or load_tokenizer(
+        path, system if trained or name not in ("reward", "judge") else None)
     adapter = trained and of_model(system.lora, name)
     if system.zero_stage or system.offload or system.roles or system.quantize != "none":
         from options.parts import load_part
@@ -256,7 +257,7 @@ def load_reward_model(path, policy, system, device):
         from options.lora import load_adapted
 
         reward_model = load_adapted(policy.base, path, "scalar").requires_grad_(False)
-        reward_model.tokenizer = load_tokenizer(path, system)
+        reward_model.tokenizer = load_tokenizer(path, None)
     else:
         reward_model = load(path, "reward", system, device, head="scalar")
     reward_model.tokenizer.set_padding_apart()

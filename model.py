@@ -134,6 +134,7 @@ class Model(nn.Module):
         hf, tokenizer = self.hf, self.tokenizer
         if self.head == "scalar":
             hf.config.score_shift = self.score_shift
+            hf.config.update(tokenizer.chats.keys if tokenizer.chats else {})
             if tokenizer.skipped_id is not None:  # of a reward model in training
                 hf.config.pad_token_id = tokenizer.skipped_id
         else:

@@ -22,7 +22,7 @@ TURNS = r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\u
 
 
 def load_tokenizer(path, system):
-    """The Tokenizer of a model folder or hub name. Raises BadInput."""
+    """The Tokenizer of a folder or hub name. system: None of a model that reads in its own way."""
     if path.startswith("tiktoken:") or glob.glob(os.path.join(glob.escape(path), "*.tiktoken")):
         from options.tiktoken_files import read
 
@@ -34,7 +34,8 @@ def load_tokenizer(path, system):
             path = lowest_base(path, unless="tokenizer*")
         hf = read_folder(path)
     chats = None
-    if hf.chat_template or system.chat_template or system.system_prompt or system.template_kwargs:
+    if hf.chat_template or system and (
+            system.chat_template or system.system_prompt or system.template_kwargs):
         from options.chats import chats_of
 
         chats = chats_of(hf, path, system)
@@ -91,7 +92,7 @@ class Tokenizer:
     def __init__(self, hf, path, system, chats):
         self.hf, self.path, self.chats = hf, path, chats
         self.stop_strings, self.has_stop = [], None
-        if system.stop_strings:
+        if system and system.stop_strings:
             from options.stop_strings import parse, stops
 
             self.stop_strings, self.has_stop = parse(system.stop_strings), stops(self)

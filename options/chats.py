@@ -10,9 +10,12 @@ import functools
 import inspect
 import os
 import re
+from types import SimpleNamespace
 
+from configurator import read_json
 from errors import BadInput, first_line, say, shorten
 from options.blanks import encode_behind, text_behind
+from options.hub import cached_folder
 from prompts import NO_UTF8
 from tokenizer import text_of
 
@@ -81,24 +84,48 @@ def last_question(messages):
 def chats_of(hf, path, system):
     """
     The Chats of a tokenizer of transformers, `hf`; None if it has no template. The run's template
-    becomes that of hf, and the template's marks become special in it. Raises BadInput.
+    becomes that of hf, and the template's marks become special in it. system: None for another
+    model than the run's own, see trained_with. Raises BadInput.
     """
+    system = system or trained_with(path)
     if system.chat_template:
         if not os.path.isfile(system.chat_template):
             raise BadInput(f"chat_template = {system.chat_template!r}: no such file")
-        with open(system.chat_template, encoding="utf-8") as f:
+        with open(system.chat_template, encoding="utf-8-sig") as f:
             hf.chat_template = f.read()
-    kwargs = parse_template_kwargs(system.template_kwargs)
     if not hf.chat_template:
         if system.system_prompt:
             raise BadInput("system_prompt: the tokenizer has no chat template; give one with "
                            "--chat_template=FILE")
         return None
-    chats = Chats(hf, path, kwargs, system.system_prompt)
+    chats = Chats(hf, path, system.template_kwargs, system.system_prompt)
     chats.set_special(True)
     chats.turn_ends = chats.find_turn_ends()
     chats.say_day()
     return chats
+
+
+def trained_with(path):
+    """
+    The keys with which another model than the run's own reads chats: those with which rm.py has
+    trained a reward model, in its config.json beside score_shift (its template is in its
+    tokenizer's files); of others none. Raises BadInput.
+    """
+    folder, notes = path if os.path.isdir(path) else cached_folder(path), {}
+    if folder and os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        from options.lora import read_adapter
+
+        notes = read_adapter(folder)[2]
+    elif folder:
+        with contextlib.suppress(OSError, ValueError):  # the model's loading says it
+            notes = read_json(os.path.join(folder, "config.json"))
+    keys = dict(system_prompt="", template_kwargs="")
+    if "score_shift" in notes:
+        keys |= {key: notes[key] for key in keys if key in notes}
+    if not all(isinstance(x, str) for x in keys.values()):
+        raise BadInput(f"{path}: system_prompt and template_kwargs, with which a reward model was "
+                       f"trained, must be texts in its config.json, found {shorten(keys)}")
+    return SimpleNamespace(chat_template="", **keys)
 
 
 class Chats:
@@ -106,14 +133,17 @@ class Chats:
     The chat template of a tokenizer of transformers, `hf`, in a run:
 
         template         its text
+        keys             {the key system_prompt or template_kwargs: its value}
         kwargs           what it is given beside the messages
         day              what it takes for today, as "2024-07-26"
         system_prompt    of dialogues that have none
         turn_ends        {the id that ends a turn of the assistant}, or empty
     """
 
-    def __init__(self, hf, path, kwargs, system_prompt):
+    def __init__(self, hf, path, template_kwargs, system_prompt):
         self.hf, self.path, self.system_prompt = hf, path, system_prompt
+        self.keys = dict(system_prompt=system_prompt, template_kwargs=template_kwargs)
+        kwargs = parse_template_kwargs(template_kwargs)
         self.kwargs = {name: x for name, x in kwargs.items() if name != "strftime_now"}
         self.day = kwargs.get("strftime_now", DAY)
         self.template = hf.get_chat_template()

@@ -181,7 +181,7 @@ def template_text(template):
     if not os.path.isfile(template):
         raise BadInput(f"judge_template {template!r} is no file, and none of "
                        f"{', '.join(TEMPLATES)}")
-    with open(template, encoding="utf-8") as f:
+    with open(template, encoding="utf-8-sig") as f:
         return f.read()
 
 

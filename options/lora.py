@@ -144,7 +144,12 @@ class Adapted(OnTrunk):
             json.dump(settings, f, indent=2)
         # only one note: the same adapter must have the same bytes, and safetensors writes several
         # in an order that changes from process to process. peft needs none
-        notes = {"score_shift": str(self.score_shift)} if scalar else {"format": "pt"}
+        notes = {"format": "pt"}
+        if scalar:
+            notes = {"score_shift": str(self.score_shift)}
+            if chats := self.tokenizer.chats:  # with which template it reads, and which keys
+                notes = {"score_shift": json.dumps(dict(score_shift=self.score_shift, **chats.keys))}
+                self.tokenizer.save(folder)
         tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
         if os.path.isfile(os.path.join(self.path, "adapter_config.json")):
@@ -280,8 +285,9 @@ def peft_misreads(model):
 
 def read_adapter(folder):
     """
-    (settings, tensors, score_shift or None) of an adapter's folder, written by save_adapter or
-    peft. Raises BadInput where a file is broken, or the adapter is more than scale B A x.
+    (settings, tensors, {"score_shift", and the keys that Chats.keys names} or {}) of an adapter's
+    folder, written by save_adapter or peft. Raises BadInput where a file is broken, or the adapter
+    is more than scale B A x.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -293,7 +299,8 @@ def read_adapter(folder):
         settings = dict(peft_type="LORA", r=8, lora_alpha=8) | read_json(config)
         with safe_open(file, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
-            shift = (f.metadata() or {}).get("score_shift")
+            notes = json.loads((f.metadata() or {}).get("score_shift", "{}"))
+            notes = notes if isinstance(notes, dict) else {"score_shift": float(notes)}
     except (OSError, SafetensorError, ValueError) as e:
         raise BadInput(f"{folder}: not a readable adapter ({e}); save it again") from e
     odd = [key for key, value in settings.items()
@@ -308,7 +315,7 @@ def read_adapter(folder):
         raise BadInput(f"{config}: the adapter was trained on the revision {revision} of {base}, "
                        f"which is not read; type: hf download {base} --revision {revision} "
                        "--local-dir DIR, and write DIR as base_model_name_or_path")
-    return settings, tensors, None if shift is None else float(shift)
+    return settings, tensors, notes
 
 
 def load_adapted(base, folder, head="lm"):
@@ -340,7 +347,7 @@ def load_adapted(base, folder, head="lm"):
 
 def fill_adapter(model, folder):
     """Fill an Adapted from the files of save_adapter or peft. Raises BadInput where they differ."""
-    _, saved, shift = read_adapter(folder)
+    _, saved, notes = read_adapter(folder)
     own = adapter_tensors(model)
     for name in sorted(own.keys() | saved.keys()):
         if name not in own or name not in saved or own[name].shape != saved[name].shape:
@@ -349,8 +356,9 @@ def fill_adapter(model, folder):
         if not saved[name].isfinite().all():
             raise BadInput(f"{folder}: tensor {name!r} holds NaN or infinite numbers")
         own[name].data.copy_(saved[name])
-    if shift is not None:  # in the settings, too: rewards.center_scores asks whether it is known
-        model.score_shift = model.hf.config.score_shift = shift
+    if notes:  # in the settings, too: rewards.center_scores asks whether it is known
+        model.score_shift = notes["score_shift"]
+        model.hf.config.update(notes)
     model.new_head = False
 
 

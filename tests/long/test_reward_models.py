@@ -11,11 +11,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import models_of_the_world as others
-from load import load_reward_model
+from configurator import read_json, write_json
+from errors import BadInput
+from load import load, load_policy, load_reward_model
 from rewards import score_sequences
 from test_model import CPU
 from test_tokenizer import assistant, user
-from tiny import jsonl, keys_of_system, read_log, well
+from tiny import jsonl, keys_of_system, read_log, well, write
+from tokenizer import load_tokenizer
 
 WORDS = ["Paris", "is", "1+2=3", "the fox", "dog,", "It", "Sure!", "caf\u00e9", "\n", "  ",
          "helpful assistant", "user"]
@@ -125,3 +128,78 @@ def test_what_rm_py_trains_is_what_others_read(name, trained):
     # a padding token that ends nothing, where the family has one: the score is read at the very end
     assert tokenizer.pad_token == dict(
         qwen3="<|endoftext|>", pythia="<|padding|>", mistral="<unk>").get(name, tokenizer.eos_token)
+
+
+# whose template
+
+KEYS = [dict(system_prompt="Be short."), dict(template_kwargs="enable_thinking=False,x='y'"),
+        dict(chat_template="{% for m in messages %}{{ m.role + m.content + eos_token }}"
+                           "{% endfor %}{{ 'y' if x }}")]
+
+
+@pytest.mark.parametrize("lora", ["", "4"])
+def test_a_reward_model_reads_as_it_was_trained(tmp_path, lora):
+    """
+    Trained by rm.py with a system prompt, a template and variables of its own, it gives a
+    response the same score whatever the policy's keys are: that of transformers with its own.
+    """
+    policy = others.make(tmp_path / "policy", "qwen2.5")
+    pairs = jsonl(tmp_path / "pairs.jsonl", CHATS)
+    file = write(tmp_path / "t.jinja", KEYS[2]["chat_template"])
+    out = well("rm.py", tmp_path / "rm", KEYS[0] | dict(
+        init_from=policy, train_path=pairs, chat_template=file, template_kwargs="x=1", lora=lora,
+        device_type="cpu", batch_size=4, max_iters=1, learning_rate=1e-2))
+    whole = f"{out}/reward_model"
+    theirs = AutoModelForSequenceClassification.from_pretrained(whole).eval()
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    texts = [tokenizer.apply_chat_template(
+        [dict(role="system", content="Be short."), *row["prompt"], *row[field]], tokenize=False,
+        x=1) for row in CHATS for field in ("chosen", "rejected")]
+    wanted = padded_scores(theirs, tokenizer, texts) + theirs.config.score_shift
+    assert {text[-1] for text in texts} == {"y"} and texts[0].startswith("systemBe short.")
+    for keys in ({}, KEYS[0], dict(system_prompt="Think!"), KEYS[1], dict(chat_template=file)):
+        got = [load_reward_model(whole, None, keys_of_system(**keys), CPU)]
+        if lora:
+            adapter, keyed = f"{out}/reward_model_adapter", keys_of_system(lora=lora, **keys)
+            got.append(load_reward_model(adapter, None, keyed, CPU))
+            keyed.share_base = True
+            trained = load_policy(policy, keyed, CPU)
+            got.append(load_reward_model(adapter, trained, keyed, CPU))
+            assert trained.tokenizer.chats.system_prompt == keys.get("system_prompt", "")
+        for model in got:
+            assert (our_scores(model, CHATS) - wanted).abs().max() < 1e-4 < 0.01 < wanted.std()
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("family", ["qwen2.5", "llama3.2"])
+def test_the_policys_template_is_only_the_policys(tmp_path, family, keys):
+    """Of policy, reference and a reward model in training; a foreign one, and a judge, has none."""
+    folder = others.make(tmp_path / "policy", family)
+    if "chat_template" in keys:
+        keys = dict(chat_template=write(tmp_path / "t.jinja", keys["chat_template"]))
+    plain, keyed = keys_of_system(), keys_of_system(**keys)
+    chat = [user("a"), assistant("b")]
+    own, run_s = (load_tokenizer(folder, s).encode_prompts([chat[:1]]) for s in (plain, keyed))
+    for name, head, trained, which in (
+            ("policy", "lm", True, run_s), ("policy", "lm", False, run_s),
+            ("ref", "lm", False, run_s), ("reward", "scalar", True, run_s),
+            ("reward", "scalar", False, own), ("judge", "lm", False, own)):
+        model = load(folder, name, keyed, CPU, head, trained)
+        assert model.tokenizer.encode_prompts([chat[:1]]) == which, (name, trained)
+    assert (own != run_s) == ("enable_thinking" not in str(keys))
+
+
+def test_foreign_keys_in_a_config_are_texts(tmp_path):
+    """They are read only beside score_shift, which rm.py has written."""
+    folder = others.make(tmp_path / "policy", "qwen2.5")
+    settings = read_json(f"{folder}/config.json")
+    for more, wanted in ((dict(system_prompt=5), ""),
+                         (dict(system_prompt="S", score_shift=0.0), "S"),
+                         (dict(system_prompt=5, score_shift=0.0), None),
+                         (dict(template_kwargs="f(", score_shift=0.0), None)):
+        write_json(f"{folder}/config.json", settings | more)
+        if wanted is None:
+            with pytest.raises(BadInput, match="template_kwargs"):
+                load_tokenizer(folder, None)
+        else:
+            assert load_tokenizer(folder, None).chats.system_prompt == wanted
