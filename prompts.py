@@ -29,6 +29,7 @@ import parallel
 from errors import BadInput, say, shorten
 
 NO_UTF8 = "[\ud800-\udfff]"  # what Python reads where bytes are no UTF-8
+alike = hashlib.sha256()  # of all rows and FILE.pys that a process has read, the same on all ranks
 ODD = re.compile(NO_UTF8 + r"|\A[\s'\"]*[\[{]")  # or a text that may be a list of messages
 
 
@@ -189,6 +190,8 @@ def encode_rows(rows, path, encode, limit, too_long, cut, length=len,
 
         encoded = fit(rows, encoded, path, limit, too_long, cut, length, key)
     rows.ids = encoded
+    for row in rows:
+        alike.update(ascii(row).encode())  # all its fields
     return rows
 
 

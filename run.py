@@ -33,6 +33,7 @@ from checkpoint import LOGS, append, load_checkpoint, open_folder, save_checkpoi
 from configurator import of_model
 from errors import BadInput, Stop, say, visible
 from loss import gap, gap_limit, summarize
+from prompts import alike
 from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
@@ -79,10 +80,10 @@ class Run:
             if model.base is not None and model.base not in models.values():
                 models[f"trunk of {model.path}"] = model.base
 
-        self.settings = f"{config} {token_ids} {torch.__version__}"
+        self.settings = f"{config} {token_ids} {alike.hexdigest()} {torch.__version__}"
         with parallel.in_step():  # COLLECTIVE: all say it, and nothing is written yet
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
-                raise BadInput("this rank has other settings, data or torch than rank 0")
+                raise BadInput("this rank has other settings, rows, FILE.pys or torch than rank 0")
         folder, saved = None, {}
         if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE

@@ -232,6 +232,10 @@ def judge_scores(part, rows, micro_batch_size, system, device):
     """The judge's scores of this rank's responses, of `rows` responses of all ranks."""
     path = system.judge_path
     if path not in judges:
+        text = template_text(system.judge_template)
+        with parallel.in_step():  # COLLECTIVE
+            if parallel.from_rank(text) != text:  # COLLECTIVE
+                raise BadInput("this rank's file judge_template differs from rank 0's")
         model = load(path, "judge", system, device)
         judges[path] = Judge(model, model.tokenizer, path, system.judge_template)
         say(judges[path].in_words)

@@ -148,7 +148,8 @@ class Adapted(OnTrunk):
         if scalar:
             notes = {"score_shift": str(self.score_shift)}
             if chats := self.tokenizer.chats:  # with which template it reads, and which keys
-                notes = {"score_shift": json.dumps(dict(score_shift=self.score_shift, **chats.keys))}
+                both = dict(score_shift=self.score_shift, **chats.keys)
+                notes = {"score_shift": json.dumps(both)}
                 self.tokenizer.save(folder)
         tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)

@@ -137,7 +137,7 @@ def key_of_folder(path, keys):
 def set_twice(path):
     """Of a config file that sets a key in two lines: the first one has no effect; or None."""
     lines = {}  # {key: the line that sets it}
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8-sig") as f:
         tree = ast.parse(f.read())
     for node in tree.body:
         for target in node.targets if isinstance(node, ast.Assign) else ():

@@ -123,7 +123,8 @@ class Apart(Ahead):
             errors.enter("waiting for work")
             fields, tensors = receive("train" if this_rank.role == "generate" else "generate")
             if fields.get("settings", self.run.settings) != self.run.settings:
-                raise BadInput("this role has other settings, data or torch than the trainers")
+                raise BadInput("this role has other settings, rows, FILE.pys or torch than "
+                               "the trainers")
             if this_rank.role == "generate":
                 for name, t in tensors.items():
                     parallel.fill(own[name], t)  # COLLECTIVE where it is sharded

@@ -20,10 +20,11 @@ from transformers.utils import chat_template_utils
 import models_of_the_world as others
 import tiny
 from checkpoint import save_final
-from configurator import read_json, write_json
+from configurator import read_json, read_keys, run_config_file, write_json
 from errors import BadInput
 from load import load
 from prompts import dialogue, encode_learned
+from options.judging import answers_and_question, template_text
 from options.older_transformers import encode_chat
 from test_model import CPU
 from test_tokenizer import assistant, turn, user
@@ -217,6 +218,25 @@ def test_pairs_that_become_the_same_tokens(folders, tmp_path):
     assert re.findall(r"\d+", line.split(" row ")[1]) == ["4", "5"]
     keys["train_path"] = tiny.jsonl(tmp_path / "same.jsonl", rows[3:])
     assert_one_line(run("rm.py", tmp_path / "same", keys), "rm.py", "2 of 2", "--chat_template")
+
+
+def test_a_byte_order_mark_is_no_letter_of_a_persons_file(ours, tmp_path):
+    """As some editors on Windows write it: in a template, a judge's, a config, a script, JSON."""
+    def both(name, text):
+        return [tiny.write(tmp_path / f"{n}_{name}", mark + text)
+                for n, mark in enumerate(("", "\ufeff"))]
+
+    plain, marked = (ours("qwen2.5", chat_template=file).hf.chat_template
+                     for file in both("t.jinja", HEAD + TURN + ASK))
+    assert plain == marked == HEAD + TURN + ASK
+    for file in both("judge.txt", "answers: 3 2 1\nIs {response} right?"):
+        read = answers_and_question(template_text(file))
+        assert read == (["3", "2", "1"], "Is {response} right?")
+    script = both("script.py", "seed = 1  # a number [>= 0]\nconfig = configure(globals())\n")
+    for file in both("config.py", "seed = 7\n"):
+        assert run_config_file(file, read_keys(script[1])) == dict(seed=7)
+    assert read_keys(script[0]) == read_keys(script[1]) != {}
+    assert [read_json(file) for file in both("x.json", '{"a": 1}')] == [dict(a=1)] * 2
 
 
 def test_a_template_and_its_variables_of_the_run(ours, folders, tmp_path):

@@ -63,6 +63,31 @@ def test_ranks_start_with_the_same_or_not_at_all(world, tmp_path):
                  before=lambda rank: sys.argv.extend(["--kl_coef=0.4"] * rank))
     assert_one_line(result, "ppo.py", "on rank 1", "other settings")
     assert not os.path.exists(tmp_path / "keys" / "out")
+    for what, file, other in (
+            ("rl_train", "train.jsonl", lambda text: text.replace('"answer": "', '"answer": "1')),
+            ("rl_val", "val.jsonl", lambda text: text.replace("}", ', "level": 1}', 1)),
+            ("rl_val", "val.jsonl", lambda text: text[:text.index("\n") + 1]),  # a shorter one
+            ("sft_val", "ptx.jsonl",
+             lambda text: text.replace('completion": "', 'completion": "a', 1)),
+            ("rules", "rules.py", lambda text: text + "\nMORE = 1\n"),
+            ("rules", "helper.py", lambda text: "x = 2\n")):
+        folder = tmp_path / f"{file} {len(os.listdir(tmp_path))}"
+        for place, change in (("0", str), ("1", other)):  # the same relative paths on each host
+            os.makedirs(folder / place)
+            own = dict(rl_train="train.jsonl", rl_val="val.jsonl", sft_val="ptx.jsonl",
+                       rules="rules.py")
+            for kind, name in own.items():
+                text = open(getattr(world, kind)).read()
+                text = text if name != "rules.py" else "import helper\n" + text
+                write(folder / place / name, change(text) if name == file else text)
+            write(folder / place / "helper.py", change("x = 1\n") if file == "helper.py" else
+                  "x = 1\n")
+        result = run("ppo.py", folder, keys | dict(
+            prompts_path="train.jsonl", eval_path="val.jsonl", ptx_path="ptx.jsonl", out_dir=str(
+                folder / "out"), reward_functions="reward_model,0.5*rules.py:letters"), ranks=2,
+            before=lambda rank, folder=folder: os.chdir(folder / str(rank)))
+        assert_one_line(result, "ppo.py", "on rank 1", "other settings, rows")
+        assert not os.path.exists(folder / "out"), what
     for older, zero in ((False, ""), (True, ""), (True, "2"), (True, "policy=3,value=1")):
         folder = tmp_path / f"disk {older} {zero}"
         os.makedirs(there := folder / "there")
