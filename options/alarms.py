@@ -7,21 +7,25 @@ from errors import say
 
 def say_what_is_wrong(record, state, iteration):
     """
-    Say it once, and of what is lost again where it has doubled; state keeps what has been said.
-    record: an iteration's figures. state: "finished", the share of responses that ended at first.
+    Say it once, in one line, and of what is lost again where it has doubled; state keeps what has
+    been said. record: an iteration's figures. state: "finished", the share of responses that ended
+    at first.
     """
-    if record.get("policy/steps") == record.get("loss/policy") == 0:
-        flat, ends = record.get("objective/flat_groups", 0), record["objective/finished"]
-        say(f"iteration {iteration}: nothing to learn: {flat:.0%} of the groups have equal scores, "
-            f"{ends:.0%} of the responses ended")
-    broken = how_broken(record, state["finished"])
-    if broken and not state["broken"]:
-        say(f"warning: iteration {iteration}: {broken}")
+    broken, lost = how_broken(record, state["finished"]), what_is_lost(record)
+    lost = {name: (share, line) for name, (share, line) in lost.items()
+            if share >= 2 * state["said"].get(name, 0.0)}
+    # a policy that is broken loses the rest, too
+    parts = [broken] if broken and not state["broken"] else [line for _, line in lost.values()]
     state["broken"] = broken
-    for name, (share, line) in what_is_lost(record).items():
-        if share >= 2 * state["said"].get(name, 0.0):
-            state["said"] |= {name: share}
-            say(f"warning: iteration {iteration}: {line}")
+    state["said"] |= {name: share for name, (share, _) in lost.items()}
+    warning, nothing = "warning: " * bool(parts), ""
+    if record.get("policy/steps") == record.get("loss/policy") == 0:
+        nothing = "nothing to learn: "
+        flat, ends = record.get("objective/flat_groups", 0), record["objective/finished"]
+        parts = parts or [f"{flat:.0%} of the groups have equal scores, {ends:.0%} of the "
+                          "responses ended"]
+    if parts:
+        say(f"{warning}iteration {iteration}: {nothing}{'; '.join(parts)}")
 
 
 def how_broken(record, finished):
@@ -44,21 +48,28 @@ def how_broken(record, finished):
 def what_is_lost(record):
     """
     {name: (share, line)} of what keeps more than half of an iteration's batch from teaching, with
-    the figure and the likely cause: responses that are cut, groups without a difference, responses
-    without a reward.
+    the figure: responses that are cut, groups without a difference, responses without a reward. A
+    cause is named only where the record shows it: that answers are right, or wrong, makes groups
+    flat where most groups must be of one kind, and the scores are of the answers.
     """
     right, ends = record.get("objective/accuracy"), record["objective/finished"]
-    cause = "see 'Groups are flat' in docs/diagnosis.md"
-    if right is not None:
-        cause = f"{right:.0%} of the answers are right: the prompts are " + (
-            "too easy now" if right > 0.5 else
-            "too hard, or the reward does not read the answers")
+    flat, scored = record.get("objective/flat_groups", 0.0), record.get("objective/scored", 1.0)
+    cause = ""
+    if right is not None and ("objective/reward/accuracy" in record
+                              or record.get("objective/scores") == right):
+        if flat - (1 - right) > 0.5 and record.get("eval/accuracy", 1.0) > 0.5:
+            cause = f"{right:.0%} of the answers are right, so the prompts are too easy; "
+        elif flat - right > 0.5:
+            cause = (f"{right:.0%} of the answers are right: the prompts are too hard, or the "
+                     "reward does not read the answers; ")
+    if not cause and record.get("objective/score_std") == 0:
+        cause = "all scores of the batch are equal; "
     found = dict(
         cut=(1 - ends, "of the responses are cut at max_new_tokens, and teach where to stop "
              "nowhere: raise it, or see 'Responses grow to the limit' in docs/diagnosis.md"),
-        flat=(record.get("objective/flat_groups", 0.0), f"of the groups have equal scores, and "
-              f"teach nothing; {cause}"),
-        unscored=(1 - record.get("objective/scored", 1.0), "of the responses have no reward: each "
-                  "reward function gave None"))
+        # groups without rewards are flat, too
+        flat=(flat * (scored > 0.5), f"of the groups have equal scores, and teach nothing: {cause}"
+              "see 'Groups are flat' in docs/diagnosis.md"),
+        unscored=(1 - scored, "of the responses have no reward: each reward function gave None"))
     return {name: (share, f"{share:.0%} {line}") for name, (share, line) in found.items()
             if share > 0.5}

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import transformers
-from options.alarms import how_broken, what_is_lost
+from options.alarms import how_broken, say_what_is_wrong, what_is_lost
 from options.wide_letters import columns_of
 from run import COLUMNS, evaluation_lines, iteration_line
 from tiny import ROOT, of_copy, read_jsonl, run, well
@@ -166,11 +166,42 @@ def test_when_a_policy_is_broken(kl, length, moved, ends, first, broken):
     (dict(finished=1.0), [], []),
     (dict(finished=0.03), ["cut"], ["97%", "max_new_tokens"]),
     (dict(finished=0.5, flat_groups=0.5, scored=0.5), [], []),
-    (dict(finished=1.0, flat_groups=0.9, accuracy=0.01), ["flat"], ["90%", "too hard"]),
-    (dict(finished=1.0, flat_groups=0.75, accuracy=0.9), ["flat"], ["75%", "too easy"]),
+    (dict(finished=1.0, flat_groups=0.9, accuracy=0.01, scores=0.01), ["flat"], [
+        "90%", "too hard"]),
+    (dict(finished=1.0, flat_groups=0.75, accuracy=0.9, scores=0.9), ["flat"], ["75%", "too easy"]),
+    ({"finished": 1.0, "flat_groups": 1.0, "accuracy": 1.0, "scores": 1.1, "reward/accuracy": 1.0},
+     ["flat"], ["100%", "too easy"]),
+    # what the record does not show is not said: the scores are another reward's, the held-out
+    # answers are wrong, or half of the flat groups may be of each kind
+    (dict(finished=1.0, flat_groups=1.0, accuracy=1.0, scores=0.3, score_std=0), ["flat"], [
+        "all scores of the batch are equal"]),
+    ({"finished": 1.0, "flat_groups": 1.0, "accuracy": 1.0, "scores": 1.0, "../eval/accuracy": 0.0},
+     ["flat"], ["100%"]),
+    (dict(finished=1.0, flat_groups=0.9, accuracy=0.55, scores=0.55), ["flat"], ["90%"]),
+    (dict(finished=1.0, flat_groups=1.0, scored=0.0, accuracy=1.0), ["unscored"], ["100%"]),
     (dict(finished=1.0, flat_groups=1.0), ["flat"], ["100%", "diagnosis.md"]),
     (dict(finished=0.25, scored=0.0), ["cut", "unscored"], ["100% of the responses have no"])])
 def test_what_most_of_a_batch_is_lost_to(figures, named, words):
-    found = what_is_lost({f"objective/{name}": x for name, x in figures.items()})
-    assert [*found] == named
-    assert all(word in " ".join(line for _, line in found.values()) for word in words)
+    record = {f"objective/{name}".replace("objective/../", ""): x for name, x in figures.items()}
+    found = what_is_lost(record)
+    said = " ".join(line for _, line in found.values())
+    assert [*found] == named and all(word in said for word in words)
+    assert ("too " in said) == any("too " in word for word in words)
+
+
+def test_an_iteration_is_one_line(capsys):
+    """Whatever is wrong with it, and once; what is lost again where it has doubled."""
+    record = {"objective/finished": 0.1, "objective/length": 9, "objective/flat_groups": 0.9,
+              "policy/steps": 0, "loss/policy": 0, "objective/kl": 0.0}
+    state = dict(finished=1.0, broken="", said={})
+    lines = []
+    for i, kl in enumerate((0.0, 0.0, 99.0, 99.0)):
+        say_what_is_wrong(record | {"objective/kl": kl}, state, i)
+        lines.append(capsys.readouterr().out)
+    assert [line.count("\n") for line in lines] == [1] * 4
+    assert all(line.count("nothing to learn") == 1 for line in lines)
+    assert [line.startswith("warning: ") for line in lines] == [True, False, True, False]
+    assert "90%" in lines[0] and "cut" in lines[0] and "broken" in lines[2]
+    taught = {"objective/finished": 1.0, "objective/length": 9, "policy/steps": 4}
+    say_what_is_wrong(taught, dict(finished=1.0, broken="x", said={}), 0)
+    assert capsys.readouterr().out == ""
