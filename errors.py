@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 
+ROOT = os.path.relpath(os.path.dirname(os.path.abspath(__file__)))
 PARENT = os.getppid()  # as this process begins: see ranks.init
 phase = "start"  # of the run; see enter
 
@@ -53,7 +54,7 @@ def report_error(kind, error, trace):
     traceback.
     """
     error = error if hasattr(error, "exit_code") else known(error)
-    code, rank = getattr(error, "exit_code", 0), int(os.environ.get("RANK", 0))
+    code, rank = getattr(error, "exit_code", 0), int(os.environ.get("RANK") or 0)
     if rank and code and not isinstance(error, Lost):
         # mostly all ranks have the same error: rank 0 says it, and torchrun ends the others while
         # they wait here. An error of this rank alone is said by it
@@ -81,10 +82,13 @@ def known(error):
     """The BadInput or Stop that another exception means, as that of a full disk; or itself."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
-    if isinstance(error, ImportError) and re.search(r"\b(options|grading)\b", str(error)):
-        what = "something it was given is wrong, and " * ("mistakes" in str(error))
-        return BadInput(f"{what}this run needs a file that is not in this folder ({error}); copy "
-                        "the folders options and grading from quartet, or do without its key")
+    name = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else ""
+    if re.match(r"(options|grading)\b", name or ""):
+        what = "something it was given is wrong, and " * ("mistakes" in name)
+        file = name.replace(".", "/") + ".py" * ("." in name)
+        return BadInput(f"{what}this run needs {file}, which is not in this folder; type cp -r "
+                        f"QUARTET/{file} {os.path.join(ROOT, os.path.dirname(file))}/ with the "
+                        "folder that this is a copy of as QUARTET, or do without its key")
     with contextlib.suppress(ImportError):  # a fork may do without
         from options.failures import meaning_of
 
@@ -94,7 +98,7 @@ def known(error):
 
 def say(message):
     """Print a message on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK") in (None, "", "0"):
         print(visible(message), flush=True)
 
 

@@ -73,7 +73,7 @@ refill_by = ""  # with max_refills: equal in this reward, as accuracy; empty: in
 reward_functions = "1.0*accuracy,0.1*format"  # * a sum of rules, reward_model, mine.py:f
 
 # 3) advantages
-missing_eos_penalty = 0.0  # the score of a response that never ends is minus this; 0 = off [>= 0]
+missing_eos_penalty = 0.0  # a response that never ends scores minus this (ppo.py: 1); 0: off [>= 0]
 baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
 scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
 

@@ -72,7 +72,7 @@ temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 
 # 3) rewards and advantages
-missing_eos_penalty = 1.0  # the score of a response that never ends is minus this; 0 = off [>= 0]
+missing_eos_penalty = 1.0  # a response that never ends scores minus this; 0, grpo.py's: off [>= 0]
 kl_coef = 0.05  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_estimator = "k1"  # Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
 gamma = 1.0  # discount of each token [0..1]

@@ -57,7 +57,7 @@ def init(system):
     this_rank.wait = datetime.timedelta(seconds=system.timeout)
     # rules, environments and tools are given up before the ranks that wait for them are
     system.reward_timeout = min(system.reward_timeout, system.timeout / 2)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun sets it
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # torchrun sets it
         late = Lost(f"the ranks cannot meet: no answer in timeout = {system.timeout} s. Are all of "
                     "them started, and do the machines reach each other?")
         # in a thread, because this one waits in C++
@@ -89,7 +89,7 @@ def choose_device(device):
         raise BadInput("device_type = 'cuda', but torch sees no GPU here; type --device_type=cpu")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     if local_rank >= torch.cuda.device_count():
         raise BadInput(f"this machine has {torch.cuda.device_count()} GPUs, and no GPU for rank "
                        f"{local_rank}; lower --nproc_per_node")
@@ -129,7 +129,7 @@ def on_signal(number, frame):
     if this_rank.stop and number != signal.SIGHUP:
         os._exit(128 + number)
     first, this_rank.stop = not this_rank.stop, True
-    if first and os.environ.get("RANK", "0") == "0":
+    if first and os.environ.get("RANK") in (None, "", "0"):
         line = (f"{signal.Signals(number).name}: stopping at the next safe point (now: "
                 f"{errors.phase}); a second one ends it now, and all since the last checkpoint is "
                 "lost\n")

@@ -183,10 +183,7 @@ class Run:
                        "goes on from there") from e
 
     def finish(self, program, **keys):
-        """
-        A collective: save the trained models, say the command that is mostly next, a program with
-        its keys, and leave together with the other ranks.
-        """
+        """A collective: save the trained models, say what to type next, and leave together."""
         if "over" in self.state:
             say(f"{self.out_dir}: the run has ended at iteration {self.iteration}, and nothing is "
                 "changed; a larger --max_iters goes on, another --out_dir begins anew")

@@ -77,6 +77,9 @@ def from_scratch(system, device):
     if d_model % (2 * n_head) or system.lora:
         raise BadInput(f"init_from = 'scratch': d_model = {d_model} must be a multiple of 2 * "
                        f"n_head = {2 * n_head} (heads have an even width), and there is no lora")
+    if learning_rate < 5e-5:
+        say(f"warning: with learning_rate={learning_rate:g} a new model learns next to nothing; "
+            "type --learning_rate=3e-3")
     tokenizer = load_tokenizer(tokenizer_path, system)
     sizes = dict(n_embd=d_model, n_layer=n_layer, n_head=n_head, n_inner=d_ff, n_positions=context)
     if family == "llama":

@@ -23,7 +23,7 @@ def of_the_disk(error):
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Stop(f"{error.filename or 'the output'} cannot be written: {error.strerror}; make "
                     "room and run the same again")
-    if error.errno == errno.EROFS or isinstance(
+    if error.errno in (errno.EROFS, errno.ELOOP) or isinstance(
             error, (PermissionError, FileExistsError, NotADirectoryError)):
         return BadInput(f"{error.filename}: {error.strerror}")
     return None

@@ -1,24 +1,38 @@
 """`python ppo.py --help`: what a script is for, and its keys."""
 import re
+import shutil
 import textwrap
 
 from errors import say
 
 
 def print_help(script, doc, keys):
-    """Print the script's docstring, and every key with its default and comment, in 80 columns."""
+    """Print the script's docstring, and every key with its comment, in 80 columns or fewer."""
+    width = min(max(shutil.get_terminal_size((80, 24)).columns, 40), 80)
+    wide = width >= 72
+
     def show(line, indent):
-        say(textwrap.fill(line, 80, subsequent_indent=" " * indent, break_on_hyphens=False))
+        if len(line) > width:
+            line = textwrap.fill(line, width, subsequent_indent=" " * indent,
+                                 break_long_words=False, break_on_hyphens=False)
+        say(line)
 
     for paragraph in (doc or "").strip().split("\n\n"):
         if re.search(r"^ |  ", paragraph, re.MULTILINE):  # commands, a list or a table
             for line in paragraph.split("\n"):
-                column = len(re.match(r"(.*  )?", line)[0])  # the last one of a table
-                show(line, column if column < 56 else 4)
+                command, sign, comment = line.partition("  # ")
+                if sign and len(line) > width:
+                    show(command.rstrip(), 4)
+                    line = f"    # {comment}"
+                column = len(re.match(r"(.*  )?( *\d\) )?", line)[0])  # the last one of a table
+                if column > width - 24:  # no room beside the others: below them
+                    show(line[:column].rstrip(), 8)
+                    line, column = " " * 8 + line[column:], 8
+                show(line, column)
         else:
             show(paragraph, 0)
         say("")
-    say(f"usage: python {script} [config.py ...] [--key=value ...: they win]")
+    show(f"usage: python {script} [config.py ...] [--key=value ...: they win]", 4)
     say("keys (*: most runs set it):")
     for name, key in keys.items():
         if key.headings:
@@ -26,4 +40,9 @@ def print_help(script, doc, keys):
         for heading in key.headings:
             show(f"  {heading}", 2)
         comment = re.sub(r"\[(>=?) ", r"[\1", key.comment)  # a range stays on its line
-        show(f"    {f'{name} = {key.default!r}':<28}  {comment}", 34)
+        setting = f"    {f'{name} = {key.default!r}':<28}"
+        if wide and len(setting) <= 32:
+            show(f"{setting}  {comment}", 34)
+        else:
+            show(setting.rstrip(), 8)
+            show(" " * (34 if wide else 8) + comment, 34 if wide else 8)

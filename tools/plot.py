@@ -64,7 +64,16 @@ PAGE = os.path.join(ROOT, "tools", "page.html")  # without data
 
 
 def read_logs():
-    """{short name: records} of all runs, and the names of all that is logged. Raises BadInput."""
+    """
+    {short name: records} of all runs, and the names of all that is logged; with `watch` it waits
+    for a run that has not logged anything. Raises BadInput.
+    """
+    files = [os.path.join(path, "log.jsonl") for path in paths.values()]
+    for file in files if watch else ():
+        if not os.path.isfile(file) or not os.path.getsize(file):
+            print(visible(f"waiting for {file}; Ctrl-C ends this"), flush=True)
+        while not os.path.isfile(file) or not os.path.getsize(file):
+            time.sleep(watch)
     logs = {name: read_records(os.path.join(path, "log.jsonl")) for name, path in paths.items()}
     logged = sorted({key for records in logs.values() for record in records
                      for key, value in record.items()

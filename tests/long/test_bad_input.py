@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+import errors
 import pytest
 import test_configurator
 
@@ -315,6 +316,50 @@ def test_a_reward_that_fails_in_an_import_is_said_with_its_own_line(files):
     reward = load_reward("verl.py:late", files[0], "reward_functions")
     with pytest.raises(Stop, match="verl.py, line 8: ModuleNotFoundError"):
         reward(dict(completions=["a"], rows=[{}], prompts=["b"]))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_help_fits_the_terminal(width):
+    for script in "ppo.py", "sft.py", "tools/eval.py":
+        said = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True,
+                              cwd=ROOT, env=dict(os.environ, COLUMNS=str(width)), check=True).stdout
+        words = {word for word in said.split() if len(word) + 8 > width}  # of paths
+        assert all(len(line) <= min(width, 80) or words.intersection(line.split())
+                   for line in said.splitlines()), said
+        for name, key in test_configurator.read_keys(f"{ROOT}/{script}").items():
+            assert f"    {name} = {key.default!r}" in said or width < 60
+            assert " ".join(key.comment.split("[")[0].split()) in " ".join(said.split())
+
+
+def test_a_copy_that_lacks_a_file_names_it():
+    error = ModuleNotFoundError("No module named 'options.chats'", name="options.chats")
+    assert "cp -r QUARTET/options/chats.py" in str(errors.known(error))
+    other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
+    assert errors.known(other) is other
+
+
+def test_an_out_dir_that_links_to_itself_and_no_world(world, tmp_path):
+    os.symlink("out", tmp_path / "out")
+    result = Started("sft.py", typed(keys_of(world, "sft.py", out_dir="out")), tmp_path).wait()
+    assert_one_line(result, "sft.py", "out/config.json", "symbolic links")
+    result = Started("sft.py", typed(keys_of(world, "sft.py", out_dir="o")), tmp_path,
+                     before=lambda rank: os.environ.update(RANK="", WORLD_SIZE="")).wait()
+    assert result.codes == [0] and "saved o/policy" in result.out[0]
+
+
+def test_a_page_waits_for_its_run(tmp_path):
+    """Beside a run that has not written yet."""
+    argv = ["--runs=run", "--out=page.html", "--watch=0.1"]
+    with subprocess.Popen([sys.executable, f"{ROOT}/tools/plot.py", *argv], cwd=tmp_path, text=True,
+                          stdout=subprocess.PIPE) as plot:
+        try:
+            lines = iter(plot.stdout.readline, "")
+            assert any("waiting for run/log.jsonl" in line for line in lines)
+            os.mkdir(tmp_path / "run")
+            write(tmp_path / "run/log.jsonl", '{"iteration": 0, "eval/scores": 1.5}\n')
+            assert any("wrote page.html" in line for line in lines)
+        finally:
+            plot.kill()
 
 
 def test_without_the_virtual_environment():
