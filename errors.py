@@ -86,7 +86,7 @@ def known(error):
     if re.match(r"(options|grading)\b", name or ""):
         what = "something it was given is wrong, and " * ("mistakes" in name)
         file = name.replace(".", "/") + ".py" * ("." in name)
-        return BadInput(f"{what}this run needs {file}, which is not in this folder; type cp -r "
+        return BadInput(f"{what}this run needs {file}, and here is none ({error}); type cp -r "
                         f"QUARTET/{file} {os.path.join(ROOT, os.path.dirname(file))}/ with the "
                         "folder that this is a copy of as QUARTET, or do without its key")
     with contextlib.suppress(ImportError):  # a fork may do without
