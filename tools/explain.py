@@ -127,7 +127,8 @@ def add_up_and_look(sums, mask, columns):
     """loss.add_up, where the losses of the first response are kept."""
     if "loss/policy" in columns and 0 in names["mb"]["index"]:
         row = names["mb"]["index"].tolist().index(0)
-        kept = dict(new=names["logprobs"], ratio=names["ratio"],
+        new = names["logprobs"]
+        kept = dict(new=new, ratio=(new - names["mb"]["old_logprobs"]).exp(),
                     clip=columns["policy/clipfrac"], loss=columns["loss/policy"])
         seen.update({name: x.detach()[row][mask[row]] for name, x in kept.items()})
     add_up(sums, mask, columns)
