@@ -38,5 +38,6 @@ def lost(error, phase):
             dist.is_initialized() and re.search(words, str(error), re.IGNORECASE)):
         return None
     reason = str(error).strip().split("\n")[0].rpartition("] ")[2].partition(". ")[0]
-    return Lost(f"{phase}: lost touch with another rank: it was killed, or hangs ({reason}). The "
+    return Lost(f"{phase}: lost touch with another rank: it was killed, or hangs, or (in a fork) "
+                f"did not reach a COLLECTIVE that this rank waits in ({reason}). The "
                 "last checkpoint is good; resume with the same command")

@@ -156,7 +156,7 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
     shutil.copy(f"{checkpoint}/config.json", folder)
     keys["out_dir"] = folder
     sys.argv[1:] = [config_file_of(keys, folder)]
-    with open(names["__file__"], encoding="utf-8") as f:
+    with open(names["__file__"], encoding="utf-8-sig") as f:
         code = compile(f.read(), names["__file__"], "exec")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         exec(code, names)

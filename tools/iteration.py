@@ -178,7 +178,7 @@ def run_until(script, keys, until, folder):
 def run_script(script, keys, folder, names):
     """Run ppo.py or grpo.py with these keys, in a folder. names: gets its variables."""
     argv, sys.argv[1:] = sys.argv[1:], [config_file_of(keys | dict(out_dir=folder), folder)]
-    with open(script, encoding="utf-8") as f:
+    with open(script, encoding="utf-8-sig") as f:
         code = compile(f.read(), script, "exec")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         exec(code, names)
