@@ -71,8 +71,7 @@ FAULTS = {
     "F": (PPO | dict(kl_coef=0.3, max_iters=4), (
         "ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl")),
     "G": (GRPO | dict(reward_functions="mine.py:other_rows"), None),
-    "H": (GRPO, ("grpo.py", 'logprobs - mb["old_logprobs"], 0)',
-                 "logprobs - logprobs.detach(), 0)")),
+    "H": (GRPO, ("grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
     "I": (PPO, ("ppo.py", "parallel.zero_gradients(gradients)", "pass")),
     "J": (PPO | dict(kl_coef=100.0), None),
     "K": (PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=4), None),

@@ -42,7 +42,7 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "`value_learning_rate` = 1e-9": (PPO | dict(value_learning_rate=1e-9), None),
     "`cliprange` = 0.002": (PPO | dict(cliprange=0.002), None),
     "old log-probs of now": (GRPO, (
-        "grpo.py", 'logprobs - mb["old_logprobs"], 0)', "logprobs - logprobs.detach(), 0)")),
+        "grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
     "a mask without the EOS": (GRPO | dict(max_iters=1), (
         "rollout.py", "< lengths[:, None]", "< (lengths - finished.long())[:, None]")),
     "gradients that are never set to 0": (PPO, (
