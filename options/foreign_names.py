@@ -271,7 +271,7 @@ NAMES = {
             "vf_coef", "in ppo.py"),
         "ent_coef, entropy_coefficient, entropy_beta, entropy_loss_coef, entropy_weight": (
             "entropy_coef", ""),
-        "kl_penalty, kl_beta, kl_weight, kl_ctrl.kl_coef, beta_kl, kl_coeff, kl_loss_weight": (
+        "kl_penalty, kl_beta, kl_weight, kl_ctrl.kl_coef, beta_kl, kl_loss_weight": (
             "kl_coef", "how it is estimated says kl_estimator"),
         "target_kl, kl_horizon, adap_kl_ctrl, horizon": (
             "nothing", "kl_coef stays as it is; recipes/kl_controller.diff adapts it"),

@@ -124,7 +124,7 @@ def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
 
     keys = keys_of(world, "ppo.py", max_iters=1, eval_path="", out_dir="a b")
     result = run("ppo.py", tmp_path, keys, before=adds(torch.tensor([2.5])))
-    assert result.codes == [0] and "--policy_path='a b'/policy" in result.out[0], result
+    assert result.codes == [0] and "'--policy_path=a b/policy'" in result.out[0], result
     assert read_log(tmp_path / "a b")[0]["objective/mine"] == 2.5
     result = run("ppo.py", tmp_path / "two", keys, before=adds(torch.ones(2)))
     assert result.codes == [1] and "metric 'objective/mine' has" in result.err[0], result
