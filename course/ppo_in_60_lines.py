@@ -2,7 +2,8 @@
 PPO on the toy, in 60 lines behind those that load the four models: ppo.py without ranks, keys,
 batches and checks. A response goes through each model alone, in the tokens that were sampled.
 It samples the texts of `python ppo.py config/arithmetic_ppo.py --dtype=float64`, and has its
-figures (a test compares them).
+figures (a test compares them). nano/ppo.py adds, in 350 lines that import nothing of quartet, what
+a run on a machine of its own needs: batches, ranks, keys and checkpoints.
 
     bash runs/quickstart.sh           # once, for the SFT model and the reward model
     python course/ppo_in_60_lines.py [iterations]
