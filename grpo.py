@@ -91,8 +91,8 @@ micro_batch_size = 8  # rows scored or trained at once; only memory depends on i
 cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
-# a token's loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
-importance_cap = 0.0  # for 16 bits, vllm and staleness; see loss.importance_weights [>= 0]
+# a token's loss is multiplied by p(training) / p(sampler), but by no more than this; 0 = off
+importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; loss.importance_weights [>= 0]
 
 # optimizer: AdamW
 max_iters = 500  # * iterations [>= 1]
@@ -163,14 +163,14 @@ kl_loss_coef = kl_coef if kl_in == "loss" else 0.0
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
-# the numbers of the data rows of an iteration; this rank's micro-batches of some rows of a batch
+# an iteration -> the numbers of its data rows; rows of a batch -> this rank's micro-batches of them
 rows_of = partial(batch_rows, seed, batch_size=num_prompts, rows=train_rows)
 my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
                            micro_batch_tokens=system.micro_batch_tokens)
 
 
 def forward(model, mb):
-    """A model's log-prob and entropy at each response token of a micro-batch, (b, W) each."""
+    """At each response token, (b, W): a model's log-prob and entropy."""
     with autocast(system, device):
         return response_logprobs(model, mb, temperature, system.head_chunk, entropy_coef > 0)
 
@@ -195,7 +195,7 @@ def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=Non
 
 
 def read(batch, steps):
-    """A collective: what the models read before an update, in the micro-batches of its steps."""
+    """A collective: the models read a batch before its update, in that update's micro-batches."""
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
@@ -203,8 +203,8 @@ def read(batch, steps):
 
 def shape_scores(batch):
     """
-    The scores of a batch, (B,), as the settings want them; NaN where no reward applies. A response
-    that never ended gets the penalty: at another token than EOS a score means little.
+    The scores of a batch that are trained on, (B,); NaN where no reward applies. A response that
+    never ended gets the penalty: what a reward model says of a text without EOS means little.
     """
     scores = batch["scores"]
     if missing_eos_penalty > 0:  # N+ detail 23
@@ -226,7 +226,7 @@ def evaluate():
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
 
-# a reward model that rm.py has not trained is shifted, so that its first scores are 0 on average
+# only a reward model that rm.py has not trained gets a shift: its first scores are 0 on average
 center_scores(  # COLLECTIVE
     run.state, reward_model, None, lambda: rollout("rollout", 0, train_rows, rows_of(0)))
 
@@ -322,7 +322,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
                 gaps.append(gap(logprobs - mb["old_logprobs"], mb["response_mask"], system.dtype))
 
-            if steps == 0:  # the ratio is 1, but for a batch of an older policy, which has an age
+            if steps == 0:  # the ratio is 1; but not to an older policy, whose batch has an age
                 ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks

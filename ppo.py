@@ -20,8 +20,8 @@ One iteration: take batch_size prompts;
     judge          scores (B,)             no        judge_path, where reward_functions names it
     value_model    values (B, T)           yes       reward model or policy (value_init)
 
-B responses in an iteration; T columns, the tokens of the longest prompt + max_new_tokens. A batch
-is a dict of tensors: tokens (B, T), response_mask (B, T), index (B,), ... A number that belongs to
+B responses in an iteration, in T columns: the longest prompt's length + max_new_tokens. A batch is
+a dict of tensors: tokens (B, T), response_mask (B, T), index (B,), ... A number that belongs to
 a token stands in the token's column; rollout.py has an example. response_mask is True on the tokens
 that the policy sampled; index is the number of the row, 0 to B - 1. A micro-batch is a few of the
 rows, cut to the columns that these rows use, (b, W).
@@ -59,7 +59,7 @@ eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
 reward_path = ""  # * a model with one label, where reward_functions names reward_model
-value_init = "reward"  # the value model's start: reward, policy, shared (the policy), or a folder
+value_init = "reward"  # its start: reward, policy, shared (a head on the policy), or a folder
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
@@ -83,15 +83,15 @@ ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
-cliprange_value = 0.2  # the value may move this far, in val/unit; 0 = no clipping [>= 0]
+cliprange_value = 0.2  # how far a value may move, see value_unit below; 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
-# a token's loss is multiplied by p(training) / p(sampler), at most by this (often 2); 0 = off
-importance_cap = 0.0  # for 16 bits, vllm and staleness; see loss.importance_weights [>= 0]
+# a token's loss is multiplied by p(training) / p(sampler), but by no more than this; 0 = off
+importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; loss.importance_weights [>= 0]
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
-ptx_coef = 1.0  # with ptx_path: weight of the mean loss of its tokens; InstructGPT: 27.8 [> 0]
+ptx_coef = 1.0  # weight of the mean loss of their tokens; InstructGPT has 27.8 [> 0]
 
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # * iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]
@@ -166,14 +166,14 @@ value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as f
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
-# the numbers of the data rows of an iteration; this rank's micro-batches of some rows of a batch
+# an iteration -> the numbers of its data rows; rows of a batch -> this rank's micro-batches of them
 rows_of = partial(batch_rows, seed, batch_size=batch_size, rows=train_rows)
 my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
                            micro_batch_tokens=system.micro_batch_tokens)
 
 
 def forward(model, mb):
-    """The value of the state before each response token, or its log-prob and entropy: (b, W)."""
+    """At each response token, (b, W): the value model's value, or another's log-prob, entropy."""
     with autocast(system, device):
         if model is value_model:
             return response_values(model, mb)
@@ -200,7 +200,7 @@ def rollout(purpose, iteration, rows, row_numbers):
 
 
 def read(batch, steps, **more):
-    """A collective: what the models read before an update, in the micro-batches of its steps."""
+    """A collective: the models read a batch before its update, in that update's micro-batches."""
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, **more)  # {column: model}
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
     read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
@@ -208,8 +208,8 @@ def read(batch, steps, **more):
 
 def shape_scores(batch):
     """
-    The scores of a batch, (B,), as the settings want them; 0 where no reward applies. A response
-    that never ended gets the penalty: at another token than EOS a score means little.
+    The scores of a batch that are trained on, (B,); 0 where no reward applies. A response that
+    never ended gets the penalty: what a reward model says of a text without EOS means little.
     """
     scores = torch.where(batch["scores"].isnan(), 0, batch["scores"])
     if missing_eos_penalty > 0:  # N+ detail 23
@@ -225,7 +225,7 @@ def evaluate():
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
 
-# a reward model that rm.py has not trained is shifted, so that its first scores are 0 on average
+# only a reward model that rm.py has not trained gets a shift: its first scores are 0 on average
 center_scores(  # COLLECTIVE
     run.state, reward_model, value_model if value_init == "reward" else None,
     lambda: rollout("rollout", 0, train_rows, rows_of(0)))
@@ -257,7 +257,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     read(batch, minibatches(iteration), values=value_model)  # COLLECTIVE
     sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL must be 0, too
 
-    # 3) rewards: the KL costs at every token, the score comes with the last one
+    # 3) rewards: each token pays for its KL; the last token also gets the score
     scores = shape_scores(batch)  # (B,)
     kl = torch.zeros_like(batch["old_logprobs"])  # (B, T)
     if kl_coef > 0:
@@ -265,12 +265,12 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     rewards = -kl_coef * kl  # (B, T)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
     rewards[batch["index"], last_real(mask)] += scores
-    if "turn_rewards" in batch:  # the score contains them: each moves to the end of its turn
+    if "turn_rewards" in batch:  # they are a part of the score: each moves to its turn's last token
         rewards += batch["turn_rewards"]
         rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
-    # a new value head counts in deviations of the first scores, so it learns scores of 0.01 and of
-    # 100 alike; a head that was trained before counts in scores
+    # The unit of a newly drawn value head is the deviation of the first scores: so it learns scores
+    # of 0.01 as fast as scores of 100. For a head that was trained before the unit is 1
     if iteration == 0 and value_model.new_head:
         run.state["value_unit"] = scores.double().std(correction=0).item() or 1.0
     value_unit = run.state.get("value_unit", 1.0)
@@ -320,7 +320,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                 vf_losses1 = (values - mb["returns"]) ** 2
                 vf_losses2 = (clipped_values - mb["returns"]) ** 2
                 vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2)  # (b, W)
-                # within the range, rounding alone may make losses2 the larger
+                # within the range the two losses are equal, but for rounding: that is no clip
                 vf_clipped = (vf_losses2 > vf_losses1) & (change.abs() > value_range)
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
                 (run.loss_scale * vf_loss).backward()
@@ -332,7 +332,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
                 gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
 
-            if steps == 0:  # the ratio is 1, but for a batch of an older policy, which has an age
+            if steps == 0:  # the ratio is 1; but not to an older policy, whose batch has an age
                 ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks
@@ -359,5 +359,5 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-value_model.hf.score.weight.data *= run.state.get("value_unit", 1.0)  # saved, it counts in scores
+value_model.hf.score.weight.data *= run.state.get("value_unit", 1.0)  # the saved unit is 1
 run.finish("tools/sample.py", policy_path=f"{out_dir}/policy")  # COLLECTIVE
