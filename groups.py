@@ -1,5 +1,5 @@
 """
-The formulas of GRPO, and the changes of its relatives. Tensors in, tensors out, as in loss.py.
+The formulas of GRPO, and the changes of its relatives. Tensors in, tensors out, as in formulas.py.
 config/ has a file of keys for each of them (dr_grpo.py, ...).
 
   relative   change                                          where              arXiv paper

@@ -38,10 +38,10 @@ import torch
 import parallel
 import ranks
 from errors import BadInput
+from formulas import importance_weights, kl_estimate, learning_rate_at, masked_sum
 from groups import LOSSES, flat_groups, group_advantages, summarize_groups, token_weights
 from load import autocast, load_policy, load_ref_policy, load_reward_model
-from loss import (add_up, gap, importance_weights, kl_estimate,
-                  learning_rate_at, masked_sum, mean_of, summarize)
+from metrics import add_up, gap, mean_of, summarize
 from model import response_logprobs
 from prompts import (batch_rows, hash_of_ids, micro_batches, permutation, run_length, say_prompts,
                      spread)
@@ -92,7 +92,7 @@ cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # a token's loss is multiplied by p(training) / p(sampler), but by no more than this; 0 = off
-importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; loss.importance_weights [>= 0]
+importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; formulas.importance_weights [>= 0]
 
 # optimizer: AdamW
 max_iters = 500  # * iterations [>= 1]

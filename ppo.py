@@ -39,10 +39,10 @@ import torch
 import parallel
 import ranks
 from errors import BadInput
+from formulas import importance_weights, kl_estimate, learning_rate_at, masked_sum, masked_whiten
 from gae import compute_gae
 from load import autocast, load_policy, load_ref_policy, load_reward_model, load_value_model
-from loss import (add_up, explained_variance, gap, importance_weights, kl_estimate,
-                  learning_rate_at, masked_sum, masked_whiten, summarize)
+from metrics import add_up, explained_variance, gap, summarize
 from model import response_logprobs, response_values
 from prompts import (batch_rows, hash_of_ids, micro_batches, permutation, run_length, say_prompts,
                      spread)
@@ -87,7 +87,7 @@ cliprange_value = 0.2  # how far a value may move, see value_unit below; 0 = no 
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # a token's loss is multiplied by p(training) / p(sampler), but by no more than this; 0 = off
-importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; loss.importance_weights [>= 0]
+importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; formulas.importance_weights [>= 0]
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none

@@ -24,7 +24,7 @@ import torch
 import parallel
 import ranks
 from load import autocast, load
-from loss import learning_rate_at
+from formulas import learning_rate_at
 from model import no_grad_forwards
 from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
                      right_pad, run_length, say_length, spread)

@@ -17,11 +17,8 @@ import contextlib
 import hashlib
 import math
 import os
-import random
-import re
 import shlex
 import sys
-import textwrap
 import time
 
 import torch
@@ -31,8 +28,9 @@ import parallel
 import ranks
 from checkpoint import LOGS, append, load_checkpoint, open_folder, save_checkpoint, save_final
 from configurator import of_model
-from errors import BadInput, Stop, say, visible
-from loss import gap, gap_limit, summarize
+from errors import BadInput, Stop, say
+from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
+                     summarize)
 from prompts import alike
 from rollout import texts_of
 
@@ -256,8 +254,8 @@ class Run:
     def must_agree(self, worst, what, checked=True):
         """
         A collective: the largest gap of any rank, in nats, between log-probs that are equal in
-        theory (loss.gap). what: whose they are, for the error. Raises Stop, on all ranks, where the
-        gap is above loss.gap_limit; checked = False: never.
+        theory (metrics.gap). what: whose they are, for the error. Raises Stop, on all ranks, where
+        the gap is above metrics.gap_limit; checked = False: never.
         """
         worst = parallel.all_reduce_max(worst).item()  # COLLECTIVE
         if not worst <= (self.gap_limit if checked else math.inf):  # also where worst is NaN
@@ -387,86 +385,3 @@ class Run:
                 from options.alarms import say_what_is_wrong
 
                 say_what_is_wrong(record, self.state, self.iteration)
-
-
-def as_number(name, x):
-    """A metric as a number of Python's: it may be a tensor. Raises TypeError by its name."""
-    if isinstance(x, torch.Tensor) and x.numel() != 1:
-        raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
-    return x.item() if hasattr(x, "item") else x
-
-
-# -------------------------------------------------------------------------------------------------
-# what a run prints: a line of 80 columns an iteration, one of 100 an evaluation, and two samples
-
-# the columns of an iteration's line: name -> metric, format (z: no -0.00)
-COLUMNS = {
-    "score": ("objective/scores", "z5.2f"),
-    "kl": ("objective/kl", "z4.2f"),
-    "acc": ("objective/accuracy", "4.2f"),
-    "len": ("objective/length", "4.0f"),
-    "flat": ("objective/flat_groups", "3.1f"),
-    "ev": ("val/explained_variance", "z5.2f"),
-    "loss": ("loss/sft", "6.4f"),
-    "pair loss": ("loss/preference", "6.4f"),
-    "right": ("train/accuracy", "4.2f"),
-    "tok/s": ("time/tokens_per_second", "4.0f"),
-}
-
-
-def iteration_line(record, max_iters, minutes):
-    """The line of an iteration: the first COLUMNS of its record that fit, and the time left."""
-    columns = [f"{name} {short(record[metric], form)}"
-               for name, (metric, form) in COLUMNS.items() if metric in record]
-    first, last = f"iter {record['iteration']} of {max_iters}", f"{minutes:.1f} min left"
-    while len(line := "  ".join([first, *columns, last])) > 80 and columns:
-        columns.pop()
-    return line
-
-
-def short(x, form):
-    """A number in this form; a huge one as 2.7e+21."""
-    return f"{x:{form if abs(x) < 1e6 else '.2g'}}"
-
-
-def evaluation_lines(iteration, record, samples):
-    """The lines of an evaluation: its figures, and two of its samples, each time two others."""
-    # totals, those by source are in the log; `thinks` of a policy that does not think says
-    # nothing. \xa0: a blank at which no line breaks
-    figures = [f"{name[5:]}\xa0{short(x, f'z.{3 if abs(x) < 1 else 2}f')}"
-               for name, x in record.items()
-               if re.fullmatch("eval/(reward/)?[^/]+", name) and (x or name != "eval/thinks")]
-    lines = [textwrap.fill(
-        "  ".join(figures), 100, initial_indent=f"eval {iteration}: ", subsequent_indent="    ",
-        break_long_words=False, break_on_hyphens=False).replace("\xa0", " ")]
-    for sample in random.Random(iteration).sample(samples, min(2, len(samples))):
-        prompt = sample["prompt"]
-        if not isinstance(prompt, str):
-            from options.chats import last_question
-
-            prompt = last_question(prompt)
-        end = "" if sample["finished"] else " [cut off]"
-        lines += [f"    > {cut(prompt, 74)}",
-                  f"      {cut(sample['text'], 74 - len(end)) or '[empty]'}{end}"]
-    return "\n".join(lines)
-
-
-def cut(text, width):
-    """A text as one line of at most `width` columns: of a longer one the beginning and the end."""
-    text = " ".join(visible(text).split())
-    if not text.isascii():  # letters of other scripts may take two columns
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.wide_letters import cut_wide
-
-            return cut_wide(text, width)
-    half = (width - 5) // 2
-    return text if len(text) <= width else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
-
-
-def peak_memory_mib(device):
-    """The most memory of this process so far: allocated by torch on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    with contextlib.suppress(FileNotFoundError), open("/proc/self/status", encoding="utf-8") as f:
-        return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
-    return 0.0  # not Linux

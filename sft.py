@@ -19,7 +19,7 @@ import torch
 import parallel
 import ranks
 from load import autocast, auto_class, dtypes, load
-from loss import learning_rate_at
+from formulas import learning_rate_at
 from model import Model, no_grad_forwards
 from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
                      right_pad, run_length, say_length, spread)

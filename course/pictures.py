@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from gae import compute_gae  # noqa: E402
 from groups import group_advantages, token_weights  # noqa: E402
-from loss import kl_estimate  # noqa: E402
+from formulas import kl_estimate  # noqa: E402
 
 BLUE, ORANGE, GREEN, GREY = "C0", "C1", "C2", "0.6"
 

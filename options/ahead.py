@@ -12,7 +12,7 @@ them again.
 Where the version is older than the iteration, old_logprobs are the sampler's own log-probs: the
 ratio of PPO and GRPO is then the policy of now / the policy that sampled. With importance_cap the
 policy that begins the update reads the batch: the ratio is to this policy, and the older one gives
-a weight (loss.importance_weights).
+a weight (formulas.importance_weights).
 """
 import torch
 

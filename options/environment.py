@@ -382,7 +382,7 @@ def reward_of_turns(batch):
 
 
 def figures_of_turns(batch):
-    """The figures of a batch with several turns, for loss.summarize."""
+    """The figures of a batch with several turns, for metrics.summarize."""
     mask = batch["response_mask"]  # (B, T)
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
     tokens, own = batch["lengths"] - batch["begins"], mask.sum(1)  # (B,): of the response

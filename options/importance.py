@@ -1,9 +1,9 @@
 """The key importance_cap: how far the policy of an update is from the one that sampled."""
-from loss import importance_weights, kl_estimate, masked_mean
+from formulas import importance_weights, kl_estimate, masked_mean
 
 
 def figures_of_importance(batch, cap, prefix):
-    """{metric: number} of a batch: its importance weights (loss.py), and what they are worth."""
+    """{metric: number} of a batch: its importance weights, and what they are worth."""
     mask, weights = batch["response_mask"], importance_weights(batch, cap)  # (B, T) each
     figures = figures_of_older(batch, weights, mask, prefix) if "age" in batch else {}
     weights = weights[mask]  # (tokens,)
@@ -19,7 +19,7 @@ def figures_of_importance(batch, cap, prefix):
 def figures_of_older(batch, weights, mask, prefix):
     """
     Of a batch that an older policy has sampled: its KL to the policy of the update; and entropy and
-    KL of loss.summarize, which would be those of the older policy. weights: (B, T).
+    KL of metrics.summarize, which would be those of the older policy. weights: (B, T).
     """
     off = kl_estimate(batch["sampler_logprobs"], batch["old_logprobs"], "k3")
     columns = dict(entropy=-batch["old_logprobs"])

@@ -6,7 +6,7 @@ import torch
 
 from errors import BadInput
 from load import autocast
-from loss import add_up
+from metrics import add_up
 from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, read_rows,
                      right_pad)
 

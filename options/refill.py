@@ -5,7 +5,7 @@ nothing, and a batch in which their responses replace some rows.
 import torch
 
 from groups import summarize_groups
-from loss import summarize
+from metrics import summarize
 from prompts import hashed_row
 
 

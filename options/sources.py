@@ -194,7 +194,7 @@ def name_sources(rows, path):
 def figures_by_source(batch, rows, prefix, reward_names):
     """
     {"prefix/metric/source": the mean over the responses of a batch to prompts of this source}, of
-    the metrics that loss.summarize has for all. A response to which a reward does not apply, or
+    the metrics that metrics.summarize has for all. A response to which a reward does not apply, or
     whose row has no answer, does not count; without any that counts there is no figure.
     """
     columns = {name: batch[name] for name in ("scores", "accuracy", "finished") if name in batch}

@@ -31,7 +31,8 @@ from torch.nn.functional import logsigmoid
 import parallel
 import ranks
 from load import autocast, load_policy, load_ref_policy
-from loss import gap, learning_rate_at
+from formulas import learning_rate_at
+from metrics import gap
 from model import in_rows, no_grad_forwards
 from prompts import (batch_rows, deal_rows, dialogue, encode_learned, encode_rows, hash_of_ids,
                      read_rows, right_pad, run_length, say_length, spread)

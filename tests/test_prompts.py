@@ -8,7 +8,7 @@ import torch
 
 import parallel
 from errors import BadInput
-from loss import masked_sum
+from formulas import masked_sum
 from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
                      micro_batches, prompt_row, read_rows, run_length, say_prompts, spread)
 from tiny import jsonl, keys_of_system, write

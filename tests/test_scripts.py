@@ -115,10 +115,10 @@ def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
     """It is logged as a number; one of several numbers is named. And a blank in the out_dir."""
     def adds(metric):
         def before(rank):
-            import loss
+            import metrics
 
-            summarize = loss.summarize
-            loss.summarize = lambda *args, **keys: summarize(*args, **keys) | {
+            summarize = metrics.summarize
+            metrics.summarize = lambda *args, **keys: summarize(*args, **keys) | {
                 "objective/mine": metric}
         return before
 

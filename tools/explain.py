@@ -38,7 +38,8 @@ import shutil  # noqa: E402
 import signal  # noqa: E402
 import tempfile  # noqa: E402
 
-import loss  # noqa: E402
+import formulas  # noqa: E402
+import metrics  # noqa: E402
 import prompts  # noqa: E402
 import ranks  # noqa: E402
 import rewards  # noqa: E402
@@ -95,7 +96,7 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
 
 names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
 seen = {}  # column -> (n,): the script's sums of the first response, in its last pass
-read_prompts, noise, add_up = rewards.read_prompts, rollout.response_uniforms, loss.add_up
+read_prompts, noise, add_up = rewards.read_prompts, rollout.response_uniforms, metrics.add_up
 take_step = Run.step
 
 
@@ -124,7 +125,7 @@ def read_with_the_prompt(path, terms, models, max_new_tokens, system):
 
 
 def add_up_and_look(sums, mask, columns):
-    """loss.add_up, where the losses of the first response are kept."""
+    """metrics.add_up, where the losses of the first response are kept."""
     if "loss/policy" in columns and 0 in names["mb"]["index"]:
         row = names["mb"]["index"].tolist().index(0)
         new = names["logprobs"]
@@ -144,7 +145,7 @@ def end(*_, **__):
     sys.exit()
 
 
-rewards.read_prompts, loss.add_up, Run.step, Run.log = (
+rewards.read_prompts, metrics.add_up, Run.step, Run.log = (
     read_with_the_prompt, add_up_and_look, step, end)
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
@@ -173,7 +174,7 @@ said = [response_of(dict(text=text) | ({"messages": texts["dialogues"][i]} if "d
 tensors = dict(policy=batch["old_logprobs"])  # column -> (B, T)
 if "ref_logprobs" in batch:
     tensors["ref"] = batch["ref_logprobs"]
-    tensors["KL"] = loss.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
+    tensors["KL"] = formulas.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
                                      names["kl_estimator"])
 if script == "ppo":
     unit = names["value_unit"]  # of values and returns: how many scores it is

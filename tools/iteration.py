@@ -31,7 +31,7 @@ from configurator import read_json, write_text
 from errors import BadInput, visible
 from gae import compute_gae
 from load import autocast
-from loss import kl_estimate
+from formulas import kl_estimate
 from model import no_grad_forwards, response_logprobs
 from options.again import keys_at
 from rollout import texts_of

@@ -16,14 +16,14 @@ import torch  # noqa: E402
 from cut import Module  # noqa: E402
 
 import groups  # noqa: E402
-import loss  # noqa: E402
+import formulas  # noqa: E402
 from gae import compute_gae  # noqa: E402
 
 G, T, EPS, LOW, HIGH = 4, 10, 0.2, 0.2, 0.28  # a group; columns; clip ranges
 GAMMA, LAM, BETA, CAP = 0.97, 0.9, 0.1, 1.5
 MOVES = [(12.0, 512), (6.6, 512), (1.0, 512), (12.0, 20_000)]  # KL, responses: of a controller
 STEPS = [1, 80, 81, 90, 100]  # tokens of responses, at most 100
-FORMULAS = vars(loss) | vars(groups)
+FORMULAS = vars(formulas) | vars(groups)
 
 
 def make_batch(seed, rows_without_tokens=False):
@@ -118,13 +118,13 @@ def whiten(b, x=None, minus=0, epsilon=1e-8, outside=0.0):
         kept = x[b.mask]
         variance = (kept - kept.mean()).square().sum() / (len(kept) - minus)
         return (kept - kept.mean()) / ((variance + epsilon * (not outside)).sqrt() + outside)
-    return loss.masked_whiten(x, b.mask)[b.mask]
+    return formulas.masked_whiten(x, b.mask)[b.mask]
 
 
 def kl(kind):
     def estimate(b, most=None):
         def total(x):
-            found = loss.kl_estimate(x, b.ref, kind)
+            found = formulas.kl_estimate(x, b.ref, kind)
             return (found if most is None else found.clamp(-most, most))[b.mask].mean()
         return graded(total, b)
     return estimate
@@ -347,12 +347,12 @@ def clip_cov(b):
 
 def importance(b):
     mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
-    return loss.importance_weights(mb, CAP)[b.mask]
+    return formulas.importance_weights(mb, CAP)[b.mask]
 
 
 def response_weight(b):
     mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
-    return page("loss.py", "One weight for a response").importance_weights(mb, CAP)[b.mask]
+    return page("formulas.py", "One weight for a response").importance_weights(mb, CAP)[b.mask]
 
 
 # the rest -----------------------------------------------------------------------------------------
@@ -389,8 +389,8 @@ def sft(b, more=0.0, sums=False):
 # {row: (function, where it stands, its source)}
 ROWS = {
     "GAE, with gaps": (gae, "gae.py: compute_gae", "1506.02438, eq. 16"),
-    "whitening": (whiten, "loss.py: masked_whiten", "2403.17031, detail 25"),
-    "k1": (kl("k1"), "loss.py: kl_estimate", "joschu.net/blog/kl-approx.html"),
+    "whitening": (whiten, "formulas.py: masked_whiten", "2403.17031, detail 25"),
+    "k1": (kl("k1"), "formulas.py: kl_estimate", "joschu.net/blog/kl-approx.html"),
     "k2": (kl("k2"), "the same", "the same"),
     "k3": (kl("k3"), "the same", "the same"),
     "clipped loss": (clip, "ppo.py, grpo.py", "1707.06347, eq. 7"),
@@ -401,7 +401,7 @@ ROWS = {
     "GRPO": (grpo, "groups.py: group_advantages", "2402.03300, 4.1.2"),
     "Dr. GRPO": (dr_grpo, "the same", "2503.20783, 3.2"),
     "RLOO": (rloo, "the same", "2402.14740, eq. 7"),
-    "REINFORCE++": (reinforce, "gae.py, values of 0; loss.py", "2501.03262"),
+    "REINFORCE++": (reinforce, "gae.py, values of 0; formulas.py", "2501.03262"),
     "REINFORCE++ baseline": (reinforce_baseline, "docs/algorithms.md", "2501.03262"),
     "GDPO": (gdpo, "docs/algorithms.md", "2601.05242"),
     "MaxRL": (maxrl, "docs/algorithms.md", "2602.02710"),
@@ -419,7 +419,7 @@ ROWS = {
     "GMPO": (gmpo, "docs/algorithms.md", "2507.20673"),
     "KL-Cov": (kl_cov, "docs/algorithms.md", "2505.22617"),
     "Clip-Cov": (clip_cov, "docs/algorithms.md", "2505.22617"),
-    "importance weights": (importance, "loss.py: importance_weights", "Yao et al., 2025"),
+    "importance weights": (importance, "formulas.py: importance_weights", "Yao et al., 2025"),
     "one for a response": (response_weight, "docs/algorithms.md", "the same"),
     "GSPO, with weights": (gspo_weighted, "grpo.py", "the same"),
     "DAPO's length": (length, "options/overlong.py", "2503.14476, eq. 13"),

@@ -23,7 +23,7 @@ from configurator import configure, read_json, write_json  # noqa: E402  before 
 import ranks  # noqa: E402
 from errors import BadInput  # noqa: E402
 from load import load  # noqa: E402
-from loss import summarize  # noqa: E402
+from metrics import summarize  # noqa: E402
 from model import response_logprobs  # noqa: E402
 from prompts import micro_batches  # noqa: E402
 from rewards import read_prompts, reward_terms, score_batch  # noqa: E402

@@ -16,7 +16,7 @@ from torch.func import grad
 
 from gae import compute_gae
 from groups import group_advantages, token_weights
-from loss import kl_estimate
+from formulas import kl_estimate
 from model import scaled_logits
 
 sys.path.insert(0, f"{ROOT}/course")

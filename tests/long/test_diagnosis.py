@@ -14,7 +14,7 @@ import pytest
 import transformers
 from options.alarms import how_broken, say_what_is_wrong, what_is_lost
 from options.wide_letters import columns_of
-from run import COLUMNS, evaluation_lines, iteration_line
+from metrics import COLUMNS, evaluation_lines, iteration_line
 from tiny import ROOT, of_copy, read_jsonl, run, well
 
 sys.path.insert(0, f"{ROOT}/course")

@@ -6,7 +6,7 @@ import torch
 from conftest import ROOT
 from gae import compute_gae
 from groups import group_advantages, token_weights
-from loss import kl_estimate, masked_whiten
+from formulas import kl_estimate, masked_whiten
 
 with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
     PAGE = f.read()

@@ -109,7 +109,7 @@ def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
 
 def test_masked_weights_of_responses(tmp_path):
     """The example in the recipe's head; a token that was not sampled has no say in the product."""
-    loss = runpy.run_path(f"{fork(tmp_path, ['masked_importance'])}/loss.py")
+    loss = runpy.run_path(f"{fork(tmp_path, ['masked_importance'])}/formulas.py")
     loss["importance_weights"].__globals__.update(MASKED="sequence", LOWEST=0.9)
     q, p = torch.tensor([[0.2, 0.5, 1], [0.8, 0.5, 1]]), torch.tensor([[0.3, 0.4, 9], [0.2, 1, 9]])
     mb = dict(old_logprobs=p.log().requires_grad_(), sampler_logprobs=q.log(),

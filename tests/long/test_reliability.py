@@ -134,7 +134,7 @@ def bug():
 def test_a_lost_rank_is_one_line_that_names_the_phase(world, tmp_path, action, code):
     keys = keys_of(world, "grpo.py", timeout=4, reward_timeout=3)
     result = run("grpo.py", tmp_path, keys, ranks=2,
-                 before=patched("loss", "learning_rate_at", once(1, action), rank=1))
+                 before=patched("formulas", "learning_rate_at", once(1, action), rank=1))
     assert result.codes == [1, code], result
     assert re.fullmatch(r"grpo.py: error: iteration 1, update: lost touch with another rank"
                         r"[^\n]*\n", result.err[0]), result

@@ -1,12 +1,12 @@
-"""loss.py and groups.py: each formula by enumeration or on paper."""
+"""formulas.py, groups.py and metrics.py: each formula by enumeration or on paper."""
 import math
 
 import pytest
 import torch
 
 from groups import LOSSES, flat_groups, group_advantages, token_weights
-from loss import (gap, gap_limit, importance_weights, kl_estimate, masked_mean, masked_sum,
-                  masked_whiten, summarize)
+from formulas import importance_weights, kl_estimate, masked_mean, masked_sum, masked_whiten
+from metrics import gap, gap_limit, summarize
 from model import entropy_of
 
 NAN, INF = float("nan"), float("inf")
