@@ -233,7 +233,7 @@ def test_equal_texts_are_a_tie_and_long_pairs_go_as_a_whole(world, tmp_path):
     keys = dpo_keys(world, train_path=long, max_iters=1, val_path="")
     assert_one_line(run(DPO, f"{tmp_path}/b", keys), "dpo.py", "long.jsonl", "row 2")
     dropped = run(DPO, f"{tmp_path}/b", keys | dict(too_long="drop"))
-    assert dropped.codes == [0] and "\n1 pairs" in dropped.out[0]
+    assert dropped.codes == [0] and "\npairs: 1;" in dropped.out[0]
     assert_one_line(run(DPO, f"{tmp_path}/b", keys | dict(too_long="cut")), "dpo.py", "too_long")
 
 
