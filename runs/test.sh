@@ -5,12 +5,26 @@
 # them.)
 #   bash runs/test.sh [pytest options]
 #   OLDEST=1 bash runs/test.sh   the same with the oldest transformers of requirements.txt
+#   NEWEST=1 bash runs/test.sh   with the newest transformers and torch that pip finds
+#   KERNELS=oldest bash runs/test.sh   as on a CPU with SSE 4.1 and nothing newer
 extras=dev,math
 [ -z "${OLDEST:-}" ] || QUARTET_VENV="${QUARTET_VENV:-.venv-oldest}"
+[ -z "${NEWEST:-}" ] || QUARTET_VENV="${QUARTET_VENV:-.venv-newest}"
+case "${KERNELS:-}" in
+    "") ;;
+    oldest) export ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE ;;
+    *) echo "test.sh: KERNELS can be oldest, given '$KERNELS'" >&2; exit 2 ;;
+esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ -n "${OLDEST:-}" ]; then
     "$PYTHON" -m pip install --quiet --disable-pip-version-check \
         "$(grep -o '^transformers>=[0-9.]*' requirements.txt | sed 's/>=/==/')"
+fi
+if [ -n "${NEWEST:-}" ]; then
+    newest=(torch "$(grep -o '^transformers[^ ]*' requirements.txt)")
+    # as in environment.sh: without an NVIDIA GPU the CPU build, where its index can be reached
+    [ -e /dev/nvidiactl ] || newest+=(--extra-index-url https://download.pytorch.org/whl/cpu)
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --upgrade "${newest[@]}"
 fi
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)  # the sandbox of the code reward

@@ -24,6 +24,10 @@ from byte_tokenizer import write_byte_tokenizer
 from configurator import read_keys
 from torch.utils._pytree import tree_leaves
 
+# In a fork torch renews its pool of threads when the first thread asks for it. Autograd asks in two
+# threads at once, and then the run ends with "Invalid thread pool!"; this asks before.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MARKERS, EOS, PAD, VOCABULARY = ["<think>", "</think>"], 258, 259, 264
 ENDS = [257, EOS]  # generation_config.json names a second token that ends a response
