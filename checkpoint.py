@@ -281,16 +281,16 @@ def save_final(out_dir, name, model, dtype="auto", **about):
 
         def save():
             size = sum(t.nbytes for t in tensors.values())  # transformers takes them out
-            kind = reduce(  # the widest: transformers gives it to all
-                torch.promote_types, {tensors[n].dtype for n, _ in hf.named_parameters()})
+            kind = reduce(torch.promote_types, {  # the widest: transformers gives it to all others
+                tensors[n].dtype for n, _ in hf.named_parameters()
+                if not any(part in n for part in hf._keep_in_fp32_modules_strict or ())})
             # transformers would only write on rank 0 of all ranks; with roles the first of a role
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
             file = os.path.join(folder, "config.json")
-            kind = str(kind).removeprefix("torch.")
-            write_json(file, read_json(file) | {"dtype": kind})
-            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
+            write_json(file, read_json(file) | {"dtype": str(kind)[6:]})  # torch.float32
+            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {str(kind)[6:]}")
             describe(folder, getattr(model, "folder", "") or model.path)
 
         alone(save)
