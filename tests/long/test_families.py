@@ -275,7 +275,7 @@ def test_what_is_saved_is_what_was_computed(tmp_path, keys, name):
     model = load(path, "policy", keys_of_system(**keys), CPU, trained=True)
     own = torch.float32 if "lora" in keys or keys.get("master_weights", True) else torch.bfloat16
     own = torch.float64 if keys["dtype"] == "float64" else own
-    # what the family itself keeps in 32 bits, as newer transformers do DeepSeek-V3's routers, stays so
+    # what the family keeps in 32 bits, as newer transformers do routers of DeepSeek-V3, stays so
     kept = model.hf._keep_in_fp32_modules_strict if own == torch.bfloat16 else ()
     for n, p in model.named_parameters():
         assert p.dtype == (torch.float32 if any(part in n for part in kept or ()) else own), n
