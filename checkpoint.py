@@ -83,11 +83,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
 def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=()):
     """open_folder, on rank 0."""
     contents_of(out_dir, config)  # before anything is written
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-    except FileNotFoundError as e:  # of a place such as /proc
-        raise BadInput(f"out_dir = {out_dir!r} is empty, or cannot be made; choose another "
-                       "--out_dir") from e
+    os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)
     before, names = contents_of(out_dir, config)  # again: another run may have had the lock
     unfinished = [name for name in names if name[0] == "."]  # of a save that was killed
@@ -136,9 +132,13 @@ def contents_of(out_dir, config):
     """
     names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
     before, top = {}, os.path.realpath(out_dir)
-    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is no JSON
+    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
     odd = [f"{name}, and is no run's" for name in names if "out_dir" not in before]
+    with contextlib.suppress(ImportError):  # a fork may do without
+        from options.mistakes import check_place
+
+        check_place(out_dir, "out_dir" in before)
     for key, path in paths_in(config):
         inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
         if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):

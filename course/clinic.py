@@ -20,6 +20,7 @@ sys.path[:0] = [path for path in (ROOT, f"{ROOT}/data") if path not in sys.path]
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
 
 from configurator import configure, read_json, write_json  # noqa: E402
+from errors import BadInput  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 out_dir = "out/clinic"  # the patients, and the small toy that they share
@@ -167,6 +168,10 @@ def check_answers(folder=out_dir):
 
 
 if __name__ == "__main__":
+    inside = {*os.listdir(out_dir)} if os.path.isdir(out_dir) else set()
+    if inside and not {"mine.py", "sft.jsonl"} <= inside:
+        raise BadInput(f"out_dir = {out_dir!r} is no clinic, and would be deleted; choose another "
+                       "--out_dir")
     shutil.rmtree(out_dir, ignore_errors=True)
     os.makedirs(out_dir)
     write_toy(out_dir)

@@ -43,6 +43,7 @@ from options.chats import beside_its_content  # noqa: E402
 from options.home import from_home  # noqa: E402
 from options.sources import hub_files, raw_rows, rename  # noqa: E402
 from prompts import dialogue, prompt_row  # noqa: E402
+from tools.outputs import check_outputs, files_of  # noqa: E402
 
 KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
 
@@ -303,6 +304,8 @@ def main():
         raise BadInput(f"--out={args.out} must end with .jsonl")
     name, left = file.removesuffix(".jsonl"), set()
     names = [name, f"{name}_val"] if args.val else [name, name]
+    paths = [os.path.join(folder, f"{each}.jsonl") for each in dict.fromkeys(names)]
+    check_outputs("--out", paths, files_of(args.source))
     write_rows(folder, list(dict.fromkeys(names)), converted(args, names, left))
     if left:
         print(visible(f"left out: the columns {', '.join(sorted(left))}"))

@@ -32,6 +32,7 @@ from prompts import encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import score_sequences  # noqa: E402
 from rollout import sample_batch, texts_of  # noqa: E402
+from tools.outputs import check_outputs, files_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 # what is asked
@@ -58,6 +59,8 @@ if not system.judge_path or samples % 2:
     raise BadInput(f"judge_path = {system.judge_path!r}, samples = {samples}: wanted a folder, and "
                    "an even number, for two answers are a pair")
 stem, ending = os.path.splitext(out)
+written = [out, f"{stem}_val{ending}"]
+check_outputs("--out", written[:1 + bool(held_out)], files_of(prompts_path))
 device = choose_device(system.device_type)
 policy, model = (load(path, name, system, device) for path, name in (
     (policy_path, "policy"), (system.judge_path, "judge")))
@@ -141,7 +144,7 @@ if len(kept) <= held_out:
 kept = kept[:wanted]
 train = kept[:len(kept) - held_out]
 os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-for path, part in ((out, train), (f"{stem}_val{ending}", kept[len(train):])):
+for path, part in zip(written, (train, kept[len(train):]), strict=True):
     if part:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(pair) + "\n" for pair in part)

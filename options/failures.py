@@ -3,9 +3,15 @@ What an exception of Python's or torch's means for a user: a full disk, too litt
 where one may not write, another rank that is lost. errors.py asks when a program ends by one.
 """
 import errno
+import os
 import re
+import traceback
 
-from errors import BadInput, Lost, Stop
+from errors import BadInput, Lost, Stop, first_line
+
+# the functions that read a folder of somebody's, their argument `path`. In it anything may be
+# wrong, and libraries raise anything, Rust's even a panic that is no Exception
+READERS = ("load.py", "load"), ("tokenizer.py", "load_tokenizer")
 
 
 def meaning_of(error, phase):
@@ -15,7 +21,18 @@ def meaning_of(error, phase):
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         return Stop(f"out of memory ({str(error)[:200]}); lower micro_batch_size or "
                     "rollout_batch_size, or the model's size")
-    return lost(error, phase) if isinstance(error, RuntimeError) else None
+    its = lost(error, phase) if isinstance(error, RuntimeError) else None
+    return its or of_a_folder(error)
+
+
+def of_a_folder(error):
+    """Of whatever is raised while a model's or a tokenizer's folder is read; None elsewhere."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        place = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
+        if place in READERS:
+            return BadInput(f"{frame.f_locals.get('path')}: this model or tokenizer cannot be "
+                            f"used: {first_line(error)[:300]}")
+    return None
 
 
 def of_the_disk(error):

@@ -150,6 +150,31 @@ def set_twice(path):
     return None
 
 
+def check_place(out_dir, resumes):
+    """
+    Raise BadInput where a run may not lie in out_dir: it holds code, or all that is yours. resumes:
+    a run is there already.
+    """
+    top, home = os.path.realpath(out_dir), os.path.realpath(os.path.expanduser("~"))
+    program = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    own = os.path.commonpath([top, program]) == program  # it lies among quartet's files
+    code = ("py", "ipynb", "sh", "diff", "jinja", "toml", "c", "cc", "cpp", "rs", "go", "js", "ts",
+            "java") + ("md", "yml") * own
+    above = [f"is {folder}, or a folder above it" for folder in (
+        program, home, *[os.getcwd()] * (not resumes)) if os.path.commonpath([top, folder]) == top]
+    inside = sorted(name for name in (os.listdir(top) if os.path.isdir(top) else ())
+                    if name == ".git" or name.rpartition(".")[2] in code)
+    inside = [] if resumes else [f"holds code, such as {name}" for name in inside[:1]]
+    if ".git" in top.split(os.sep):
+        inside.append("is a part of git's")
+    if not out_dir or top.startswith(("/proc/", "/sys/", "/dev/")) or "\0" in out_dir:
+        raise BadInput(f"out_dir = {out_dir!r} is empty, or cannot be made; choose another "
+                       "--out_dir")
+    if above or inside:
+        raise BadInput(f"out_dir = {out_dir!r} {(above + inside)[0]}, and would be filled with "
+                       "checkpoints; choose another --out_dir, such as out/NAME")
+
+
 # --------------------------------------------------------------------------------------------------
 # rows of data
 

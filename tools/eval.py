@@ -36,6 +36,7 @@ from options.mistakes import check_folder  # noqa: E402
 from prompts import prompt_row, read_rows, spread  # noqa: E402
 from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch, texts_of  # noqa: E402
+from tools.outputs import check_outputs, files_of  # noqa: E402
 from tools.runs import ASKED, JUDGED, as_in_run, estimate, room_behind, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
@@ -63,6 +64,8 @@ config, system = configure(globals(), "config/keys.py",
 
 device = ranks.init(system)
 ranks.on_requests(signal.SIG_DFL)  # they end the tool at once: nothing is to be saved
+parallel.alone(lambda: check_outputs(
+    "--out", [f"{out}.json", f"{out}.jsonl"], files_of(prompts_path)))
 paths = split_paths(policies, "policies")  # {short name: path}
 terms = reward_terms(reward_functions)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]

@@ -30,7 +30,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import configure, read_json  # noqa: E402  first: it must be imported before torch
+from configurator import configure  # noqa: E402  first: it must be imported before torch
 
 import contextlib  # noqa: E402
 import io  # noqa: E402
@@ -48,7 +48,8 @@ from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from gae import compute_gae  # noqa: E402
 from run import Run  # noqa: E402
-from tools.runs import config_file_of, refuse_code, response_of  # noqa: E402
+from tools.outputs import PAGES, check_outputs  # noqa: E402
+from tools.runs import config_file_of, config_of, refuse_code, response_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has a checkpoint
@@ -62,6 +63,8 @@ watch = 0.0  # seconds: make that page again for each new checkpoint, until Ctrl
 trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, _ = configure(globals())
 # -------------------------------------------------------------------------------------------------
+if out and not watch:
+    check_outputs("--out", [out], PAGES)
 if iteration >= 0 or watch or out.endswith((".html", ".json")):
     from tools.iteration import show
 
@@ -72,7 +75,7 @@ if iteration >= 0 or watch or out.endswith((".html", ".json")):
 # the run: its script, its keys, its last checkpoint
 
 checkpoint, state = find_checkpoint(run)
-keys = read_json(f"{checkpoint}/config.json") if checkpoint else {}
+keys = config_of(checkpoint) if checkpoint else {}
 if "cliprange" not in keys:
     raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
                    "that has saved one")

@@ -36,7 +36,8 @@ from model import no_grad_forwards, response_logprobs
 from options.again import keys_at
 from rollout import texts_of
 from run import Run
-from tools.runs import config_file_of, fill_page, read_records, refuse_code, response_of
+from tools.runs import (
+    config_file_of, config_of, fill_page, read_records, refuse_code, response_of)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
@@ -78,10 +79,15 @@ def replay(run, iteration, trust_code):
     policy reads before the update, and behind it]). Raises BadInput.
     """
     file = os.path.join(run, "config.json")
-    keys = read_json(file) if os.path.isfile(file) else {}
+    keys = config_of(run)
     if "cliprange" not in keys:
         raise BadInput(f"run {run!r} is no run of ppo.py or grpo.py")
     refuse_code(keys, file, trust_code)
+    name = str(keys.get("script"))  # of a fork another one, beside ppo.py
+    if name not in ("ppo.py", "grpo.py") and not (
+            trust_code and os.path.isfile(os.path.join(ROOT, name)) and "/" not in name):
+        raise BadInput(f"{file} has script = {name!r}, which this would run; only a script that "
+                       f"lies in {ROOT} can be run, and if you trust it: type --trust_code=True")
     checkpoints = {number_of(folder): folder for folder in list_checkpoints(run)}
     if iteration < 0:
         iteration = min(max(checkpoints, default=0), keys["max_iters"] - 1)

@@ -26,9 +26,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, ROOT)
 
-from configurator import configure, read_json, read_keys, write_text  # noqa: E402
+from configurator import configure, read_keys, write_text  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
-from tools.runs import fill_page, read_records, response_of, split_paths  # noqa: E402
+from tools.outputs import PAGES, check_outputs  # noqa: E402
+from tools.runs import config_of, fill_page, read_records, response_of, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
@@ -165,8 +166,7 @@ def page_of(wanted):
         files = [os.path.join(folder, f"{kind}.jsonl") for kind in ("samples", "rollouts")]
         samples = [one | dict(trained="rollouts" in file, text=response_of(one))
                    for file in files if os.path.isfile(file) for one in read_records(file)]
-        file = os.path.join(folder, "config.json")
-        keys = read_json(file) if os.path.isfile(file) else {}
+        keys = config_of(folder)
         shown.append(dict(name=name, samples=samples, config=keys, changed=changed_in(keys),
                           curves={metric: curve for metric, curve in curves.items() if curve}))
     return fill_page(PAGE, ", ".join(logs), dict(runs=shown, meanings=meanings(), watch=watch))
@@ -199,6 +199,7 @@ if out and not out.endswith((".png", ".html")):
     raise BadInput(f"out = {out!r}: wanted a name that ends with .png or .html")
 if watch and not out.endswith(".html"):
     raise BadInput("watch is for a page; type --out=FILE.html")
+check_outputs("--out", [out] if out else [], PAGES, told=not watch)
 paths = split_paths(runs, "runs")  # {short name: folder}
 logs, logged = read_logs()
 place = choose(against)[0] if against else "iteration"

@@ -7,10 +7,11 @@ import html
 import json
 import math
 import os
+import re
 from statistics import fmean
 
 from configurator import read_json, write_text
-from errors import BadInput, say, visible
+from errors import BadInput, first_line, say, visible
 from options.home import from_home
 from options.sources import raw_rows, rename
 
@@ -22,6 +23,8 @@ ASKED = {key: key for key in (
 JUDGED = {key: key for key in (
     "reward_functions", "reward_path", "judge_path", "judge_template")} | {
     "prompts_path": "eval_path", "seed": "seed"}
+# keys that name code of the user's among other things: FILE.py:NAME
+NAME_CODE = "reward_functions", "optim"
 
 
 def estimate(values):
@@ -54,11 +57,8 @@ def as_in_run(argv, key, default, keys):
     typed = {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv}
     taken, empty = {}, {}  # {key: (value, file)}
     for path in from_home(typed.get(key, default)).split(","):
-        file = os.path.join(os.path.dirname(os.path.realpath(path.strip())), "config.json")
-        try:
-            run = read_json(file) if os.path.isfile(file) else {}
-        except ValueError as e:
-            raise BadInput(f"{file} is damaged ({e}); type another --{key}") from e
+        folder = os.path.dirname(os.path.realpath(path.strip()))
+        run, file = config_of(folder), os.path.join(folder, "config.json")
         if "out_dir" in run:  # else it is not of a run
             known = {name: run[theirs] for name, theirs in keys.items() if theirs in run}
             new = {name: x for name, x in known.items() if x != "" and name not in typed | taken}
@@ -90,13 +90,30 @@ def refuse_code(keys, file, trusted):
     Raise BadInput where keys, which stand in the config.json `file` of a run, name a FILE.py:f:
     perhaps somebody has sent this folder, and a tool would run that file. trusted: it may.
     """
-    for key in ("reward_functions", "environment", "tools"):
-        for part in str(keys.get(key) or "").split(","):
-            named = part.rpartition("*")[2].strip()
-            if not trusted and (":" in named or named and key != "reward_functions"):
-                path = os.path.abspath(named.rpartition(":")[0] or named)
-                raise BadInput(f"{file} names in its {key} the Python file {path!r}, which this "
-                               "would run; if you trust it, type --trust_code=True")
+    for key, value in keys.items():
+        if not key.isidentifier():  # a tool types --KEY=VALUE: what stands behind a = is a value
+            raise BadInput(f"{file} has {key!r} as a key, which is no name; no run writes this")
+        text = "" if value is None else str(value)
+        # FILE.py:f may stand in a list or behind a weight, so it is not looked for more closely
+        if not trusted and (key in ("environment", "tools") and text or key in NAME_CODE
+                            and ":" in text):
+            # the innermost word is the file, or the beginning of its name
+            named = re.split("[*,]", text.rpartition(":")[0] or text)[-1].strip(" []'\"")
+            raise BadInput(f"{file} names in its {key} the Python file "
+                           f"{os.path.abspath(named)!r}, which this would run, from {text!r}; if "
+                           "you trust it, type --trust_code=True")
+
+
+def config_of(folder):
+    """{key: value} of the config.json in the folder of a run; {} without one. Raises BadInput."""
+    file = os.path.join(folder, "config.json")
+    try:
+        keys = read_json(file) if os.path.isfile(file) else {}
+    except (ValueError, RecursionError) as e:
+        raise BadInput(f"{file} is damaged ({first_line(e)[:200]}); give another folder") from e
+    if not isinstance(keys, dict):
+        raise BadInput(f"{file} has no keys of a run; give another folder")
+    return keys
 
 
 def room_behind(rows, models):
@@ -121,12 +138,11 @@ def system_message_of(path):
     [the system message] of the first row that the run of a policy, out_dir/policy, has trained on;
     [] where it has none, or the file is gone.
     """
-    file = os.path.join(os.path.dirname(os.path.realpath(path)), "config.json")
-    run = read_json(file) if os.path.isfile(file) else {}
-    data = run.get("prompts_path") or run.get("train_path") or ""
+    run = config_of(os.path.dirname(os.path.realpath(path)))
+    data = str(run.get("prompts_path") or run.get("train_path") or "")
     data = data if os.path.isfile(data) else data.split(",")[0].rpartition("*")[2].strip()
-    with contextlib.suppress(BadInput):
-        prompt = rename(next(raw_rows(data))[1], run.get("fields", "")).get("prompt")
+    with contextlib.suppress(BadInput, StopIteration, LookupError, TypeError):  # odd rows have none
+        prompt = rename(next(raw_rows(data))[1], str(run.get("fields", ""))).get("prompt")
         if isinstance(prompt, list) and prompt[0]["role"] == "system":
             return prompt[:1]
     return []

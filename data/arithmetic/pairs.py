@@ -29,6 +29,7 @@ from prompts import batch_rows, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import reward_terms  # noqa: E402
 from rollout import decode, response_uniforms  # noqa: E402
+from tools.outputs import check_outputs, files_of  # noqa: E402
 
 policy_path = "out/arithmetic_sft/policy"  # the model whose answers are compared
 prompts_path = ""  # the problems, with answers; empty = the toy's, rl_train.jsonl beside this file
@@ -45,6 +46,9 @@ device = choose_device(system.device_type)
 model = load(policy_path, "policy", system, device)
 tokenizer = model.tokenizer
 prompts_path = prompts_path or os.path.join(HERE, "rl_train.jsonl")
+written = {part: os.path.join(os.path.dirname(prompts_path), f"{name}_{part}.jsonl")
+           for part in ("train", "val")}
+check_outputs("--name", written.values(), files_of(prompts_path))
 problems = read_rows(prompts_path, prompt_row, system.fields)
 _, _, rule = reward_terms(reward_functions)[0]
 wanted = pairs + pairs // 10
@@ -87,7 +91,6 @@ for pair in found[:pairs]:
     if labeller.random() < mistakes:
         pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
 for part, rows in (("train", found[:pairs]), ("val", found[pairs:wanted])):
-    with open(os.path.join(os.path.dirname(prompts_path), f"{name}_{part}.jsonl"), "w",
-              encoding="utf-8") as f:
+    with open(written[part], "w", encoding="utf-8") as f:
         f.writelines(json.dumps(pair) + "\n" for pair in rows)
     print(f"{name}_{part}.jsonl: {len(rows)} rows")

@@ -1,8 +1,9 @@
 """data/convert.py: rows as they lie on the hub, by one command each; what is left out; bad rows."""
 import json
+import os
 
 import pytest
-from tiny import Started, jsonl, read_jsonl
+from tiny import Started, assert_one_line, jsonl, read_jsonl
 
 from data.convert import ours, true_answer
 from errors import BadInput
@@ -114,6 +115,33 @@ def test_rows_are_held_out(tmp_path):
     for row in train + val:
         assert row["prompt"] == [dict(U, content=f"{row['answer']}?")]
         assert int(row["id"]) % 300 == int(row["answer"])
+
+
+def test_no_source_is_overwritten(tmp_path):
+    """By its name, another name of it, a link, or as the rows that are held out; nor a run's."""
+    for place in ("", "data", "run"):
+        os.makedirs(tmp_path / place, exist_ok=True)
+    files = ["a.jsonl", "a_val.jsonl", "data/train.jsonl", "run/log.jsonl"]
+    for file in files:
+        jsonl(tmp_path / file, [dict(prompt=f"{i}", answer="1") for i in range(40)])
+    (tmp_path / "run" / "config.json").write_text('{"out_dir": "run"}')
+    os.symlink("a.jsonl", tmp_path / "link.jsonl")
+    os.link(tmp_path / "a.jsonl", tmp_path / "hard.jsonl")
+    os.symlink("data", tmp_path / "other")
+    os.mkdir(tmp_path / "folder.jsonl")
+    before = {file: (tmp_path / file).read_bytes() for file in files}
+    for source, out, *more in (
+            ("a.jsonl", "a.jsonl"), ("a.jsonl", "./a.jsonl"), ("a.jsonl", tmp_path / "a.jsonl"),
+            ("a.jsonl", "data/../a.jsonl"), ("a.jsonl", "link.jsonl"), ("link.jsonl", "a.jsonl"),
+            ("a.jsonl", "hard.jsonl"), ("a_val.jsonl,a.jsonl", "a.jsonl"),
+            ("a_val.jsonl", "a.jsonl", "--val=0.5"), ("hf:data:train", "data/train.jsonl"),
+            (f"hf:{tmp_path}/data:train", "other/train.jsonl"), ("a.jsonl", "run/log.jsonl"),
+            ("data/train.jsonl", "other/train.jsonl"), ("a.jsonl", "folder.jsonl")):
+        result = convert(tmp_path, f"--source={source}", f"--out={out}", *more)
+        assert_one_line(result, "convert.py", "overwritten", "--out")
+        assert {file: (tmp_path / file).read_bytes() for file in files} == before, (source, out)
+    result = convert(tmp_path, "--source=a.jsonl", "--out=a_val.jsonl")
+    assert result.codes == [0] and "a_val.jsonl is there, and is replaced" in result.out[0]
 
 
 @pytest.mark.parametrize("more", [

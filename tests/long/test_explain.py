@@ -20,8 +20,12 @@ import pytest
 import torch
 from tiny import Started, at, jsonl, keys_of, read_jsonl, run, typed, well
 
+import gae
+from checkpoint import hashes
+from configurator import write_json
 from prompts import Rows, batch_rows
 
+ROOT = os.path.dirname(os.path.abspath(gae.__file__))
 DONE, BATCH = 2, 5  # iterations that the copy of the run has done; responses of one
 
 
@@ -125,6 +129,38 @@ def test_a_group_of_grpo(runs):
     assert deviation > 0 and advantages == pytest.approx(
         [(x - statistics.mean(scores)) / deviation for x in scores], abs=2e-3)
     assert float(table(result.out[0])["advantage"][0]) == pytest.approx(advantages[0], abs=1e-3)
+
+
+def test_nothing_that_a_run_names_is_run_unless_one_says_so(runs, tmp_path):
+    """Each of these would leave a file: as a rule, as an environment, as a script, behind a =."""
+    ran = tmp_path / "ran"
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(ran)!r}, 'w')\ndef f(*_, **__): return None\nf_2 = f\n")
+    beside = os.path.relpath(evil, ROOT)
+    both = [f"{more}{evil}:f{end}" for more in ("", "0.5*", " * ") for end in ("", "*", "*2", ",")]
+    attacks = [(key, value) for key in ("environment", "tools", "reward_functions")
+               for value in (*both, [f"{evil}:f"], {f"{evil}:f": 1}, f"'{evil}:f*'")]
+    attacks += [("tools", str(evil)), ("environment", "*"), ("optim", f"{evil}:f"),
+                (f"environment={evil}:f", ""), (f"tools={evil}:f", "x"), (f"optim={evil}:f*", ""),
+                (f"reward_functions={evil}:f,accuracy", 0), (f"{evil}", ""), ("-", ""), ("", "a")]
+    scripts = [("script", value) for value in (
+        str(evil), beside, "tools/../ppo.py", "./ppo.py", "", "none.py", None, ["ppo.py"], "..",
+        "course/clinic.py")]
+    folder, name = shutil.copytree(f"{runs}/ppo/cut", tmp_path / "run"), f"checkpoint-{DONE:06d}"
+    keys = json.loads((folder / "config.json").read_text())
+    for number, (key, value) in enumerate(attacks + scripts):
+        sent = json.dumps(keys | {key: value})
+        (folder / "config.json").write_text(sent)
+        (folder / name / "config.json").write_text(sent)
+        os.remove(folder / name / "manifest.json")  # a stranger can write any
+        write_json(f"{folder}/{name}/manifest.json", hashes(f"{folder}/{name}"))
+        more = dict(iteration=1, out="a.json") if key == "script" or number % 2 else {}
+        result = explain(tmp_path, run=folder, **more)
+        assert result.codes == [2] and result.err[0].count("\n") == 1, (key, value, result)
+        assert "config.json" in result.err[0] and not ran.exists(), (key, value, result)
+    (folder / "config.json").write_text(json.dumps(keys | dict(script=str(evil))))
+    result = explain(tmp_path, run=folder, iteration=1, out="a.json", trust_code=True)
+    assert result.codes == [2] and not ran.exists()
 
 
 # all responses of an iteration

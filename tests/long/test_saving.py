@@ -2,6 +2,7 @@
 checkpoint.py: which folders stay, damage of every kind. And files for others: what transformers 4
 reads, settings of generation.
 """
+import glob
 import itertools
 import json
 import os
@@ -48,6 +49,34 @@ def test_a_folder_with_such_a_name_is_no_out_dir(tmp_path):
         with pytest.raises(BadInput, match="out_dir"):
             begin(tmp_path / name)
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_run_fills_a_folder_of_code(tmp_path, monkeypatch):
+    """Nor one above it, the one in which one stands, or a link to it; a run that is there stays."""
+    home, mine, git = tmp_path / "home", tmp_path / "home/mine", tmp_path / "home/git/.git"
+    for folder in mine, git, tmp_path / "home/mine/notes":
+        os.makedirs(folder)
+    write(mine / "train.py", "")
+    write(mine / "notes/a.txt", "")
+    os.symlink(mine, tmp_path / "link")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "mine" / "notes")
+    root = os.path.dirname(os.path.abspath(checkpoint.__file__))
+    own = [folder for folder in glob.glob(f"{root}/*/") if os.listdir(folder) and os.path.basename(
+        folder[:-1]) in ("config", "docs", "data", "grading", "options", "recipes", "runs", "tests",
+                         "tools", "course")]
+    refused = [".", "./", "..", "/", "../notes", home, mine, tmp_path, f"{mine}/", "nowhere/..",
+               tmp_path / "link", git.parent, git, git / "objects", root, f"{root}/..", *own,
+               f"{root}/options/templates", f"{root}/data/arithmetic", f"{root}/out/.."]
+    before = sorted(home.rglob("*"))
+    for folder in refused:
+        with pytest.raises(BadInput, match="out_dir"):
+            checkpoint.contents_of(str(folder), dict(out_dir=str(folder)))
+    assert sorted(home.rglob("*")) == before and len(own) > 2
+    for folder in ("run", "../run", home / "out", tmp_path / "free", f"{root}/out/a"):
+        checkpoint.contents_of(str(folder), dict(out_dir=str(folder)))
+    write(home / "mine/notes/config.json", '{"out_dir": "notes"}')  # it resumes from inside
+    checkpoint.contents_of(".", dict(out_dir="."))
 
 
 def test_what_is_beside_a_run_is_left_alone(out):
