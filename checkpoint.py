@@ -130,12 +130,13 @@ def contents_of(out_dir, config):
     (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
     such names are no run's, or where this run would replace its own models or data.
     """
-    names = list(filter(OURS.fullmatch, os.listdir(out_dir) if os.path.isdir(out_dir) else ()))
     before, top = {}, os.path.realpath(out_dir)
+    there = {*(os.listdir(top) if os.path.isdir(top) else ())} - {".lock"}
+    names = sorted(filter(OURS.fullmatch, there))
     with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
-    odd = [f"{name}, and is no run's" for name in names if "out_dir" not in before]
-    if os.path.exists(top) or re.search(r"/\.git/|^/(proc|sys)/", top):
+    odd = [f"{name}, which is no run's" for name in names if "out_dir" not in before]
+    if there or not out_dir or re.search(r"/\.git(/|$)|^/(proc|sys)/", top):
         with contextlib.suppress(ImportError):  # a fork may do without
             from options.mistakes import check_place
             check_place(out_dir, "out_dir" in before)
@@ -144,8 +145,7 @@ def contents_of(out_dir, config):
         if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
             odd.append(f"{key} = {path!r}")
     if odd:
-        raise BadInput(f"out_dir = {out_dir!r} has {odd[0]}: this run would replace it; choose "
-                       "another --out_dir")
+        raise BadInput(f"out_dir = {out_dir!r} would replace {odd[0]}; choose another --out_dir")
     return before, names
 
 

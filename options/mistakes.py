@@ -158,8 +158,8 @@ def check_place(out_dir, resumes):
     top, home = os.path.realpath(out_dir), os.path.realpath(os.path.expanduser("~"))
     program = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     own = os.path.commonpath([top, program]) == program  # it lies among quartet's files
-    code = ("py", "ipynb", "sh", "diff", "jinja", "toml", "c", "cc", "cpp", "rs", "go", "js", "ts",
-            "java") + ("md", "yml") * own
+    code = ("py", "ipynb", "c", "cc", "cpp", "cu", "rs", "go", "js", "ts", "java") + (
+        "sh", "diff", "jinja", "md", "yml") * own  # a run.sh of yours may lie beside a run
     above = [f"is {folder}, or a folder above it" for folder in (
         program, home, *[os.getcwd()] * (not resumes)) if os.path.commonpath([top, folder]) == top]
     inside = sorted(name for name in (os.listdir(top) if os.path.isdir(top) else ())

@@ -80,7 +80,8 @@ def as_in_run(argv, key, default, keys):
 
 def config_file_of(keys, folder):
     """A config file with these keys, written in a folder: a text that is typed may lose quotes."""
-    file = os.path.join(folder, "keys.py")
+    os.makedirs(os.path.join(folder, "keys"), exist_ok=True)
+    file = os.path.join(folder, "keys", "keys.py")  # a run would take the folder for one of code
     write_text(file, "".join(f"{name} = {x!r}\n" for name, x in keys.items()))
     return file
 
