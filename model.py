@@ -43,7 +43,7 @@ class Model(nn.Module):
         super().__init__()
         self.hf, self.head, self.path, self.tokenizer = hf.eval(), head, path, tokenizer
         # a number that is added to every scalar; rm.py measures it and saves it in config.json
-        self.score_shift = getattr(hf.config, "score_shift", 0.0)
+        self.score_shift = float(getattr(hf.config, "score_shift", 0.0))
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
         self.recomputed = []  # layers that the backward pass computes again
         # transformers 5.24 has another name for it, and warns of the old one

@@ -344,6 +344,25 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
     assert os.path.exists(tmp_path / "ran")
 
 
+@pytest.mark.parametrize("of, file, key, value", [
+    ("policy", "generation_config.json", "eos_token_id", [[1]]),
+    ("policy", "tokenizer_config.json", "model_max_length", "x"),
+    ("policy", "tokenizer.json", "post_processor", dict(  # it makes Rust panic
+        type="TemplateProcessing", pair=[], special_tokens={},
+        single=[dict(SpecialToken=dict(id="zz", type_id=0))])),
+    ("reward", "config.json", "score_shift", "x"), ("reward", "config.json", "score_shift", [1])])
+def test_whatever_a_folder_raises_is_a_line_with_its_name(world, tmp_path, of, file, key, value):
+    """In whichever library: a folder that somebody has sent is no bug."""
+    sent = shutil.copytree(getattr(world, of), tmp_path / "sent")
+    known = json.loads((sent / file).read_text()) if (sent / file).exists() else {}
+    write(sent / file, json.dumps(known | {key: value}))
+    keys = dict(policy_path=world.policy, prompt="a", max_new_tokens=3) | {f"{of}_path": str(sent)}
+    result = tool("sample", tmp_path, keys)
+    lines = [line for line in result.err[0].splitlines() if "panicked" not in line]
+    assert result.codes == [2] and "Traceback" not in result.err[0], result
+    assert str(sent) in lines[-1] and lines[-1].startswith("sample.py: error"), result
+
+
 def test_no_text_reaches_the_terminal_as_a_command(world, tmp_path):
     """Of a prompt, a name of a folder, an error."""
     for said in (r"\x1b[2J", r"\x1b]0;title\x07", r"a\rb\x08\x00", r"\x9b31m\x85\x7f", r"\x0b\x0c",
