@@ -166,9 +166,9 @@ def plain_head(hf, head):
 def draw_score_head(model, seed):
     """A new scalar head (1, d): normal with std 1 / sqrt(d + 1) (N+ detail 11)."""
     weight = model.hf.score.weight
+    drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.empty(weight.shape).normal_(0, (weight.shape[1] + 1) ** -0.5, generator=generator)
-    weight.data.copy_(drawn)
+    weight.data.copy_(drawn.normal_(0, (weight.shape[1] + 1) ** -0.5, generator=generator))
     model.new_head = True
 
 

@@ -86,12 +86,12 @@ def from_scratch(system, device):
         sizes = dict(hidden_size=d_model, num_hidden_layers=n_layer, num_attention_heads=n_head,
                      intermediate_size=d_ff, max_position_embeddings=context)
     settings = AutoConfig.for_model(
-        family, tie_word_embeddings=False, **sizes, vocab_size=tokenizer.vocab_size,
+        family, **sizes, vocab_size=tokenizer.vocab_size, initializer_range=d_model**-0.5,
         bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-        initializer_range=d_model**-0.5)
+        tie_word_embeddings=False, dtype=torch.promote_types(dtypes(system)[0], torch.float32))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        hf = auto_class("lm").from_config(settings, dtype=torch.float32)
+        hf = auto_class("lm").from_config(settings)
     model = Model(hf.to(device, dtypes(system)[0]), tokenizer=tokenizer)
     if system.gradient_checkpointing:
         from options.recompute import recompute

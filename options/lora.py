@@ -51,9 +51,10 @@ class LoRA(nn.Module):
             n_out, n_in = linear.out_features, linear.in_features
         else:
             n_in, n_out = linear.weight.shape
-        A = torch.empty(rank, n_in).uniform_(-1, 1, generator=generator) * n_in**-0.5
         own = dict(dtype=at_least_float32(linear.weight[:0]).dtype, device=linear.weight.device)
-        self.A, self.B = nn.Parameter(A.to(**own)), nn.Parameter(torch.zeros(n_out, rank, **own))
+        A = torch.empty(rank, n_in, dtype=own["dtype"]).uniform_(-1, 1, generator=generator)
+        self.A = nn.Parameter((A * n_in**-0.5).to(**own))
+        self.B = nn.Parameter(torch.zeros(n_out, rank, **own))
         self.scale = scale
 
     def forward(self, x):

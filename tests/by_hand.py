@@ -114,7 +114,7 @@ def scalar_model(folder, seed=None):
 
 def with_new_head(trunk, seed):
     d, drawn = trunk.config.hidden_size, torch.Generator().manual_seed(seed)
-    head = torch.empty(1, d).normal_(0, (d + 1) ** -0.5, generator=drawn).double()
+    head = torch.empty(1, d).double().normal_(0, (d + 1) ** -0.5, generator=drawn)
     return SimpleNamespace(trunk=trunk, head=torch.nn.Parameter(head), shift=0.0, unit=1.0)
 
 
@@ -165,8 +165,9 @@ class Adapters:
         for name, linear in trunk.named_modules():
             if type(linear).__name__ == "Conv1D":  # x W
                 n_in, n_out = linear.weight.shape
-                A = torch.empty(rank, n_in).uniform_(-1, 1, generator=drawn) * n_in**-0.5
-                A, B = (torch.nn.Parameter(x.double()) for x in (A, torch.zeros(n_out, rank)))
+                A, B = torch.empty(rank, n_in).double(), torch.zeros(n_out, rank).double()
+                A = A.uniform_(-1, 1, generator=drawn) * n_in**-0.5
+                A, B = torch.nn.Parameter(A), torch.nn.Parameter(B)
                 self.maps[name] = linear, A, B
                 linear.register_forward_hook(lambda linear, x, y, A=A, B=B: (
                     y + self.scale * (B @ (A @ x[0].mT)).mT if self.maps else y))
