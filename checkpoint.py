@@ -61,7 +61,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     the keys must_match, the same token_ids (a hash of all that the run trains on), and the same
     weights of the models, {name: Model}, that are not in trained. Returns (folder, state) of the
     checkpoint to resume from; folder is None if there is none. The state also has, if there is any,
-    "over": the run has ended, and "evaluated": see cut_logs. Raises BadInput.
+    "run/over": the run has ended, and "run/evaluated": see cut_logs. Raises BadInput.
     """
     frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
               if name not in trained}
@@ -107,8 +107,9 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
     if state["iteration"] > max_iters:
         raise BadInput(f"max_iters = {max_iters}, but {folder} is there; type a larger "
                        "--max_iters, or another --out_dir")
-    saved, state["weights"] = state.get("weights", {}), {p: hash_of_model(p) for p in frozen}
-    for path, weights in state["weights"].items():
+    saved = state.get("run/weights", {})
+    state["run/weights"] = {p: hash_of_model(p) for p in frozen}
+    for path, weights in state["run/weights"].items():
         if (saved.get(path) or weights) != weights:  # it would go on with another reference, say
             raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
                            f"{out_dir} began; put those back, or choose another --out_dir")
@@ -117,12 +118,12 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
             from options.again import compare_keys
 
             if compare_keys(out_dir, folder, config, state, max_iters, trained):
-                return folder, state | dict(over=True)
+                return folder, state | {"run/over": True}
     for name in unfinished:
         remove(os.path.join(out_dir, name))
     evaluated = cut_logs(out_dir, state["iteration"])
     write_json(os.path.join(out_dir, "config.json"), config)
-    return folder, state | (dict(evaluated=evaluated) if evaluated else {})
+    return folder, state | ({"run/evaluated": evaluated} if evaluated else {})
 
 
 def contents_of(out_dir, config):
@@ -318,9 +319,16 @@ def optimizer_tensors(model, optimizer):
     """{"NAME.KEY": whole tensor} of an optimizer, such as "layers.0.q.weight.exp_avg"."""
     if hasattr(optimizer, "tensors_by_name"):  # of a model that is split (options/shards.py)
         return optimizer.tensors_by_name(model)
-    return {f"{name}.{key}": torch.as_tensor(x) for name, p in model.named_parameters()
-            for key, x in sorted(optimizer.state.get(p, {}).items())
-            if torch.is_tensor(x) or type(x) is int}
+    return {f"{name}.{key}": x for name, p in model.named_parameters()
+            for key, x in optimizer.state.get(p, {}).items() if torch.is_tensor(x)}
+
+
+def settings_of(optimizer):
+    """What an optimizer's groups hold beside parameters and lr, and its own numbers, as repr."""
+    own = vars(getattr(optimizer, "optim", optimizer)).items()  # ZeRO stage 1 wraps it
+    return ([{k: repr(x) for k, x in group.items() if k not in ("params", "lr")}
+             for group in optimizer.param_groups],
+            {k: repr(x) for k, x in own if type(x) in (int, float)})
 
 
 def write_tensors(folder, stem, tensors):
@@ -331,7 +339,7 @@ def write_tensors(folder, stem, tensors):
     files = split_state_dict_into_shards_factory(
         tensors, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_BYTES,
         get_storage_size=lambda t: math.prod(t.shape) * t.dtype.itemsize).filename_to_tensors
-    for file, names in files.items():
+    for file, names in (files or {f"{stem}.safetensors": ()}).items():  # an empty file is no loss
         content = {name: parallel.whole(tensors[name]) for name in names}  # COLLECTIVE
         alone(partial(  # COLLECTIVE
             save_file, content, os.path.join(folder, file), metadata={"format": "pt"}))
@@ -372,30 +380,30 @@ def number_of(folder):
 def load_checkpoint(folder, models, optimizers, more=()):
     """The inverse of save_checkpoint. Every rank reads all files, and takes its part."""
     for name, model in models.items():
-        own = trained_tensors(model)
+        own, wide = trained_tensors(model), None
         for key, t in read_tensors(os.path.join(folder, name), "model"):
             if key not in own or own[key].shape != t.shape:
                 raise BadInput(f"{folder}: {key} is no tensor of this model; give the same model")
+            if own[key].dtype != t.dtype:  # then states have 32 bits at least, as new ones
+                wide = torch.promote_types(own[key].dtype, torch.float32)
             parallel.fill(own.pop(key), t)
         if own:
             raise BadInput(f"{folder} has no tensor {min(own)}; give the same model")
-        fill_optimizer(model, optimizers[name], read_tensors(folder, f"{name}_optimizer"))
+        tensors = read_tensors(folder, f"{name}_optimizer")
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.fork_state import restored
+
+            tensors = restored(folder, name, model, optimizers[name], tensors)
+        tensors = ((key.rpartition("."), t.to(wide) if wide and t.dim() and t.is_floating_point()
+                    else t) for key, t in tensors)
+        if hasattr(optimizers[name], "fill_by_name"):
+            optimizers[name].fill_by_name(model, tensors)
+            continue
+        for (parameter, _, key), t in tensors:
+            p = model.get_parameter(parameter)
+            optimizers[name].state.setdefault(p, {})[key] = t.to(p.device)
     for name in more:
         more[name].fill(dict(read_tensors(folder, name)))
-
-
-def fill_optimizer(model, optimizer, tensors):
-    """The inverse of optimizer_tensors."""
-    if hasattr(optimizer, "fill_by_name"):
-        return optimizer.fill_by_name(model, tensors)
-    for full_name, t in tensors:
-        name, _, key = full_name.rpartition(".")
-        p = model.get_parameter(name)
-        if key != "step" and t.is_floating_point():
-            # the run that saved it may have had another dtype; states have 32 bits at least
-            t = t.to(torch.promote_types(p.dtype, torch.float32))
-        # an integer step is adamw8bit's; torch's are floats
-        optimizer.state[p][key] = t.to(p.device) if t.is_floating_point() or t.dim() else int(t)
 
 
 def read_tensors(folder, stem):

@@ -74,11 +74,11 @@ def kl_estimate(logprobs, ref_logprobs, kind):
 def learning_rate_at(iteration, peak, warmup, max_iters, shape):
     """
     The learning rate of an iteration, counted from 0: a linear warm-up to peak over `warmup`
-    iterations, then shape = "constant", or down to 0 at max_iters: "linear" or "cosine". It depends
-    only on the iteration: there is no scheduler to save.
+    iterations, then shape = "constant", or down to 0 at max_iters: "linear" or "cosine". Before
+    iteration 0 it is 0. It depends only on the iteration: there is no scheduler to save.
     """
-    if iteration < warmup:
-        return peak * (iteration + 1) / warmup
+    if iteration < max(warmup, 0):
+        return peak * max(iteration + 1, 0) / max(warmup, 1)
     progress = (iteration - warmup) / max(max_iters - warmup, 1)  # from 0 to 1
     share = {"constant": 1.0,
              "linear": 1 - progress,

@@ -15,6 +15,7 @@ resumes.
 """
 import contextlib
 import hashlib
+import json
 import math
 import os
 import shlex
@@ -26,7 +27,8 @@ import torch
 import errors
 import parallel
 import ranks
-from checkpoint import LOGS, append, load_checkpoint, open_folder, save_checkpoint, save_final
+from checkpoint import (LOGS, append, load_checkpoint, open_folder, save_checkpoint,
+                        save_final, settings_of)
 from configurator import of_model
 from errors import BadInput, Stop, say
 from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
@@ -57,7 +59,9 @@ class Run:
     models: {name: Model}. optimizers: {name: optimizer} of the trained ones. config: all keys.
     must_match: the script's keys that must be the same when a run resumes. token_ids: a hash of all
     that the run trains on. ema_decay: of the policy's moving average, 0 = none.
-    self.state: the plain numbers that go from one iteration to the next, saved as well.
+    self.state: what goes from one iteration to the next, saved as JSON: numbers, texts, truths,
+    None, lists, and dicts by text. Its names that begin with "run/", and "iteration", are run.py's;
+    value_unit, score_shift, kl_factor, best_score and best_by those of pages, recipes and options.
     self.kept: {file: an object whose tensors() are saved, too}; EMA's are loaded by its fill().
     """
 
@@ -72,6 +76,13 @@ class Run:
 
             self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
         self.trained = {name: models[name] for name in optimizers}
+        self.made = {name: settings_of(optimizer) for name, optimizer in optimizers.items()}
+        stepped = {p for optimizer in optimizers.values() for group in optimizer.param_groups
+                   for p in group["params"]}
+        own = {p: name for name, model in models.items() for p in model.parameters()}
+        for p in {p for p in own if p.requires_grad} - stepped | stepped - own.keys():
+            raise TypeError(f"{own.get(p, 'no model')} has a trained parameter of the shape "
+                            f"{tuple(p.shape)}: it needs a model and that model's optimizer")
         self.gap_limit = self.warn_above = gap_limit(system.dtype, temperature)
         self.frozen = {}  # the frozen models' checksums, filled by the first audit
         for model in list(models.values()):  # trunks under adapters are audited, too
@@ -86,14 +97,14 @@ class Run:
         if ranks.this_rank.role == "train":  # the others write nothing
             folder, saved = open_folder(  # COLLECTIVE
                 out_dir, config, must_match, token_ids, max_iters, models, optimizers)
-        fresh = dict(iteration=0, loss_scale=2.0**16, clean_steps=0, broken="", said={})
+        fresh = {"run/loss_scale": 2.0**16, "run/clean_steps": 0, "run/broken": "", "run/said": {}}
         self.state, self.folder = fresh | saved, folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
                 load_checkpoint(folder, self.trained, optimizers, self.kept)
-        self.start = self.iteration = self.state["iteration"]
+        self.start = self.iteration = self.state.pop("iteration", 0)
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
-        if system.report_to and ranks.this_rank.role == "train" and "over" not in self.state:
+        if system.report_to and ranks.this_rank.role == "train" and "run/over" not in self.state:
             from options.trackers import start_trackers
 
             start_trackers(system.report_to, out_dir, config, self.start)  # COLLECTIVE
@@ -114,7 +125,7 @@ class Run:
         max_iters; in this last one a script only evaluates. Before each iteration come, if they
         are due: the audit; a checkpoint; a stop.
         """
-        for iteration in range(self.start, self.max_iters + 1) if "over" not in self.state else ():
+        for iteration in range(self.start, self.max_iters + 1) if "run/over" not in self.state else ():
             self.iteration = iteration
             self.enter("audit")
             self.times.clear()
@@ -147,9 +158,25 @@ class Run:
         self.enter("checkpoint")
         if not self.audit_is_due():  # else these weights are checked already
             parallel.audit(self.models, self.frozen, self.iteration)  # COLLECTIVE
+        self.check_state()  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
             self.system.keep_checkpoints, self.kept)
+
+    def check_state(self):
+        """
+        A collective: what optimizers keep beside tensors goes into self.state. Raises BadInput or
+        TypeError by the name of what a checkpoint cannot have.
+        """
+        plain = "iteration" not in self.state and all(
+            type(optimizer) is torch.optim.AdamW and settings_of(optimizer) == self.made[name]
+            for name, optimizer in self.optimizers.items())
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            if plain and repr(json.loads(json.dumps(self.state))) == repr(self.state):
+                return
+        from options.fork_state import put_into_state
+
+        put_into_state(self)  # COLLECTIVE
 
     def leave_if_stop_asked(self):
         """
@@ -182,7 +209,7 @@ class Run:
 
     def finish(self, program, **keys):
         """A collective: save the trained models, say what to type next, and leave together."""
-        if "over" in self.state:
+        if "run/over" in self.state:
             say(f"{self.out_dir}: the run has ended at iteration {self.iteration}, and nothing is "
                 "changed; a larger --max_iters goes on, another --out_dir begins anew")
             return self.leave()  # COLLECTIVE
@@ -190,8 +217,8 @@ class Run:
             self.save_model(name, model, self.record)  # COLLECTIVE
         if self.ema:
             self.ema.save(self)  # COLLECTIVE
-        if self.state["broken"]:
-            say(f"warning: {self.state['broken']}")
+        if self.state["run/broken"]:
+            say(f"warning: {self.state['run/broken']}")
         if self.system.environment or self.system.tools:
             keys["trust_code"] = True
         command = ["python", os.path.relpath(os.path.join(os.path.dirname(__file__), program))]
@@ -203,7 +230,7 @@ class Run:
         """A collective: write a model that the run leaves. figures: with its evaluation, or {}."""
         save_final(  # COLLECTIVE
             self.out_dir, name, model, self.system.save_dtype, iteration=self.iteration,
-            figures=figures, changes=self.state.get("changes", []))
+            figures=figures, changes=self.state.get("run/changes", []))
 
     def leave(self):
         """A collective: leave the group of ranks together."""
@@ -268,7 +295,7 @@ class Run:
     @property
     def loss_scale(self):
         """The factor of the losses in the backward pass: 1, except in float16."""
-        return self.state["loss_scale"] if self.system.dtype == "float16" else 1.0
+        return self.state["run/loss_scale"] if self.system.dtype == "float16" else 1.0
 
     def step(self, gradients, lrs, grad_clip):
         """
@@ -307,7 +334,7 @@ class Run:
         A collective: the figures of an evaluation, printed with two samples; SAMPLES samples go to
         samples.jsonl. score: the number that the run maximises, for the key keep_best.
         """
-        self.state.pop("evaluated", {})  # this one takes its place
+        self.state.pop("run/evaluated", {})  # this one takes its place
         record = summarize(batch, "eval", reward_names, rows=rows)
         if self.system.keep_best:
             from options.keep_best import save_if_best
@@ -344,7 +371,8 @@ class Run:
         script that samples nothing, how many it trained on. rows: the data's, for rollouts.jsonl.
         """
         self.enter("log")
-        before = self.state.pop("evaluated", {})  # it was made before the run resumed here
+        self.check_state()  # COLLECTIVE
+        before = self.state.pop("run/evaluated", {})  # it was made before the run resumed here
         self.record = record = {"iteration": self.iteration} | before | {
             name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
@@ -358,7 +386,7 @@ class Run:
                 record["policy/staleness"] = int(batch["age"][0])
             tokens = int(batch["response_mask"].sum())
             finished = record["objective/finished"]
-            self.state.setdefault("finished", finished)  # of the first iteration
+            self.state.setdefault("run/finished", finished)  # of the first iteration
             taught = (finished, record.get("objective/scored", 1.0),
                       1 - record.get("objective/flat_groups", 0.0))  # shares of the batch
         if tokens:
@@ -380,7 +408,7 @@ class Run:
             self.notes.insert(0, iteration_line(record, self.max_iters, left / 60))
         while self.notes:
             say(self.notes.pop(0))
-        if batch and (min(taught) <= 2 / 3 or self.state["broken"]):
+        if batch and (min(taught) <= 2 / 3 or self.state["run/broken"]):
             with contextlib.suppress(ImportError):  # a fork may do without
                 from options.alarms import say_what_is_wrong
 

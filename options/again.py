@@ -22,7 +22,7 @@ def compare_keys(out_dir, folder, config, state, max_iters, trained):
     moving average. Raises BadInput where it is at max_iters, but other keys would have given other
     results.
 
-    state["changes"]: [[iteration, {key: value}], ...]: from this iteration on. The first one has
+    state["run/changes"]: [[iteration, {key: value}], ...]: from this iteration on. The first one has
     what the keys were at iteration 0, of all keys that have changed since.
     """
     before = read_json(os.path.join(folder, "config.json"))
@@ -37,9 +37,9 @@ def compare_keys(out_dir, folder, config, state, max_iters, trained):
         if all(is_saved(os.path.join(out_dir, name), max_iters, config) for name in names):
             return True
     if changed:
-        (_, first), *later = state.get("changes") or [[0, {}]]
+        (_, first), *later = state.get("run/changes") or [[0, {}]]
         first = {key: before[key] for key in changed} | first
-        state["changes"] = [[0, first], *later, [state["iteration"], changed]]
+        state["run/changes"] = [[0, first], *later, [state["iteration"], changed]]
     return False
 
 

@@ -8,16 +8,16 @@ from errors import say
 def say_what_is_wrong(record, state, iteration):
     """
     Say it once, in one line, and of what is lost again where it has doubled; state keeps what has
-    been said. record: an iteration's figures. state: "finished", the share of responses that ended
-    at first.
+    been said. record: an iteration's figures. state: the run's; "run/finished" is the share of
+    responses that ended at first.
     """
-    broken, lost = how_broken(record, state["finished"]), what_is_lost(record)
+    broken, lost = how_broken(record, state["run/finished"]), what_is_lost(record)
     lost = {name: (share, line) for name, (share, line) in lost.items()
-            if share >= 2 * state["said"].get(name, 0.0)}
+            if share >= 2 * state["run/said"].get(name, 0.0)}
     # a policy that is broken loses the rest, too
-    parts = [broken] if broken and not state["broken"] else [line for _, line in lost.values()]
-    state["broken"] = broken
-    state["said"] |= {name: share for name, (share, _) in lost.items()}
+    parts = [broken] if broken and not state["run/broken"] else [line for _, line in lost.values()]
+    state["run/broken"] = broken
+    state["run/said"] |= {name: share for name, (share, _) in lost.items()}
     warning, nothing = "warning: " * bool(parts), ""
     if record.get("policy/steps") == record.get("loss/policy") == 0:
         nothing = "nothing to learn: "

@@ -20,6 +20,7 @@ import parallel
 from configurator import of_model
 from errors import BadInput
 from load import dtypes, read_model, settle
+from options.fork_state import inner
 from options.layers import layers_of
 from options.parts import outline
 from options.recompute import recompute
@@ -309,11 +310,6 @@ def optimizer_of(model, name, system, groups, kind, settings):
     return optimizer
 
 
-def inner(optimizer):
-    """The optimizer that has this rank's states: at stage 1 it is in a wrapper."""
-    return getattr(optimizer, "optim", optimizer)
-
-
 def tensors_by_name(optimizer, model):
     """A collective: {"NAME.KEY": tensor or Part} of the states of all ranks, in the same order."""
     state, tensors = inner(optimizer).state, {}
@@ -331,17 +327,13 @@ def tensors_by_name(optimizer, model):
 
 
 def fill_by_name(optimizer, model, tensors):
-    """The inverse: give this rank its part of each (name, whole tensor)."""
+    """The inverse: give this rank its part of each ((name, ".", key), whole tensor)."""
     own = {p for group in inner(optimizer).param_groups for p in group["params"]}
     on_cpu = getattr(inner(optimizer), "on_cpu", False)  # offloaded
-    for full_name, t in tensors:
-        name, _, key = full_name.rpartition(".")
+    for (name, _, key), t in tensors:
         p = model.get_parameter(name)
         if p not in own:
             continue
-        if key != "step":
-            # the run that saved it may have had another dtype; states have 32 bits at least
-            t = t.to(torch.promote_types(p.dtype, torch.float32))
         if t.shape == p.shape and is_shard(p):
             whole, t = t, torch.empty_like(p, dtype=t.dtype, requires_grad=False)
             fill(t, whole)

@@ -68,10 +68,11 @@ def overflowed(run, good):
     """
     state = run.state
     # clean: steps in a row without an overflow; below 0, with one
-    clean = state["clean_steps"]
+    clean = state["run/clean_steps"]
     clean = max(clean, 0) + 1 if good else min(clean, 0) - 1
     factor = 0.5 if not good else 2.0 if clean % GROWTH == 0 else 1.0
-    state |= dict(clean_steps=clean, loss_scale=min(state["loss_scale"] * factor, 2.0**24))
+    scale = min(state["run/loss_scale"] * factor, 2.0**24)
+    state |= {"run/clean_steps": clean, "run/loss_scale": scale}
     if good or clean <= -MOST:
         return False
     run.notes.append(f"iteration {run.iteration}: a float16 gradient overflowed; step skipped")

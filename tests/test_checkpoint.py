@@ -191,5 +191,5 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(out, monkeypatch):
     folder, state = checkpoint.begin_or_resume(
         str(out), dict(out_dir="out", script="ppo.py"), [], 10**7)
     assert os.path.basename(folder) == "checkpoint-000003"
-    assert state == dict(iteration=3, weights={})
+    assert state == {"iteration": 3, "run/weights": {}}
     assert sorted(os.listdir(out)) == [".lock", "checkpoint-000003", "config.json"]

@@ -138,7 +138,7 @@ def keys_by_iteration(run, newest, checkpoints, first, last, trust_code):
         return {first: newest}
     folder = checkpoints[max(checkpoints)]
     keys = read_json(os.path.join(folder, "config.json"))
-    changes = read_json(os.path.join(folder, "state.json")).get("changes", [])
+    changes = read_json(os.path.join(folder, "state.json")).get("run/changes", [])
     numbers = {first, *(number for number, _ in changes if first < number <= last)}
     parts = {number: keys_at(keys, changes, number) for number in numbers}
     for part in parts.values():

@@ -231,7 +231,7 @@ def test_keys_that_a_resume_changes_are_in_the_state_and_on_the_card(world, tmp_
     out = well("ppo.py", tmp_path, other)
     well("ppo.py", tmp_path, other | dict(max_iters=4, temperature=0.9, micro_batch_size=3))
     state = json.loads(Path(f"{out}/checkpoint-000004/state.json").read_text())
-    assert state["changes"] == [
+    assert state["run/changes"] == [
         [0, dict(cliprange=0.2, max_iters=3, temperature=0.8, micro_batch_size=2)],
         [1, dict(cliprange=0.4)], [2, dict(cliprange=0.3)],
         [3, dict(max_iters=4, temperature=0.9, micro_batch_size=3)]]

@@ -113,7 +113,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world, tmp_path):
     out = well("ppo.py", tmp_path, keys, ranks=2, before=overflows([2], 1))
     assert [record.get("policy/steps") for record in read_log(out)] == [1, 2, None]
     state = json.load(open(f"{out}/checkpoint-000002/state.json"))
-    assert state["loss_scale"] == 2.0**15 and state["clean_steps"] == 2
+    assert state["run/loss_scale"] == 2.0**15 and state["run/clean_steps"] == 2
 
 
 def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path):
@@ -129,8 +129,8 @@ def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path):
     out = well("grpo.py", tmp_path / "some", keys, before=lambda rank: before(range(1, 7))(rank))
     state = json.load(open(f"{out}/checkpoint-000006/state.json"))
     steps = sum(record.get("policy/steps", 0) for record in read_log(out))
-    assert state["clean_steps"] == steps > 4
-    assert state["loss_scale"] == 2.0**10 * 2 ** (steps // 4)
+    assert state["run/clean_steps"] == steps > 4
+    assert state["run/loss_scale"] == 2.0**10 * 2 ** (steps // 4)
     ended = run("grpo.py", tmp_path, keys | dict(max_iters=30, num_iterations=1),
                 before=lambda rank: before(range(1, 99))(rank))
     # 20 overflows in a row are an error

@@ -1,0 +1,198 @@
+"""
+What goes from one iteration to the next in a fork. An optimizer may keep more than tensors in the
+state of each parameter: numbers in its groups (as Prodigy and ScheduleFree do), lists in its state,
+counters of its own. These go into state.json, and what no checkpoint can have is refused by name,
+in run.state, too. When a run resumes: are the tensors those of this optimizer?
+"""
+import contextlib
+import json
+
+import torch
+
+import parallel
+from configurator import read_json
+from errors import BadInput, shorten
+
+# these keep all in state and in groups; of other classes one looks for tensors at other places
+KNOWN = "torch.", "bitsandbytes.", "options."
+FULL = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance", "state1", "state2"
+
+
+def inner(optimizer):
+    """The optimizer that has this rank's states: at ZeRO stage 1 it is in a wrapper."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def put_into_state(run):
+    """
+    A collective: put what optimizers keep beside tensors into run.state["run/optimizers"]. Raises
+    TypeError by the name of what JSON would not give back as it was, and BadInput by the name of
+    what an optimizer keeps, and no checkpoint can have.
+    """
+    run.state["run/optimizers"] = {
+        name: values_of(name, run.models[name], optimizer, run.made[name])  # COLLECTIVE
+        for name, optimizer in run.optimizers.items()}
+    if "iteration" in run.state:
+        raise TypeError("run.state['iteration'] is run.py's own; choose another name")
+    for name, x in run.state.items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            if repr(json.loads(json.dumps({name: x}))) == repr({name: x}):
+                continue
+        raise TypeError(f"run.state[{name!r}] = {shorten(x)}: a checkpoint is JSON, and would not "
+                        "give it back as it is; keep numbers, texts, truths, None, lists, or dicts "
+                        "by text, such as x.item() or list(x)")
+
+
+def values_of(name, model, optimizer, made):
+    """
+    A collective: {parameter: [its group's values, its state's values]} that state.json can have;
+    {"": [the optimizer's own numbers, {}]}. Of groups and own numbers only those that differ from
+    `made`, by checkpoint.settings_of when the optimizer was made: the others are settings, which a
+    key may change when the run resumes. Raises BadInput, on all ranks, by the name of a value that
+    a checkpoint cannot have.
+    """
+    found = {}
+    with parallel.in_step():  # COLLECTIVE
+        names = {p: full for full, p in model.named_parameters()}
+        groups, own = made
+
+        def note(place, which, key, x):
+            try:
+                if not isinstance(key, str) or "." in key:
+                    raise TypeError
+                found.setdefault(place, [{}, {}])[which][key] = plain(x)
+            except (TypeError, RecursionError) as e:
+                refuse(name, f"{key!r} = {shorten(x)}{f' of {place}' if place else ''}", e)
+
+        for number, group in enumerate(optimizer.param_groups):
+            before = groups[number] if number < len(groups) else {}
+            for key, x in group.items():
+                if key not in ("params", "lr") and before.get(key) != repr(x):
+                    for p in group["params"]:
+                        note(names[p], 0, key, x)
+        for p, state in inner(optimizer).state.items():
+            if p not in names:
+                refuse(name, f"a state of {shorten(p)}, which is no parameter of the model")
+            for key, x in state.items():
+                if not torch.is_tensor(x) or not isinstance(key, str) or "." in key:
+                    note(names[p], 1, key, x)
+        for key, x in vars(inner(optimizer)).items():
+            if type(x) in (int, float) and own.get(key) != repr(x):
+                note("", 0, key, x)
+            elif not type(inner(optimizer)).__module__.startswith(KNOWN) and key not in (
+                    "state", "param_groups") and hides(x, names):
+                refuse(name, f"its attribute {key!r}, which has tensors")
+    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
+        size, all_of = parallel.rank_and_size()[1], {}
+        for rank in range(size):
+            for place, values in parallel.from_rank(found, rank).items():  # COLLECTIVE
+                mine = all_of.setdefault(place, [values[0], {}])
+                if repr(mine[0]) != repr(values[0]):  # on all ranks alike
+                    refuse(name, f"{shorten(values[0])} on rank {rank}, where others have "
+                                 f"{shorten(mine[0])}")
+                mine[1].update(values[1])
+        return all_of
+    with parallel.in_step():  # COLLECTIVE: rank 0's are saved, for all
+        if repr(parallel.from_rank(found)) != repr(found):  # COLLECTIVE
+            refuse(name, "numbers that differ between the ranks")
+    return found
+
+
+def refuse(name, what, cause=None):
+    raise BadInput(f"{name}'s optimizer keeps {what}: a checkpoint cannot have it, and the run "
+                   "that resumes would be another one; keep tensors in state[p], and numbers, "
+                   "truths, texts or lists of them in state[p] or param_groups") from cause
+
+
+def plain(x):
+    """A value as JSON has it: a tuple or a dict as {its class: its content}. Raises TypeError."""
+    if x is None or type(x) in (bool, int, float, str):
+        return x
+    if type(x) is list:
+        return list(map(plain, x))
+    if type(x) is tuple:
+        return {"tuple": list(map(plain, x))}
+    if type(x) is dict and all(type(key) is str for key in x):
+        return {"dict": {key: plain(value) for key, value in x.items()}}
+    raise TypeError
+
+
+def as_it_was(x):
+    """The inverse of plain."""
+    if type(x) is list:
+        return list(map(as_it_was, x))
+    if type(x) is dict:
+        ((kind, content),) = x.items()
+        if kind == "tuple":
+            return tuple(map(as_it_was, content))
+        return {key: as_it_was(value) for key, value in content.items()}
+    return x
+
+
+def hides(x, names, depth=4):
+    """Whether tensors are somewhere in x that are no parameters of the model, `names`."""
+    if torch.is_tensor(x):
+        return x not in names
+    if isinstance(x, dict):
+        x = [*x.keys(), *x.values()]
+    elif not isinstance(x, (list, tuple, set)) and hasattr(x, "__dict__") and not callable(x):
+        x = list(vars(x).values())
+    return depth > 0 and isinstance(x, (list, tuple, set)) and any(
+        hides(y, names, depth - 1) for y in x)
+
+
+def put_back(model, optimizer, saved):
+    """The inverse of values_of, for a newly made optimizer."""
+    for key, x in saved.get("", [{}])[0].items():
+        setattr(inner(optimizer), key, as_it_was(x))
+    saved = {model.get_parameter(name): values for name, values in saved.items() if name}
+    for group in optimizer.param_groups:
+        for p in group["params"][:1]:  # all of a group have the same
+            group |= {key: as_it_was(x) for key, x in saved.get(p, [{}])[0].items()}
+    own = {p for group in inner(optimizer).param_groups for p in group["params"]}
+    for p, (_, state) in saved.items():
+        if p in own and state:
+            inner(optimizer).state[p].update((key, as_it_was(x)) for key, x in state.items())
+
+
+def restored(folder, name, model, optimizer, tensors):
+    """
+    Put the values of a checkpoint back into the optimizer of the model `name`, and give its
+    (name, whole tensor) as they come. Raises BadInput where a tensor is of no trained parameter, or
+    has not its shape: a kernel would read beside it. An AdamW also needs all three tensors of each
+    parameter, or none of any.
+    """
+    saved = read_json(f"{folder}/state.json").get("run/optimizers", {})
+    put_back(model, optimizer, saved.get(name, {}))
+    where = f"{folder}/{name}_optimizer"
+    kind, seen = type(inner(optimizer)), {}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    adamw = issubclass(kind, torch.optim.AdamW)
+    for full, t in tensors:
+        name, _, key = full.rpartition(".")
+        if name not in parameters:
+            raise BadInput(f"{where}: {full} is of no trained parameter; give the same model")
+        if adamw or kind.__module__.startswith(KNOWN):
+            wanted = shape_of(key, tuple(parameters[name].shape))
+            if wanted not in (None, tuple(t.shape)) or adamw and not t.is_floating_point():
+                raise BadInput(f"{where}: {full} is {t.dtype} of the shape {tuple(t.shape)}, not "
+                               f"{wanted}: the file is not this run's; delete this checkpoint, or "
+                               "choose another --out_dir")
+        seen.setdefault(name, set()).add(key)
+        yield full, t
+    whole = not any(parallel.is_shard(p) for p in parameters.values())
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    for name in (n for n, p in parameters.items() if adamw and p in stepped and seen):
+        keys = seen.get(name, set())
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if key not in keys and (whole or keys):  # of shards some have never had a gradient
+                raise BadInput(f"{where} has no {name}.{key}; delete this checkpoint, or choose "
+                               "another --out_dir")
+
+
+def shape_of(key, shape):
+    """The shape of a known tensor of a parameter's state; None of one that is not known."""
+    if key in FULL:
+        return shape
+    others = dict(step=(), row_var=(*shape[:-1], 1), col_var=(*shape[:-2], 1, *shape[-1:]))
+    return others.get(key)

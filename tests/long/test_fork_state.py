@@ -1,0 +1,271 @@
+"""
+What a fork keeps from one iteration to the next: an optimizer of its own, and run.state. A run that
+was stopped must go on with all of it; what a checkpoint cannot have is refused by its name.
+"""
+import signal
+from collections import defaultdict, deque
+
+import pytest
+import torch
+
+from tiny import (assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log, run,
+                  well)
+
+
+class Odd(torch.optim.Optimizer):
+    """
+    An optimizer whose steps depend on all that it keeps: numbers, truths, texts, lists and tuples
+    in its groups (as Prodigy and ScheduleFree do), in the state of each parameter, and by itself;
+    and tensors of several dtypes.
+    """
+
+    def __init__(self, parameters, lr):
+        super().__init__(list(parameters), dict(
+            lr=lr, d=1e-6, k=0, warm=True, kind="a", past=[], pair=(0.5, 1), none=None))
+        self.count, self.share = 0, 1.0
+
+    @torch.no_grad()
+    def step(self):
+        self.count += 1
+        self.share *= 0.9
+        for group in self.param_groups:
+            group["d"] = group["d"] * 1.1 + 1e-7 / 3
+            group["k"] += 1
+            group["warm"] = group["k"] % 3 == 0
+            group["kind"] += "b"
+            group["past"].append(group["d"])
+            group["pair"] = (group["pair"][1], group["pair"][0] / 3)
+            group["none"] = None if group["k"] % 2 else 0.25
+            factor = (1 + len(group["kind"]) / 10 + 1e5 * sum(group["past"]) + group["pair"][0]
+                      + group["warm"] + (group["none"] or 0) + self.count / 7 + self.share)
+            for p in group["params"]:
+                s = self.state[p]
+                if not s:
+                    s.update(n=0, x=0.1, seen=False, word="", norms=[], wide=torch.zeros(
+                        (), dtype=torch.float64), narrow=torch.zeros_like(p, dtype=torch.bfloat16),
+                        many=torch.zeros((), dtype=torch.int64), mask=p > 0)
+                s["n"] += 1
+                s["x"] = s["x"] / 3 + 0.1
+                s["seen"] = not s["seen"]
+                s["word"] += "x"
+                norm = p.grad.norm()
+                s["norms"].append(getattr(norm, "full_tensor", lambda norm=norm: norm)().item())
+                s["wide"] += s["norms"][-1] / 3
+                s["narrow"].mul_(0.9).add_(p.grad)
+                s["many"].add_(1)
+                assert type(s["n"]) is int and s["many"].dtype == torch.int64
+                scale = (s["n"] + s["x"] + s["seen"] + len(s["word"]) + sum(s["norms"])
+                         + s["wide"].float() + s["many"])
+                p.sub_(s["narrow"].to(p.dtype) * s["mask"], alpha=group["lr"] * 1e-2 * float(
+                    factor * scale))
+
+
+class Drifting(torch.optim.AdamW):
+    """torch's, whose groups' settings move with each step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["weight_decay"] = group["weight_decay"] * 0.7 + 0.3
+            group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
+        super().step()
+
+
+class Plain:
+    """No optimizer of torch: Polyak's momentum, its steps growing."""
+
+    def __init__(self, parameters, lr):
+        self.param_groups = [dict(params=list(parameters), lr=lr, t=0)]
+        self.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        group["t"] += 1
+        for p in (p for p in group["params"] if p.grad is not None):
+            s = self.state[p]
+            s["m"] = 0.9 * s.get("m", 0.0) + p.grad
+            p.sub_(s["m"], alpha=group["lr"] * 0.01 * group["t"])
+
+
+def steps_with(kind):
+    """For `before`: each model's optimizer is kind(parameters, lr=lr)."""
+    def before(rank):
+        import run
+
+        run.make_optimizer = lambda model, name, system, lr, betas, eps: kind(
+            [p for p in model.parameters() if p.requires_grad], lr=lr)
+
+    return before
+
+
+def both(*deeds):
+    return lambda rank: [deed(rank) for deed in deeds]
+
+
+@pytest.mark.parametrize("kind", [Odd, Drifting, Plain])
+def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind):
+    keys = keys_of(world, "sft.py", max_iters=4, dtype="float32", learning_rate=1e-3)
+    whole = well("sft.py", tmp_path / "whole", keys, before=steps_with(kind))
+    cut = run("sft.py", tmp_path / "cut", keys,
+              before=both(steps_with(kind), at(2, signal.SIGTERM)))
+    assert_stopped(cut, tmp_path / "cut")
+    out = well("sft.py", tmp_path / "cut", keys, before=steps_with(kind))
+    assert_same_run(whole, out)
+    losses = [record["loss/sft"] for record in read_log(out) if "loss/sft" in record]
+    assert len(losses) == 4 and len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_and_on_two_ranks_that_share_it(world, tmp_path, stage):
+    def shared(rank):
+        import options.optimizers
+
+        options.optimizers.other_optimizer = lambda model, system, name, lr, *rest: (
+            Odd, dict(lr=lr))
+
+    keys = keys_of(world, "sft.py", max_iters=3, dtype="float32", learning_rate=1e-3,
+                   zero_stage=stage, optim="muon")
+    whole = well("sft.py", tmp_path / "whole", keys, ranks=2, before=shared)
+    cut = run("sft.py", tmp_path / "cut", keys, ranks=2, before=both(shared, at(1, signal.SIGTERM)))
+    assert_stopped(cut, tmp_path / "cut")
+    assert_same_run(whole, well("sft.py", tmp_path / "cut", keys, ranks=2, before=shared))
+
+
+def test_a_setting_that_is_typed_anew_is_the_new_one(world, tmp_path):
+    """Only what the steps have changed comes out of the checkpoint, not what a key says."""
+    class Settled(Odd):
+        eps = 1.0
+
+        def step(self):
+            super().step()
+            assert {group["eps"] for group in self.param_groups} == {Settled.eps}
+            assert self.param_groups[0]["k"] > 2 or Settled.eps == 1.0
+
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, lr)
+            for group in self.param_groups:
+                group["eps"] = Settled.eps
+
+    keys = keys_of(world, "sft.py", max_iters=2, dtype="float32", learning_rate=1e-3)
+    well("sft.py", tmp_path, keys, before=steps_with(Settled))
+    Settled.eps = 2.0
+    well("sft.py", tmp_path, keys | dict(max_iters=3), before=steps_with(Settled))
+
+
+def keeps(make, where="state"):
+    """An optimizer class that keeps what make(p) gives in one place."""
+    class Keeps(Plain):
+        def step(self):
+            super().step()
+            group = self.param_groups[0]
+            for p in group["params"]:
+                if where == "state":
+                    self.state[p]["hoard"] = make(p)
+            if where == "group":
+                group["hoard"] = make(p)
+            if where == "itself":
+                self.hoard = make(p)
+            if where == "elsewhere":
+                self.state["hoard"] = make(p)
+
+    return Keeps
+
+
+@pytest.mark.parametrize("where, make", [
+    ("state", lambda p: [torch.zeros_like(p)]), ("state", lambda p: deque([1.0])),
+    ("state", lambda p: {1: 2.0}), ("state", lambda p: {"a": torch.ones(2)}),
+    ("state", lambda p: {1.0, 2.0}), ("state", lambda p: Plain([p], 0.1)),
+    ("group", lambda p: torch.full((), p.norm().item())), ("group", lambda p: {p.norm().item()}),
+    ("itself", lambda p: p.clone()), ("itself", lambda p: [p * 2]),
+    ("itself", lambda p: {p: p.clone()}),
+    ("itself", lambda p: torch.optim.SGD([p.detach().clone()], lr=1)),
+    ("elsewhere", lambda p: dict(m=torch.zeros_like(p))), ("elsewhere", lambda p: dict(m=1.0))],
+    ids=str)
+def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(world, tmp_path, where,
+                                                                        make):
+    keys = keys_of(world, "sft.py", max_iters=9, val_path="")
+    result = run("sft.py", tmp_path, keys, before=steps_with(keeps(make, where)))
+    assert_one_line(result, "sft.py", "hoard", "policy", "optimizer")
+    assert not (tmp_path / "out/log.jsonl").exists()  # of the first iteration
+
+
+def remembers(change):
+    """For `before`: the page of ppo.py changes run.state in each iteration."""
+    def before(rank):
+        import loss
+        import run
+
+        runs, begin, summarize = [], run.Run.__init__, loss.summarize
+
+        def init(self, *args, **more):
+            begin(self, *args, **more)
+            runs.append(self)
+
+        def changed(*args, **more):
+            change(runs[0].state, runs[0].iteration)
+            return summarize(*args, **more)
+
+        run.Run.__init__, loss.summarize = init, changed
+
+    return before
+
+
+# names that run.py itself has for its own figures, as "run/said", are free
+SOUND = dict(weights=[0.5], said="no", broken=1, finished=0.5, optimizers={}, loss_scale=2.0,
+             count=3, share=0.1, flag=True, word="ä\ud800", none=None, many=[1, 2.5, [None, "a"]],
+             table={"a": [1], "b": {"c": -0.0}}, nan=float("nan"), inf=float("-inf"))
+
+
+def test_what_json_has_as_it_was_goes_on(world, tmp_path):
+    def change(state, iteration):
+        if iteration > 0:
+            assert repr({name: state[name] for name in SOUND}) == repr(SOUND)
+        state |= SOUND
+
+    keys = keys_of(world, "ppo.py", eval_path="", checkpoint_interval=1, max_iters=2)
+    well("ppo.py", tmp_path, keys, before=remembers(change))
+    well("ppo.py", tmp_path, keys | dict(max_iters=3), before=remembers(change))
+
+
+@pytest.mark.parametrize("x", [
+    torch.ones(()), torch.ones(3), (1, 2), [1, (2,)], {1: 2.0}, {"a": {True: 1}}, {1, 2}, b"a",
+    1 + 2j, defaultdict(int, a=1), object(), range(3), dict(a=1).keys(), torch.float32],
+    ids=str)
+def test_what_json_changes_is_refused_by_name(world, tmp_path, x):
+    keys = keys_of(world, "ppo.py", eval_path="")
+    result = run("ppo.py", tmp_path, keys,
+                 before=remembers(lambda state, _: state.update(mine=x)))
+    assert result.codes == [1] and "TypeError: run.state['mine']" in result.err[0], result
+    assert not (tmp_path / "out/log.jsonl").exists()
+
+
+@pytest.mark.parametrize("name, x", [("iteration", 7), (3, 4)])
+def test_a_name_that_a_checkpoint_cannot_have_is_refused(world, tmp_path, name, x):
+    keys = keys_of(world, "ppo.py", eval_path="")
+    result = run("ppo.py", tmp_path, keys,
+                 before=remembers(lambda state, _: state.update({name: x})))
+    assert result.codes == [1] and f"TypeError: run.state[{name!r}]" in result.err[0], result
+    assert not (tmp_path / "out/log.jsonl").exists()
+
+
+def test_a_trained_model_without_an_optimizer_is_named(world, tmp_path):
+    """And a parameter that an optimizer steps, but no model has: a checkpoint would lack it."""
+    def leaves_out(rank):
+        import run
+
+        begin = run.Run.__init__
+
+        def init(self, *args, **more):
+            args[6].pop("value_model")
+            begin(self, *args, **more)
+
+        run.Run.__init__ = init
+
+    keys = keys_of(world, "ppo.py", eval_path="")
+    result = run("ppo.py", tmp_path, keys, before=leaves_out)
+    assert result.codes == [1] and "TypeError: value_model has" in result.err[0], result
+    assert not (tmp_path / "out").exists()
+    result = run("ppo.py", tmp_path, keys, before=steps_with(
+        lambda parameters, lr: torch.optim.AdamW([*parameters, torch.nn.Parameter(torch.ones(2))])))
+    assert result.codes == [1] and "TypeError: no model has" in result.err[0], result
+    assert not (tmp_path / "out").exists()
