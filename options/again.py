@@ -22,8 +22,8 @@ def compare_keys(out_dir, folder, config, state, max_iters, trained):
     moving average. Raises BadInput where it is at max_iters, but other keys would have given other
     results.
 
-    state["run/changes"]: [[iteration, {key: value}], ...]: from this iteration on. The first one has
-    what the keys were at iteration 0, of all keys that have changed since.
+    state["run/changes"]: [[iteration, {key: value}], ...]: from this iteration on. The first one
+    has what the keys were at iteration 0, of all keys that have changed since.
     """
     before = read_json(os.path.join(folder, "config.json"))
     changed = {key: x for key, x in config.items()
