@@ -125,7 +125,8 @@ class Run:
         max_iters; in this last one a script only evaluates. Before each iteration come, if they
         are due: the audit; a checkpoint; a stop.
         """
-        for iteration in range(self.start, self.max_iters + 1) if "run/over" not in self.state else ():
+        end = -1 if "run/over" in self.state else self.max_iters
+        for iteration in range(self.start, end + 1):
             self.iteration = iteration
             self.enter("audit")
             self.times.clear()
