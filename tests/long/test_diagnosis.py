@@ -192,7 +192,7 @@ def test_an_iteration_is_one_line(capsys):
     """Whatever is wrong with it, and once; what is lost again where it has doubled."""
     record = {"objective/finished": 0.1, "objective/length": 9, "objective/flat_groups": 0.9,
               "policy/steps": 0, "loss/policy": 0, "objective/kl": 0.0}
-    state = dict(finished=1.0, broken="", said={})
+    state = {"run/finished": 1.0, "run/broken": "", "run/said": {}}
     lines = []
     for i, kl in enumerate((0.0, 0.0, 99.0, 99.0)):
         say_what_is_wrong(record | {"objective/kl": kl}, state, i)
@@ -202,5 +202,5 @@ def test_an_iteration_is_one_line(capsys):
     assert [line.startswith("warning: ") for line in lines] == [True, False, True, False]
     assert "90%" in lines[0] and "cut" in lines[0] and "broken" in lines[2]
     taught = {"objective/finished": 1.0, "objective/length": 9, "policy/steps": 4}
-    say_what_is_wrong(taught, dict(finished=1.0, broken="x", said={}), 0)
+    say_what_is_wrong(taught, {"run/finished": 1.0, "run/broken": "x", "run/said": {}}, 0)
     assert capsys.readouterr().out == ""

@@ -192,10 +192,10 @@ def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(world, t
 def remembers(change):
     """For `before`: the page of ppo.py changes run.state in each iteration."""
     def before(rank):
-        import loss
+        import metrics
         import run
 
-        runs, begin, summarize = [], run.Run.__init__, loss.summarize
+        runs, begin, summarize = [], run.Run.__init__, metrics.summarize
 
         def init(self, *args, **more):
             begin(self, *args, **more)
@@ -205,7 +205,7 @@ def remembers(change):
             change(runs[0].state, runs[0].iteration)
             return summarize(*args, **more)
 
-        run.Run.__init__, loss.summarize = init, changed
+        run.Run.__init__, metrics.summarize = init, changed
 
     return before
 
@@ -269,3 +269,14 @@ def test_a_trained_model_without_an_optimizer_is_named(world, tmp_path):
         lambda parameters, lr: torch.optim.AdamW([*parameters, torch.nn.Parameter(torch.ones(2))])))
     assert result.codes == [1] and "TypeError: no model has" in result.err[0], result
     assert not (tmp_path / "out").exists()
+
+
+def test_before_iteration_0_the_learning_rate_is_0():
+    """A fork may begin a model's schedule later: learning_rate_at(iteration - begins, ...)."""
+    from formulas import learning_rate_at
+
+    for warmup in (0, 1, 4):
+        for shape in ("constant", "linear", "cosine"):
+            rates = [learning_rate_at(i, 8.0, warmup, 20, shape) for i in (-100, -2, -1)]
+            assert rates == [0.0, 0.0, 0.0]
+            assert learning_rate_at(0, 8.0, warmup, 20, shape) == (2.0 if warmup == 4 else 8.0)
