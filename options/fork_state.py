@@ -157,14 +157,20 @@ def put_back(model, optimizer, saved):
 
 def restored(folder, name, model, optimizer, tensors):
     """
-    Put the values of a checkpoint back into the optimizer of the model `name`, and give its
-    (name, whole tensor) as they come. Raises BadInput where a tensor is of no trained parameter, or
-    has not its shape: a kernel would read beside it. An AdamW also needs all three tensors of each
-    parameter, or none of any.
+    Put the values of a checkpoint back into the optimizer of the model `name`; returns its
+    (name, whole tensor), checked.
     """
     saved = read_json(f"{folder}/state.json").get("run/optimizers", {})
     put_back(model, optimizer, saved.get(name, {}))
-    where = f"{folder}/{name}_optimizer"
+    return checked(f"{folder}/{name}_optimizer", model, optimizer, tensors)
+
+
+def checked(where, model, optimizer, tensors):
+    """
+    The (name, whole tensor) of an optimizer's file, as they come. Raises BadInput where a tensor is
+    of no trained parameter, or has not its shape: a kernel would read beside it. An AdamW also
+    needs all three tensors of each parameter, or none of any. where: the file, for the error.
+    """
     kind, seen = type(inner(optimizer)), {}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     adamw = issubclass(kind, torch.optim.AdamW)

@@ -8,6 +8,8 @@ from collections import defaultdict, deque
 import pytest
 import torch
 
+from errors import BadInput
+from options.fork_state import checked
 from tiny import (assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log, run,
                   well)
 
@@ -280,3 +282,26 @@ def test_before_iteration_0_the_learning_rate_is_0():
             rates = [learning_rate_at(i, 8.0, warmup, 20, shape) for i in (-100, -2, -1)]
             assert rates == [0.0, 0.0, 0.0]
             assert learning_rate_at(0, 8.0, warmup, 20, shape) == (2.0 if warmup == 4 else 8.0)
+
+
+@pytest.mark.parametrize("odd", [
+    lambda t: t[:-1], lambda t: t.reshape(-1), lambda t: torch.zeros(()), lambda t: t.long(),
+    lambda t: torch.zeros(7, 7, 7), lambda t: None])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_tensor_of_another_shape_is_refused(world, key, odd):
+    """torch's kernels would read beside it; a right manifest does not know."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    tensors = {f"{name}.{k}": t for name, p in model.named_parameters()
+               for k, t in optimizer.state[p].items()}
+    assert len(list(checked("x", model, optimizer, tensors.items()))) == 6
+    before = tensors["weight." + key]
+    tensors["weight." + key] = odd(before if before.dim() else torch.ones(2, 2))
+    if tensors["weight." + key] is None:
+        del tensors["weight." + key]
+    elif key == "step" and not tensors["weight." + key].dim():
+        tensors["weight." + key] = torch.ones(1)
+    with pytest.raises(BadInput, match="weight." + key):
+        list(checked("x", model, optimizer, tensors.items()))
