@@ -181,8 +181,7 @@ def keeps(make, where="state"):
     ("itself", lambda p: p.clone()), ("itself", lambda p: [p * 2]),
     ("itself", lambda p: {p: p.clone()}),
     ("itself", lambda p: torch.optim.SGD([p.detach().clone()], lr=1)),
-    ("elsewhere", lambda p: dict(m=torch.zeros_like(p))), ("elsewhere", lambda p: dict(m=1.0))],
-    ids=str)
+    ("elsewhere", lambda p: dict(m=torch.zeros_like(p))), ("elsewhere", lambda p: dict(m=1.0))])
 def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(world, tmp_path, where,
                                                                         make):
     keys = keys_of(world, "sft.py", max_iters=9, val_path="")
@@ -231,8 +230,7 @@ def test_what_json_has_as_it_was_goes_on(world, tmp_path):
 
 @pytest.mark.parametrize("x", [
     torch.ones(()), torch.ones(3), (1, 2), [1, (2,)], {1: 2.0}, {"a": {True: 1}}, {1, 2}, b"a",
-    1 + 2j, defaultdict(int, a=1), object(), range(3), dict(a=1).keys(), torch.float32],
-    ids=str)
+    1 + 2j, defaultdict(int, a=1), object(), range(3), dict(a=1).keys(), torch.float32])
 def test_what_json_changes_is_refused_by_name(world, tmp_path, x):
     keys = keys_of(world, "ppo.py", eval_path="")
     result = run("ppo.py", tmp_path, keys,
