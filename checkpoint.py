@@ -73,7 +73,7 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     new = os.path.join(out_dir, f".new-{parallel.from_rank(secrets.token_hex(8))}")  # COLLECTIVE
     alone(Path(new).touch)  # COLLECTIVE
     blind = parallel.ranks_where(not os.path.exists(new))  # COLLECTIVE
-    Path(new).unlink(missing_ok=True)
+    alone(Path(new).unlink)  # COLLECTIVE
     if blind:
         raise BadInput(f"on rank {blind[0]}: this rank does not see what rank 0 writes in out_dir "
                        f"{out_dir!r}; give a folder on a disk that all machines share")

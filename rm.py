@@ -342,7 +342,8 @@ what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
 # ppo.py on the same prompts; its longest responses are of 53 tokens, if so many fit
 more = {key: config[key] for key in ("fields", "chat_template", "system_prompt") if config[key]}
-room = reward_model.max_positions - max(len(ids) for pair in train_rows.ids for ids in pair)
+room = reward_model.max_positions - max(map(len, reward_model.tokenizer.encode_prompts(
+    [row["prompt"] for row in train_rows])))
 run.finish(  # COLLECTIVE
     "ppo.py", policy_path=init_from, reward_path=f"{out_dir}/reward_model",
     prompts_path=train_path, **more, **dict(max_new_tokens=max(room, 1)) if room < 53 else {})

@@ -4,6 +4,7 @@ import os
 import re
 
 from errors import BadInput
+import options.cards  # noqa: F401  it writes the figure of the best policy beside it
 from options.again import about_model
 from parallel import alone
 

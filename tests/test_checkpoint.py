@@ -127,7 +127,7 @@ def test_logs_are_cut_to_the_iteration_that_is_next(tmp_path):
 def test_a_run_goes_on_in_another_dtype(world, tmp_path):
     """And with an adapter, whose checkpoint has nothing of its trunk, and no config.json."""
     keys = keys_of(world, "sft.py", lora="2", max_iters=3)
-    whole = well("sft.py", tmp_path / "whole", keys)
+    whole = well("sft.py", tmp_path / "whole", keys | dict(dtype="float32"))
     assert run("sft.py", tmp_path, keys | dict(dtype="float32"),
                before=at(1, signal.SIGTERM)).codes == [0]
     (folder,) = list_checkpoints(f"{tmp_path}/out")

@@ -92,7 +92,8 @@ def refuse_code(keys, file, trusted):
     perhaps somebody has sent this folder, and a tool would run that file. trusted: it may.
     """
     for key, value in keys.items():
-        if not key.isidentifier():  # a tool types --KEY=VALUE: what stands behind a = is a value
+        # a tool writes KEY = VALUE: another key would be code, or a name in other letters
+        if not (key.isascii() and key.isidentifier()):
             raise BadInput(f"{file} has {key!r} as a key, which is no name; no run writes this")
         text = "" if value is None else str(value)
         # FILE.py:f may stand in a list or behind a weight, so it is not looked for more closely

@@ -50,7 +50,7 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
             with open(f"order-{rank}", "a") as f:
                 print(*args[3][1:], end=", ", file=f)  # the purpose, the iteration
 
-        def appended(out, name, records):
+        def appended(out, name, records, **how):
             end = time.time() + 60
             while name == "log.jsonl" and records[0]["iteration"] == 0 and not (
                     os.path.exists("order-1") and "rollout 1" in open("order-1").read()):
