@@ -123,7 +123,7 @@ def save_random(folder, kind="gpt2", markers=MARKERS, seed=1, shift=None, scalar
     model, drawn = auto.from_config(config).double(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.empty_like(p).normal_(0, 0.2, generator=drawn))
+            p.copy_(torch.empty(p.shape).normal_(0, 0.2, generator=drawn))
             if p.dim() == 1 and name.endswith("weight"):  # of a norm
                 p.add_(1.0)
         if not scalar:

@@ -355,8 +355,8 @@ def predict(script, config):
                 least, most = (max(p for (of, _), p in at.items() if of == phase)
                                for at in (low, high))
                 first, last = (at[phase != "rollout"] for at in (few, many))
-                share = (limit - least) / max(most - least, 1)
-                share = min(max(share, 0.0), 1.0)
+                share = 1.0 if most <= limit else (
+                    max(limit - least, 0) / max(most - least, 1e-9))
                 unit = 2 if script == "rm" and phase != "rollout" else 1  # its rows are pairs
                 fits[phase] = int(first + share * (last - first)) // unit * (least <= limit), least
     return rows, peaks, fits

@@ -295,7 +295,7 @@ def test_what_is_next_works_when_it_is_typed(world, tmp_path):
                                 max_new_tokens=9), "", dict(prompt="a")),
             ("rm.py", dict(init_from=small, train_path=jsonl(tmp_path / "p.jsonl", chats),
                            max_iters=1, batch_size=4, fields="ask>prompt,good>chosen,bad>rejected"),
-             "--max_new_tokens=2", dict(batch_size=2, max_iters=1)),
+             "--max_new_tokens=8", dict(batch_size=2, max_iters=1)),
             ("rm.py", keys_of(world, "rm.py", max_iters=1), "", dict(
                 batch_size=2, max_iters=1, dtype="float64"))]):
         folder = tmp_path / str(number)

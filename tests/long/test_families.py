@@ -365,7 +365,7 @@ def test_what_is_no_model_for_the_job_is_refused(tmp_path, monkeypatch):
         written(tmp_path / f"{n}", transformers.AutoModelForSequenceClassification.from_config(
             config))
     for folder, role, head, word in (("policy", "policy", "lm", "is a reward model"),
-                                     ("0", "reward", "scalar", "score.weight"),
+                                     ("0", "reward", "scalar", "2 labels"),
                                      ("1", "reward", "scalar", "linear map")):
         with pytest.raises(BadInput, match=word):
             load(f"{tmp_path}/{folder}", role, keys_of_system(), CPU, head)
