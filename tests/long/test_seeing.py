@@ -60,7 +60,7 @@ def test_each_model_has_a_card(world, tmp_path):
     (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: a/b\n---\n# A base\n")
     out = well("ppo.py", tmp_path / "ppo", keys_of(
         world, "ppo.py", policy_path=base, eval_interval=1, max_iters=2, ema_decay=0.5,
-        keep_best="-eval/kl", value_init="policy", lora="2"))
+        keep_best="-eval/kl", value_init="policy", lora="2", seed=2))
     kl = {record["iteration"]: record["eval/kl"] for record in read_jsonl(f"{out}/log.jsonl")}
     least = min(kl.values())
     assert least < kl[2]
