@@ -8,14 +8,15 @@ Data sets in other layouts -> our JSONL, once; and functions that data/*/prepare
 A row becomes one of three kinds (--kind; the first row decides if it is not given):
 
     sft           a demonstration: `messages` (Tulu); `conversations` of {"from", "value"}
-                  (ShareGPT); `instruction`, `input`, `output` (Alpaca); a question and its
+                  (ShareGPT); `instruction`, `input`, `output` (Alpaca; `history`, pairs of an
+                  instruction and its output, becomes the earlier turns); a question and its
                   `completion` or `response`
     preferences   `chosen` and `rejected`, whole dialogues (UltraFeedback; the prompt is their
                   common beginning), strings with "\\n\\nHuman:" and "\\n\\nAssistant:" (HH), or
                   two answers to a `prompt`
     prompts       `prompt`, `question` or `problem`, and an `answer` (behind "####": GSM8K), a
                   `final_answer` (DeepMath), a `solution` with a \\boxed{} (MATH), a `reward_model`
-                  with its `ground_truth` (verl, DAPO)
+                  with its `ground_truth` (verl, DAPO); a list of several answers is none
 
 A string `system` or `system_prompt` becomes the first message. A row that makes no sense is
 dropped, and its fault is counted and printed; so are the columns that are left out. Of a prompt's
@@ -24,6 +25,7 @@ With --val=0.05 about that share of the rows goes into a second file, train_val.
 train.jsonl; equal prompts go into the same file.
 """
 import argparse
+import ast
 import collections
 import contextlib
 import hashlib
@@ -201,12 +203,32 @@ def pop(row, *names):
 
 
 def question(row):
-    """The question: a string or messages. Alpaca's instruction may have an input beside it."""
+    """
+    The question: a string or messages. Alpaca's instruction may have an input beside it, and turns
+    before it.
+    """
     asked = messages_in(pop(row, "prompt", "question", "problem"), "prompt")
-    if asked or not row.get("instruction"):
-        return asked
-    asked, given = row.pop("instruction"), row.pop("input", None)
-    return [{"role": "user", "content": f"{asked}\n\n{given}" if given else asked}]
+    if not asked and row.get("instruction"):
+        asked, given = row.pop("instruction"), row.pop("input", None)
+        asked = [{"role": "user", "content": f"{asked}\n\n{given}" if given else asked}]
+    if asked and isinstance(row.get("history"), list):
+        before = earlier_turns(row.pop("history"))
+        if before:
+            asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            first = asked[0]["role"] == "system"
+            asked = [*asked[:first], *before, *asked[first:]]
+    return asked
+
+
+def earlier_turns(history):
+    """Messages of Alpaca's [["asked", "said"], ...], or of messages. Raises BadInput."""
+    if history and all(isinstance(turn, dict) for turn in history):
+        return messages_in(history, "history")
+    if not all(isinstance(turn, list) and len(turn) == 2 and all(
+            isinstance(text, str) and text for text in turn) for turn in history):
+        raise BadInput("field 'history' must be a list of pairs: an instruction, its output")
+    return [dict(role=role, content=text) for turn in history
+            for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def dialogue_of(row):
@@ -248,11 +270,22 @@ def messages_in(value, field):
 
 
 def true_answer(answer):
-    """GSM8K's "so 70 + 2\\n#### 1,072" -> "1072"; Skywork-OR1's '["72"]' -> "72"."""
+    """
+    GSM8K's "so 70 + 2\\n#### 1,072" -> "1072"; Skywork-OR1's '["72"]' -> "72". Raises BadInput
+    where such a list has several answers: no response equals it.
+    """
     if not isinstance(answer, str):
         return answer
-    if re.fullmatch(r'\["([^"\\]|\\.)*"\]', answer):
-        return json.loads(answer)[0]
+    if answer.strip()[:1] + answer.strip()[-1:] == "[]":  # texts as JSON, or as Python prints them
+        listed = None
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                listed = read(answer.strip())
+                break
+        if isinstance(listed, list) and any(isinstance(one, str) for one in listed):
+            if len(listed) > 1:
+                raise BadInput("the answer is a list of several, and one is needed")
+            return listed[0]
     if "####" not in answer:
         return answer
     text = answer.rpartition("####")[2].strip()

@@ -163,3 +163,42 @@ def test_a_message_that_is_more_than_its_content_is_refused(more):
         asked = [U, whole, U]
         assert ours({"messages": asked}, "prompts")[0] == dict(prompt=asked)
         assert dialogue(dict(prompt=asked, completion=[B]), "completion")["prompt"] == asked
+
+
+@pytest.mark.parametrize("text", [
+    '["72", "-72"]', '[ "72","-72" ]', "['72', '-72']", '["72", -72]', '["a","b","c"]',
+    '["72", "72"]\n', r'["\\frac{1}{2}", "0.5"]'])
+def test_several_answers_are_none(text, tmp_path):
+    source = jsonl(tmp_path / "theirs.jsonl", [dict(problem="u", answer=text),
+                                               dict(problem="v", answer='["7"]')])
+    result = convert(tmp_path, f"--source={source}", "--out=a.jsonl")
+    assert result.codes == [0] and "1 rows; dropped 1: the answer is a list" in result.out[0]
+    assert read_jsonl(tmp_path / "a.jsonl") == [dict(prompt="v", answer="7")]
+
+
+def test_a_list_that_is_one_answer():
+    for text, want in (('["72"]', "72"), ("['72']", "72"), (' ["x"] ', "x"), ('["a, b"]', "a, b"),
+                       (r'["\\pi"]', r"\pi")):
+        assert true_answer(text) == want
+    for text in ("[1, 2]", "[0, 1)", "[72]", "[]", "[x, y]", "[", "]", "", r"[\frac{1}{2}, 3]"):
+        assert true_answer(text) == text
+
+
+def test_alpacas_history_becomes_the_earlier_turns():
+    alpaca, before = dict(instruction="u", output="b"), dict(history=[["x", "a"], ["y", "c"]])
+    turns = [dict(U, content="x"), A, dict(U, content="y"), dict(A, content="c")]
+    for more, want in (
+            (before, [*turns, U]), (before | dict(system="s"), [S, *turns, U]),
+            (before | dict(input="v"), [*turns, dict(U, content="u\n\nv")]),
+            (dict(history=[]), [U]), (dict(history=None), [U]), (dict(history="old"), [U]),
+            (dict(history=shareGPT(("human", "u"), ("gpt", "a"))), [U, A, U])):
+        made, left = ours(alpaca | more, "sft")
+        assert made == dict(prompt=want, completion=[B])
+        assert left == ({"history"} if not isinstance(more["history"], list) else set())
+        assert ours(alpaca | more, "prompts")[0]["prompt"] == want
+    assert ours(dict(prompt="u", completion="b") | before, "sft")[0] == dict(
+        prompt=[*turns, U], completion=[B])
+    assert ours(dict(prompt=[S, U], completion="b") | before, "sft")[0]["prompt"] == [S, *turns, U]
+    for bad in (["x", "a"], [["x"]], [["x", "a", "b"]], [["x", None]], [["x", ""]], [[1, "a"]]):
+        with pytest.raises(BadInput, match="history"):
+            ours(alpaca | dict(history=bad), "sft")
