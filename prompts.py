@@ -47,7 +47,7 @@ def read_rows(path, shape, fields=""):
     and brings it into one form. fields: the key; see options/sources.py. Raises BadInput, with file
     and line.
     """
-    if not os.path.isfile(path) or re.search(r"\.(json|csv|parquet|gz)$", path):
+    if not os.path.isfile(path) or re.search(r"(?i)\.(json|csv|parquet|gz)$", path):
         from options.sources import several_rows
 
         return several_rows(path, shape, fields)

@@ -103,7 +103,7 @@ def pair_row(row, *fields):
     made = dialogue(row, *fields)
     for name, largest in (("margin", 1e30), ("confidence", 1.0)):
         if row.get(name) is not None:
-            if not isinstance(row[name], (int, float)) or not 0 <= row[name] <= largest:
+            if type(row[name]) not in (int, float) or not 0 <= row[name] <= largest:
                 raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
                                f"{row[name]!r}")
             made[name] = float(row[name])

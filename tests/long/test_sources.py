@@ -23,7 +23,8 @@ def test_tables_keep_their_texts(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
     with gzip.open(tmp_path / "a.jsonl.gz", "wt", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in ROWS)
-    for name in ("a.csv", "a.json", "a.jsonl.gz"):
+    (tmp_path / "B.CSV").write_bytes((tmp_path / "a.csv").read_bytes())
+    for name in ("a.csv", "B.CSV", "a.json", "a.jsonl.gz"):
         assert read_rows(f"{tmp_path}/{name}", prompt_row) == ROWS
 
 
