@@ -254,9 +254,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
         folders = list_checkpoints(out_dir)
         # one of a later iteration is damaged: otherwise the run would have resumed from it
         kept = [f for f in folders if number_of(f) <= iteration][-keep:]
-        for old in folders:
-            if old not in kept:
-                remove(aside(old, ".gone-"))  # so no half-deleted folder has its name
+        for old in (f for f in folders if f not in kept):
+            remove(aside(old, ".gone-"))  # so no half-deleted folder has its name
 
     if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
         put_in_place(write, final)  # else it is there: saved just now, or the run has resumed here
@@ -352,8 +351,7 @@ def find_checkpoint(out_dir):
     """
     refused = []
     for folder in reversed(list_checkpoints(out_dir)):
-        reason = damage(folder)
-        if reason is None:
+        if (reason := damage(folder)) is None:
             for name in refused:
                 say(f"{name} is refused; an older one is used")
             return folder, read_json(os.path.join(folder, "state.json"))
@@ -481,13 +479,16 @@ def sync(path):
 # are the files as they were saved, and the frozen models as when the run began?
 
 def damage(folder):
-    """A folder's damage in a few words; None if every file is as it was saved."""
+    """A checkpoint's damage in a few words; None if all that a resume reads is as it was saved."""
     try:
-        present, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
-    except (OSError, ValueError) as e:
+        present, manifest = hashes(folder), {**read_json(os.path.join(folder, "manifest.json"))}
+        with contextlib.suppress(ImportError):  # a fork may do without
+            from options.fork_state import needed
+            manifest = needed(folder, present) | manifest
+    except (OSError, ValueError, TypeError, RecursionError) as e:
         return f"a file is damaged, or its manifest.json missing: {e}"
-    odd = (name for name in manifest if manifest[name] != present.get(name))
-    return next((f"{name} is missing or damaged" for name in odd), None)
+    return next((f"{name} is missing, damaged, or not in manifest.json" for name in manifest
+                 if name not in present or manifest[name] != present[name]), None)
 
 
 def hash_of_model(path):
@@ -508,9 +509,8 @@ def hash_of_model(path):
 
 def hashes(folder, names=".*"):
     """{file: sha256} of the files of a folder whose names match. Raises OSError for a pipe."""
-    files = sorted(os.path.relpath(os.path.join(d, f), folder)
-                   for d, _, found in os.walk(folder) for f in found)
-    files = list(filter(re.compile(names).fullmatch, files))
+    files = sorted(file for d, _, found in os.walk(folder) for f in found
+                   if re.fullmatch(names, file := os.path.relpath(os.path.join(d, f), folder)))
 
     def sha256(name):
         if not os.path.isfile(os.path.join(folder, name)):  # reading it would never end

@@ -2,10 +2,11 @@
 What goes from one iteration to the next in a fork. An optimizer may keep more than tensors in the
 state of each parameter: numbers in its groups (as Prodigy and ScheduleFree do), lists in its state,
 counters of its own. These go into state.json, and what no checkpoint can have is refused by name,
-in run.state, too. When a run resumes: are the tensors those of this optimizer?
+in run.state, too. When a run resumes: are all files there, and the tensors this optimizer's?
 """
 import contextlib
 import json
+import re
 
 import torch
 
@@ -153,6 +154,41 @@ def put_back(model, optimizer, saved):
     for p, (_, state) in saved.items():
         if p in own and state:
             inner(optimizer).state[p].update((key, as_it_was(x)) for key, x in state.items())
+
+
+def needed(folder, present):
+    """
+    {file: ""} of what a resume reads, or would read if it were there, of a checkpoint: its manifest
+    has to name all of these. A model without its optimizer is not whole, nor an optimizer without
+    its model, nor some of several files. present: the files that are there. Raises OSError, or
+    ValueError where config.json or state.json is none of a run.
+    """
+    files, stems = {"config.json", "state.json"}, set()
+    for file in sorted(files & {*present}):  # one that is missing is named by its hash
+        try:
+            content = {**read_json(f"{folder}/{file}")}
+        except (ValueError, TypeError, RecursionError) as e:
+            raise ValueError(f"{file} is damaged") from e
+        if file == "state.json" and type(content.get("iteration")) is not int:
+            raise ValueError(f"{file} has no iteration")
+        stems |= {"ema"} if content.get("ema_decay") else set()
+        if content.get("staleness") and content.get("script") in ("ppo.py", "grpo.py"):
+            stems.add("batches")  # others have the key, too, without an effect
+    for file in present:
+        found = re.fullmatch(r"([^/]+)/model[.-][^/]*safetensors", file) or re.fullmatch(
+            r"([^/]+)_optimizer[.-][^/]*safetensors", file)
+        if found:
+            stems |= {f"{found[1]}/model", f"{found[1]}_optimizer"}
+        elif found := re.fullmatch(r"(ema|batches)[.-][^/]*safetensors", file):
+            stems.add(found[1])
+    for stem in stems:
+        pattern = re.compile(re.escape(stem) + r"[.-][^/]*safetensors")  # as read_tensors reads
+        parts = {*filter(pattern.fullmatch, present)}
+        counts = [int(n) for file in parts for n in re.findall(r"-of-(\d{5})\.", file)]
+        files |= parts | {f"{stem}-{i:05}-of-{count:05}.safetensors" for count in counts
+                          for i in range(1, count + 1)}
+        files |= set() if counts else {f"{stem}.safetensors"}
+    return dict.fromkeys(sorted(files), "")
 
 
 def restored(folder, name, model, optimizer, tensors):
