@@ -16,6 +16,7 @@ import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well, write
 
 from options.cards import hub_name
+from options.trackers import run_id
 from tools.runs import fill_page
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
@@ -163,6 +164,26 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(world, tmp_path):
                      before=fakes(missing="trackio"))
         assert_one_line(result, "sft.py", word)
         assert not os.path.exists(tmp_path / word / "out")
+
+
+@pytest.mark.parametrize("what", ["a file", "nothing", "a pipe"])
+def test_a_link_in_the_place_of_the_name_is_not_followed(tmp_path, what):
+    """At the start, and when a run resumes: the name is the run's own, the file stays."""
+    mine, file = tmp_path / "mine", tmp_path / "report_id.txt"
+    signal.alarm(60)  # it would wait for a pipe for ever
+    if what == "a pipe":
+        os.mkfifo(mine)
+    elif what == "a file":
+        mine.write_text("x")
+    for iteration in (0, 3):
+        os.symlink(mine, file)
+        name = run_id(str(tmp_path), iteration)
+        assert name.startswith(tmp_path.name) and not file.is_symlink()
+        assert run_id(str(tmp_path), 5) == name != run_id(str(tmp_path), 0)
+        assert what != "a file" or mine.read_text() == "x"
+        assert mine.exists() == (what != "nothing")
+        file.unlink()
+    signal.alarm(0)
 
 
 # plot.py
