@@ -253,7 +253,7 @@ NAMES = {
         "lr_warmup_steps, num_warmup_steps, lr_warmup_ratio, lr_warmup_steps_ratio": (
             "warmup_iters", "a number of iterations, no share"),
         "critic_warmup": (
-            "nothing", "both learn from the start; value_warmup_iters is of the learning rate"),
+            "nothing", "both learn from the start; recipes/value_first.diff has it"),
         "min_lr, min_lr_ratio": ("nothing", "the rate falls to 0, or stays: lr_decay"),
         "clip_grad, gradient_clip, gradient_clipping, max_norm, grad_norm_clip, "
         "grad_clip_norm, gradient_clip_val": (

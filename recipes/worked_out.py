@@ -16,6 +16,7 @@ from test_by_hand import GRPO, PPO
 from tiny import ANSWERS, PROMPTS
 
 clipped_surrogate, grpo_update = by_hand.clipped_surrogate, by_hand.grpo_update
+ppo_update = by_hand.ppo_update
 models_of, summary = by_hand.models_of, by_hand.summary
 judge, sample = by_hand.judge, by_hand.sample
 prompts_of, minibatches_of = by_hand.prompts_of, by_hand.minibatches_of
@@ -368,18 +369,29 @@ def too_far(c, figures):
     return end
 
 
-class FirstWaits(by_hand.AdamW):
-    """The policy's AdamW, which is made before the value model's, makes no step in iteration 0."""
+class Waits:
+    """An AdamW that makes no step, or one with another learning rate than it is told."""
 
-    def __init__(self, parameters, c):
-        super().__init__(parameters, c)
-        self.waits = 0 if hasattr(c, "made") else c.ppo_epochs * c.num_minibatches
-        c.made = True
+    def __init__(self, adam, lr):
+        self.adam, self.lr, self.zero_gradients = adam, lr, adam.zero_gradients
 
-    def step(self, lr):
-        self.waits -= 1
-        if self.waits < 0:
-            super().step(lr)
+    def clip(self):
+        return self.adam.clip() if self.lr is not None else 0.0
+
+    def step(self, _):
+        if self.lr is not None:
+            self.adam.step(self.lr)
+
+
+def value_learns_first(c, models, adams, batch, iteration):
+    """The policy waits for value_first iterations: its own are counted from there."""
+    own, lr = iteration - c.value_first, None
+    if own >= 0:
+        lr = by_hand.learning_rate(own, c.learning_rate, c.warmup_iters,
+                                   c.max_iters - c.value_first, c.lr_decay)
+    figures = ppo_update(c, models, (Waits(adams[0], lr), adams[1]), batch, iteration)
+    seen["waits" if own < 0 else "learns"] += 1
+    return figures | ({"policy/lr": lr} if own >= 0 else {"policy/lr": 0.0, "policy/steps": 0})
 
 
 def centre_and_width(x):
@@ -571,10 +583,12 @@ CASES |= {
         ["target_kl", "Whitened rewards"], [], "ppo",
         PPO | dict(target_kl=0.15, ppo_epochs=3, max_iters=3, value_init="policy"),
         dict(too_far=too_far, find_unit=of_scores, find_advantages=white_rewards), ["too far"]),
-    "masked_importance, a value model alone": (
-        ["masked_importance", "first learns alone"], [(">= 10", ">= 1")], "ppo",
-        PPO | dict(importance_cap=1.5, max_iters=3),
-        dict(AdamW=FirstWaits, find_advantages=with_weights), ["left out"]),
+    "masked_importance, value_first": (
+        ["masked_importance", "value_first"], [], "ppo", PPO | dict(
+            importance_cap=1.5, value_first=1, max_iters=5, warmup_iters=2, lr_decay="linear",
+            grad_clip=0.5, zero_stage="3"),
+        dict(ppo_update=value_learns_first, find_advantages=with_weights),
+        ["left out", "waits", "learns", "long gradient"]),
     "one weight for a response": (
         ["One weight for a response"], [], "ppo", PPO | dict(importance_cap=1.5, max_iters=3),
         dict(find_advantages=with_weights_of_responses), ["at the cap", "below the cap"]),
