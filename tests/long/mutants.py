@@ -303,7 +303,7 @@ def trial(folder, file, old, new, tests, chosen):
         f.write(whole.replace(old, new))
     pid = os.fork()  # torch is there already
     if pid == 0:
-        torch.set_num_threads(torch.get_num_threads())  # why: tests/tiny.py
+        torch.set_num_threads(torch.get_num_threads())  # why: tests/small_world.py
         os.chdir(folder)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.dup2(os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
