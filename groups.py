@@ -140,7 +140,7 @@ def token_weights(mask, aggregation, max_length):
     "token-mean": 1 / all tokens of the step. Every token counts the same, as in verl, TRL and
         OpenRLHF. DAPO's eq. 12 (arXiv 2503.14476) and CISPO's eq. 4 (2506.13585) divide by the
         tokens of *one prompt's* responses, inside of an expectation: there every prompt counts the
-        same. That form is a diff in docs/algorithms.md, "Every prompt alike".
+        same. That form is recipes/every_prompt.diff.
     "seq-mean-token-mean": 1 / (tokens of its response * n). Every response counts the same (GRPO,
         arXiv 2402.03300, eq. 3).
     "seq-mean-token-sum-norm": 1 / (max_length * B), a constant. Otherwise a token of a long wrong

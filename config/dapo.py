@@ -8,7 +8,7 @@ DAPO (arXiv 2503.14476, equations 10 to 13), see docs/algorithms.md. Behind the 
 refill_by: the paper replaces groups with only right or only wrong answers, until the batch is full.
 Here that is tried 3 times; groups that are still flat then are not trained on.
 token-mean: over all tokens of a step; equation 12 is that of one prompt's responses, in an
-expectation over prompts ("Every prompt alike" in docs/algorithms.md).
+expectation over prompts (recipes/every_prompt.diff).
 """
 scale_by = "std"
 aggregation = "token-mean"

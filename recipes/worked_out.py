@@ -1,5 +1,5 @@
 """
-What the recipes and the diffs of docs/algorithms.md compute, worked out once more in plain loops:
+What the recipes, and the example of docs/fork.md, compute, worked out once more in plain loops:
 functions that take the place of those of tests/by_hand.py, and the runs in which
 tests/long/test_recipes.py compares both. A new recipe brings its own.
 """
@@ -518,27 +518,27 @@ def losses_of_turns(c, models, r, weight):
 # no reference; all responses of a step are in one minibatch of the two
 FREE = GRPO | dict(kl_coef=0.0, max_iters=3)
 CASES = {
-    "OPO, GMPO": (["OPO", "GMPO"], [], "grpo", FREE | dict(
+    "OPO, GMPO": (["opo", "gmpo"], [], "grpo", FREE | dict(
         loss_type="gmpo", aggregation="seq-mean-token-mean", cliprange=0.02, scale_by="none",
         cliprange_high=0.02, num_iterations=3, mix=[(1.0, "some")]),
         dict(find_group_advantages=by_length, grpo_losses=geometric_mean),
         ["no score", "clipped", "far, and kept"]),
     "pass@k, a sum over tokens": (
-        ["Pass@k", "A sum over tokens"], [], "grpo", FREE | dict(scale_by="none", truncated="mask"),
+        ["pass_at_k", "token_sum"], [], "grpo", FREE | dict(scale_by="none", truncated="mask"),
         dict(find_group_advantages=best_alone, minibatches_of=rows_with_tokens,
              grpo_losses=losses_by_sums), ["the best", "not the best", "masked"]),
-    "KL-Cov": (["KL-Cov"], [("0.0002 *", "0.1 *")], "grpo", FREE, dict(
+    "kl_cov": (["kl_cov"], [("0.0002 *", "0.1 *")], "grpo", FREE, dict(
         find_group_advantages=who_pays, grpo_losses=losses_with_a_price), ["pays"]),
-    "Clip-Cov": (["Clip-Cov"], [("0.0002 *", "0.3 *"), ("cov > 1", "cov > 0.01")], "grpo", FREE,
+    "clip_cov": (["clip_cov"], [("0.0002 *", "0.3 *"), ("cov > 1", "cov > 0.01")], "grpo", FREE,
                  dict(find_group_advantages=who_stays, grpo_losses=losses_without_some),
                  ["stays", "above", "below", "inside, and not drawn"]),
     "SAPO, an entropy target": (
-        ["SAPO", "entropy target"], [("0.2 * record", "2.2 * record")], "grpo",
+        ["sapo", "entropy_target"], [("0.2 * record", "2.2 * record")], "grpo",
         GRPO | dict(loss_type="sapo", entropy_coef=0.05, num_iterations=3, max_iters=5),
         dict(clipped_surrogate=soft_gate, grpo_update=held_entropy),
         ["above", "below", "too low", "high enough"]),
     "ScaleRL, solved prompts leave": (
-        ["Every prompt alike", "ScaleRL** (", "Solved prompts"],
+        ["every_prompt", "scalerl", "solved_prompts"],
         [('["accuracy"]', '["scores"]'), ("0.9", "0.4")], "grpo",
         GRPO | dict(loss_type="cispo", scale_by="none", kl_coef=0.0, cliprange=1.0, max_iters=4,
                     cliprange_high=0.03, mix=[(1.0, "sometimes")], batch_size=9),
@@ -546,7 +546,7 @@ CASES = {
              minibatches_of=noted_minibatches, grpo_losses=losses_by_prompt),
         ["weight", "flat group", "replaced"]),
     "several teachers": (
-        ["Several teachers"], [], "ppo", PPO | dict(
+        ["teachers"], [], "ppo", PPO | dict(
             ref_path="older policy", value_init="policy", kl_coef=1.0, gamma=0.0, lam=0.0,
             max_iters=3, mix=[(1.0, "letters")]),
         dict(models_of=two_teachers, judge=judged_by_two), ["below"]),
@@ -575,12 +575,12 @@ CASES = {
 ONE_STEP = dict(num_minibatches=1, num_iterations=1, max_iters=3)
 CASES |= {
     "kl_controller, dual clip, length": (
-        ["kl_controller", "Dual clip", "price of length"], [("* 3, ", "* 1.1, "), ("0.01", "0.3")],
+        ["kl_controller", "dual_clip", "price of length"], [("* 3, ", "* 1.1, "), ("0.01", "0.3")],
         "ppo", PPO | dict(kl_target=0.02, missing_eos_penalty=2.0, max_iters=3),
         dict(find_advantages=adapting_kl_coef, clipped_surrogate=dual_clipped,
              finish_scores=with_price), ["dual", "kl_coef up", "kl_coef down", "no end"]),
     "target_kl, whitened rewards": (
-        ["target_kl", "Whitened rewards"], [], "ppo",
+        ["target_kl", "white_rewards"], [], "ppo",
         PPO | dict(target_kl=0.15, ppo_epochs=3, max_iters=3, value_init="policy"),
         dict(too_far=too_far, find_unit=of_scores, find_advantages=white_rewards), ["too far"]),
     "masked_importance, value_first": (
@@ -590,20 +590,20 @@ CASES |= {
         dict(ppo_update=value_learns_first, find_advantages=with_weights),
         ["left out", "waits", "learns", "long gradient"]),
     "one weight for a response": (
-        ["One weight for a response"], [], "ppo", PPO | dict(importance_cap=1.5, max_iters=3),
+        ["response_weight"], [], "ppo", PPO | dict(importance_cap=1.5, max_iters=3),
         dict(find_advantages=with_weights_of_responses), ["at the cap", "below the cap"]),
     "target_kl, REINFORCE++": (
-        ["target_kl", "REINFORCE++** with"], [], "grpo",
+        ["target_kl", "reinforce_pp"], [], "grpo",
         GRPO | dict(target_kl=0.25, scale_by="none", kl_estimator="k2", num_iterations=3,
                     max_iters=3, mix=[(1.0, "some")]),
         dict(too_far=too_far, find_group_advantages=divided),
         ["too far", "no score"]),
-    "GDPO": (
-        ["GDPO"], [], "grpo",
+    "gdpo": (
+        ["gdpo"], [], "grpo",
         GRPO | dict(mix=[(1.0, "letters"), (0.5, "length")], batch_size=9, max_new_tokens=5,
                     max_iters=3), dict(find_group_advantages=each_reward_alone), []),
     "MaxRL, a KL that ends": (
-        ["MaxRL", "A KL that ends"], [("max=10", "max=0.05")], "grpo",
+        ["maxrl", "kl_cut"], [("max=10", "max=0.05")], "grpo",
         GRPO | dict(scale_by="none", max_iters=3, missing_eos_penalty=1.0),
         dict(find_group_advantages=over_the_mean, kl_estimate=short_kl),
         ["mean above 0", "mean below 0", "short", "too long"]),

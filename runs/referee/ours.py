@@ -71,24 +71,20 @@ def graded(loss_of, b, at="logprobs"):
 
 
 @functools.cache
-def page(name, words="", numbers=()):
-    """The Module of a file, with a recipe NAME.diff, or with a diff of docs/algorithms.md."""
+def page(name, recipe="", numbers=()):
+    """The Module of a file, with a diff of recipes/."""
     with open(f"{ROOT}/{name}", encoding="utf-8") as f:
         text = f.read()
     diff = ""
-    if words.endswith(".diff"):
-        with open(f"{ROOT}/recipes/{words}", encoding="utf-8") as f:
+    if recipe:
+        with open(f"{ROOT}/recipes/{recipe}.diff", encoding="utf-8") as f:
             diff = f.read()
-    elif words:
-        with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
-            diff = re.search(re.escape(f"**{words}**") + r".*?```diff\n(.*?)```", f.read(),
-                             re.DOTALL).group(1)
     _, *parts = re.split(r"^--- a/(.*)\n\+\+\+ .*\n", diff, flags=re.MULTILINE)  # file, hunks, ...
     hunks = dict(zip(parts[::2], parts[1::2], strict=True)).get(name, "")
     for hunk in re.split(r"^@@.*\n", hunks, flags=re.MULTILINE)[1:]:
         lines = [line for line in hunk.splitlines(keepends=True) if line[0] in " +-"]
         old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
-        assert text.count(old) == 1, (words, old)
+        assert text.count(old) == 1, (recipe, old)
         text = text.replace(old, new)
     for old, new in numbers:
         text = text.replace(old, new)
@@ -130,17 +126,17 @@ def kl(kind):
     return estimate
 
 
-def ppo_lines(b, logprobs, words="", clamp=None):
+def ppo_lines(b, logprobs, recipe="", clamp=None):
     if clamp:
         logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
-    return page("ppo.py", words).lines(
+    return page("ppo.py", recipe).lines(
         "ratio = ", "pg_loss = ", **FORMULAS, logprobs=logprobs, m=b.mask, cliprange=EPS,
         importance_cap=0, token_count=b.mask.sum(),
         mb=dict(old_logprobs=b.old, advantages=b.advantages, response_mask=b.mask))
 
 
 def clip(b, clamp=None, dual=False):
-    return graded(lambda x: ppo_lines(b, x, "Dual clip" if dual else "", clamp).pg_loss, b)
+    return graded(lambda x: ppo_lines(b, x, "dual_clip" if dual else "", clamp).pg_loss, b)
 
 
 def clipfrac(b, where="", both=False):
@@ -168,7 +164,7 @@ def kl_controller(b, cap=True):
     moved = []
     for kl_now, responses in MOVES:
         run = types.SimpleNamespace(state={})
-        page("ppo.py", "kl_controller.diff").lines(
+        page("ppo.py", "kl_controller").lines(
             "error = ", "run.state['kl_factor']", run=run, record={"objective/kl": kl_now},
             kl_target=6.0, kl_factor=1.0, batch_size=responses)
         moved.append(run.state["kl_factor"])
@@ -199,12 +195,12 @@ def rloo(b):
     return per_token(b, groups.group_advantages(b.scores, G, "none", "others"))
 
 
-def changed(b, words, batch=None, terms=()):
-    """The advantages, (B,), that the page has with a snippet."""
+def changed(b, recipe, batch=None, terms=()):
+    """The advantages, (B,), that the page has with a recipe."""
     space = dict(shape_scores=lambda batch: b.scores, group_size=G, scale_by="std", baseline="mean",
                  batch=batch, terms=terms, mask=b.mask, reward_names=[name for _, name, _ in terms],
                  kl_coef=0, kl_in="loss", missing_eos_penalty=0)
-    return page("grpo.py", words).lines(
+    return page("grpo.py", recipe).lines(
         "scores = shape_scores", "parallel.check", **FORMULAS | space).advantages
 
 
@@ -225,13 +221,13 @@ def reinforce_baseline(b, tokens=False, minus=0):
     if tokens:
         none = groups.group_advantages(b.scores, G, "none")[:, None].expand_as(b.mask)
         return whiten(b, none, minus)
-    return per_token(b, changed(b, "REINFORCE++"))
+    return per_token(b, changed(b, "reinforce_pp"))
 
 
 def gdpo(b, tokens=False, epsilon=1e-4, minus=1):
     rewards = {"a": b.scores, "b": b.other}
     if not tokens and epsilon == 1e-4:
-        return per_token(b, changed(b, "GDPO", {f"reward/{name}": x for name, x in rewards.items()},
+        return per_token(b, changed(b, "gdpo", {f"reward/{name}": x for name, x in rewards.items()},
                                     [(1.0, "a", None), (0.5, "b", None)]))
     each = [x.view(-1, G) for x in rewards.values()]
     mixed = sum(weight * ((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + epsilon))
@@ -244,15 +240,15 @@ def gdpo(b, tokens=False, epsilon=1e-4, minus=1):
 def maxrl(b, epsilon=1e-4):
     b = types.SimpleNamespace(**vars(b) | dict(scores=b.right))
     means = b.right.view(-1, G).mean(1).repeat_interleave(G)
-    return per_token(b, changed(b, "MaxRL") * (means + 1e-4) / (means + epsilon))
+    return per_token(b, changed(b, "maxrl") * (means + 1e-4) / (means + epsilon))
 
 
 def opo(b):
-    return per_token(b, changed(b, "OPO"))
+    return per_token(b, changed(b, "opo"))
 
 
 def pass_at_k(b):
-    return per_token(b, changed(b, "Pass@k"))
+    return per_token(b, changed(b, "pass_at_k"))
 
 
 # losses of a response -----------------------------------------------------------------------------
@@ -267,7 +263,7 @@ def aggregation(kind, counted=True):
 
 
 def token_sum(b, empty=False):
-    found = page("grpo.py", "A sum over tokens").lines("weights = ", "weights = ", counted=b.mask,
+    found = page("grpo.py", "token_sum").lines("weights = ", "weights = ", counted=b.mask,
                                                        rows=torch.arange(len(b.mask)))
     share = b.mask.any(1).double().mean() if empty else 1
     return graded(lambda x: (x * found.weights * share)[b.mask].sum(), b)
@@ -275,24 +271,24 @@ def token_sum(b, empty=False):
 
 def prompt_mean(b):
     space = dict(counted=b.mask, rows=torch.arange(len(b.mask)), group_size=G)
-    found = page("grpo.py", "Every prompt alike").lines(
+    found = page("grpo.py", "every_prompt").lines(
         "weights, group = ", "weights = weights / weights.sum", **FORMULAS | space)
     return graded(lambda x: (x * found.weights)[b.mask].sum(), b)
 
 
-def grpo_loss(b, words="", kind="token-mean", low=LOW, high=HIGH, clamp=None, more=(), numbers=(),
+def grpo_loss(b, recipe="", kind="token-mean", low=LOW, high=HIGH, clamp=None, more=(), numbers=(),
               **keys):
     weights = groups.token_weights(b.mask, kind, T)
     space = FORMULAS | dict(
         loss_type="clip", importance_cap=0, cliprange=low, m=b.mask, cliprange_high=high) | keys
     name = {"clip": "clipped"}.get(space["loss_type"], space["loss_type"])
-    space["LOSSES"] = {space["loss_type"]: getattr(page("groups.py", words), f"{name}_losses")}
+    space["LOSSES"] = {space["loss_type"]: getattr(page("groups.py", recipe), f"{name}_losses")}
 
     def total(logprobs):
         if clamp:
             logprobs = b.old + (logprobs - b.old).clamp(-clamp, clamp)
-        first = "log_ratio = " if words == "KL-Cov" else "pg_losses, pg_clipped = "
-        return page("grpo.py", words, numbers).lines(
+        first = "log_ratio = " if recipe == "kl_cov" else "pg_losses, pg_clipped = "
+        return page("grpo.py", recipe, numbers).lines(
             first, "pg_loss = ", **space, logprobs=logprobs,
             mb=dict(more, old_logprobs=b.old, advantages=b.advantages, weights=weights,
                     response_mask=b.mask, sampler_logprobs=b.sampler)).pg_loss
@@ -313,7 +309,7 @@ def cispo(b, through=False):
 
 
 def sapo(b, kind="seq-mean-token-mean", clamp=None):
-    return grpo_loss(b, "SAPO", kind, clamp=clamp, loss_type="sapo")
+    return grpo_loss(b, "sapo", kind, clamp=clamp, loss_type="sapo")
 
 
 def gspo_weighted(b, own=False):
@@ -323,26 +319,26 @@ def gspo_weighted(b, own=False):
 
 
 def gmpo(b, empty=False):
-    return grpo_loss(b, "GMPO", "seq-mean-token-mean", 0.4, 0.4, loss_type="gmpo")
+    return grpo_loss(b, "gmpo", "seq-mean-token-mean", 0.4, 0.4, loss_type="gmpo")
 
 
-def covariance(b, words, name, numbers=()):
-    """A snippet that chooses tokens of the batch; the log-probs of sampling are those of now."""
+def covariance(b, recipe, name, numbers=()):
+    """A recipe that chooses tokens of the batch; the log-probs of sampling are those of now."""
     batch = dict(advantages=b.advantages, sampler_logprobs=b.logprobs)
-    page("grpo.py", words, numbers).lines(
+    page("grpo.py", recipe, numbers).lines(
         "batch['counted'] = ", f"batch['{name}'] = ", **FORMULAS, batch=batch, mask=b.mask,
         left_out=torch.zeros(len(b.mask), dtype=torch.bool),
         permutation=lambda n, *_: torch.arange(n), seed=0, iteration=0)
-    return grpo_loss(b, words, high=LOW, more={name: batch[name]})
+    return grpo_loss(b, recipe, high=LOW, more={name: batch[name]})
 
 
 def kl_cov(b):
-    return covariance(b, "KL-Cov", "pays")
+    return covariance(b, "kl_cov", "pays")
 
 
 def clip_cov(b):
     """With all in the range drawn. The gradient alone: verl's loss also has what PPO clips."""
-    return covariance(b, "Clip-Cov", "stays", (("0.0002 *", "1.0 *"),))[1:]
+    return covariance(b, "clip_cov", "stays", (("0.0002 *", "1.0 *"),))[1:]
 
 
 def importance(b):
@@ -352,7 +348,7 @@ def importance(b):
 
 def response_weight(b):
     mb = dict(old_logprobs=b.old, sampler_logprobs=b.sampler, response_mask=b.mask)
-    return page("formulas.py", "One weight for a response").importance_weights(mb, CAP)[b.mask]
+    return page("formulas.py", "response_weight").importance_weights(mb, CAP)[b.mask]
 
 
 # the rest -----------------------------------------------------------------------------------------
@@ -395,32 +391,32 @@ ROWS = {
     "k3": (kl("k3"), "the same", "the same"),
     "clipped loss": (clip, "ppo.py, grpo.py", "1707.06347, eq. 7"),
     "clip fraction": (clipfrac, "the same", "2403.17031"),
-    "dual clip": (dual_clip, "docs/algorithms.md", "1912.09729, eq. 5"),
+    "dual clip": (dual_clip, "recipes/dual_clip.diff", "1912.09729, eq. 5"),
     "value loss": (value_loss, "ppo.py", "2403.17031"),
     "KL controller": (kl_controller, "recipes/kl_controller.diff", "1909.08593, 2.2"),
     "GRPO": (grpo, "groups.py: group_advantages", "2402.03300, 4.1.2"),
     "Dr. GRPO": (dr_grpo, "the same", "2503.20783, 3.2"),
     "RLOO": (rloo, "the same", "2402.14740, eq. 7"),
     "REINFORCE++": (reinforce, "gae.py, values of 0; formulas.py", "2501.03262"),
-    "REINFORCE++ baseline": (reinforce_baseline, "docs/algorithms.md", "2501.03262"),
-    "GDPO": (gdpo, "docs/algorithms.md", "2601.05242"),
-    "MaxRL": (maxrl, "docs/algorithms.md", "2602.02710"),
-    "OPO": (opo, "docs/algorithms.md", "2505.23585"),
-    "pass@k": (pass_at_k, "docs/algorithms.md", "2503.19595"),
+    "REINFORCE++ baseline": (reinforce_baseline, "recipes/reinforce_pp.diff", "2501.03262"),
+    "GDPO": (gdpo, "recipes/gdpo.diff", "2601.05242"),
+    "MaxRL": (maxrl, "recipes/maxrl.diff", "2602.02710"),
+    "OPO": (opo, "recipes/opo.diff", "2505.23585"),
+    "pass@k": (pass_at_k, "recipes/pass_at_k.diff", "2503.19595"),
     "token-mean": (aggregation("token-mean"), "groups.py: token_weights", "see there"),
     "seq-mean-token-mean": (aggregation("seq-mean-token-mean"), "the same", "2402.03300, eq. 3"),
     "seq-mean-token-sum-norm": (aggregation("seq-mean-token-sum-norm"), "the same",
                                 "2503.20783, listing 1"),
-    "seq-mean-token-sum": (token_sum, "docs/algorithms.md", ""),
-    "prompt mean": (prompt_mean, "docs/algorithms.md", "2503.14476, eq. 12"),
+    "seq-mean-token-sum": (token_sum, "recipes/token_sum.diff", ""),
+    "prompt mean": (prompt_mean, "recipes/every_prompt.diff", "2503.14476, eq. 12"),
     "GSPO": (gspo, "grpo.py; groups.py", "2507.18071, eq. 5 to 7"),
     "CISPO": (cispo, "grpo.py", "2506.13585, eq. 4, 5"),
-    "SAPO": (sapo, "docs/algorithms.md", "2511.20347"),
-    "GMPO": (gmpo, "docs/algorithms.md", "2507.20673"),
-    "KL-Cov": (kl_cov, "docs/algorithms.md", "2505.22617"),
-    "Clip-Cov": (clip_cov, "docs/algorithms.md", "2505.22617"),
+    "SAPO": (sapo, "recipes/sapo.diff", "2511.20347"),
+    "GMPO": (gmpo, "recipes/gmpo.diff", "2507.20673"),
+    "KL-Cov": (kl_cov, "recipes/kl_cov.diff", "2505.22617"),
+    "Clip-Cov": (clip_cov, "recipes/clip_cov.diff", "2505.22617"),
     "importance weights": (importance, "formulas.py: importance_weights", "Yao et al., 2025"),
-    "one for a response": (response_weight, "docs/algorithms.md", "the same"),
+    "one for a response": (response_weight, "recipes/response_weight.diff", "the same"),
     "GSPO, with weights": (gspo_weighted, "grpo.py", "the same"),
     "DAPO's length": (length, "options/overlong.py", "2503.14476, eq. 13"),
     "pair loss": (pair_loss, "rm.py: preference_loss", "2009.01325, 3.4"),

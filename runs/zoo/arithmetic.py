@@ -27,7 +27,7 @@ rm_lora          | RM --lora=16 --learning_rate=2e-3 --max_iters=150
 hints            | sft.py config/arithmetic_sft.py --context=128 --batch_size=64 \
 --train_path=data/arithmetic/sft_train.jsonl,0.5*data/arithmetic/sft_hints.jsonl
 """  # once for each seed
-# row            | command < a diff of recipes/, or the block of docs/algorithms.md behind this name
+# row            | command < a diff of recipes/
 ROWS = """
 ppo              | PPO MODEL
 ppo_value_policy | PPO MODEL --value_init=policy
@@ -44,9 +44,9 @@ dapo             | GRPO config/dapo.py --refill_by=accuracy --batch_size=128 --m
 gspo             | GRPO config/gspo.py --num_minibatches=4
 cispo            | GRPO config/cispo.py --num_minibatches=4
 rloo             | GRPO config/rloo.py
-reinforce++      | GRPO --kl_estimator=k2 < REINFORCE++
-maxrl            | GRPO --reward_functions=accuracy < MaxRL
-sapo             | GRPO --num_minibatches=4 < SAPO
+reinforce++      | GRPO --kl_estimator=k2 < recipes/reinforce_pp.diff
+maxrl            | GRPO --reward_functions=accuracy < recipes/maxrl.diff
+sapo             | GRPO --num_minibatches=4 < recipes/sapo.diff
 distill          | PPO config/arithmetic_distill.py --ref_path=@/ppo/policy
 self_distill     | GRPO --policy_path=@/hints/policy --ref_path=@/hints/policy --kl_in=reward \
 --kl_estimator=k1 --kl_coef=1 < recipes/self_distillation.diff

@@ -26,7 +26,7 @@ WORDS = {
 FIRST = """
 sft              | sft.py config/search_sft.py
 """  # once for each seed
-# row            | command < a diff of recipes/, or the block of docs/algorithms.md behind this name
+# row            | command < a diff of recipes/
 ROWS = """
 ppo              | PPO
 ppo_lam_95       | PPO --lam=0.95
@@ -52,9 +52,9 @@ dapo_overlong    | GRPO config/dapo.py --batch_size=128 --max_refills=1 --refill
 gspo             | GRPO config/gspo.py
 cispo            | GRPO config/cispo.py
 rloo             | GRPO config/rloo.py
-reinforce++      | GRPO --kl_estimator=k2 < REINFORCE++
-maxrl            | GRPO < MaxRL
-sapo             | GRPO < SAPO
+reinforce++      | GRPO --kl_estimator=k2 < recipes/reinforce_pp.diff
+maxrl            | GRPO < recipes/maxrl.diff
+sapo             | GRPO < recipes/sapo.diff
 staleness_1      | GRPO --staleness=1
 staleness_2      | GRPO --staleness=2
 staleness_4      | GRPO --staleness=4

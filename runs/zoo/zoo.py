@@ -52,11 +52,7 @@ def code_of(diff):
     for path in [*glob.glob("*.py"), *glob.glob("[cog]*/*.py")]:  # config, options, grading
         os.makedirs(os.path.dirname(f"{at}/{path}"), exist_ok=True)
         shutil.copy(path, f"{at}/{path}")
-    with open(diff if os.path.exists(diff) else "docs/algorithms.md", encoding="utf-8") as f:
-        text = f.read()
-    if not os.path.exists(diff):
-        text = text.split(f"**{diff}**")[1].split("```diff\n")[1].split("```")[0]
-    subprocess.run(["git", "apply", f"--directory={at}", "-"], input=text, text=True, check=True)
+    subprocess.run(["git", "apply", f"--directory={at}", diff], check=True)
     return at
 
 

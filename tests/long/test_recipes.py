@@ -1,8 +1,8 @@
 """
-recipes/*.diff and the diffs in docs/algorithms.md: each applies to a copy of the files, and the
-copy runs with nothing else of the repository, on two ranks, killed and resumed. What comes out is
-what by_hand.py works out, with the functions of recipes/worked_out.py in the place of its own. And
-recipes/dpo.py, worked out here.
+recipes/*.diff and the example in docs/fork.md: each applies to a copy of the files, and the copy
+runs with nothing else of the repository, on two ranks, killed and resumed. What comes out is what
+by_hand.py works out, with the functions of recipes/worked_out.py in the place of its own. And
+recipes/dpo.py, worked out here; the tables of recipes/README.md and docs/algorithms.md.
 """
 import glob
 import math
@@ -26,22 +26,20 @@ from recipes.worked_out import CASES
 from test_by_hand import GRPO, assert_agrees
 from tiny import assert_one_line, at, jsonl, of_copy, read_jsonl, run, well
 
-with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
-    BLOCKS = re.findall(r"((?:[^\n]+\n)+)```diff\n(.*?)```", f.read(), re.DOTALL)
+RECIPES = sorted(os.path.basename(path)[:-5] for path in glob.glob(f"{ROOT}/recipes/*.diff"))
 
 
-def diff_of(words):
-    """The text of a recipe, or of the block in the docs behind a paragraph with these words."""
-    if os.path.exists(f"{ROOT}/recipes/{words}.diff"):
-        with open(f"{ROOT}/recipes/{words}.diff", encoding="utf-8") as f:
-            return f.read()
-    (block,) = [block for paragraph, block in BLOCKS if words in paragraph]
-    return block
+def diff_of(name):
+    """The text of a recipe, or of the example in docs/fork.md."""
+    path = "docs/fork.md" if name == "price of length" else f"recipes/{name}.diff"
+    with open(f"{ROOT}/{path}", encoding="utf-8") as f:
+        text = f.read()
+    return text if path.endswith("diff") else re.search(r"```diff\n(.*?)```", text, re.DOTALL)[1]
 
 
 def fork(folder, diffs, numbers=()):
     """
-    A copy of the files in folder/mine, as docs/algorithms.md says, with these diffs; of the numbers
+    A copy of the files in folder/mine, as docs/fork.md says, with these diffs; of the numbers
     in it, pairs (old, new) of text are changed. Returns the copy's folder.
     """
     os.makedirs(mine := f"{folder}/mine")
@@ -93,7 +91,7 @@ def test_it_is_what_it_is_by_hand(world, tmp_path, monkeypatch, name):
     how = with_options if "turns" in keys else test_by_hand
     mine, folder = fork(f"{tmp_path}/fork", diffs, numbers), f"{tmp_path}/run"
     also = [wrong_sampler] if {"masked_importance", "deepseek_v32",
-                              "One weight for a response"} & {*diffs} else []
+                              "response_weight"} & {*diffs} else []
     typed = how.typed_keys(world, keys, script, dict(out_dir="out", checkpoint_interval=1))
     if keeps := any("run.state" in diff_of(words) for words in diffs):
         killed = run_fork(mine, script, folder, typed, [*also, at(2, signal.SIGKILL, rank=1)])
@@ -136,15 +134,32 @@ def test_the_kl_of_the_top_k():
 
 def test_gdpo_refuses_what_is_no_reward(world, tmp_path):
     keys = GRPO | dict(missing_eos_penalty=1.0)
-    ended = run_fork(fork(tmp_path / "fork", ["GDPO"]), "grpo", f"{tmp_path}/run",
+    ended = run_fork(fork(tmp_path / "fork", ["gdpo"]), "grpo", f"{tmp_path}/run",
                      test_by_hand.typed_keys(world, keys, "grpo", {}))
     assert ended.codes == [2, 2] and "--missing_eos_penalty=0" in "".join(ended.err), ended
 
 
 def test_each_diff_has_a_case():
-    recipes = {os.path.basename(path)[:-5] for path in glob.glob(f"{ROOT}/recipes/*.diff")}
-    used = {diff_of(words) for diffs, *_ in CASES.values() for words in diffs}
-    assert used == {diff_of(name) for name in recipes} | {block for _, block in BLOCKS}
+    used = {name for diffs, *_ in CASES.values() for name in diffs}
+    assert used == {*RECIPES, "price of length"}
+
+
+def test_the_tables_have_each_diff():
+    """recipes/README.md: its papers and its lines, which git counts. docs/algorithms.md: a link."""
+    with open(f"{ROOT}/recipes/README.md", encoding="utf-8") as f:
+        rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in f
+                if line.startswith("| [")]
+    found = {re.search(r"\((\w+)\.diff\)", row[0])[1]: row[1:] for row in rows if ".diff" in row[0]}
+    with open(f"{ROOT}/docs/algorithms.md", encoding="utf-8") as f:
+        linked = re.findall(r"\(\.\./recipes/(\w+)\.diff\)", f.read())
+    assert sorted(found) == RECIPES and set(linked) == set(RECIPES)
+    for name, (_, papers, lines) in found.items():
+        head, _ = diff_of(name).split("\n--- a/", 1)
+        assert all(paper in head for paper in re.findall(r"[\d.]{10}", papers)), name
+        counted = subprocess.run(["git", "apply", "--numstat", f"recipes/{name}.diff"], cwd=ROOT,
+                                 capture_output=True, text=True, check=True).stdout.split()
+        more, fewer = (sum(map(int, counted[n::3])) for n in (0, 1))
+        assert lines == f"+{more} -{fewer}", (name, more, fewer)
 
 
 # recipes/dpo.py: equation 7 of arXiv 2305.18290, one pair and one token at a time

@@ -53,7 +53,7 @@ def test_a_row_of_the_zoo(copy):
     assert list(rows) == ["sft", "maxrl"], page
     assert rows["sft"][2] == 0 and rows["sft"][5:] == [1, 2]  # the KL to itself; cost.json
     assert rows["maxrl"][2] != 0
-    pages = [open(f"{copy}/{code}grpo.py").read() for code in ("", "out/zoo/code/MaxRL/")]
+    pages = [open(f"{copy}/{code}grpo.py").read() for code in ("", "out/zoo/code/maxrl.diff/")]
     assert ["torch.where(means > 0" in page for page in pages] == [False, True]
     assert len(read_jsonl(copy / "out/zoo/1/maxrl/log.jsonl")) == 2
     assert os.path.exists(copy / "out/zoo/zoo.png")
