@@ -155,6 +155,20 @@ def test_what_the_pages_name_is_there():
         assert name in names, (file, name)
 
 
+def test_each_word_has_a_file():
+    """docs/words.md; and it has those that the course names for its lecturer."""
+    with open(f"{ROOT}/docs/words.md", encoding="utf-8") as f:
+        rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", f.read(), re.MULTILINE)[1:]
+    known = {word.strip("`") for words, _ in rows for word in words.split(", ")}
+    for words, place in rows:
+        file = re.fullmatch(r"`(.+)`|\[.+\]\(\.\./(.+)\)|in|---", place)
+        assert file and os.path.exists(f"{ROOT}/{file[1] or file[2] or ''}"), (words, place)
+    with open(f"{ROOT}/course/README.md", encoding="utf-8") as f:
+        taught = re.search(r"\*\*Words\*\*, (\d+): \[(.*?)\]", f.read(), re.DOTALL)
+    taught, count = taught[2].replace("\n", " ").split(", "), int(taught[1])
+    assert len(taught) == count and not set(taught) - known
+
+
 OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
 
 
