@@ -288,7 +288,8 @@ def hub_files(source):
 def files_of_split(files, folder, split, source):
     """
     The files of a split, sorted. files: all files of the data set, with paths relative to it.
-    Raises BadInput where there are none, or where several folders have some.
+    Raises BadInput where there are none, where several folders have some, where one has the same
+    name in two formats, and where one to train on is held out by its name, as data/val.jsonl.
     """
     files = sorted(file for file in files
                    if file.lower().removesuffix(".gz").endswith(ENDINGS) and file[0] != ".")
@@ -296,15 +297,51 @@ def files_of_split(files, folder, split, source):
     # a word of the path: `train` is one in data/train-00000.parquet, and none in train_sft.jsonl
     word = rf"(^|[/-]){re.escape(split)}([-_]?\d|[/.-])"
     wanted = [file for file in inside if re.search(word, file)]
-    if split == "train" and not any(re.search("(^|[/-])(train|test|valid|dev)", file)
-                                    for file in inside):
+    if split == "train" and not any(re.search("(^|[/-])train", file) for file in inside):
         wanted = inside  # a set without splits
+    set_name = source.split(":")[1]
+    place = set_name if os.path.isdir(set_name) else "DIR"
+    get = "" if place == set_name else (
+        f"hf download {set_name} --repo-type=dataset --local-dir=DIR, and then ")
+    odd = [] if held_out(split) else [
+        file for file in wanted if held_out(file[len(folder or ""):])]
+    if odd:
+        good = [file for file in wanted if file not in odd]
+        meant = "if you mean it, " * (not good)
+        raise BadInput(f"{source} would train on {listed(odd)}, held out by name; {meant}type {get}"
+                       f"the file to train on, {os.path.join(place, (good or odd)[0])}, or several "
+                       "with commas")
+    forms = {}  # {name: {format: file}} of data.jsonl and data.csv.gz, train-00000-of-00001.parquet
+    for file in wanted:
+        name, form = re.fullmatch(r"(.*?)((?:\.(?:jsonl|json|csv|parquet))(?:\.gz)?)",
+                                  file.lower()).groups()
+        forms.setdefault(re.sub(r"-\d+-of-\d+$", "", name), {})[form] = file
+    for some in forms.values():
+        if len(some) > 1:
+            raise BadInput(f"{source} would read {listed([*some.values()])}, one name in several "
+                           f"formats; type {get}the file itself, "
+                           f"{os.path.join(place, min(some.values()))}")
     folders = {os.path.dirname(file) for file in wanted}
     if not wanted or len(folders) > 1 and not folder:
         found = f"it is in the folders {sorted(folders)}" if wanted else f"there are {files}"
         raise BadInput(f"{source}: cannot tell which files are {split!r}, {found[:300]}; wanted "
                        "hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT")
     return wanted
+
+
+def held_out(name):
+    """
+    Whether a name has val, test, held_out or the like as a word: data-val2.jsonl and myTest.csv
+    have one, latest.jsonl has none.
+    """
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower()
+    return re.search(r"\b((val|valid|validation|dev|test|testing|eval|evaluation)(set)?"
+                     r"|(held|hold) ?out)\b", words)
+
+
+def listed(files):
+    """The first names of some files."""
+    return ", ".join(files[:4]) + f" and {len(files) - 4} more" * (len(files) > 4)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from tiny import jsonl, keys_of, read_jsonl, well
 
 from errors import BadInput
-from options.sources import figures_by_source, name_sources
+from options.sources import figures_by_source, hub_files, name_sources
 from prompts import Rows, batch_rows, encode_rows, prompt_row, read_rows
 
 ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
@@ -57,6 +57,47 @@ def test_data_sets_in_the_layout_of_the_hub(tmp_path):
     for spec, word in (("train", "main"), ("main:dev", "dev"), ("a:b:c:d", "hf:NAME:SPLIT")):
         with pytest.raises(BadInput, match=word):
             prompts(spec)
+
+
+@pytest.mark.parametrize("held_out, names", [
+    (1, "data.jsonl val.jsonl"), (1, "data.jsonl eval.json"), (1, "math.csv math_test.csv"),
+    (1, "a.jsonl a_val.jsonl"), (1, "x.jsonl x-DEV2.jsonl"), (1, "data.jsonl data.valid.jsonl"),
+    (1, "all.jsonl evaluation/all2.jsonl"), (1, "part1.jsonl held-out.jsonl"),
+    (1, "p.jsonl p_held_out.jsonl.gz"), (1, "p.jsonl holdout01.jsonl"), (1, "q.csv myTest.csv"),
+    (1, "Train.jsonl Validation.jsonl"), (1, "my_train.jsonl my_testing.jsonl"),
+    (1, "train/a.jsonl train/dev.jsonl"), (1, "train-00000.jsonl train-val.jsonl"),
+    (1, "q.jsonl valset.jsonl"), (1, "test.jsonl"),
+    (0, "latest.jsonl contest.jsonl"), (0, "devil.jsonl evaluated.jsonl"), (0, "value.jsonl"),
+    (0, "developers.jsonl attest.csv"), (0, "upheld/output.jsonl"), (0, "my_train.jsonl"),
+    (0, "data-00000-of-00002.csv data-00001-of-00002.csv"), (0, "protest-1.jsonl"),
+    (2, "data.jsonl data.csv"), (2, "data.json data.jsonl.gz"), (2, "train.csv train.jsonl"),
+    (2, "train-00000-of-00001.jsonl train.json"), (2, "Data.jsonl data.json")])
+def test_a_set_without_splits_has_no_held_out_file(tmp_path, held_out, names):
+    """0: all are read. 1: refused with the file that is held out by name. 2: one name twice."""
+    names = names.split()
+    for name in names:
+        os.makedirs((tmp_path / name).parent, exist_ok=True)
+        (tmp_path / name).write_text("")
+    if not held_out:
+        assert hub_files(f"hf:{tmp_path}:train") == [f"{tmp_path}/{name}" for name in sorted(names)]
+        return
+    with pytest.raises(BadInput) as error:
+        hub_files(f"hf:{tmp_path}:train")
+    told, _, typed = str(error.value).partition(";")
+    first = min(names) if held_out == 2 else names[0]
+    assert f"{tmp_path}/{first}" in typed and names[-1] in told
+    assert all((f" {name}" in told) == (held_out == 2) for name in names[:-1])
+
+
+def test_what_is_asked_for_by_name_is_read(tmp_path):
+    """Of train and test beside each other the one that is asked for; a folder that is named."""
+    for name in ("a/train.json", "a/test.json", "a/val.csv", "dev/train.jsonl",
+                 "dev/main_test.json"):
+        os.makedirs((tmp_path / name).parent, exist_ok=True)
+        (tmp_path / name).write_text("")
+    for split, name in (("a:train", "a/train.json"), ("a:test", "a/test.json"),
+                        ("val", "a/val.csv"), ("dev:train", "dev/train.jsonl")):
+        assert hub_files(f"hf:{tmp_path}:{split}") == [f"{tmp_path}/{name}"]
 
 
 def drawn(rows, places):
