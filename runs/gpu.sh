@@ -28,7 +28,7 @@ bench() {
         --device_type=cpu --dtype=float32 --d_model=32 --n_layer=1 --n_head=2 --n_kv_head=1
         --d_ff=48 --vocab_size=64 --batch_size=4 --micro_batch_size=2 --prompt_length=6
         --max_new_tokens=8 --repeats=1)
-    step tools/bench.py "${sizes[@]}"
+    step evidence/bench.py "${sizes[@]}"
 }
 has() { "$PYTHON" -c "import $1" 2>/dev/null || { echo "skipped: $1 is not installed"; false; }; }
 m135="--d_model=576 --n_layer=30 --n_head=9 --n_kv_head=3 --d_ff=1536 --vocab_size=49152"
@@ -42,12 +42,12 @@ mkdir -p out
 print(torch.cuda.get_device_properties(0), torch.__version__)'
     if [[ $part = *1* ]]; then
         bench $b1 --batch_size=64 --micro_batch_size=16 --work=sampling,update --head_chunk=2048
-        has trl && step runs/peers/table.py --grpo_python="$PYTHON" --rows=grpo_full --rounds=1 \
+        has trl && step evidence/peers/table.py --grpo_python="$PYTHON" --rows=grpo_full --rounds=1 \
             --steps=2 "${peers[@]}"
         # with xdist, what the tests print comes at the end
         at_once="$("$PYTHON" -c 'import xdist; print("-n 4 -rP")' 2>/dev/null || echo -s)"
-        QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" PYTHONPATH=tests:tests/long \
-            step -m pytest -p conftest -q $at_once --durations=5 runs/needs/test_gpu.py ${TESTS:-}
+        QUARTET_GPU="${QUARTET_GPU:-${CUDA_VISIBLE_DEVICES:-0}}" \
+            step -m pytest -q $at_once --durations=5 evidence/needs/test_gpu.py ${TESTS:-}
         bench $m135 --batch_size=512 --micro_batch_size=64 --work=sampling,update
     fi
     if [[ $part = *2* ]]; then

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# The whole test suite, in an environment of its own: tests/ and tests/long. After the install it
-# needs no network, and no GPU. The last lines say how many tests were skipped, and why. (Those in
-# runs/needs need a GPU, vLLM, transformers 4, root or a downloaded model; their heads say how to run
-# them.)
+# The whole test suite, in an environment of its own: tests/ and evidence/tests. After the install
+# it needs no network, and no GPU. The last lines say how many tests were skipped, and why. (Those in
+# evidence/needs need a GPU, vLLM, transformers 4, root or a downloaded model: evidence/README.md.)
 #   bash runs/test.sh [pytest options]
 #   OLDEST=1 bash runs/test.sh   the same with the oldest transformers of requirements.txt
 #   NEWEST=1 bash runs/test.sh   with the newest transformers and torch that pip finds
@@ -37,6 +36,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run several processe
 cores=$("$PYTHON" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
 "$PYTHON" -m pytest -q -rs -n $((cores < 4 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder \
-    tests/test_*.py tests/long/test_*.py "$@"
+    tests/test_*.py evidence/tests/test_*.py "$@"
 # the style comes last, and only of files that git knows: yours may look as they like
 git ls-files '*.py' 2>/dev/null | xargs -r "$PYTHON" -m ruff check

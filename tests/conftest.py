@@ -16,9 +16,6 @@ torch.set_num_threads(1)
 
 def pytest_collection_modifyitems(items):
     """Files that start processes come first: at the end, short tests keep both workers busy."""
-    for item in items:  # tests/long has no conftest.py: two modules of one name hide each other
-        if "long" in item.path.parts:
-            item.add_marker(pytest.mark.long)
     starts = {"well", "run", "Started", "in_a_fork", "subprocess"}
     items.sort(key=lambda item: not starts & vars(item.module).keys())
 

@@ -1,7 +1,7 @@
 """
 Whole runs with options against by_hand_options.py, within 1e-9, as in test_by_hand.py: on several
 ranks, with roles, or stopped and begun again, perhaps in another layout. And runs whose keys are
-drawn: combinations of which nobody has thought. (tests/long/test_drawn.py draws more.)
+drawn: combinations of which nobody has thought. (evidence/tests/test_drawn.py draws more.)
 """
 import inspect
 import json

@@ -1,0 +1,1 @@
+"""A package, so that pytest tells its conftest.py from that of tests/."""

@@ -1,0 +1,386 @@
+r"""
+How fast are sampling, PPO and GRPO, and how much memory do they take? Measured on random Llamas.
+
+On two CPU cores, with each thread pinned to a core, for threads that move make figures worthless:
+
+OMP_NUM_THREADS=2 OMP_PROC_BIND=true OMP_PLACES=cores python evidence/bench.py
+
+A model of about 1B parameters on a GPU:
+
+python evidence/bench.py --d_model=2048 --n_layer=16 --n_head=32 --n_kv_head=8 --d_ff=8192 \
+    --dtype=bfloat16
+
+First sampling, in turns with transformers' own generate on the same weights and prompts, and with
+--compile=True also by compiled steps; then, if --work names it, a training step; then runs of
+ppo.py and grpo.py, with the seconds of each phase. Figures are medians. Of sampling and of the
+training step it also prints the operations that take longest.
+
+A share is that of the limit, the seconds that this machine needs at the least: for the products of
+matrices, as torch counts their operations, at the speed of one large product; of sampling, for the
+bytes that it must read at the speed of a copy, if that takes longer.
+"""
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+# Python looks for modules in this file's folder, evidence/; ours are in the folder above it.
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+from configurator import configure  # noqa: E402  first: it must be imported before torch
+
+import torch  # noqa: E402
+
+from errors import BadInput, Stop  # noqa: E402
+from load import auto_class, autocast, load  # noqa: E402
+from ranks import choose_device  # noqa: E402
+from rollout import decode, decoding_copy, response_uniforms  # noqa: E402
+from run import make_optimizer  # noqa: E402
+
+# -------------------------------------------------------------------------------------------------
+work = "sampling,ppo,grpo"  # to be measured: these, or some of them, or update
+d_model = 256  # width of the Llama [2..100000]
+n_layer = 4  # its layers [1..10000]
+n_head = 4  # its attention heads [1..10000]
+n_kv_head = 4  # its key-value heads [1..10000]
+d_ff = 688  # width of its gated MLP [1..1000000]
+vocab_size = 512  # its vocabulary [8..800000]
+batch_size = 32  # responses; GRPO: 4 to a prompt [4..100000]
+prompt_length = 32  # tokens of each prompt [1..1000000]
+max_new_tokens = 128  # tokens of the longest response [4..1000000]
+lengths = "full"  # all responses have the longest, or end by themselves, after 43 % [full | real]
+micro_batch_size = 8  # rows scored or trained at once [1..1000000]
+repeats = 3  # timed runs and iterations of each, after one to warm up [1..10000]
+run_keys = ""  # more keys of both scripts, as rollout_batch_size=8,head_chunk=64
+# evidence/peers/table.py imports the functions, with arguments of its own
+config, system = configure(globals(), "config/keys.py", argv=None if __name__ == "__main__" else [])
+# -------------------------------------------------------------------------------------------------
+# a rule for GRPO: any score that differs within a group
+RULE = """def score(batch):
+    return [sum(map(ord, text)) % 7 / 7 for text in batch["completions"]]
+"""
+
+
+def make_models(folder, sizes, prompt_length, longest, end_share, system, ppo):
+    """
+    Write folder/policy, for PPO reward_model, prompts.jsonl and rule.py: random Llamas of these
+    sizes, as in config.json, a tokenizer with a token a character, prompts of one length, a reward.
+    longest: tokens of the longest response. end_share: which share of the sampled tokens is EOS.
+    With 0 every response has `longest` tokens; with 2 / longest 0.43 x longest on average.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    V, first = sizes["vocab_size"], 0x20000  # the first of 900,000 characters: the vocabulary
+    vocabulary = {chr(first + i): i for i in range(V - 2)} | {"<eos>": V - 2, "<pad>": V - 1}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(first)))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token=chr(first),
+        padding_side="left", model_max_length=prompt_length + longest)
+    settings = AutoConfig.for_model(
+        "llama", **sizes, tie_word_embeddings=False, bos_token_id=None, eos_token_id=V - 2,
+        pad_token_id=V - 1, max_position_embeddings=prompt_length + longest,
+        initializer_range=sizes["hidden_size"]**-0.5, num_labels=1,
+        score_shift=0.0)  # or a run would begin with a search for its zero
+    heads = dict(policy="lm", reward_model="scalar") if ppo else dict(policy="lm")
+    for name, head in heads.items():
+        with torch.device(choose_device(system.device_type)):
+            hf = auto_class(head).from_config(settings)
+        if head == "lm":
+            end_sometimes(hf, end_share)
+        hf.save_pretrained(os.path.join(folder, name))
+        tokenizer.save_pretrained(os.path.join(folder, name))
+    ids = torch.randint(0, V - 2, (512, prompt_length), generator=torch.Generator().manual_seed(0))
+    with open(os.path.join(folder, "prompts.jsonl"), "w", encoding="utf-8") as f:
+        for row in ids.tolist():
+            f.write(json.dumps({"prompt": "".join(chr(first + i) for i in row)}) + "\n")
+    with open(os.path.join(folder, "rule.py"), "w", encoding="utf-8") as f:
+        f.write(RULE)
+
+
+@torch.no_grad()
+def end_sometimes(llama, end_share):
+    """
+    Change a random Llama so that this share of its tokens is EOS, the last but one of the
+    vocabulary, and none is padding, the last. All other tokens are about equally likely.
+
+    A Llama's head has no bias, so coordinate 0 of the residual stream becomes one: every embedding
+    has a large number there, and no layer writes to it. The last norm makes sqrt(d) of it.
+    """
+    head = llama.lm_head.weight  # (V, d)
+    V, d = head.shape
+    odds = end_share * (V - 2) / (1 - end_share)  # of EOS against one of the V - 2 other tokens
+    llama.get_input_embeddings().weight[:, 0] = 100.0
+    for layer in llama.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
+    head[:, 0] = 0.0
+    head[-2:] = 0.0
+    head[-2, 0] = (math.log(odds) if odds else -50.0) / math.sqrt(d)
+    head[-1, 0] = -50.0 / math.sqrt(d)
+
+
+def sampling(folder, system, B, P, longest, repeats):
+    """
+    {"quartet", "compiled" (with the key compile) or "transformers": [(seconds, tokens), ...]}: how
+    long each takes to answer B random prompts of P tokens, `repeats` times, in turns, so that a
+    slow moment hits all. And a function that lets quartet do it once more.
+    """
+    device = choose_device(system.device_type)
+    plain = SimpleNamespace(**vars(system) | dict(compile=False))  # the layers train nothing here
+    policy = load(os.path.join(folder, "policy"), "policy", plain, device, trained=True)
+    eos, pad = policy.tokenizer.eos_id, policy.tokenizer.pad_id
+    prompts = torch.randint(0, eos, (B, P), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def quartet(decoder, graphs=system.cuda_graphs and device.type == "cuda"):
+        uniforms = response_uniforms(0, "bench", 0, range(B), longest)
+        _, _, lengths, _ = decode(decoder, prompts.tolist(), uniforms, graphs=graphs)
+        return lengths.sum().item()
+
+    def compiled(decoder):
+        return quartet(decoder, "compiled")
+
+    def transformers(decoder):
+        from transformers import GenerationConfig
+
+        settings = GenerationConfig(
+            max_new_tokens=longest, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            eos_token_id=eos, pad_token_id=pad, disable_compile=True)
+        out = decoder.hf.generate(prompts, attention_mask=torch.ones_like(prompts),
+                                  generation_config=settings)[:, P:]
+        return (out != pad).sum().item()  # padding follows the EOS, and is never sampled
+
+    def timed(run):
+        began = time.perf_counter()
+        with torch.no_grad(), autocast(system, device), decoding_copy(
+                policy, system, device) as decoder:
+            tokens = run(decoder)  # an int: the device has finished
+        return time.perf_counter() - began, tokens
+
+    runners = (quartet, *((compiled,) if system.compile else ()), transformers)
+    took = {run.__name__: [] for run in runners}
+    for i, run in itertools.product(range(repeats + 1), runners):
+        pair = timed(run)
+        if i > 0:  # the first run is the warm-up
+            took[run.__name__].append(pair)
+    return took, lambda: timed(quartet)
+
+
+def update(folder, system, b, T, repeats):
+    """Median seconds of a training step of b rows with T tokens, and a function that does one."""
+    device, drawn = choose_device(system.device_type), torch.Generator().manual_seed(0)
+    policy = load(os.path.join(folder, "policy"), "policy", system, device, trained=True)
+    optimizer = make_optimizer(policy, "policy", system, 1e-12, (0.9, 0.95), 1e-8)
+    tokens = torch.randint(0, policy.tokenizer.eos_id, (b, T), generator=drawn).to(device)
+    target_mask = torch.arange(T, device=device).expand(b, T) > 0
+
+    def step():
+        began = time.perf_counter()
+        with autocast(system, device):
+            found = policy.logprobs(tokens, target_mask, 1.0, system.head_chunk, entropy=True)
+        sum(x.mean() for x in found).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[0][0].item()  # waits for the device
+        return time.perf_counter() - began
+
+    return statistics.median([step() for _ in range(repeats + 1)][1:]), step  # the first warms up
+
+
+def print_longest(work, device):
+    """
+    The ten operations that take longest in a call of `work`, and all together: on a GPU the rest of
+    its seconds is waiting for Python.
+    """
+    from torch.profiler import profile
+
+    with profile() as seen:
+        work()
+    kind = "device" if device.type == "cuda" else "cpu"
+    took = [(getattr(event, f"self_{kind}_time_total") / 1000, event.count, event.key)
+            for event in seen.key_averages()  # not what launches a kernel: it has the same time
+            if event.device_type.name.lower() == device.type]
+    for milliseconds, count, name in sorted(took, reverse=True)[:10]:
+        print(f"    {milliseconds:.2f} ms in {count} {name[:80]}")
+    milliseconds, count = (sum(one[i] for one in took) for i in (0, 1))  # 0, where none are seen
+    print(f"    {milliseconds:.2f} ms in all {count}", flush=True)
+
+
+# -------------------------------------------------------------------------------------------------
+# limits
+
+# of an iteration: how often all texts go through a trunk, and all response tokens through the head
+# of a language model; a backward pass counts twice. In PPO policy, reference, value and reward
+# model read, and four epochs train two models; in GRPO the reference reads
+PASSES = dict(ppo=dict(score=(4, 2), update=(4 * 3 * 2, 4 * 3)),
+              grpo=dict(score=(1, 1), update=(3, 3)), update=dict(update=(3, 3)), sampling={})
+
+
+def work_of(script, folder, B, P, R, longest, samples=1):
+    """
+    {phase: (FLOP, numbers)} of an iteration of ppo.py or grpo.py with the keys that `iterations`
+    has; of `update`: a training step; of `sampling`: the rollout alone. FLOP: of products of
+    matrices. numbers: how many a rollout's steps must read, of weights, and of keys and values so
+    far; elsewhere 0. B responses, of R tokens on average and `longest` at most, to prompts of P
+    tokens, `samples` of them to a prompt.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModel
+
+    c = AutoConfig.from_pretrained(os.path.join(folder, "policy"))
+    head = c.hidden_size * c.vocab_size  # weights, as many as the embeddings have
+    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.hidden_size // c.num_attention_heads
+    with FakeTensorMode(), torch.no_grad():  # tensors without memory: nothing is computed
+        trunk = AutoModel.from_config(c, attn_implementation="eager")  # the counter sees all of it
+        weights = sum(p.numel() for p in trunk.parameters())
+
+        def flop(T):
+            with FlopCounterMode(display=False) as counter:
+                trunk(torch.zeros(1, round(T), dtype=torch.int64), use_cache=False)
+            return counter.get_total_flops()
+
+        prompt, text = flop(P), flop(P + R)
+    decoding = B * (prompt / samples + text - prompt + R * 2 * head)
+    work = dict(rollout=(decoding, longest * weights + B * R * (P + R / 2) * kv))
+    work |= {phase: (B * (trunks * text + heads * R * 2 * head), 0)
+             for phase, (trunks, heads) in PASSES[script].items()}
+    return {"update": work["update"]} if script == "update" else work
+
+
+def limits(work, longest, system):
+    """{phase: the least seconds on this device} of what `work_of` gives, and their sum."""
+    device, dtype = choose_device(system.device_type), getattr(torch, system.dtype)
+    least = {}
+    for phase, (flop, numbers) in work.items():
+        nbytes = numbers * dtype.itemsize
+        least[phase] = flop / products(device, dtype)
+        if nbytes:
+            least[phase] = max(least[phase], nbytes / bandwidth(device, nbytes / longest))
+    return least | dict(iteration=sum(least.values()))
+
+
+@functools.cache
+def products(device, dtype):
+    """Floating-point operations a second of the device in a product of two large matrices."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    return 2 * n**3 / fastest(lambda: a @ b)
+
+
+def bandwidth(device, nbytes):
+    """Bytes a second that the device reads and writes in a copy that touches `nbytes`."""
+    a, b = torch.ones(2, max(round(nbytes / 2), 1), dtype=torch.uint8, device=device)
+    return 2 * a.nbytes / fastest(lambda: b.copy_(a))
+
+
+def fastest(work):
+    """The least seconds that a call of `work`, which gives a tensor, takes on its device."""
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(5):
+            out = work()
+        out.flatten()[0].item()  # waits for the device
+        seconds.append((time.perf_counter() - began) / 5)
+    return min(seconds)
+
+
+def iterations(script, folder, keys):
+    """
+    The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
+    warms up. The learning rate is so small that the lengths of the responses stay as they are.
+    """
+    keys = dict(
+        policy_path=os.path.join(folder, "policy"), temperature=1.0, learning_rate=1e-12,
+        reward_path=os.path.join(folder, "reward_model"), checkpoint_interval=0,
+        prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
+    if script == "grpo":
+        keys |= dict(reward_functions=os.path.join(folder, "rule.py:score"), reward_path="")
+    torch.cuda.empty_cache()  # the run needs what this process keeps
+    with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
+        run = subprocess.Popen(
+            command + [f"--{key}={value}" for key, value in keys.items()],
+            stdout=subprocess.DEVNULL, stderr=errors,
+            # all cores, as before torch: OpenMP may have pinned this process to one
+            preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())))
+        records = []
+        while run.poll() is None and len(records) < keys["max_iters"]:
+            time.sleep(0.2)
+            if os.path.exists(f"{out}/run/log.jsonl"):
+                with open(f"{out}/run/log.jsonl", encoding="utf-8") as f:
+                    records = [json.loads(line) for line in f if line.endswith("\n")]
+        run.kill()  # it would only save its models now
+        run.wait()
+        if len(records) < keys["max_iters"]:
+            errors.seek(0)
+            raise Stop(f"{script}.py failed: {(errors.read().strip() or '?').splitlines()[-1]}")
+        return records[1:keys["max_iters"]]
+
+
+if __name__ == "__main__":
+    if not set(work.split(",")) <= {"sampling", "update", "ppo", "grpo"}:
+        raise BadInput(f"work = {work!r}: wanted sampling,update,ppo,grpo or some of them")
+    if d_model % (2 * n_head) or n_head % n_kv_head:
+        raise BadInput(f"d_model = {d_model}, n_head = {n_head}, n_kv_head = {n_kv_head}: each "
+                       "must be a multiple of the next, d_model an even one")
+    if not all("=" in pair for pair in run_keys.split(",") if pair):
+        raise BadInput(f"run_keys = {run_keys!r}: wanted key=value, with commas between several")
+    device = choose_device(system.device_type)
+    speed = products(device, getattr(torch, system.dtype))
+    print(f"{device.type}, {torch.get_num_threads()} CPU threads, torch {torch.__version__}, "
+          f"{speed / 1e12:.3g} TFLOP/s in a large product; {batch_size} responses of up to "
+          f"{max_new_tokens} tokens to prompts of {prompt_length}")
+
+    def share(needs, phase, seconds):
+        return f" ({limits(needs, max_new_tokens, system)[phase] / seconds:.0%})"
+
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
+                     num_hidden_layers=n_layer, num_attention_heads=n_head,
+                     num_key_value_heads=n_kv_head)
+        make_models(folder, sizes, prompt_length, max_new_tokens,
+                    2 / max_new_tokens if lengths == "real" else 0.0, system, "ppo" in work)
+        P, R = prompt_length, max_new_tokens
+        if "sampling" in work:
+            took, again = sampling(folder, system, batch_size, P, R, repeats)
+            for name, runs in took.items():
+                seconds, tokens = map(statistics.median, zip(*runs, strict=True))
+                needs = work_of("sampling", folder, batch_size, P, tokens / batch_size, R)
+                read = needs["rollout"][1] * getattr(torch, system.dtype).itemsize
+                print(f"  {name}: {seconds:.3f} s{share(needs, 'rollout', seconds)}, "
+                      f"{tokens / seconds:.0f} tokens/s, {1000 * seconds / R:.2f} ms a step, "
+                      f"{read / seconds / 1e9:.0f} GB/s", flush=True)
+            print_longest(again, device)
+        if "update" in work:
+            seconds, again = update(folder, system, micro_batch_size, P + R, repeats)
+            # each token behind the first one is a target
+            needs = work_of("update", folder, micro_batch_size, 1, P + R - 1, R)
+            print(f"  update: {seconds:.3f} s{share(needs, 'update', seconds)}, "
+                  f"{needs['update'][0] / seconds / 1e12:.2f} TFLOP/s", flush=True)
+            print_longest(again, device)
+        for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:
+            keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
+                        max_new_tokens=R, max_iters=repeats + 1, dtype=system.dtype,
+                        device_type=system.device_type, compile=system.compile)
+            keys |= dict(group_size=4) if script == "grpo" else {}
+            keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
+            records = iterations(script, folder, keys)
+            length = statistics.mean(r["objective/length"] for r in records)
+            needs = work_of(script, folder, batch_size, P, length, R, keys.get("group_size", 1))
+            seconds = {phase: statistics.median(r[f"time/{phase}"] for r in records)
+                       for phase in ("rollout", "score", "update", "iteration")}
+            phases = [f"{phase} {took:.3f} s{share(needs, phase, took)}"
+                      for phase, took in seconds.items()]
+            print(f"  {script}.py: {', '.join(phases)}; {length:.0f} tokens a response, "
+                  f"peak {max(r['mem/peak_mib'] for r in records):.0f} MiB", flush=True)

@@ -1,0 +1,443 @@
+"""
+What people really type wrong, of scripts and of tools: one line, with exit code 2, and nothing is
+written. (More in tests/: test_scripts.py, test_configurator.py.)
+"""
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import errors
+import pytest
+import test_configurator
+
+from errors import BadInput, Stop
+from options import hub
+from tiny import (MARKERS, ROOT, Started, assert_one_line, jsonl, keys_of, keys_of_system,
+                  save_random, typed, well, write)
+
+USER = [dict(role="user", content="1+2=")]
+ROW = dict(prompt="a", answer="b", completion="b", chosen="b", rejected="c")
+FILES = {  # rows, or the text of a file, which the table names
+    "chat": [ROW, ROW | dict(prompt=USER, completion=[dict(role="assistant", content="3")])],
+    "led": [dict(prompt=prompt, completion=[dict(role="assistant", content="b")])
+            for prompt in (USER, [dict(role="system", content="s"), *USER])],
+    "asks": "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}",
+    "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
+    "null": [ROW | dict(answer=None)], "mute": [ROW, dict(prompt="a")],
+    "mixed": [ROW | dict(prompt=USER)],
+    "long": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
+    "huge": [ROW | dict(prompt="a" * 9)],
+    "cut": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty": ""}
+TEXTS = {  # other files
+    "odd.py": "def f(completion, answer):\n    return 1.0\nclass g:\n"
+              "    def __init__(self, batch): pass\n",
+    "verl.py": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+               "    return 1.0\ndef reward_func(queries, prompts, labels):\n    return {}\n"
+               "def of_trl(completions, trainer_state):\n    return completions\n"
+               "def late(batch):\n    import nowhere_at_all\n",
+    "bin/config.json": '{"model_type": "gpt2"}', "bin/pytorch_model.bin": "",
+    "bare/config.json": '{"model_type": "llama"}', "bare/tokenizer_config.json": "{}",
+    "trees.jsonl": '{"chosen": [], "rejected": []}\n', "lines.csv": "prompt|answer\n1|2\n",
+    "hub/train.jsonl": '{"chosen": [], "rejected": []}\n', "mine.py": "batch_size = 9\n",
+    "broken.py": "def f(batch)\n    return 1\n", "fails.py": "import nowhere_at_all\n",
+    "compare.txt": "answers: a c\n{prompt}{first}|{second}", "half.txt": "answers: a c\n{first}",
+    "made/prepare.py": "", "began/log.jsonl": "", "odd/log.jsonl": "[1]\n",
+    "odd/config.json": "{", "odd/policy/x": ""}
+ASKED = dict(prompts_path="$rl_val", max_new_tokens=4, device_type="cpu")
+BASE = {  # keys of a program that are right
+    "tools/eval.py": ASKED | dict(policies="$policy"),
+    "data/convert.py": dict(source="$mute.jsonl", out="new.jsonl"),
+    "data/label.py": ASKED | dict(policy_path="$policy", judge_path="$older", out="new.jsonl",
+                                  judge_template="$compare.txt", samples=2)}
+# what is typed behind those keys | words of the line. $x: a file of the above, a folder of the tiny
+# world; $done, $sft: runs of grpo.py and sft.py. torchrun: two ranks, and rank 0 says it
+TABLE = """
+ppo.py --prompts_path=$cut.jsonl | cut.jsonl; line 2
+rm.py --train_path=$empty.jsonl | empty.jsonl
+sft.py --train_path=$foreign.jsonl | foreign.jsonl; line 1; 'prompt'; conversations
+grpo.py --prompts_path=$mute.jsonl --reward_functions=accuracy | row 2; 'accuracy'; 'answer'
+grpo.py --prompts_path=$null.jsonl --reward_functions=accuracy | row 1; 'answer'; null
+grpo.py --prompts_path=$rl_train,0.5*$foreign.jsonl | foreign.jsonl; line 1
+sft.py --train_path=x*$sft_train | train.jsonl; x
+sft.py --train_path=$chat.jsonl | chat.jsonl; row 2; template
+sft.py --chat_template=$asks.jsonl --train_path=$led.jsonl | row 2; system; --chat_template
+sft.py --train_path=$mixed.jsonl | mixed.jsonl; line 1
+grpo.py --eval_path=$chat.jsonl | chat.jsonl; row 2
+ppo.py --prompts_path= | prompts_path
+sft.py --fields=question | fields; THEIRS>OURS
+sft.py --fields=question>prompt --train_path=$foreign.jsonl | question
+sft.py --train_path=$long.jsonl --max_tokens=10 | long.jsonl; row 2; max_tokens
+ppo.py --prompts_path=$huge.jsonl --max_prompt_tokens=5 | key max_prompt_tokens); longer context
+sft.py --train_path=$made | made; is a folder
+sft.py --train_path=0.5*$made | made; is a folder
+ppo.py --prompts_path=$made/x.jsonl | no such file; made/prepare.py
+rm.py --train_path=$long.jsonl | long.jsonl; row 2
+rm.py --train_path=$long.jsonl --too_long=cut | too_long
+
+ppo.py --policy_path=$run | run/policy
+sft.py --init_from=$sft_train | sft_train.jsonl
+sft.py --init_from=nobody/nothing | hf download nobody/nothing --local-dir; model_from_wheel.py
+sft.py --init_from=gpt2 | 'gpt2'; OWNER/NAME
+ppo.py --reward_path=$other | --value_init=policy
+ppo.py --value_init=$other | =policy
+grpo.py --ref_path=$swapped | ref_path
+sft.py --init_from=scratch --tokenizer_path=data/toy/tokenizer | no such folder; prepare
+sft.py --init_from=scratch --tokenizer_path=tiktoken:gpt9 | gpt9
+
+grpo.py --reward_functions=0.5*reward_model | --reward_path=FOLDER
+grpo.py --reward_path=$reward | reward_path; --reward_functions=reward_model
+grpo.py --reward_functions=$broken.py:f | broken.py; line 1
+grpo.py --reward_functions=$fails.py:f | fails.py; line 1
+grpo.py --reward_functions=$odd.py | odd.py:FUNCTION
+grpo.py --reward_functions=$odd.py:f | f(batch)
+grpo.py --reward_functions=$odd.py:g | g(batch)
+grpo.py --reward_functions=judge | judge_path
+grpo.py --judge_path=$policy | judge_path
+grpo.py --reward_functions=environment | environment
+
+grpo.py --ref_path=$policy --kl_coef=0.0 | ref_path; kl_coef
+ppo.py --keep_best=score --eval_path= | keep_best
+ppo.py --master_weights=False | master_weights
+sft.py --master_weights=False --dtype=float16 | master_weights; --dtype=bfloat16
+torchrun grpo.py --generate_tp=3 | generate_tp = 3
+torchrun grpo.py --generate_tp=2 --environment=mine.py:f | generate_tp = 2; environment
+grpo.py --max_refills=1 --refill_by=accuracy | refill_by
+sft.py --attn_implementation=flash_attention_2 | FlashAttention
+torchrun ppo.py --roles=train=1,generate=2 | roles; 2 rank
+torchrun grpo.py --roles=train=1,sample=1 | roles; --nproc_per_node
+sft.py --zero_stage=4 | zero_stage; 0, 1, 2 or 3
+sft.py --lora=many | lora
+sft.py --offload=policy=params | offload; policy
+sft.py --optim=muon --zero_stage=1 | muon; policy; stage 0
+sft.py --optim=muon --offload=optimizer | muon; policy; stage 0
+torchrun sft.py --optim=adafactor --zero_stage=3 | adafactor
+sft.py --optim=adafactor --zero_stage=2 | policy; stage
+sft.py --optim=adamw8bit --offload=optimizer | policy; stage
+sft.py --optim=adamw8bit --dtype=bfloat16 --master_weights=False | adamw8bit; master_weights
+sft.py --optim=sgd | sgd; adafactor
+sft.py --quantize=4bit | quantize; lora
+
+sft.py --out_dir=$sft_train | sft_train.jsonl
+rm.py --out_dir= | is empty; choose another --out_dir
+rm.py --out_dir=/proc/x | '/proc/x'; --out_dir
+sft.py --out_dir=$policy | config.json; --out_dir
+sft.py --out_dir=$sft --max_iters=1 | max_iters = 1; checkpoint-000002
+
+tools/plot.py $done | type --runs=
+tools/explain.py $done | type --run=
+tools/sample.py $policy | type --policy_path=
+tools/sample.py $done | type --policy_path=; done/out/policy
+tools/eval.py $policy | type --policies=
+grpo.py $done | type --policy_path=; or --out_dir=
+grpo.py her/grpo | type --policy_path=her/grpo
+sft.py her/model | type --init_from=her/model
+sft.py $mine | mine.py?
+grpo.py $rl_train | type --prompts_path=
+sft.py --config=$mine.py | type its path alone
+
+grpo.py --reward_functions=acuracy | did you mean 'accuracy'?
+grpo.py --reward_functions=accuracy+0.1*format | type --reward_functions='accuracy,0.1*format'
+grpo.py --reward_functions=accuracy:0.5;format | type --reward_functions='0.5*accuracy,format'
+grpo.py --reward_functions=$odd.py:ff | did you mean 'f'?
+grpo.py --reward_functions=$od.py:f | did you mean; odd.py
+grpo.py --reward_functions=$verl.py:compute_score | verl's; return [compute_score(
+grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; return reward_func([p + c for
+grpo.py --reward_functions=$verl.py:of_trl | 'trainer_state'; default
+sft.py --init_from=$bare | this folder has no tokenizer
+rm.py --train_path=$trees.jsonl | whole dialogues; python data/convert.py --source=
+rm.py --train_path=hf:$hub:train | python data/convert.py --source=hf:; hub:train --out=new.jsonl
+sft.py --train_path=$lines.csv | separated by commas
+
+tools/plot.py --runs=nowhere | nowhere
+tools/plot.py --runs=$odd | line 1
+tools/plot.py --runs=$began | began
+tools/plot.py --runs=$done --out=a.jpg | a.jpg
+tools/plot.py --runs=$done --metrics=eval/klo | eval/kl
+tools/plot.py --runs=$done,$done | runs
+tools/sample.py --policy_path=$made | config.json
+tools/sample.py --policy_path=$odd/policy | odd/config.json
+tools/sample.py --policy_path=$policy --prompts=$empty.jsonl | empty.jsonl
+tools/sample.py --policy_path=$policy --prompts=$empty.jsonl --prompt=a | --prompt
+tools/sample.py --policy_path=$policy --prompt=a --limit=3 | limit
+tools/eval.py --by=tsk | tsk
+tools/eval.py --prompts_path= | prompts_path
+tools/eval.py --policies=$policy,nowhere | nowhere
+tools/eval.py --right_by=code | right_by
+tools/eval.py --reward_path=$policy --reward_functions=reward_model | rm.py
+tools/eval.py --prompts_path=$huge.jsonl --max_new_tokens=60 | row
+evidence/bench.py --work=samplng | samplng
+evidence/bench.py --n_head=3 | n_head
+evidence/bench.py --run_keys=lora | lora
+tools/memory.py sft.py --init_from=$policy --lorra=3 | lorra
+tools/memory.py sft.py --init_from=$policy --world-size=x | world_size
+tools/memory.py sft.py --init_from=$policy --roles=train=1,score=1 | roles
+tools/memory.py sft.py --init_from=$policy --quantize=4bit | quantize
+tools/explain.py --run=$policy | no checkpoint
+tools/explain.py --run=$sft | ppo.py
+tools/explain.py --run=$done --prompt=12= --trust_code=True | answer
+tools/explain.py --run=$done --prompt=12= --answer=ab | rules.py; --trust_code=True
+tools/explain.py --run=$done --prompt=$eighty --answer=ab --trust_code=True | row 1
+tools/explain.py --run=$done --iteration=4 --out=a.html --trust_code=True | 0 to 0
+tools/explain.py --run=$done --iteration=0 --out=a.png | --out=FILE.html
+data/convert.py --source=$foreign.jsonl | no row is left; 'completion'
+data/convert.py --source=nowhere.jsonl | nowhere.jsonl
+data/convert.py --source=hf:nowhere | hf:NAME:SPLIT
+data/convert.py --out=new.csv | new.csv; .jsonl
+data/convert.py --out= | --out
+data/label.py --judge_template=$half.txt | {second}
+data/label.py --samples=3 | samples
+data/label.py --min_confidence=1.0 | 0 pairs
+data/label.py --judge_path= | judge_path
+"""
+ROWS = [line for line in TABLE.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def files(world, tmp_path_factory):
+    """{name: path} of all that the table names, and the folder that they are in."""
+    folder = tmp_path_factory.mktemp("files")
+    texts = TEXTS | {f"{name}.jsonl": rows for name, rows in FILES.items()}
+    for name, text in texts.items():
+        os.makedirs(os.path.dirname(folder / name), exist_ok=True)
+        (write if type(text) is str else jsonl)(folder / name, text)
+    save_random(folder / "swapped", markers=MARKERS[::-1])
+    shutil.copytree(world.policy, folder / "run" / "policy")
+    paths = dict(eighty="1+" * 40)
+    for name, script, more in (("sft", "sft.py", dict(max_iters=2)), ("done", "grpo.py", dict(
+            reward_functions=f"accuracy,{world.rules}:letters", num_minibatches=1, max_iters=1))):
+        paths[name] = well(script, folder / name, keys_of(world, script, **more))
+    there = [*texts, "swapped", "run", "made", "began", "odd", "bare", "hub", "mine", "od"]
+    return folder, vars(world) | {name: folder / name for name in there} | paths
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_is_typed_wrong_is_one_line_and_nothing_is_written(world, files, tmp_path, row):
+    """Where it would else do nothing, do something else, or end with a traceback."""
+    (folder, paths), (command, words) = files, row.split(" | ")
+    program, *args = command.removeprefix("torchrun ").split()
+    keys = BASE.get(program, {}) if "/" in program else keys_of(world, program, out_dir="out")
+    keys = keys | dict(arg[2:].split("=", 1) for arg in args if arg.startswith("--"))
+    argv = [arg for arg in args if not arg.startswith("--")] + typed(keys)
+    for name in sorted(paths, key=len, reverse=True):
+        argv = [arg.replace(f"${name}", str(paths[name])) for arg in argv]
+    assert "$" not in str(argv)
+    before = [*folder.rglob("*"), *Path(world.root).rglob("*")]
+    result = Started(program, argv, str(tmp_path), 1 + command.startswith("torchrun ")).wait()
+    assert_one_line(result, os.path.basename(program), *words.split("; "))
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file() or "/" not in program}
+    assert left <= {"stderr-0", "stdout-0", "stderr-1", "stdout-1", "new.jsonl.part"}
+    assert [*folder.rglob("*"), *Path(world.root).rglob("*")] == before
+
+
+toy = test_configurator.toy  # a fixture
+OTHER_FILES = {  # no config files: they would leave a mark if they were run
+    "data.jsonl": '{"prompt": "a", "answer": "3"}\n', "data.csv": "a,b\n1,2\n",
+    "data.py": '{"prompt": "a", "answer": "3"}\n', "empty.py": "# count = 4\n",
+    "own.py": "_count = 4\nMARK\n", "script.py": "import os\ncount = 4\nMARK\n",
+    "other.py": "from math import pi\ncount = 4\nMARK\n", "a.py": "a: int = 4\nMARK\n",
+    "reward.py": "count = 4\nMARK\ndef reward(batch):\n    count = 5\n",
+    "if.py": "MARK\nif True:\n    import json\n    count = 3\n",
+    "with.py": "MARK\nwith open('with.py') as f:\n    count = 3\n"}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_what_is_no_config_file_is_not_run(toy, name):
+    write(name, OTHER_FILES[name].replace("MARK", "open('mark', 'w').close()"))
+    with pytest.raises(BadInput, match=name):
+        toy(name)
+    assert not os.path.exists("mark")
+
+
+def test_a_config_file_may_compute(toy):
+    write("c.py", """
+import math as _math
+from os import path as _path
+_scratch = [i for i in range(9)]
+def _half(x):
+    half = x // 2
+    return half
+if _math.pi > 3: count = _half(len(_scratch))
+for _i in range(2): rate = float((lambda x: x + _i)(1))
+""")
+    assert toy("c.py") == dict(test_configurator.DEFAULTS, count=4, rate=2.0)
+
+
+@pytest.mark.parametrize("typed, meant", [
+    ("--rate 1e-4", "--rate=1e-4"), ("--limit=9 --count 7 --rate=2", "--count=7"),
+    ("--count -1", "--count=-1"), ("--count c.py", "--count=3"),
+    ("c.py --rate --limit=9", "--rate=0.5"),
+    ("--flag True", "--flag=True"), ("--flag", "--flag=True"), ("--flag False", "--flag=False")])
+def test_a_blank_for_an_equals_sign(toy, typed, meant):
+    with pytest.raises(BadInput, match=f"{meant}$"):
+        toy(*typed.split())
+
+
+def test_folders_of_others(world, tmp_path):
+    """Weights as a pickle, also beside training's; a head of three labels."""
+    import torch
+    from load import read_model
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    shutil.copytree(world.policy, tmp_path / "pickled")
+    (tmp_path / "pickled/model.safetensors").unlink()
+    for name in "pytorch_model.bin", "training_args.bin":
+        torch.save({}, tmp_path / "pickled" / name)
+    config = AutoConfig.from_pretrained(world.reward, num_labels=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
+    for name, head, words in (("pickled", "lm", "pytorch_model.bin.*safe.*python -c 'from"),
+                              ("pickled", "scalar", "pytorch_model.bin"),
+                              ("three", "scalar", "3 labels .*rm.py")):
+        with pytest.raises(BadInput, match=words):
+            read_model(str(tmp_path / name), head, keys_of_system(dtype="float64"))
+
+
+def test_a_table_of_a_country_with_decimal_commas(tmp_path):
+    from options.sources import raw_rows
+
+    for sign, cell in (";", "1,5"), ("\t", "1;5"), (",", "1;5"):
+        path = write(tmp_path / "a.csv", f'prompt{sign}answer\n"x{sign}y"{sign}{cell}\n')
+        assert [row for _, row in raw_rows(path)] == [dict(prompt=f"x{sign}y", answer=cell)]
+
+
+def test_a_reward_that_fails_in_an_import_is_said_with_its_own_line(files):
+    from options.foreign_rewards import load_reward
+
+    reward = load_reward("verl.py:late", files[0], "reward_functions")
+    with pytest.raises(Stop, match="verl.py, line 8: ModuleNotFoundError"):
+        reward(dict(completions=["a"], rows=[{}], prompts=["b"]))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_help_fits_the_terminal(width):
+    for script in "ppo.py", "sft.py", "tools/eval.py":
+        said = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True,
+                              cwd=ROOT, env=dict(os.environ, COLUMNS=str(width)), check=True).stdout
+        words = {word for word in said.split() if len(word) + 8 > width}  # of paths
+        assert all(len(line) <= min(width, 80) or words.intersection(line.split())
+                   for line in said.splitlines()), said
+        for name, key in test_configurator.read_keys(f"{ROOT}/{script}").items():
+            assert f"    {name} = {key.default!r}" in said or width < 60
+            assert " ".join(key.comment.split("[")[0].split()) in " ".join(said.split())
+
+
+def test_a_copy_that_lacks_a_file_names_it():
+    error = ModuleNotFoundError("No module named 'options.chats'", name="options.chats")
+    assert "cp -r QUARTET/options/chats.py" in str(errors.known(error))
+    other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
+    assert errors.known(other) is other
+
+
+def test_an_out_dir_that_links_to_itself_and_no_world(world, tmp_path):
+    os.symlink("out", tmp_path / "out")
+    result = Started("sft.py", typed(keys_of(world, "sft.py", out_dir="out")), tmp_path).wait()
+    assert_one_line(result, "sft.py", "out/config.json", "symbolic links")
+    result = Started("sft.py", typed(keys_of(world, "sft.py", out_dir="o")), tmp_path,
+                     before=lambda rank: os.environ.update(RANK="", WORLD_SIZE="")).wait()
+    assert result.codes == [0] and "saved o/policy" in result.out[0]
+
+
+def test_a_page_waits_for_its_run(tmp_path):
+    """Beside a run that has not written yet."""
+    argv = ["--runs=run", "--out=page.html", "--watch=0.1"]
+    with subprocess.Popen([sys.executable, f"{ROOT}/tools/plot.py", *argv], cwd=tmp_path, text=True,
+                          stdout=subprocess.PIPE) as plot:
+        try:
+            lines = iter(plot.stdout.readline, "")
+            assert any("waiting for run/log.jsonl" in line for line in lines)
+            os.mkdir(tmp_path / "run")
+            write(tmp_path / "run/log.jsonl", '{"iteration": 0, "eval/scores": 1.5}\n')
+            assert any("wrote page.html" in line for line in lines)
+        finally:
+            plot.kill()
+
+
+def test_without_the_virtual_environment():
+    """-S: a Python without installed packages."""
+    for script in ("ppo grpo sft rm recipes/dpo tools/eval tools/sample tools/plot tools/memory "
+                   "tools/explain evidence/bench data/label data/convert data/arithmetic/prepare "
+                   "data/arithmetic/pairs data/example/prepare data/gsm8k/prepare").split():
+        result = subprocess.run([sys.executable, "-S", f"{script}.py"], capture_output=True,
+                                text=True, cwd=ROOT, env={}, check=False)
+        assert result.returncode in (1, 2) and not result.stdout, script
+        assert re.fullmatch(r".*source .venv/bin/activate.*\n", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("way", ["answers", "a name server that hangs"])
+def test_a_hub_is_asked_once_and_then_its_cache(tmp_path, monkeypatch, way):
+    from huggingface_hub import constants, utils
+
+    def head(address, timeout):
+        asked.append(address)
+        if way != "answers":
+            time.sleep(5)
+            raise OSError("no such host")
+
+    asked = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=head))
+    monkeypatch.setattr(hub, "WAIT", 0.5)
+    for part in ("refs", "snapshots/0f"):
+        os.makedirs(tmp_path / "models--a--b" / part)
+    write(tmp_path / "models--a--b/refs/main", "0f")
+    write(tmp_path / "models--a--b/snapshots/0f/config.json", "{}")
+    hub.answers.cache_clear()
+    began = time.monotonic()
+    for _ in range(3):
+        hub.check_name("a/b")
+        with contextlib.nullcontext() if way == "answers" else pytest.raises(BadInput, match="c/d"):
+            hub.check_name("c/d")
+    assert len(asked) == 1 and time.monotonic() - began < 3
+    assert constants.HF_HUB_OFFLINE == (way != "answers")
+    hub.answers.cache_clear()
+
+
+def torchrun_in_a_terminal(keys, until=None):
+    """
+    The words that a terminal shows of grpo.py on two ranks under torchrun, whose keys are typed;
+    behind the words `until` torchrun gets a Ctrl-C. It is a fork, which has torch already.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        from torch.distributed.run import main
+
+        os.chdir(ROOT)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            main(["--nproc_per_node=2", "grpo.py", *typed(keys)])
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    # the run waits for the end of torchrun, also of one that has ended and that nobody waits for
+    threading.Thread(target=os.waitpid, args=(pid, 0)).start()
+    shown = b""
+    with contextlib.suppress(OSError):  # the last process that has the terminal is gone
+        while True:
+            shown += os.read(terminal, 1 << 16)
+            if until and until.encode() in shown:
+                os.kill(pid, signal.SIGINT)
+                until = None
+    os.close(terminal)
+    return shown.decode().split()
+
+
+def test_the_last_lines_under_torchrun_are_the_runs(world, tmp_path):
+    keys = keys_of(world, "grpo.py", out_dir=f"{tmp_path}/out", max_iters=1000)
+    words = torchrun_in_a_terminal(keys | dict(reward_functions="acuracy"))
+    assert "grpo.py: error: reward_functions = 'acuracy'" in " ".join(words[-40:])
+    words = torchrun_in_a_terminal(keys, "iter 1 of 1000")
+    assert any("SignalException" in word for word in words)
+    assert re.fullmatch(r"saved before iteration \d+; the same command goes on there",
+                        " ".join(words[-10:])), words[-20:]

@@ -1,0 +1,228 @@
+"""Rules of the house: imports, keys, marks of collectives, names on the pages, a fork, the lock."""
+import ast
+import difflib
+import functools
+import glob
+import graphlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from configurator import read_keys
+from packaging.requirements import Requirement
+from tiny import ROOT, jsonl, keys_of, typed
+
+PAGES = "ppo.py", "grpo.py", "sft.py", "rm.py"
+
+
+def files(*folders):
+    """The Python files of the root, and of these folders."""
+    found = glob.glob("*.py", root_dir=ROOT)
+    return sorted(found + [f for name in folders for f in glob.glob(f"{name}/*.py", root_dir=ROOT)])
+
+
+@functools.cache
+def tree_of(file):
+    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+        return ast.parse(f.read())
+
+
+def imported(nodes):
+    """The files of the repository that these statements import."""
+    names = [name for node in nodes for name in (
+        [node.module] if isinstance(node, ast.ImportFrom) else
+        [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])]
+    names += [f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
+              for alias in node.names]
+    paths = {name.replace(".", "/") + ".py" for name in names}
+    return {path for path in paths if os.path.exists(os.path.join(ROOT, path))}
+
+
+def test_imports_at_the_top_only_point_down_and_to_no_option():
+    graph = {file: imported(tree_of(file).body) for file in files()}
+    assert not [file for each in graph.values() for file in each if "/" in file or file in PAGES]
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises where two import each other
+
+
+def test_an_option_is_there_under_the_name_by_which_it_is_imported():
+    """Otherwise a missing file would be taken for an option that a fork has left out."""
+    for file in files("options", "grading", "tools"):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(("options", "grading")):
+                names = imported([node]) or [node.module.replace(".", "/")]
+                assert all(os.path.exists(os.path.join(ROOT, name)) for name in names), (
+                    file, node.module)
+
+
+PLAIN = """
+import os, runpy, sys
+from configurator import read_keys
+
+def run(script, argv):
+    sys.argv = [script, *argv]
+    runpy.run_path(f"{ROOT}/{script}", run_name="__main__")
+
+run("ppo.py", PPO)
+files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
+# an environment may lie in the repository
+files = [file for file in files if file.startswith(ROOT) and not file.startswith(sys.prefix)]
+print(*[os.path.relpath(file, ROOT) for file in files], file=sys.stderr)
+run("sft.py", SFT)
+from grading.answers import accuracy, thinks
+texts = ["<think>2+4=6;1+3=4</think>46", "<think>2+4=6", "46", "57", "2+4=6;1</think>1", ""]
+batch = dict(completions=texts, rows=[dict(prompt="12+34=", answer="46")] * len(texts))
+assert accuracy(batch).tolist() == [1, 0, 1, 0, 0, 0] and thinks(batch).sum() == 1
+loaded = {name for name in sys.modules if name.startswith(("options.", "grading.forms"))}
+assert loaded == {"options.cards"}, loaded
+assert "grading.marks" not in sys.modules
+accuracy(batch | dict(completions=["<answer>46</answer>"] * 6))
+assert "grading.forms" in sys.modules and "grading.marks" in sys.modules
+"""
+
+
+def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
+    """
+    And no option but the card at its end: a reader of PPO, or of SFT, needs none of them; and plain
+    texts load no forms of answers.
+    """
+    prompts = jsonl(tmp_path / "prompts.jsonl", [
+        dict(prompt="1+2=", answer="3"), dict(prompt="34+5=", answer="39")])
+    rows = jsonl(tmp_path / "rows.jsonl", [dict(prompt="12+34=", completion="46")])
+    ppo = keys_of(world, "ppo.py", max_iters=1, prompts_path=prompts, eval_path=prompts,
+                  max_new_tokens=40, temperature=0.2)  # responses end, and have plain letters
+    sft = keys_of(world, "sft.py", max_iters=1, train_path=rows, val_path=rows, out_dir="sft")
+    program = f"ROOT, PPO, SFT = {ROOT!r}, {typed(ppo)}, {typed(sft)}\n{PLAIN}"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, text=True,
+                            env=dict(os.environ, PYTHONPATH=ROOT), capture_output=True, check=False)
+    assert result.returncode == 0, result
+    imported_files = {*result.stderr.split(), "ppo.py"} - {"options/cards.py"}
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        said = re.search(r"(\d+) flat Python files", f.read())
+    assert imported_files <= {*files(), "grading/answers.py"}
+    assert int(said[1]) == len(imported_files), imported_files
+
+
+def test_grpo_is_ppo_without_a_value_model():
+    """Its page and its loop are no longer than ppo.py's, and few of its lines are others."""
+    both = []
+    for page in ("ppo.py", "grpo.py"):
+        with open(os.path.join(ROOT, page), encoding="utf-8") as f:
+            lines = f.read().splitlines()
+        loop = [node for node in tree_of(page).body if isinstance(node, ast.For)][-1]
+        both.append((lines, loop.end_lineno - loop.lineno))
+    (ppo, ppo_loop), (grpo, grpo_loop) = both
+    assert len(grpo) <= len(ppo) and grpo_loop <= ppo_loop
+    same = sum(block.size for block in difflib.SequenceMatcher(None, ppo, grpo, False)
+               .get_matching_blocks())
+    assert len(grpo) - same <= 145
+
+
+def test_each_shared_key_is_read_by_somebody():
+    """As system.KEY or config["KEY"]."""
+    read = set()
+    for file in files("options", "grading"):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("system"):
+                read.add(node.attr)
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "config":
+                read |= {ast.unparse(node.slice).strip("'")}
+    assert not read_keys(f"{ROOT}/config/keys.py").keys() - read
+
+
+def collectives(file):
+    """The functions whose docstring says that they are a collective, of others or this page."""
+    return {"Run"} | {
+        node.name for other in files("options") if other not in PAGES or other == file
+        for node in ast.walk(tree_of(other)) if isinstance(node, ast.FunctionDef)
+        and re.match(r"A collective(?! where)", ast.get_docstring(node) or "")}
+
+
+def test_what_the_pages_name_is_there():
+    """Files; and functions, classes and tests that they name as `FILE.py: NAME`."""
+    found = []
+    for page in ["README.md", "AGENTS.md", *glob.glob("docs/*.md", root_dir=ROOT)]:
+        with open(os.path.join(ROOT, page), encoding="utf-8") as f:
+            text = f.read()
+        found += re.findall(r"`([\w/]+\.py): (\w+)`", text)
+        for name in re.findall(r"(?<![\w/])(?:config|recipes|tests|evidence|assets)/[\w/]+\."
+                               r"(?!jsonl)\w+", text):
+            assert name == "recipes/NAME.diff" or os.path.exists(f"{ROOT}/{name}"), (page, name)
+    assert len(found) > 50
+    for file, name in found:
+        names = [getattr(node, "name", None) for node in ast.walk(tree_of(file))]
+        assert name in names, (file, name)
+
+
+def test_each_word_has_a_file():
+    """docs/words.md; and it has those that the course names for its lecturer."""
+    with open(f"{ROOT}/docs/words.md", encoding="utf-8") as f:
+        rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", f.read(), re.MULTILINE)[1:]
+    known = {word.strip("`") for words, _ in rows for word in words.split(", ")}
+    for words, place in rows:
+        file = re.fullmatch(r"`(.+)`|\[.+\]\(\.\./(.+)\)|in|---", place)
+        assert file and os.path.exists(f"{ROOT}/{file[1] or file[2] or ''}"), (words, place)
+    with open(f"{ROOT}/course/README.md", encoding="utf-8") as f:
+        taught = re.search(r"\*\*Words\*\*, (\d+): \[(.*?)\]", f.read(), re.DOTALL)
+    taught, count = taught[2].replace("\n", " ").split(", "), int(taught[1])
+    assert len(taught) == count and not set(taught) - known
+
+
+OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
+
+
+@pytest.mark.parametrize("file", [*PAGES, "rollout.py", "rewards.py", "run.py"])
+def test_each_collective_is_marked(file):
+    """On one of the call's lines, or of a call or block around it."""
+    lines, names = open(os.path.join(ROOT, file), encoding="utf-8").readlines(), collectives(file)
+
+    def walk(node, marked):
+        for child in ast.iter_child_nodes(node):
+            last = getattr(child, "end_lineno", 0)
+            if isinstance(child, ast.With):
+                last = child.body[0].lineno - 1
+            around = marked or isinstance(child, ast.Call | ast.With) and any(
+                "COLLECTIVE" in line for line in lines[child.lineno - 1:last])
+            name = ast.unparse(child.func) if isinstance(child, ast.Call) else ""
+            if name.split(".")[-1] in names and not re.fullmatch(OTHERS, name):
+                assert around, f"{file}:{child.lineno}: {name}"
+            walk(child, around)
+
+    walk(tree_of(file), False)
+
+
+def test_a_fork_without_options_runs_its_tests(tmp_path):
+    """README's cp -r: what needs an option is skipped, the rest is well."""
+    for name in files():
+        shutil.copy(os.path.join(ROOT, name), tmp_path)
+    for name in ("config", "data", "grading", "tests"):
+        shutil.copytree(os.path.join(ROOT, name), tmp_path / name,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+    chosen = "bits and (ppo or grpo) or reward_functions or test_options or right_one or taught"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen,
+         *(f"tests/test_{name}.py" for name in (
+             "scripts", "rewards", "options", "configurator", "by_hand_options"))],
+        cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" in done.stdout, (
+        done.stdout[-3000:])
+
+
+def requirements(name):
+    with open(f"{ROOT}/{name}", encoding="utf-8") as f:
+        lines = [line.partition("#")[0].strip() for line in f]
+    return {r.name: r for r in map(Requirement, filter(None, lines))}
+
+
+def test_the_lock_is_within_the_ranges():
+    """And it is exact; the torch that the pages name is that of the lock."""
+    lock = requirements("requirements.lock")
+    versions = {name: str(r.specifier).removeprefix("==") for name, r in lock.items()}
+    assert all(re.fullmatch(r"[\w.]+", version) for version in versions.values()), versions
+    for name, r in requirements("requirements.txt").items():
+        assert versions[name] in r.specifier, name
+    for page in ("README.md", "requirements.txt"):
+        with open(f"{ROOT}/{page}", encoding="utf-8") as f:
+            assert set(re.findall(r"torch==([\w.]+)", f.read())) <= {versions["torch"]}, page

@@ -1,0 +1,149 @@
+"""
+What runs/ shows, as a user types: the zoo's page with a row; the line of the record; the referee's
+page, of a wheel that is made here: a function is right, one a choice, one wrong; and peers.sh same,
+beside an implementation that is made here.
+"""
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from tiny import ROOT, jsonl, read_jsonl, write
+
+
+@pytest.fixture
+def copy(world, tmp_path):
+    """The repository without what it has made, a tiny policy as its SFT model, and few problems."""
+    for path in glob.glob(f"{ROOT}/*.py"):
+        shutil.copy(path, tmp_path)
+    for folder in ("config", "options", "grading", "runs", "recipes", "tools", "docs", "data"):
+        shutil.copytree(f"{ROOT}/{folder}", tmp_path / folder,
+                        ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
+    sums = [dict(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(20)]
+    for name in ("rl_train", "rl_val", "sft_hints"):
+        jsonl(tmp_path / f"data/arithmetic/{name}.jsonl", sums)
+    for place in ("zoo", "speedrun"):
+        shutil.copytree(world.policy, tmp_path / f"out/{place}/1/sft/policy")
+    for row in ("sft", "rm", "rm_lora", "hints"):  # as if they had been made
+        os.makedirs(tmp_path / f"out/zoo/1/{row}", exist_ok=True)
+        write(tmp_path / f"out/zoo/1/{row}/cost.json", '{"seconds": 1, "mib": 2}')
+    return tmp_path
+
+
+def bash(folder, *command, **environment):
+    done = subprocess.run(["bash", *command], cwd=folder, capture_output=True, text=True,
+                          env=os.environ | environment | dict(QUARTET_PYTHON=sys.executable))
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_row_of_the_zoo(copy):
+    """By a diff, in a copy of the code; the table has its figures, and those of the start."""
+    keys = "--max_iters=1 --batch_size=8 --max_new_tokens=4 --reward_functions=-1*length"
+    code, said = bash(copy, "runs/zoo.sh", "--seeds=1", "--rows=maxrl",
+                      f"--more={keys} --learning_rate=1e-2")
+    assert code == 0, said
+    page = open(copy / "out/zoo/zoo.md", encoding="utf-8").read()
+    rows = {cells[0]: [float(x.strip("%")) for x in cells[2:]] for cells in (
+        line.strip("| ").split(" | ") for line in page.splitlines()
+        if re.match(r"\| (sft|grpo|maxrl)", line))}
+    assert list(rows) == ["sft", "maxrl"], page
+    assert rows["sft"][2] == 0 and rows["sft"][5:] == [1, 2]  # the KL to itself; cost.json
+    assert rows["maxrl"][2] != 0
+    pages = [open(f"{copy}/{code}grpo.py").read() for code in ("", "out/zoo/code/maxrl.diff/")]
+    assert ["torch.where(means > 0" in page for page in pages] == [False, True]
+    assert len(read_jsonl(copy / "out/zoo/1/maxrl/log.jsonl")) == 2
+    assert os.path.exists(copy / "out/zoo/zoo.png")
+
+
+def test_the_record_has_its_line(copy):
+    run = "grpo.py config/arithmetic_grpo.py --max_iters=1 --batch_size=8 --eval_size=4"
+    code, said = bash(copy, "runs/speedrun.sh", "1", RUN=run, TARGET="0")
+    line = r"\d+\.\d % in \d+\.\d+ s, \d+\.\d+ \+ \d+\.\d+ s of CPU: reached"
+    assert code == 0 and re.fullmatch(line, said.splitlines()[-1]), said
+
+
+LOSS = """
+from openrlhf.somewhere import register
+from .utils import below
+import torch.nn as nn
+
+@register("pair")
+class PairWiseLoss(nn.Module):
+    def forward(self, chosen: Unknown, rejected, margin=None):
+        assert isinstance(chosen, Unknown)
+        return below(chosen - rejected)
+
+class DPOLoss(nn.Module):
+    def __init__(self, beta):
+        super().__init__()
+
+    def forward(self, chosen, rejected, ref_chosen, ref_rejected):  # wrong: without beta
+        return below(chosen - rejected - ref_chosen + ref_rejected), None, None
+"""
+UTILS = """
+import somebody_elses
+import torch.nn.functional as F
+
+def below(x):
+    somebody_elses.logger.info("a loss")
+    return -F.logsigmoid(x).mean()
+"""
+CONTROLLER = """
+class AdaptiveKLController:
+    def __init__(self, value, target, horizon):
+        self.value, self.target, self.horizon = value, target, horizon
+
+    def update(self, kl, responses):  # by choice: without a cap
+        self.value *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * responses / self.horizon
+"""
+
+
+def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
+    with zipfile.ZipFile(tmp_path / "openrlhf-0.11.2-py3-none-any.whl", "w") as f:
+        folder = "openrlhf-0.11.2.data/purelib/openrlhf"
+        for name, text in (("models/loss", LOSS), ("models/utils", UTILS),
+                           ("trainer/ppo_utils/kl_controller", CONTROLLER),
+                           ("trainer/ppo_utils/experience_maker", "")):
+            f.writestr(f"{folder}/{name}.py", text)
+    code, said = bash(ROOT, "evidence/referee.sh", f"--wheels={tmp_path}",
+                      f"--page={tmp_path}/page.md")
+    assert code == 1 and said.endswith("not explained: DPO, OpenRLHF 0.11.2\n"), said
+    page = (tmp_path / "page.md").read_text()
+    cells = dict(re.findall(r"^\| (\w[\w ]*?) +\| ([^|]*?) +\|$", page, re.MULTILINE))
+    assert cells.pop("pair loss").startswith("equal (")
+    assert cells == {"formula": "OpenRLHF 0.11.2", "DPO": "**not explained**",
+                     "KL controller": "`no cap`"}
+    assert "  - KL controller, OpenRLHF: 1e-01 -> 0e+00\n" in page
+    (absent,) = re.findall("could not be had: (.*)", page)
+    assert absent.count(",") == 7 and "verl 0.9.1" in absent and "openrlhf" not in absent
+
+
+STAND_IN = """
+import os, sys
+from safetensors.numpy import load_file, save_file  # no torch: it would take seconds
+assert sys.argv[1].endswith("trl_same.py") and sys.argv[2] == "ppo"
+batch = load_file("batch.safetensors")
+assert batch["tokens"].shape == batch["response_mask"].shape == (24, batch["begins"].max() + 16)
+assert (batch["lengths"] == batch["begins"] + 16).all()  # all are cut
+assert (batch["response_mask"].sum(1) == 16).all()
+for name, begin, part in ("policy", "policy", 0.75), ("value_model", "reward_model", 1.0):
+    start, ours = load_file(begin + "/model.safetensors"), load_file(name + "_ours.safetensors")
+    save_file({key: start[key] + part * (t - start[key]) for key, t in ours.items()},
+              name + "_trl.safetensors")
+print("a stand-in")
+"""
+
+
+def test_beside_another_implementation(tmp_path):
+    """One that takes three quarters of each step: the distance is a quarter of the way."""
+    python = write(tmp_path / "python", f"#!/bin/sh\nexec {sys.executable} {tmp_path}/it.py \"$@\"")
+    write(tmp_path / "it.py", STAND_IN)
+    os.chmod(python, 0o755)
+    code, said = bash(ROOT, "evidence/peers.sh", "same", "--rows=PPO", PPO_PYTHON=python,
+                      GRPO_PYTHON=python)
+    assert code == 0 and "| PPO | a stand-in | 2.5e-01, " in said, said
+    assert float(said.split()[-2]) < 1e-15
