@@ -10,8 +10,8 @@ and a pair is kept where it names the same answer both times. How often it does 
 template that has {response} each answer is graded by itself: the better grade wins.
 
 Writes OUT, JSONL with "prompt", "chosen", "rejected" and "confidence": the probability, from 0.5 to
-1, that the judge gives to the chosen one. With held_out also OUT's name with _val. The same command
-writes the same pairs.
+1, that the judge gives to the chosen one. With held_out also OUT's name with _val: no prompt has
+pairs in both files. The same command writes the same pairs.
 """
 import json
 import math
@@ -90,9 +90,14 @@ def ask(questions):
         return score_sequences(judge, sequences, micro_batch_size, device).tolist()
 
 
-wanted = pairs + held_out if pairs else len(rows) * samples
+def of_other_prompts(some, others):
+    """Those of some pairs whose prompt is none of other pairs."""
+    asked = {json.dumps(pair["prompt"]) for pair in others}
+    return [pair for pair in some if json.dumps(pair["prompt"]) not in asked]
+
+
 counts = dict.fromkeys(("cut off or empty", "the same text", "no answer both times",
-                        "too little confidence"), 0)
+                        "too little confidence", "of a held-out prompt"), 0)
 kept, places, unlike = [], [], []
 at_once = max(batch_size // samples, 1)
 for first in range(0, len(rows), at_once):
@@ -131,20 +136,25 @@ for first in range(0, len(rows), at_once):
             right = accuracy(dict(rows=[row, row], completions=[chosen, rejected])).tolist()
             unlike += [right[0]] if sorted(right) == [0.0, 1.0] else []
     print(f"{len(kept)} pairs of {numbers[-1] + 1} prompts", flush=True)
-    if len(kept) >= wanted:
+    train = kept[:pairs]
+    val = of_other_prompts(kept[pairs:], train)[:held_out]
+    if pairs and len(train) == pairs and len(val) == held_out:
         break
+else:  # all pairs are wanted, or there are no more: the last ones are held out
+    val = kept[max(len(kept) - held_out, 0):]
+    train = of_other_prompts(kept, val)
+    counts["of a held-out prompt"] = len(kept) - len(train) - len(val)
+    train = train[:pairs or None]
 left_out = ", ".join(f"{name} {n}" for name, n in counts.items())
-if len(kept) <= held_out:
-    raise BadInput(f"only {len(kept)} pairs are left, for held_out = {held_out} and training; left "
-                   f"out: {left_out}; give more prompts, or another judge")
+if not train or len(val) < held_out:
+    raise BadInput(f"only {len(kept)} pairs are left, for held_out = {held_out} and training on "
+                   f"other prompts; left out: {left_out}; give more prompts, or another judge")
 
 # -------------------------------------------------------------------------------------------------
 # what is written and printed
 
-kept = kept[:wanted]
-train = kept[:len(kept) - held_out]
 os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-for path, part in zip(written, (train, kept[len(train):]), strict=True):
+for path, part in zip(written, (train, val), strict=True):
     if part:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(pair) + "\n" for pair in part)
