@@ -16,7 +16,7 @@ A key's comment is read by the program, too; these parts of it are checked:
     with tools: ...                      the key has no effect unless the key tools is set, too: to
                                          anything but 0 and False or, of texts, the default
     in the place of max_iters: ...       not both keys may be set in one place
-    * ...                                for the reader: most runs set this key
+    * ..., + ...                         for the reader: most runs set it; docs/algorithms.md#KEY
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`.
 
@@ -229,7 +229,7 @@ def check_range(name, value, comment, where):
         rule = re.search(rf"\[({pattern})\]$", comment)
         if rule and not holds(value, *rule.groups()[1:]):
             raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule[1]}]; "
-                           f"{comment[:rule.start()].strip('* ')}")
+                           f"{comment[:rule.start()].strip('*+ ')}")
 
 
 def of_model(text, name):

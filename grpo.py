@@ -67,32 +67,32 @@ eval_path = ""  # * held-out prompts; empty = no evaluation
 batch_size = 512  # * responses an iteration, over all ranks; a multiple of group_size [1..1000000]
 group_size = 8  # * responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # * longest response R [1..1000000]
-temperature = 1.0  # of sampling, and so of every log-prob here [> 0]
-max_refills = 0  # DAPO: how often groups of equal scores are replaced by others [0..1000]
+temperature = 1.0  # + of sampling, and so of every log-prob here [> 0]
+max_refills = 0  # + DAPO: how often groups of equal scores are replaced by others [0..1000]
 refill_by = ""  # with max_refills: equal in this reward, as accuracy; empty: in the whole score
 reward_functions = "1.0*accuracy,0.1*format"  # * a sum of rules, reward_model, mine.py:f
 
 # 3) advantages
-missing_eos_penalty = 0.0  # a response that never ends scores minus this (ppo.py: 1); 0: off [>= 0]
-baseline = "mean"  # of a group's scores, or of the others in the group (RLOO) [mean | others]
-scale_by = "std"  # the group's deviation, that of all scores, or no scaling [std | batch | none]
+missing_eos_penalty = 0.0  # + what never ends scores minus this (ppo.py: 1); 0: off [>= 0]
+baseline = "mean"  # + of a group's scores, or of the others in the group (RLOO) [mean | others]
+scale_by = "std"  # + the group's deviation, that of all scores, or no scaling [std | batch | none]
 
 # 4) update
-loss_type = "clip"  # PPO's and GRPO's, or a relative's; see groups.py [clip | gspo | cispo]
+loss_type = "clip"  # + PPO's and GRPO's, or a relative's; see groups.py [clip | gspo | cispo]
 truncated = "keep"  # responses that never ended are trained on, or not [keep | mask]
-# the weight of a token in the loss; see groups.token_weights
+# + the weight of a token in the loss; see groups.token_weights
 aggregation = "seq-mean-token-mean"  # [token-mean | seq-mean-token-mean | seq-mean-token-sum-norm]
-kl_coef = 0.04  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
+kl_coef = 0.04  # *+ weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_in = "loss"  # the KL enters the loss of each token, or the score of the response [reward | loss]
-kl_estimator = "k3"  # Schulman's; k1 if kl_in = "reward"; k2 has the KL's gradient [k1 | k2 | k3]
+kl_estimator = "k3"  # + Schulman's; k1 if kl_in = "reward"; k2 has the KL's gradient [k1 | k2 | k3]
 num_iterations = 1  # passes over the batch, mu [1..1000]
-num_minibatches = 1  # optimizer steps a pass [>= 1]
+num_minibatches = 1  # + optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # a token's loss is multiplied by p(training) / p(sampler), but by no more than this; 0 = off
-importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; formulas.importance_weights [>= 0]
+importance_cap = 0.0  # + often 2; for 16 bits, vllm, staleness; formulas.importance_weights [>= 0]
 
 # optimizer: AdamW
 max_iters = 500  # * iterations [>= 1]

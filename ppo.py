@@ -59,7 +59,7 @@ eval_size = 256  # how many held-out prompts to evaluate on, 0 = all [>= 0]
 # the models: folders or hub names
 policy_path = "out/arithmetic_sft/policy"  # * the SFT model: policy and reference policy
 reward_path = ""  # * a model with one label, where reward_functions names reward_model
-value_init = "reward"  # its start: reward, policy, shared (a head on the policy), or a folder
+value_init = "reward"  # + its start: reward, policy, shared (a head on the policy), or a folder
 
 # prompts: JSONL with "prompt", and "answer" where accuracy shall be measured; docs/data.md
 prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
@@ -68,30 +68,30 @@ eval_path = ""  # * held-out prompts; empty = no evaluation
 # 1) rollout, and its scores
 batch_size = 512  # * responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # * longest response R (N+ detail 4) [1..1000000]
-temperature = 0.7  # of sampling, and so of every log-prob here (N+: 0.7) [> 0]
+temperature = 0.7  # + of sampling, and so of every log-prob here (N+: 0.7) [> 0]
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 
 # 3) rewards and advantages
-missing_eos_penalty = 1.0  # a response that never ends scores minus this; 0, grpo.py's: off [>= 0]
-kl_coef = 0.05  # * weight of the KL to the reference; 0 = no reference policy [>= 0]
-kl_estimator = "k1"  # Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
-gamma = 1.0  # discount of each token [0..1]
-lam = 0.95  # lambda of GAE [0..1]
+missing_eos_penalty = 1.0  # + a response that never ends scores minus this; grpo.py's 0: off [>= 0]
+kl_coef = 0.05  # *+ weight of the KL to the reference; 0 = no reference policy [>= 0]
+kl_estimator = "k1"  # + Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
+gamma = 1.0  # + discount of each token [0..1]
+lam = 0.95  # + lambda of GAE [0..1]
 
 # 4) update
 ppo_epochs = 4  # passes over the batch [1..1000]
-num_minibatches = 1  # optimizer steps a pass [>= 1]
+num_minibatches = 1  # + optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
-cliprange_value = 0.2  # how far a value may move, see value_unit below; 0 = no clipping [>= 0]
+cliprange_value = 0.2  # + how far a value may move, see value_unit below; 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # a token's loss is multiplied by p(training) / p(sampler), but by no more than this; 0 = off
-importance_cap = 0.0  # often 2; for 16 bits, vllm and staleness; formulas.importance_weights [>= 0]
+importance_cap = 0.0  # + often 2; for 16 bits, vllm, staleness; formulas.importance_weights [>= 0]
 
 # PPO-ptx: an SFT loss beside PPO's in every step, so that the policy forgets less of it
 ptx_path = ""  # demonstrations, or JSONL with "text"; A.jsonl,0.3*B.jsonl: a mix; empty = none
-ptx_coef = 1.0  # weight of the mean loss of their tokens; InstructGPT has 27.8 [> 0]
+ptx_coef = 1.0  # + weight of the mean loss of their tokens; InstructGPT has 27.8 [> 0]
 
 # optimizers: AdamW, one for the policy, one for the value model
 max_iters = 1953  # * iterations; 1953 of 512 are a million episodes (N+ detail 21) [>= 1]

@@ -38,7 +38,7 @@ attn_implementation = "sdpa"  # [sdpa | eager | flash_attention_2 | flash_attent
 # compile takes a minute or two at the start. It is for GPUs: on CPUs the layers gain a tenth or
 # nothing (docs/scale.md), and decoding is not compiled. Reading and training are compiled
 # separately and may round differently: then the ratio of an iteration's first step is only about 1
-compile = False  # the layers, and steps of cuda_graphs; needs a C++ compiler, on GPUs Triton
+compile = False  # + the layers, and steps of cuda_graphs; needs a C++ compiler, on GPUs Triton
 # seconds after which waiting for a lost rank is an error
 timeout = 600  # [1..1000000]
 
@@ -55,7 +55,7 @@ offload = ""  # to the CPU's memory: none, optimizer or params (of frozen or sha
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
 # adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'; muon is for
 # the layers' matrices, with adamw for the rest
-optim = "adamw"  # adamw, adamw8bit, adafactor or muon
+optim = "adamw"  # + adamw, adamw8bit, adafactor or muon
 quantize = "none"  # with lora: the frozen model in 4 bits, by bitsandbytes [none | 4bit]
 weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 
@@ -77,7 +77,7 @@ rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memo
 cuda_graphs = True  # decode by CUDA graphs, on an NVIDIA GPU and where layers see all tokens
 generate_tp = 1  # so many neighbouring ranks share the policy while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # the policy that samples a batch is so many updates old; options/ahead.py [0..100]
+staleness = 0  # + the policy that samples a batch is so many updates old; options/ahead.py [0..100]
 
 # several turns: a function that answers the policy; options/environment.py, docs/turns.md
 environment = ""  # FILE.py:env, a function of the messages so far and the row

@@ -1,8 +1,12 @@
-"""docs/algorithms.md: the code that it quotes stands in the files, and its numbers are true."""
+"""
+docs/algorithms.md: the code that it quotes stands in the files, and its numbers are true; it says
+more of the keys whose comment has a +.
+"""
 import re
 
 import torch
 
+from configurator import read_keys
 from conftest import ROOT
 from gae import compute_gae
 from groups import group_advantages, token_weights
@@ -75,3 +79,12 @@ def test_what_a_token_counts():
         weights = token_weights(mask, label.split("`")[1], 50)
         assert shown(torch.cat([weights[:, 0], weights.sum(1)])) == row(label)
 
+
+
+def test_marked_keys_have_a_paragraph():
+    """As in `# *+ weight of the KL`, in the comment or above it."""
+    marked = {name for file in ("ppo.py", "grpo.py", "config/keys.py")
+              for name, key in read_keys(f"{ROOT}/{file}").items()
+              if any(re.match(r"\*?\+ ", text) for text in (key.comment, *key.headings))}
+    _, keys = PAGE.split("\n## Keys\n")
+    assert marked == set(re.findall(r"^### (\w+)$", keys, re.MULTILINE)) and len(marked) > 15
