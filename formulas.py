@@ -4,7 +4,7 @@ rm.py. They add up the losses of the tokens, and divide by one count: the traine
 whole optimizer step, over all micro-batches and all ranks. In a mean of the micro-batches' means a
 token in a micro-batch of few tokens would count more.
 
-B responses in T columns, b of them in the W columns of a micro-batch: see the head of rollout.py.
+B responses in T columns, b of them in the W columns of a micro-batch: see the head of batches.py.
 """
 import math
 

@@ -13,7 +13,7 @@ config/ has a file of keys for each of them (dr_grpo.py, ...).
   GSPO       one ratio for all tokens of a response          gspo_losses        2507.18071, eq. 7
   CISPO      a clipped weight instead of a clipped loss      cispo_losses       2506.13585, eq. 4
 
-B responses, G of them (a group) to each prompt, side by side, in T columns: the head of rollout.py.
+B responses, G of them (a group) to each prompt, side by side, in T columns: the head of batches.py.
 """
 import torch
 

@@ -37,16 +37,16 @@ import torch
 
 import parallel
 import ranks
+from batches import forward_batch, micro_batches
 from errors import BadInput
 from formulas import importance_weights, kl_estimate, learning_rate_at, masked_sum
 from groups import LOSSES, flat_groups, group_advantages, summarize_groups, token_weights
 from load import autocast, load_policy, load_ref_policy, load_reward_model
 from metrics import add_up, gap, mean_of, summarize
 from model import response_logprobs
-from prompts import (batch_rows, hash_of_ids, micro_batches, permutation, run_length, say_prompts,
-                     spread)
+from prompts import batch_rows, hash_of_ids, permutation, run_length, say_prompts, spread
 from rewards import alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch
-from rollout import read_batch, sample_batch
+from rollout import sample_batch
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def read(batch, steps):
     """A collective: the models read a batch before its update, in that update's micro-batches."""
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
-    read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
+    forward_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
 
 def shape_scores(batch):

@@ -2,7 +2,7 @@
 The figures of a run: what the log says of a batch, the checks of log-probs that should be equal,
 and the lines that a terminal shows.
 
-B responses in T columns, b of them in the W columns of a micro-batch: see the head of rollout.py.
+B responses in T columns, b of them in the W columns of a micro-batch: see the head of batches.py.
 """
 import contextlib
 import random

@@ -22,7 +22,7 @@ One iteration: take batch_size prompts;
 
 B responses in an iteration, in T columns: the longest prompt's length + max_new_tokens. A batch is
 a dict of tensors: tokens (B, T), response_mask (B, T), index (B,), ... A number that belongs to
-a token stands in the token's column; rollout.py has an example. response_mask is True on the tokens
+a token stands in the token's column; batches.py has the table. response_mask is True on the tokens
 that the policy sampled; index is the number of the row, 0 to B - 1. A micro-batch is a few of the
 rows, cut to the columns that these rows use, (b, W).
 
@@ -38,16 +38,16 @@ import torch
 
 import parallel
 import ranks
+from batches import forward_batch, micro_batches
 from errors import BadInput
 from formulas import importance_weights, kl_estimate, learning_rate_at, masked_sum, masked_whiten
 from gae import compute_gae
 from load import autocast, load_policy, load_ref_policy, load_reward_model, load_value_model
 from metrics import add_up, explained_variance, gap, summarize
 from model import response_logprobs, response_values
-from prompts import (batch_rows, hash_of_ids, micro_batches, permutation, run_length, say_prompts,
-                     spread)
+from prompts import batch_rows, hash_of_ids, permutation, run_length, say_prompts, spread
 from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
-from rollout import read_batch, sample_batch
+from rollout import sample_batch
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def read(batch, steps, **more):
     """A collective: the models read a batch before its update, in that update's micro-batches."""
     readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, **more)  # {column: model}
     parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
-    read_batch(batch, readers, forward, parts, device)  # COLLECTIVE
+    forward_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
 
 def shape_scores(batch):

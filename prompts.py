@@ -1,5 +1,5 @@
 """
-A file of rows -> token ids -> the rows of an iteration -> micro-batches.
+A file of rows -> token ids -> the rows of an iteration.
 
     {"prompt": "1+2=", "answer": "3"}                                  prompt_row
     {"prompt": [{"role": "user", "content": "1+2=?"}], "answer": "3"}
@@ -9,10 +9,6 @@ A file of rows -> token ids -> the rows of an iteration -> micro-batches.
 A row's texts are all strings, or all lists of messages; a completion's list continues the prompt's.
 options/sources.py reads other files, and several files with weights. The rows of an iteration
 depend only on the seed and the iteration, so a run that resumes sees the same.
-
-A batch is a dict of tensors, with a row for each response: (B,) such as scores, or (B, T) such as
-tokens and logprobs; the head of rollout.py has an example. A micro-batch is a few of its rows and
-the columns that these use, (b, W).
 """
 import functools
 import hashlib
@@ -25,7 +21,6 @@ from itertools import pairwise
 
 import torch
 
-import parallel
 from errors import BadInput, say, shorten
 
 NO_UTF8 = "[\ud800-\udfff]"  # what Python reads where bytes are no UTF-8
@@ -265,84 +260,3 @@ def spread(n, size, seed):
     size = min(size or n, n)
     ends = [*(n * i // size for i in range(size)), n]
     return [first + hashed_row(end - first, seed, "eval", first) for first, end in pairwise(ends)]
-
-
-# micro-batches
-PADDING = 256  # one more micro-batch takes about as much time as so many tokens
-
-
-def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
-    """
-    This rank's micro-batches of the rows of all ranks: lists of row numbers. All ranks have equally
-    many, some of them empty, because a forward of a sharded model is a collective. A micro-batch
-    has at most micro_batch_size rows; or, with micro_batch_tokens, at most so many tokens, padding
-    included; and at most PADDING tokens of padding, or an eighth of micro_batch_tokens.
-
-    lengths: the tokens of each row. The rows are sorted, the longest first, and dealt to the ranks
-    like cards: so all have about equally many tokens. With lengths of 5, 2, 3, 4 on two ranks,
-    rank 0 gets the rows 0 and 2, and rank 1 the rows 3 and 1.
-    """
-    rank, size = parallel.rank_and_size()
-    # micro_batch_tokens is for GPUs, where launching a micro-batch's kernels takes longer
-    padding = max(PADDING, micro_batch_tokens // 8)
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    dealt = []  # for each rank its micro-batches
-    for hand in (order[number::size] for number in range(size)):  # the rows of one rank
-        parts = [[]]
-        for i in hand:
-            part = [*parts[-1], i]
-            tokens = lengths[part[0]] * len(part)  # with padding
-            full = tokens > micro_batch_tokens > 0
-            full |= len(part) > micro_batch_size and micro_batch_tokens == 0
-            if parts[-1] and (full or tokens - sum(lengths[j] for j in part) > padding):
-                parts.append([i])
-            else:
-                parts[-1] = part
-        dealt.append(parts)
-    return dealt[rank] + [[]] * (max(map(len, dealt)) - len(dealt[rank]))
-
-
-def micro_batches(batch, rows, micro_batch_size, micro_batch_tokens=0):
-    """
-    This rank's micro-batches of some rows of a batch, dicts like the batch; all ranks have equally
-    many, some without rows. Rows of about the same length come together, cut to the W columns of
-    the longest. Rows [0, 1, 2] on one rank, with micro_batch_size = 2, T = 6 and padding as a dot:
-
-        batch["tokens"]   5 6 7 8 9 .    of 5 tokens
-                          1 2 . . . .       2
-                          3 4 5 . . .       3
-
-        the first:        5 6 7 8 9      row 0, W = 5
-                          3 4 5 . .      row 2
-        the second:       1 2            row 1, W = 2
-    """
-    lengths = batch["lengths"][rows].tolist()
-    # to make one, the CPU waits for a GPU, so all are made before the training begins
-    return [micro_batch(batch, rows[torch.tensor(part, dtype=torch.int64, device=rows.device)],
-                        max([lengths[i] for i in part], default=2))
-            for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens)]
-
-
-def micro_batch(batch, rows, W):
-    """
-    b rows of the batch, and the first W columns of what has columns. Without rows there is still a
-    text of two tokens, none of which the policy sampled: sharded models run the forward on all
-    ranks. All else has no rows, so what is computed with it adds 0.
-    """
-    T = batch["tokens"].shape[1]
-    mb = {name: x[rows, :W] if x.shape[1:] == (T,) else x[rows] for name, x in batch.items()}
-    if len(rows) == 0:
-        mb |= {name: mb[name].new_zeros(1, W) for name in ("tokens", "response_mask")}
-    return mb
-
-
-def right_pad(sequences, pad_id):
-    """
-    Lists of token ids -> tokens (b, W) int64, padded on the right to the longest, and their mask
-    (b, W) bool, made from lengths, not from ids: the pad id may be the EOS. Without sequences: a
-    row of two zeros.
-    """
-    rows = [torch.tensor(ids, dtype=torch.int64) for ids in sequences or [[0, 0]]]
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    lengths = torch.tensor([len(row) for row in rows])  # (b,)
-    return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]

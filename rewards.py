@@ -24,12 +24,12 @@ import traceback
 import torch
 
 import parallel
+from batches import right_pad, texts_of
 from errors import BadInput, Stop, first_line, place_of
 from load import autocast
 from model import no_grad_forwards
-from prompts import Rows, encode_prompts, prompt_row, read_rows, right_pad
+from prompts import Rows, encode_prompts, prompt_row, read_rows
 from ranks import this_rank
-from rollout import texts_of
 
 
 # the built-in rules: a rule's file is loaded where a run names the rule

@@ -23,11 +23,12 @@ import torch
 
 import parallel
 import ranks
+from batches import deal_rows, right_pad
 from load import autocast, load
 from formulas import learning_rate_at
 from model import no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_rows, hash_of_ids, read_rows,
-                     right_pad, run_length, say_length, spread)
+from prompts import (batch_rows, dialogue, encode_rows, hash_of_ids, read_rows, run_length,
+                     say_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """
-Prompts -> a batch of sampled responses; and what reads it: the rewards (texts_of) and models
-(read_batch).
+Prompts -> a batch of sampled responses.
 
 How one response is sampled:
 
@@ -20,19 +19,7 @@ The uniforms of a response come from a random generator of its own, with a seed 
 response's name: (seed, purpose, iteration, slot in the batch, sample number). So the response does
 not depend on the others, or on the rank that decodes it, and no random state is ever saved.
 
-The layout of a batch, which all that follows reads: a row is a text, from column 0 on: prompt,
-response, padding. A number that belongs to a token stands in the token's column, and one mask says
-which tokens the policy sampled. The prompt "123+456=", the response "579" and R = 6, in the toy's
-tokenizer (a token for each byte, EOS is 258, pad is 259), beside a prompt of 9 tokens:
-
-    tokens         49 50 51 43 52 53 54 61   53 55 57 258 259 259 259    (B, T)
-    response_mask   F  F  F  F  F  F  F  F    T  T  T   T   F   F   F    (B, T)
-    begins          8, the column in which the response begins           (B,)
-    lengths        12, the tokens of prompt and response                 (B,)
-
-With an environment its words stand in the response, too: there response_mask is False.
-
-B responses, R = max_new_tokens, T = R + the tokens of the batch's longest prompt, V vocabulary.
+B responses, R = max_new_tokens, V vocabulary. The head of batches.py has the layout of a batch.
 """
 import contextlib
 import functools
@@ -42,9 +29,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import parallel
+from batches import as_batch
 from errors import BadInput
 from load import autocast, dtypes
-from model import decoding_cache, no_grad_forwards, scaled_logits
+from model import decoding_cache, scaled_logits
 from ranks import this_rank
 
 
@@ -210,39 +198,6 @@ def choose(probs, uniform):
     return i.clamp(max=probs.shape[1] - 1)
 
 
-def as_batch(prompts, responses, logprobs, lengths, finished, width, pad_id, sampled=None, **more):
-    """
-    The batch of b prompts and their responses, in the layout of the header.
-
-    prompts: lists of token ids. responses, ..., finished: as `decode` returns them. width: the
-    tokens of the longest prompt, on whichever rank it is: so T = width + R is the same on all.
-    sampled: (b, R) bool, the tokens that the policy sampled; None: all. more: {name: (b, R)}.
-
-    Returns a dict: tokens, response_mask, sampler_logprobs and `more`, (b, T) each; begins, lengths
-    and finished (b,).
-    """
-    (b, R), device = responses.shape, responses.device
-    begins = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=device)  # (b,)
-    t = torch.arange(R, device=device)
-    # The mask is made from lengths. Made from ids it could be wrong: pad may be the EOS.
-    sampled = t < lengths[:, None] if sampled is None else sampled
-    column = begins[:, None] + t  # (b, R): where each token of a response stands
-
-    def in_columns(x):
-        return torch.zeros(b, width + R, dtype=x.dtype, device=device).scatter_(1, column, x)
-
-    tokens = torch.full((b, width + R), pad_id, dtype=torch.int64)
-    for row, ids in enumerate(prompts):
-        tokens[row, :len(ids)] = torch.as_tensor(ids)
-    return dict(
-        tokens=tokens.to(device).scatter_(1, column, responses),
-        begins=begins,
-        lengths=begins + lengths,
-        response_mask=in_columns(sampled),
-        finished=finished.clone(),
-        **{name: in_columns(x) for name, x in dict(more, sampler_logprobs=logprobs).items()})
-
-
 def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
                  samples=1, slots=None):
     """
@@ -331,51 +286,3 @@ def decoding_copy(policy, system, device):
 
         policy = rounded_copy(policy, matrices)
     return contextlib.nullcontext(policy)
-
-
-def texts_of(batch, rows, tokenizer):
-    """
-    For the rewards: the data rows of a part of a batch, and the texts of its prompts and
-    completions; see rewards.py.
-    """
-    tokens, mask = batch["tokens"].cpu(), batch["response_mask"].cpu()  # one wait for a GPU
-    numbers = batch["row"].tolist()
-    texts = dict(rows=[rows[number] for number in numbers],
-                 prompts=[tokenizer.decode(rows.ids[number]) for number in numbers])
-    texts["completions"] = [
-        tokenizer.decode_response(ids[m].tolist(), row["prompt"])
-        for row, ids, m in zip(texts["rows"], tokens, mask, strict=True)]
-    if tokenizer.messages_of:
-        spans = zip(batch["begins"].tolist(), batch["lengths"].tolist(), strict=True)
-        texts["dialogues"] = [
-            tokenizer.messages_of(ids[i:j].tolist(), m[i:j].tolist(), row["prompt"])
-            for row, ids, m, (i, j) in zip(texts["rows"], tokens, mask, spans, strict=True)]
-        texts["completions"] = [messages[-1]["content"] for messages in texts["dialogues"]]
-    return texts
-
-
-def read_batch(batch, readers, forward, micro_batches, device):
-    """
-    A collective: add the models' outputs at each response token to a batch, before an update.
-    readers: {name of the column: model}; a model that is None, and a column that is there already,
-    are left out. forward: of (model, micro-batch), gives (b, W), or a tuple that begins with it.
-    micro_batches: this rank's, the same in which the update trains: so equal weights give equal
-    bits, and before the first step the ratio is exactly 1.
-    """
-    readers = {name: model for name, model in readers.items()
-               if model is not None and name not in batch}
-    # (B, T) each; 0 in other ranks' rows, and behind the columns that a micro-batch uses
-    columns = {name: torch.zeros_like(batch["sampler_logprobs"]) for name in readers}
-    with no_grad_forwards(readers.values(), device):
-        for mb in micro_batches:
-            for name, model in readers.items():
-                output = forward(model, mb)
-                output = output if torch.is_tensor(output) else output[0]  # (b, W)
-                columns[name][mb["index"], :output.shape[1]] = output
-    add_columns(batch, columns)  # COLLECTIVE
-
-
-def add_columns(batch, columns):
-    """A collective: add columns to a batch: {name: (B, T)}, 0 in the rows of other ranks."""
-    batch |= parallel.all_reduce_sum(columns)  # COLLECTIVE
-    parallel.check_finite({name: batch[name] for name in columns})

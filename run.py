@@ -27,6 +27,7 @@ import torch
 import errors
 import parallel
 import ranks
+from batches import texts_of
 from checkpoint import (LOGS, append, load_checkpoint, open_folder, save_checkpoint,
                         save_final, settings_of)
 from configurator import of_model
@@ -34,7 +35,6 @@ from errors import BadInput, Stop, say
 from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
                      summarize)
 from prompts import alike
-from rollout import texts_of
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 

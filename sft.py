@@ -18,11 +18,12 @@ import torch
 
 import parallel
 import ranks
+from batches import deal_rows, right_pad
 from load import autocast, auto_class, dtypes, load
 from formulas import learning_rate_at
 from model import Model, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
-                     right_pad, run_length, say_length, spread)
+from prompts import (batch_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
+                     run_length, say_length, spread)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 

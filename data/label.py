@@ -23,6 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402  first: it must be imported before torch
 
+from batches import texts_of  # noqa: E402
 from errors import BadInput  # noqa: E402
 from grading.answers import accuracy  # noqa: E402
 from load import autocast, load  # noqa: E402
@@ -31,7 +32,7 @@ from options.judging import Judge, template_text  # noqa: E402
 from prompts import encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import score_sequences  # noqa: E402
-from rollout import sample_batch, texts_of  # noqa: E402
+from rollout import sample_batch  # noqa: E402
 from tools.outputs import check_outputs, files_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------

@@ -29,13 +29,14 @@ import traceback
 import torch
 
 import parallel
+from batches import as_batch
 from errors import BadInput, Stop, first_line, place_of, shorten
 from options.blanks import encode_behind
 from options.chats import joined
 from options.time_limit import Late, in_time
 from options.user_code import load_function
 from ranks import this_rank
-from rollout import as_batch, response_seeds
+from rollout import response_seeds
 
 made = {}  # {tokenizer: its Environment}
 
@@ -52,7 +53,7 @@ def environment_of(system, tokenizer):
 
 def converse(policy, rows, prompts, uniforms, width, respond, system, noise, names):
     """
-    A collective: a batch as that of rollout.as_batch, of several turns in each response; see
+    A collective: a batch as that of batches.as_batch, of several turns in each response; see
     Environment.converse. respond: the sampler of a turn, see rollout.sampling. Token t of a
     response has the same uniform, whichever turn it is in.
     """
@@ -108,7 +109,7 @@ class Environment:
 
     def converse(self, rows, prompts, noise, names, length, width, sample):
         """
-        The batch of B prompts and their responses of several turns, as rollout.as_batch makes it,
+        The batch of B prompts and their responses of several turns, as batches.as_batch makes it,
         and turn_rewards (B, T): the environment's reward for a turn, on the turn's last token. With
         tools also failed_calls (B,), how many calls of a response were no good.
 

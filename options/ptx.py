@@ -4,11 +4,11 @@ equation 2), so that the policy forgets less of its demonstrations.
 """
 import torch
 
+from batches import deal_rows, right_pad
 from errors import BadInput
 from load import autocast
 from metrics import add_up
-from prompts import (batch_rows, deal_rows, dialogue, encode_demonstrations, read_rows,
-                     right_pad)
+from prompts import batch_rows, dialogue, encode_demonstrations, read_rows
 
 
 def ptx_row(row):

@@ -30,12 +30,13 @@ from torch.nn.functional import logsigmoid
 
 import parallel
 import ranks
+from batches import deal_rows, right_pad
 from load import autocast, load_policy, load_ref_policy
 from formulas import learning_rate_at
 from metrics import gap
 from model import in_rows, no_grad_forwards
-from prompts import (batch_rows, deal_rows, dialogue, encode_learned, encode_rows, hash_of_ids,
-                     read_rows, right_pad, run_length, say_length, spread)
+from prompts import (batch_rows, dialogue, encode_learned, encode_rows, hash_of_ids, read_rows,
+                     run_length, say_length, spread)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------

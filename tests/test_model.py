@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from batches import right_pad
 from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput
 from load import load
 from model import scaled_logits
-from prompts import right_pad
 from tiny import EOS, MARKERS, PAD, keys_of_system, read_weights
 
 BASE = dict(vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,

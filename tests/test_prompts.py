@@ -1,16 +1,13 @@
-"""prompts.py: a file -> rows; which rows an iteration sees; micro-batches, by enumeration."""
+"""prompts.py: a file -> rows -> token ids; which rows an iteration takes, by enumeration."""
 import itertools
 from array import array
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-import parallel
 from errors import BadInput
-from formulas import masked_sum
-from prompts import (PADDING, Rows, batch_rows, deal_rows, encode_prompts, encode_rows,
-                     micro_batches, prompt_row, read_rows, run_length, say_prompts, spread)
+from prompts import (Rows, batch_rows, encode_prompts, encode_rows, prompt_row, read_rows,
+                     run_length, say_prompts, spread)
 from tiny import jsonl, keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
@@ -112,62 +109,6 @@ def test_whole_epochs_in_new_orders(n, batch_size):
     if n > 3:
         assert len(set(epochs)) > 10
         assert batch_rows(4, 0, batch_size, rows) != walk[:batch_size]
-
-
-@pytest.mark.parametrize("ranks, size, most",
-                         [*itertools.product((1, 2, 7, 100), (1, 5, 64), (0, 150))])
-def test_rows_are_dealt_like_cards(monkeypatch, ranks, size, most):
-    """Each row once; within the limits; as many parts on each rank; about equally many tokens."""
-    lengths = torch.randint(1, 100, (61,), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = []
-    for rank in range(ranks):
-        monkeypatch.setattr(parallel, "rank_and_size", lambda rank=rank: (rank, ranks))
-        parts.append(deal_rows(lengths, size, most))
-    assert sorted(i for mine in parts for part in mine for i in part) == list(range(61))
-    assert len({len(mine) for mine in parts}) == 1
-    for part in itertools.chain(*parts):
-        held = [lengths[i] for i in part]
-        tokens = len(part) * max(held, default=0)
-        assert tokens - sum(held) <= PADDING
-        assert len(part) <= size if most == 0 else len(part) <= 1 or tokens <= most
-    of_rank = [sum(lengths[i] for part in mine for i in part) for mine in parts]
-    assert max(of_rank) - min(of_rank) <= max(lengths)
-
-
-def test_micro_batches_have_each_row_as_it_was():
-    """Of random rows with gaps in the response: the columns that the longest one of them uses."""
-    T, B, drawn = 12, 23, torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, T + 1, (B,), generator=drawn)
-    mask = torch.rand(B, T, generator=drawn) < 0.8
-    batch = dict(tokens=torch.randint(0, 9, (B, T), generator=drawn), index=torch.arange(B),
-                 response_mask=mask & (torch.arange(T) < lengths[:, None]), lengths=lengths,
-                 logprobs=torch.randn(B, T, generator=drawn), two=torch.randn(B, 2))
-    seen, wanted = [], torch.tensor([4, 22, 0, *range(7, 20)])
-    for mb in micro_batches(batch, wanted, 4):
-        rows, W = mb["index"], lengths[mb["index"]].max()
-        for name, x in mb.items():
-            of_row = batch[name][rows]
-            assert torch.equal(x, of_row[:, :W] if of_row.shape[1:] == (T,) else of_row), name
-        assert mb["response_mask"].sum() == batch["response_mask"][rows].sum()
-        seen += rows.tolist()
-    assert sorted(seen) == sorted(wanted.tolist())
-
-
-def test_a_micro_batch_without_rows_adds_nothing(monkeypatch):
-    """A forward reads one text all the same; what is computed with it is 0, and in no row."""
-    batch = dict(tokens=torch.ones(1, 5, dtype=torch.int64), lengths=torch.tensor([5]),
-                 response_mask=torch.ones(1, 5).bool(), index=torch.arange(1),
-                 advantages=torch.ones(1, 5))
-    parts = []
-    for rank in range(2):
-        monkeypatch.setattr(parallel, "rank_and_size", lambda rank=rank: (rank, 2))
-        parts += micro_batches(batch, batch["index"], 4)
-    first, empty = parts
-    assert first["tokens"].shape == (1, 5) and empty["tokens"].shape == (1, 2)
-    logprobs = torch.ones(empty["tokens"].shape, requires_grad=True)
-    loss = masked_sum(-empty["advantages"] * logprobs, empty["response_mask"])
-    loss.backward()
-    assert loss == 0 and not logprobs.grad.any() and len(empty["index"]) == 0
 
 
 @pytest.mark.parametrize("n, size", [(10, 3), (500, 256), (40, 0), (5, 9)])

@@ -5,10 +5,11 @@ import pytest
 import torch
 import transformers
 
+from batches import as_batch
 from errors import BadInput
 from load import load
 from model import Model
-from rollout import as_batch, decode, decoding_copy, draw, response_uniforms
+from rollout import decode, decoding_copy, draw, response_uniforms
 from tiny import PAD, answer, keys_of_system
 
 CPU = torch.device("cpu")

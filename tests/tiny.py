@@ -54,7 +54,8 @@ def keys_of(world, script, **changed):
 
 def answer(policy, prompts, R, uniforms=None, **how):
     """The batch of responses of up to R tokens to these prompts. how: see rollout.decode."""
-    from rollout import as_batch, decode, response_uniforms
+    from batches import as_batch
+    from rollout import decode, response_uniforms
 
     if uniforms is None:
         uniforms = response_uniforms(0, "generate", 0, range(len(prompts)), R)

@@ -28,6 +28,7 @@ from statistics import fmean  # noqa: E402
 
 import parallel  # noqa: E402
 import ranks  # noqa: E402
+from batches import texts_of  # noqa: E402
 from errors import BadInput, say, shorten  # noqa: E402
 from grading.answers import final_answer, same_answer, whole_responses  # noqa: E402
 from load import load, load_reward_model  # noqa: E402
@@ -35,7 +36,7 @@ from options.hub import check_name  # noqa: E402
 from options.mistakes import check_folder  # noqa: E402
 from prompts import prompt_row, read_rows, spread  # noqa: E402
 from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
-from rollout import sample_batch, texts_of  # noqa: E402
+from rollout import sample_batch  # noqa: E402
 from tools.outputs import check_outputs, files_of  # noqa: E402
 from tools.runs import ASKED, JUDGED, as_in_run, estimate, room_behind, split_paths  # noqa: E402
 

@@ -44,6 +44,7 @@ import prompts  # noqa: E402
 import ranks  # noqa: E402
 import rewards  # noqa: E402
 import rollout  # noqa: E402
+from batches import texts_of  # noqa: E402
 from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from gae import compute_gae  # noqa: E402
@@ -170,7 +171,7 @@ with tempfile.TemporaryDirectory(prefix="explain-") as folder:
 
 batch, mask = names["batch"], names["batch"]["response_mask"]
 tokenizer, group = names["policy"].tokenizer, keys.get("group_size", 1)
-texts = rollout.texts_of({name: x[:group] for name, x in batch.items()}, names["train_rows"],
+texts = texts_of({name: x[:group] for name, x in batch.items()}, names["train_rows"],
                          tokenizer)
 said = [response_of(dict(text=text) | ({"messages": texts["dialogues"][i]} if "dialogues" in texts
                                        else {})) for i, text in enumerate(texts["completions"])]

@@ -26,6 +26,7 @@ import torch
 
 import parallel
 import ranks
+from batches import texts_of
 from checkpoint import list_checkpoints, number_of
 from configurator import read_json, write_text
 from errors import BadInput, visible
@@ -34,7 +35,6 @@ from load import autocast
 from formulas import kl_estimate
 from model import no_grad_forwards, response_logprobs
 from options.again import keys_at
-from rollout import texts_of
 from run import Run
 from tools.runs import (
     config_file_of, config_of, fill_page, read_records, refuse_code, response_of)

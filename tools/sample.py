@@ -21,13 +21,14 @@ import sys
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from batches import texts_of  # noqa: E402
 from configurator import configure  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from load import load, load_reward_model  # noqa: E402
 from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import reward_terms, score_batch  # noqa: E402
-from rollout import sample_batch, texts_of  # noqa: E402
+from rollout import sample_batch  # noqa: E402
 from tools.runs import ASKED, as_in_run, response_of, room_behind, system_message_of  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ import parallel
 import pretend
 import ranks
 import tiny
+from batches import micro_batch
 from load import autocast, load
 from model import SPARE, decoding_cache, roomy_layer
 from options import decoding_graph
-from prompts import micro_batch
 from rollout import decoding_copy
 from test_families import rows_of_texts, save
 from test_model import CPU

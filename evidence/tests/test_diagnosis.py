@@ -44,7 +44,7 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "old log-probs of now": (GRPO, (
         "grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
     "a mask without the EOS": (GRPO | dict(max_iters=1), (
-        "rollout.py", "< lengths[:, None]", "< (lengths - finished.long())[:, None]")),
+        "batches.py", "< lengths[:, None]", "< (lengths - finished.long())[:, None]")),
     "gradients that are never set to 0": (PPO, (
         "ppo.py", "parallel.zero_gradients(gradients)", "pass")),
     "`min` in the place of `max`, PPO of six passes": (PPO | dict(ppo_epochs=6, max_iters=2), (

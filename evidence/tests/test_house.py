@@ -173,7 +173,7 @@ def test_each_word_has_a_file():
 OTHERS = r"iterations|(?!self)[^.]*\.(append|read)|os\.path\.join"  # other functions of these names
 
 
-@pytest.mark.parametrize("file", [*PAGES, "rollout.py", "rewards.py", "run.py"])
+@pytest.mark.parametrize("file", [*PAGES, "batches.py", "rollout.py", "rewards.py", "run.py"])
 def test_each_collective_is_marked(file):
     """On one of the call's lines, or of a call or block around it."""
     lines, names = open(os.path.join(ROOT, file), encoding="utf-8").readlines(), collectives(file)

@@ -21,13 +21,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from configurator import configure, read_json, write_json  # noqa: E402  before torch
 
 import ranks  # noqa: E402
+from batches import forward_batch, micro_batches  # noqa: E402
 from errors import BadInput  # noqa: E402
 from load import load  # noqa: E402
 from metrics import summarize  # noqa: E402
 from model import response_logprobs  # noqa: E402
-from prompts import micro_batches  # noqa: E402
 from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
-from rollout import read_batch, sample_batch  # noqa: E402
+from rollout import sample_batch  # noqa: E402
 from tools.runs import read_records  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def judge(seed, name):
         wrong = batch["response_mask"].sum(1)[batch[f"reward/{RIGHT}"] == 0]
         figures["length of wrong ones"] = wrong.double().mean().item()
         batch["old_logprobs"] = batch["sampler_logprobs"]
-        read_batch(batch, dict(ref_logprobs=sft), partial(response_logprobs, temperature=1.0),
+        forward_batch(batch, dict(ref_logprobs=sft), partial(response_logprobs, temperature=1.0),
                    micro_batches(batch, batch["index"], 64), device)
         write_json(file, figures | {key[2:]: x for key, x in summarize(batch, "x").items()})
     return cost | read_json(file) | at_budget(folder)
