@@ -10,6 +10,7 @@ And what the rows of each source score (figures_by_source).
 Libraries for tables are not used, because they guess types: they turn the answer "02" into 2 and
 "NA" into nothing.
 """
+import contextlib
 import csv
 import gzip
 import io
@@ -54,9 +55,10 @@ def several_rows(spec, shape, fields):
                            "commas between several, such as a.jsonl,0.3*b.jsonl")
         before = len(rows)
         for file in hub_files(source) if source.startswith("hf:") else [source]:
+            as_read = numbers_of_pair if re.search(r"(?i)\.csv(\.gz)?$", file) else dict
             for where, row in raw_rows(file):
                 try:
-                    rows.append(shape(rename(row, fields)))
+                    rows.append(shape(as_read(rename(row, fields))))
                 except BadInput as e:
                     said = str(e).replace("--source=FILE", f"--source={shlex.quote(source)}")
                     raise BadInput(f"{file}, {where}: {said}") from e
@@ -365,6 +367,14 @@ def csv_rows(path):
             yield f"row {number}", row
     except csv.Error as e:
         raise BadInput(f"{path}: not a table ({e})") from e
+
+
+def numbers_of_pair(row):
+    """A row of csv_rows with a pair's margin and confidence as numbers; an empty one is none."""
+    for name in {"margin", "confidence"} & row.keys() if "chosen" in row else ():
+        with contextlib.suppress(ValueError):  # rm.py says of any other text that it is no number
+            row[name] = float(row[name]) if row[name].strip() else None
+    return row
 
 
 def parquet_rows(path):

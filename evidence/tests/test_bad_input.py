@@ -35,7 +35,7 @@ FILES = {  # rows, or the text of a file, which the table names
     "asks": "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}",
     "foreign": [dict(conversations=[{"from": "human", "value": "x"}])],
     "null": [ROW | dict(answer=None)], "mute": [ROW, dict(prompt="a")],
-    "mixed": [ROW | dict(prompt=USER)],
+    "mixed": [ROW | dict(prompt=USER)], "true": [ROW, ROW | dict(margin=True)],
     "long": [ROW, ROW | dict(prompt="a" * 9, completion="b" * 9, rejected="b" * 90)],
     "huge": [ROW | dict(prompt="a" * 9)],
     "cut": json.dumps(ROW) + '\n{"prompt": "a", "ans', "empty": ""}
@@ -49,6 +49,7 @@ TEXTS = {  # other files
     "bin/config.json": '{"model_type": "gpt2"}', "bin/pytorch_model.bin": "",
     "bare/config.json": '{"model_type": "llama"}', "bare/tokenizer_config.json": "{}",
     "trees.jsonl": '{"chosen": [], "rejected": []}\n', "lines.csv": "prompt|answer\n1|2\n",
+    "sure.csv": "prompt,chosen,rejected,confidence\na,b,c,1\na,b,c,1.5\n",
     "hub/train.jsonl": '{"chosen": [], "rejected": []}\n', "mine.py": "batch_size = 9\n",
     "broken.py": "def f(batch)\n    return 1\n", "fails.py": "import nowhere_at_all\n",
     "compare.txt": "answers: a c\n{prompt}{first}|{second}", "half.txt": "answers: a c\n{first}",
@@ -155,6 +156,8 @@ grpo.py --reward_functions=$verl.py:compute_score | verl's; return [compute_scor
 grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; return reward_func([p + c for
 grpo.py --reward_functions=$verl.py:of_trl | 'trainer_state'; default
 sft.py --init_from=$bare | this folder has no tokenizer
+rm.py --train_path=$true.jsonl | line 2; 'margin'; True
+rm.py --train_path=$sure.csv | row 2; 'confidence'; 1.5
 rm.py --train_path=$trees.jsonl | whole dialogues; python data/convert.py --source=
 rm.py --train_path=hf:$hub:train | python data/convert.py --source=hf:; hub:train --out=new.jsonl
 sft.py --train_path=$lines.csv | separated by commas

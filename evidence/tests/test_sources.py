@@ -1,4 +1,5 @@
 """options/sources.py: rows of CSV, parquet, JSON, data sets of the hub; mixes, their shares."""
+import csv
 import gzip
 import json
 import os
@@ -6,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import jsonl, keys_of, read_jsonl, well
+from tiny import assert_same_run, jsonl, keys_of, read_jsonl, well
 
 from errors import BadInput
 from options.sources import figures_by_source, hub_files, name_sources
@@ -26,6 +27,22 @@ def test_tables_keep_their_texts(tmp_path):
     (tmp_path / "B.CSV").write_bytes((tmp_path / "a.csv").read_bytes())
     for name in ("a.csv", "B.CSV", "a.json", "a.jsonl.gz"):
         assert read_rows(f"{tmp_path}/{name}", prompt_row) == ROWS
+
+
+def test_pairs_of_a_table(world, tmp_path):
+    """Their margins and confidences are numbers, an empty one is none; the run is that of JSONL."""
+    with open(tmp_path / "a.CSV", "w", newline="", encoding="utf-8") as f:
+        table = csv.DictWriter(f, ["prompt", "chosen", "rejected", "lead", "confidence"])
+        table.writeheader()
+        for row in world.rows["pairs_train"]:
+            row = {"lead" if name == "margin" else name: x for name, x in row.items()}
+            table.writerow(row)
+    outs = [well("rm.py", tmp_path / number, keys_of(
+        world, "rm.py", max_iters=2, use_confidence=True, val_path="", demonstrations_path="",
+        **keys)) for number, keys in
+        dict(a={}, b=dict(train_path=f"{tmp_path}/a.CSV", fields="lead>margin")).items()]
+    assert any("margin" in row for row in world.rows["pairs_train"])
+    assert_same_run(*outs, models=["reward_model"])
 
 
 def test_parquet(tmp_path):
