@@ -1,4 +1,4 @@
-"""Lesson 2: the policy gradient of three words. Write two bodies; then: python check.py 2"""
+"""Lesson 2: the policy gradient of three words. Write two bodies; then: python course/check.py 2"""
 import torch  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""Lesson 3: GAE, with a loop over time. Write the body; then: python check.py 3"""
+"""Lesson 3: GAE, with a loop over time. Write the body; then: python course/check.py 3"""
 import torch  # noqa: F401
 
 

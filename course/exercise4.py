@@ -1,4 +1,4 @@
-"""Lesson 4: the clip. Write two bodies; then: python check.py 4"""
+"""Lesson 4: the clip. Write two bodies; then: python course/check.py 4"""
 import torch  # noqa: F401
 
 
@@ -9,7 +9,7 @@ def clipped_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     The ratio of a token is its probability now, over that before the update.
 
     logprobs, old_logprobs, advantages: (B, T). mask: (B, T) bool, True on sampled tokens; where it
-    is False there may be any number.
+    is False there may be any finite number.
 
     One token, ratio 1.5, advantage 2, cliprange 0.2: the loss is -2.4. With advantage -2: 3.
     """

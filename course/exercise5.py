@@ -1,4 +1,4 @@
-"""Lesson 5: the KL, exact and estimated. Write two bodies; then: python check.py 5"""
+"""Lesson 5: the KL, exact and estimated. Write two bodies; then: python course/check.py 5"""
 import torch  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""Lesson 7: GRPO and its relatives. Write two bodies; then: python check.py 7"""
+"""Lesson 7: GRPO and its relatives. Write two bodies; then: python course/check.py 7"""
 import torch  # noqa: F401
 
 

@@ -42,7 +42,24 @@ MISTAKES = {
         lambda logits, ids, c: pick(logits[:-1] / c, ids[1:]),
     "your softmax goes over the text; it must go over the vocabulary, the last dimension":
         lambda logits, ids, c: pick((logits[:-1] / c).log_softmax(0), ids[1:]),
+    "this is minus the log-prob: a loss, such as F.cross_entropy, has the other sign":
+        lambda logits, ids, c: -right(logits, ids, c),
+    "the temperature is used twice": lambda logits, ids, c: right(logits / c, ids, c),
+    "you take the likeliest token; the text's own is wanted":
+        lambda logits, ids, c: (logits[:-1] / c).log_softmax(-1).amax(-1),
+    "these are the entropies of the rows; the log-prob of one token of each is wanted":
+        lambda logits, ids, c: torch.distributions.Categorical(logits=logits[:-1] / c).entropy(),
+    "your sums go over all rows: each row has a softmax of its own": lambda logits, ids, c:
+        pick(logits[:-1] / c - (logits[:-1] / c).flatten().logsumexp(0), ids[1:]),
+}
+BIG = {
+    "there is a small number such as 1e-8 inside your logarithm: it hides how unlikely a token is. "
+    "log_softmax needs none": lambda logits, ids, c: (
+        pick((logits[:-1] / c).softmax(-1), ids[1:]) + 1e-8).log(),
 }
 CHECKS = {"logprobs": SimpleNamespace(
-    right=right, MISTAKES=MISTAKES,
-    CASES=[case(4, 5, 0.7), case(2, 3, 1.0), case(6, 9, 1.5), case(5, 4, 0.25)])}
+    right=right, MISTAKES=MISTAKES, gradient_of=[0],
+    CASES=[case(4, 5, 0.7), case(2, 3, 1.0), case(6, 9, 1.5), case(5, 4, 0.25)],
+    LARGE=([(400 * case(4, 5, 1.0)[0], torch.tensor([0, 3, 1, 4]), 1.0)],
+           "for logits of 800 it is not finite: exp(800) is inf, and the log of a probability that "
+           "has become 0 is -inf. log_softmax subtracts the largest logit first", BIG))}

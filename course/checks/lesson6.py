@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 from pairs import pairs
+from torch.nn.functional import logsigmoid
 
 DRAWN = torch.Generator().manual_seed(6)
 
@@ -27,38 +28,69 @@ MISTAKES = {
     "the logarithm is missing: this is the mean probability that the chosen one wins":
         lambda c, r: (c - r).sigmoid().mean(),
     "the sign is wrong: a loss is minus the log-probability": lambda c, r: -right(c, r),
-    "log(sigmoid(x)) is -inf for a large negative x, and a run ends with NaN: use logsigmoid":
-        lambda c, r: -(c - r).sigmoid().log().mean(),
     "you take the loss of the mean difference; take the mean of the pairs' losses":
         lambda c, r: right(c.mean()[None], r.mean()[None]),
     "this is the loss of a margin without a sigmoid: -(chosen - rejected) has no end":
         lambda c, r: (r - c).mean(),
+    "you take each score's sigmoid; the sigmoid of the *difference* is wanted":
+        lambda c, r: -(c.sigmoid() - r.sigmoid()).mean(),
+    "you take the difference of two logsigmoids; the logsigmoid of the difference is wanted":
+        lambda c, r: (logsigmoid(r) - logsigmoid(c)).mean(),
+    "you take each score's own loss; the sigmoid of the *difference* is wanted":
+        lambda c, r: -(logsigmoid(c) + logsigmoid(-r)).mean(),
+    "this is the loss of a hinge, max(0, 1 - difference); -log(sigmoid(difference)) is wanted":
+        lambda c, r: (1 - (c - r)).clamp(min=0).mean(),
+    "this is a softmax over all scores; each pair is a comparison of its own":
+        lambda c, r: -(c - torch.cat([c, r]).logsumexp(0)).mean(),
+    "one loss a pair is not wanted, but their mean":
+        lambda c, r: -logsigmoid(c - r),
+}
+BIG = {
+    "there is a small number such as 1e-8 inside your logarithm: there the loss has no slope, and "
+    "a pair that is very wrong teaches nothing. Use logsigmoid":
+        lambda c, r: -((c - r).sigmoid() + 1e-8).log().mean(),
 }
 
 
-def judge(function):
+FEATURES = {
+    lambda text: len(text): "It goes with the length, which is right in 7 of 10",
+    lambda text: len(text.split()): "It goes with the number of words, which is right in 7 of 10",
+    lambda text: text.startswith("certainly"):
+        "That is the politeness, which is right in 6 of 10",
+}
+
+
+def judge(score):
     """Is the score of the chosen one higher, in pairs that the student has not seen?"""
     held_out = pairs(77, 400)
-    share = sum(float(function(c)) > float(function(r)) for c, r in held_out) / len(held_out)
+    pairs_of = [(score(c), score(r)) for c, r in held_out]
+    scores = [x for both in pairs_of for x in both]
+    share = sum(c > r for c, r in pairs_of) / len(held_out)
     if share > 0.97:
         return ""
-    words = f"score in exercise6.py is right in {share:.0%} of 400 new pairs; 98 % is wanted. "
-    lengths = sum(len(c) > len(r) for c, r in held_out) / len(held_out)
-    polite = sum(c.startswith("certainly") for c, r in held_out) / len(held_out)
-    if share < 0.1:
+    words = f" is right in {share:.0%} of 400 new pairs; 98 % is wanted. "
+    if any(math.isnan(x) for x in scores):
+        return words + "Some of its scores are NaN"
+    ties = sum(c == r for c, r in pairs_of) / len(held_out)
+    if ties > 0.97:
+        return words + "Both responses of a pair have the same score"
+    if share + ties < 0.03:
         return words + "You found it, and score it the wrong way round"
-    if abs(share - lengths) < 0.02:
-        return words + "That is the length, which is right in 7 of 10: look further"
-    if abs(share - polite) < 0.02:
-        return words + "That is the politeness, which is right in 6 of 10: look further"
-    if share == 0:
-        return words + "All responses have the same score"
-    return words + "Print more pairs: python course/pairs.py"
+    for feature, says in FEATURES.items():
+        signs = [(feature(c) - feature(r)) * (x - y)
+                 for (c, r), (x, y) in zip(held_out, pairs_of, strict=True)]
+        for how, sign in {"look further": 1, "and you have it turned round": -1}.items():
+            if sum(x * sign > 0 for x in signs) > 0.9 * len(held_out):
+                return f"{words}{says}: {how}"
+    return f"{words}In {ties:.0%} both have the same score. Print more: python course/pairs.py"
 
 
 HUGE = torch.tensor([500.0, -900.0, 0.0], dtype=torch.float64)
 CHECKS = {
     "pair_loss": SimpleNamespace(
-        right=right, MISTAKES=MISTAKES,
-        CASES=[(drawn(n), drawn(n)) for n in (1, 4, 9)] + [(HUGE, -HUGE)]),
+        right=right, MISTAKES=MISTAKES, gradient_of=[0, 1],
+        CASES=[(drawn(n), drawn(n)) for n in (1, 4, 9)],
+        LARGE=([(HUGE, -HUGE), (-HUGE, HUGE)], "for scores such as -500 and 500 it is not finite: "
+               "exp(1000) is inf, and sigmoid(-1000) is 0, which has no logarithm: use logsigmoid",
+               BIG)),
     "score": SimpleNamespace(judge=judge)}
