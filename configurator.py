@@ -15,7 +15,7 @@ A key's comment is read by the program, too; these parts of it are checked:
     [>= 1], [> 0], [0..1], [a | b | c]   at its end: the values that are allowed
     with tools: ...                      the key has no effect unless the key tools is set, too: to
                                          anything but 0 and False or, of texts, the default
-    in the place of max_iters: ...       not both keys may be set in one place
+    instead of max_iters: ...            not both keys may be set in one place
     * ..., + ...                         for the reader: most runs set it; docs/algorithms.md#KEY
 
 config/keys.py has the keys that all scripts share. They become attributes of `system`.
@@ -49,7 +49,7 @@ RANGES = {
     r"(\S+)\.\.(\S+)": lambda value, low, high: float(low) <= value <= float(high),
     r">= (\S+)": lambda value, low: value >= float(low),
     r"> (\S+)": lambda value, low: value > float(low)}
-OF_OTHERS = r"(\* )?with \w|in the place of "  # how the comment of a key begins that needs others
+OF_OTHERS = r"(\* )?with \w|instead of "  # such a comment: the key depends on another one
 # what a user reads, and not the names of Python's types
 WORDS = {bool: "True or False", int: "a whole number", float: "a number below 1e30",
          str: "a text in quotes"}
@@ -59,7 +59,7 @@ class Key(NamedTuple):
     """One key, from its line."""
 
     default: bool | int | float | str
-    comment: str  # behind it
+    comment: str  # what stands after its #
     headings: list[str]  # above it
 
 

@@ -1,7 +1,7 @@
 """
-What a user is told. An error is one line on stderr, and an exit code; what is said survives its
-reader. A program imports this file before torch, which takes seconds: so Ctrl-C is one line even
-then.
+The lines that a user sees. An error is one line on stderr, and an exit code. A program whose output
+nobody reads any more goes on. Each program imports this file before torch, whose import takes
+seconds: even then Ctrl-C gives one line.
 """
 import contextlib
 import errno
@@ -32,11 +32,11 @@ class Stop(RuntimeError):
 
 
 class Lost(Stop):
-    """Another rank has ended or does not answer. Each rank that is left says so."""
+    """Another rank has ended or does not answer. Each of the other ranks says so."""
 
 
 class Interrupted(Stop):
-    """Ctrl-C, where no run is there yet that could stop in order."""
+    """Ctrl-C before the run has begun: there is nothing yet that could be saved."""
 
     exit_code = 130
 
@@ -50,14 +50,14 @@ def enter(what):
 def report_error(kind, error, trace):
     """
     sys.excepthook of all programs. BadInput is one line and exit code 2, Stop is one line and 1,
-    and so is what `known` makes of others. Any other exception is a bug, and is shown with its
+    and so is what `translated` makes of others. Any other exception is a bug, and is shown with its
     traceback.
     """
-    error = error if hasattr(error, "exit_code") else known(error)
+    error = error if hasattr(error, "exit_code") else translated(error)
     code, rank = getattr(error, "exit_code", 0), int(os.environ.get("RANK") or 0)
     if rank and code and not isinstance(error, Lost):
-        # mostly all ranks have the same error: rank 0 says it, and torchrun ends the others while
-        # they wait here. An error of this rank alone is said by it
+        # mostly all ranks have the same error: rank 0 prints it, and torchrun ends the others while
+        # they wait here. If only this rank has the error, it prints the line after this second
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1)
     # sys.__stderr__: while this hook runs, sys.stderr is a buffer of torch.distributed
@@ -72,14 +72,14 @@ def report_error(kind, error, trace):
                 from options.torchrun import tell
 
                 tell(line)
-    with contextlib.suppress(OSError):  # of a full disk, which is said above
+    with contextlib.suppress(OSError):  # the disk is full: the line above says so
         sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
     os._exit(code or 1)
 
 
-def known(error):
-    """The BadInput or Stop that another exception means, as that of a full disk; or itself."""
+def translated(error):
+    """The BadInput or Stop that says what an exception means, if one does; else the exception."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
     name = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else ""
@@ -142,7 +142,7 @@ class Output(io.FileIO):
 
 
 def outlast_readers():
-    """Let stdout and stderr survive their readers, and letters that their encoding has not."""
+    """Let stdout and stderr survive a closed pipe, and letters that their encoding lacks."""
     for name in "stdout", "stderr":
         old = getattr(sys, name)  # None: it is closed
         if old is getattr(sys, f"__{name}__"):  # else it is pytest's, or a notebook's

@@ -1,8 +1,8 @@
 """
-The formulas: tensors in, tensors out. The losses stand in the loop of ppo.py, in groups.py, and in
-rm.py. They add up the losses of the tokens, and divide by one count: the trained tokens of the
-whole optimizer step, over all micro-batches and all ranks. In a mean of the micro-batches' means a
-token in a micro-batch of few tokens would count more.
+The formulas: tensors in, tensors out. The losses are in the loop of ppo.py, in groups.py, and in
+rm.py. A loss is the sum over the tokens divided by one count: the trained tokens of the whole
+optimizer step, of all micro-batches and all ranks. In a mean of the micro-batches' means a token of
+a micro-batch with few tokens would count more.
 
 B responses in T columns, b of them in the W columns of a micro-batch: see the head of batches.py.
 """
@@ -17,7 +17,7 @@ def masked_sum(x, mask):
 
 
 def masked_mean(x, mask):
-    """The mean of x where mask is True; 0 where it never is. A bool x: give it as x.double()."""
+    """The mean of x where mask is True; 0 where it never is. Convert a bool x by x.double()."""
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
@@ -35,10 +35,10 @@ def masked_whiten(x, mask):
 def importance_weights(mb, cap):
     """
     The factor of each token's policy loss, (b, W), where the sampler's probabilities q differ a
-    little from the probabilities p of the training forward, as in 16 bits: min(p / q, cap),
+    little from the probabilities p of the training forward, as in 16 bits. It is min(p / q, cap),
     truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you
     off-policy RL training", 2025), without a gradient; 1 if cap = 0. PPO's ratio is another one:
-    the policy's probability now / p, both by the training forward (decoupled PPO, arXiv
+    the policy's probability now, divided by p, both by the training forward (decoupled PPO, arXiv
     2505.24298).
 
     mb: old_logprobs, log p; sampler_logprobs, log q; (b, W) each. For q = 0.2, 0.5 and p = 0.3, 0.4

@@ -64,7 +64,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
         model = read_model(path, head, system, device, seed)
         settle(model, system, trained, adapter)
     model.tokenizer = tokenizer
-    tokenizer.fit(model, path)
+    tokenizer.match_model(model, path)
     if system.compile:
         model.compiled = torch.compile(model.trunk, dynamic=True)
     if head == "lm" and model.hf.device.type != "meta":  # else another rank has the weights

@@ -66,9 +66,8 @@ def explained_variance(values, returns, mask):
 
 def add_up(sums, mask, tensors):
     """
-    Add the tensors {name: (b, W)} of a micro-batch to sums, {name: (sum, count)}: to the sum what
-    stands where mask is True, to the count the number of these places. See
-    parallel.all_reduce_metrics.
+    Add the tensors {name: (b, W)} of a micro-batch to sums, {name: (sum, count)}. The sum is over
+    the places where mask is True; the count is their number. See parallel.all_reduce_metrics.
     """
     for name, x in tensors.items():
         pair = torch.stack([masked_sum(x.detach().double(), mask), mask.sum()])
@@ -76,7 +75,7 @@ def add_up(sums, mask, tensors):
 
 
 def as_number(name, x):
-    """A metric as a number of Python's: it may be a tensor. Raises TypeError by its name."""
+    """A metric, a number or a tensor, as a Python number. Raises TypeError that names it."""
     if isinstance(x, torch.Tensor) and x.numel() != 1:
         raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
     return x.item() if hasattr(x, "item") else x
@@ -84,9 +83,9 @@ def as_number(name, x):
 
 def gap(log_ratio, mask, dtype):
     """
-    The distance of log-probs that should be equal, a scalar tensor in nats. log_ratio: their
-    difference, (B, T). In 32 and 64 bits it is the largest absolute difference where mask is True;
-    in 16 bits the mean, because rounding alone makes single differences large.
+    How far two log-probs of each token are apart that should be equal: a scalar tensor, in nats.
+    log_ratio: their difference, (B, T). In 32 and 64 bits the gap is the largest difference where
+    mask is True. In 16 bits it is the mean, because rounding makes single differences large.
     """
     log_ratio = torch.where(mask, log_ratio.detach().abs(), 0)
     if dtype in ("bfloat16", "float16"):
@@ -96,8 +95,8 @@ def gap(log_ratio, mask, dtype):
 
 def gap_limit(dtype, temperature):
     """
-    The largest gap that rounding may cause, in nats. In float32 it is about 1e-5 for most tokens;
-    1.5e-4 was seen, for one unlikely token of 16,000. Below temperature 1 the limit grows: there
+    The largest gap that rounding may cause, in nats. In float32 most tokens have about 1e-5; 1.5e-4
+    was seen once, for one unlikely token of 16,000. Below temperature 1 the limit grows: there
     log-probs are of logits / temperature, so the logits' rounding errors are divided by it, too.
     """
     return {"float64": 1e-10, "float32": 5e-4}.get(dtype, 0.02) / min(temperature, 1.0)

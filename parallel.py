@@ -90,22 +90,22 @@ def from_rank(value, source=0):
     if not dist.is_initialized():
         return value
     text = bytearray(json.dumps(value).encode())
-    length = torch.tensor([len(text)], device=wire())
+    length = torch.tensor([len(text)], device=comm_device())
     dist.broadcast(length, group_src=source, group=this_rank.group)
-    text = text[:int(length)].ljust(int(length))  # the others', as long as that of source
-    sent = torch.frombuffer(text, dtype=torch.uint8).to(wire())
+    text = text[:int(length)].ljust(int(length))  # on other ranks: a place of the same length
+    sent = torch.frombuffer(text, dtype=torch.uint8).to(comm_device())
     dist.broadcast(sent, group_src=source, group=this_rank.group)
     return json.loads(sent.cpu().numpy().tobytes())
 
 
 def stop_agreed():
     """A collective: whether any rank has been asked to stop."""
-    return bool(all_reduce_max(torch.tensor(float(this_rank.stop), device=wire())))
+    return bool(all_reduce_max(torch.tensor(float(this_rank.stop), device=comm_device())))
 
 
 def ranks_where(flag):
     """A collective: the ranks on which flag is true; the same list on all."""
-    flags = all_gather(torch.tensor([flag], device=wire()).long())
+    flags = all_gather(torch.tensor([flag], device=comm_device()).long())
     return torch.cat(flags).nonzero().flatten().tolist()
 
 
@@ -113,7 +113,7 @@ def ranks_where(flag):
 # shares, and tensors of all ranks
 
 
-def holds(name):
+def needs_weights(name):
     """Whether this rank needs a model's weights. name: as in the keys. See options/roles.py."""
     part = dict(policy="sample", reward="score", judge="score").get(name)
     return this_rank.role == "train" or part in this_rank.does
@@ -126,8 +126,8 @@ def rank_and_size():
     return dist.get_rank(this_rank.group), dist.get_world_size(this_rank.group)
 
 
-def wire():
-    """The device of tensors that the group can send: the GPU with nccl, the CPU with gloo."""
+def comm_device():
+    """The device of tensors that ranks can exchange: the GPU with nccl, the CPU with gloo."""
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
@@ -142,7 +142,7 @@ def broadcast_parameters(models):
     """A collective: overwrite every rank's parameters with rank 0's; shards stay as they are."""
     for p in itertools.chain(*(model.parameters() for model in models)):
         if dist.is_initialized() and not is_shard(p) and not p.is_meta:
-            sent = p.data.to(wire())  # p.data itself, unless it is offloaded to the CPU
+            sent = p.data.to(comm_device())  # p.data itself, unless it is offloaded to the CPU
             dist.broadcast(sent, group_src=0, group=this_rank.group)
             p.data.copy_(sent)
 
@@ -197,7 +197,7 @@ def all_reduce_metrics(metrics):
     """
     pairs = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair])
                          for pair in metrics.values()])  # (metrics, 2)
-    pairs = all_reduce_sum(dict(pairs=pairs.to(wire())))["pairs"]
+    pairs = all_reduce_sum(dict(pairs=pairs.to(comm_device())))["pairs"]
     return {name: total / max(count, 1)
             for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
 
@@ -267,7 +267,7 @@ def clip_gradients(buffers, max_norm):
     norms = [wide_norm(flat) if torch.is_tensor(flat) else flat.norm() for flat in buffers]
     norm = torch.stack(norms).norm()
     if max_norm > 0:
-        # a norm that is not finite changes nothing: so the check behind it can find the bad tensor
+        # a norm that is not finite changes nothing: so the check after it can find the bad tensor
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for flat in buffers:
             flat.mul_(float(scale))  # a tensor would be rounded to a 16-bit buffer's dtype
@@ -293,18 +293,18 @@ def audit(models, frozen, iteration):
     by the first audit. A rank's part of a sharded parameter is not compared with other ranks': it
     must be finite and, if it is frozen, unchanged.
     """
-    names, rows = [], []
+    names, numbers = [], []
     for model_name, model in models.items():
         for name, p in model.named_parameters():
             part = my_part(p.detach())
             total = int(checksum(part))
             changed = not p.requires_grad and frozen.setdefault((model_name, name), total) != total
-            compared = 0 if is_shard(p) else total  # the ranks' shards differ
+            comparable = 0 if is_shard(p) else total  # the ranks' shards differ
             # ~x reverses the order of integers, so the largest ~x is ~(the smallest x). -x would be
             # wrong, because the smallest int64 has no negative
-            rows.append([compared, ~compared, int(not part.isfinite().all()), int(changed)])
+            numbers.append([comparable, ~comparable, int(not part.isfinite().all()), int(changed)])
             names.append(f"{model_name}, parameter {name}")
-    table = torch.tensor(rows, device=wire())  # (parameters, 4)
+    table = torch.tensor(numbers, device=comm_device())  # (parameters, 4)
     largest, largest_of_inverse, infinite, changed = all_reduce_max(table).unbind(1)  # COLLECTIVE
     for bad, what, column in (
             (largest != ~largest_of_inverse, "the ranks have drifted apart: {} differs on {}", 0),

@@ -32,14 +32,14 @@ class Rank:
     stop: bool = False  # it has been asked to stop
 
 
-this_rank = Rank()  # as it is without others, until init
+this_rank = Rank()  # as it is without other ranks, and before init
 
 
 def init(system):
     """
-    A collective: join the other ranks, if torchrun started some: nccl on GPUs, gloo on CPUs; what
-    this rank is then stands in this_rank. From here on REQUESTS are heard, see on_signal. Returns
-    this rank's torch.device.
+    A collective: join the other ranks, if torchrun has started some, by nccl on GPUs and by gloo on
+    CPUs. Afterwards this_rank says what this rank is, and on_signal hears REQUESTS. Returns this
+    rank's torch.device.
     """
     on_requests(on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -55,7 +55,7 @@ def init(system):
 
         names_in(system.report_to)
     this_rank.wait = datetime.timedelta(seconds=system.timeout)
-    # rules, environments and tools are given up before the ranks that wait for them are
+    # a rule that hangs must end before the ranks that wait for it do
     system.reward_timeout = min(system.reward_timeout, system.timeout / 2)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # torchrun sets it
         late = Lost(f"the ranks cannot meet: no answer in timeout = {system.timeout} s. Are all of "
@@ -99,7 +99,7 @@ def choose_device(device):
 
 def choose_kernels(deterministic):
     """All settings of the kernels that a GPU may use. Only the key `deterministic` changes them."""
-    # float32 means float32, and not TF32 with its 10 bits behind the point
+    # float32 means float32, and not TF32 with its 10 bits after the point
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     # products of 16 bits are summed in 32 bits: their last bits then depend less on the shapes

@@ -46,7 +46,7 @@ max_tokens = 0  # * longest prompt and completion together, 0 = the model's cont
 # model
 init_from = "out/arithmetic_sft/policy"  # * a folder or hub name; N+ detail 11: with a new head
 
-# a teacher: frozen reward models; their scores are learned in the place of the labels. train_path
+# a teacher: frozen reward models; their scores are learned instead of the labels. train_path
 # may then be pairs, or single responses: rows with "prompt" and "completion", as for sft.py
 teacher = ""  # a folder or hub name, or A,B,C: the mean of their scores; empty = none
 score_coef = 1.0  # with teacher: weight of (score - the teacher's score)^2 [>= 0]
@@ -83,7 +83,7 @@ PAIR = "chosen", "rejected"  # the fields of a pair
 if system.too_long == "cut":
     raise BadInput("too_long = 'cut': a score is read at the last token, so a pair cannot be cut; "
                    "type --too_long=drop")
-if teacher:  # its scores are learned in the place of the labels
+if teacher:  # its scores are learned instead of the labels
     from options import teachers
     teachers.check_teacher(score_coef, preference_coef, label_smoothing, centre_coef,
                            use_confidence)
@@ -112,7 +112,7 @@ def pair_row(row, *fields):
 
 
 def encode(rows, path, fields, model):
-    """Give Rows a reward model's ids of each of these completions behind its prompt: a tuple."""
+    """Give Rows a reward model's ids of each prompt with each of these completions: a tuple."""
     def encode_all(rows):
         prompts = [row["prompt"] for row in rows]
         return list(zip(*(model.tokenizer.encode_scored(prompts, [row[field] for row in rows])
@@ -224,7 +224,7 @@ def all_scores(groups, model):
         for part in my_micro_batches(numbered):
             rows = [number for _, number in part]
             scores[rows] = scores_of([group for group, _ in part], k, model).double().cpu()
-    scores = parallel.all_reduce_sum(dict(scores=scores.to(parallel.wire())))  # COLLECTIVE
+    scores = parallel.all_reduce_sum(dict(scores=scores.to(parallel.comm_device())))  # COLLECTIVE
     return scores["scores"].cpu()
 
 
@@ -277,7 +277,7 @@ def evaluate():
     say(f"eval {run.iteration}: held-out loss {record['eval/loss']:.4f}, "
         f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
         f"{record['eval/calibration_error']:.3f}")
-    return record | teachers.compared(scores, eval_known) if teacher else record
+    return record | teachers.agreement_with(scores, eval_known) if teacher else record
 
 
 # -------------------------------------------------------------------------------------------------

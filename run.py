@@ -10,8 +10,8 @@ the optimizers, the log, and at the end the trained models.
         run.log(record, ...)                            COLLECTIVE
     run.finish(program, its keys)                       COLLECTIVE: saves the trained models
 
-It knows no key of a script: it gets values. The configuration is stored, and compared when a run
-resumes.
+It reads no key of a script: a page gives it values. The configuration is stored, and compared when
+a run resumes.
 """
 import contextlib
 import hashlib
@@ -70,7 +70,7 @@ class Run:
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers = models, optimizers
         self.kept, self.ema, self.record = {}, None, {}
-        self.notes = []  # what is said behind the iteration's line
+        self.notes = []  # lines that follow the iteration's line
         if ema_decay > 0:
             from options.ema import MovingAverage
 
@@ -90,7 +90,7 @@ class Run:
                 models[f"trunk of {model.path}"] = model.base
 
         self.settings = f"{config} {token_ids} {alike.hexdigest()} {torch.__version__}"
-        with parallel.in_step():  # COLLECTIVE: all say it, and nothing is written yet
+        with parallel.in_step():  # COLLECTIVE: an error here comes before anything is written
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, rows, FILE.pys or torch than rank 0")
         folder, saved = None, {}
@@ -188,7 +188,7 @@ class Run:
             self.save()  # COLLECTIVE
             saved = f"saved before iteration {self.iteration}; the same command goes on there"
             say(saved)
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun says more behind it
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun prints more lines after this one
                 with contextlib.suppress(ImportError):  # a fork may do without
                     from options.torchrun import say_again
 
@@ -198,7 +198,7 @@ class Run:
 
     @contextlib.contextmanager
     def saved_if_it_fails(self):
-        """A collective, if a Stop comes in this block on all ranks, as of a reward: first save."""
+        """A collective, if its block raises Stop on all ranks, as a rule may: it saves the run."""
         try:
             yield
         except Stop as e:
@@ -247,10 +247,10 @@ class Run:
 
     def sampler_gap(self, batch):
         """
-        A collective: the distance of the sampler's log-probs from old_logprobs, in nats; None for
-        a batch of an older policy. In 16 bits, or with another engine, other kernels sample, and no
-        limit fits all models: then the run only warns of a large distance. At iteration 0 the
-        reference's log-probs must be the policy's, too: the KL is 0.
+        A collective: how far the sampler's log-probs are from old_logprobs, in nats; None for a
+        batch that an older policy has sampled. In 16 bits, and with another engine, the sampler has
+        other kernels, and no limit fits all models: then the run only warns of a large gap. At
+        iteration 0 the reference's log-probs must be the policy's, too, for there the KL is 0.
         """
         if "age" in batch:  # an older policy has sampled it (options/ahead.py)
             return None
@@ -262,7 +262,7 @@ class Run:
         worst = gap(batch["sampler_logprobs"] - old, mask, dtype)
         worst = self.must_agree(worst, "the sampler", exact)  # COLLECTIVE
         if worst > self.warn_above:
-            self.warn_above = 2 * worst  # one that grows is said again
+            self.warn_above = 2 * worst  # the next warning comes at twice this gap
             self.notes += [
                 f"warning: in {dtype} the sampler's log-probs differ from the policy's by "
                 f"{worst:.2g} nats a token; --importance_cap=2 corrects for it"]
@@ -270,12 +270,12 @@ class Run:
 
     def ratio_gap(self, gaps, sums, to_older):
         """
-        A collective, in the first step of an update, before any weight has moved: the distance of
-        the log ratios from 0, in nats. gaps: this distance in each micro-batch. to_older: the ratio
-        is to an older policy, which has sampled the batch; then the KL to it goes into sums.
+        A collective, in the first step of an update, before any weight has moved: how far the log
+        ratios are from 0, in nats. gaps: the same of each micro-batch. to_older: an older policy
+        has sampled the batch, and the ratio is to that policy; then sums gets the KL to it.
         """
         if to_older:
-            sums["policy/off_policy_kl"] = sums["policy/approx_kl"]  # so far of this step alone
+            sums["policy/off_policy_kl"] = sums["policy/approx_kl"]  # no other step is in it yet
         return self.must_agree(  # COLLECTIVE
             torch.stack(gaps).max(), "the training forward", checked=not to_older)
 
@@ -388,8 +388,9 @@ class Run:
             tokens = int(batch["response_mask"].sum())
             finished = record["objective/finished"]
             self.state.setdefault("run/finished", finished)  # of the first iteration
-            taught = (finished, record.get("objective/scored", 1.0),
-                      1 - record.get("objective/flat_groups", 0.0))  # shares of the batch
+            # the shares of the batch that have ended, have a score, and differ in their group
+            shares = (finished, record.get("objective/scored", 1.0),
+                      1 - record.get("objective/flat_groups", 0.0))
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
@@ -409,7 +410,7 @@ class Run:
             self.notes.insert(0, iteration_line(record, self.max_iters, left / 60))
         while self.notes:
             say(self.notes.pop(0))
-        if batch and (min(taught) <= 2 / 3 or self.state["run/broken"]):
+        if batch and (min(shares) <= 2 / 3 or self.state["run/broken"]):
             with contextlib.suppress(ImportError):  # a fork may do without
                 from options.alarms import say_what_is_wrong
 

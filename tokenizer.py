@@ -108,7 +108,7 @@ class Tokenizer:
         self.eos_ids = {self.eos_id} | (chats.turn_ends if chats else set())
 
     def ids_before_a_string(self):
-        """The ids that the tokenizer itself writes before any string, such as "a1": mostly BOS."""
+        """The ids that the tokenizer itself writes before each string, such as "a1": mostly BOS."""
         text, ids = self.encode_texts(["a1"])[0], self.hf("a1")["input_ids"]
         begins = (n for n in range(len(ids)) if ids[n:n + len(text)] == text)
         return ids[:next(begins, 0)]
@@ -129,10 +129,11 @@ class Tokenizer:
             settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
         write_json(file, settings)
 
-    def fit(self, model, path):
+    def match_model(self, model, path):
         """
-        Take a language model's own ends of a response. Raise BadInput if ids have no embedding in
-        the model, unless no text needs them: Gemma 3 1B has a token for images, but reads none.
+        Make the tokenizer fit the model: what ends a response in the settings of a language model
+        ends it here, too. Raises BadInput if an id has no embedding in the model, unless no text
+        needs the id: Gemma 3 1B has a token for images, but reads no images.
         """
         if model.head == "lm":
             for settings in filter(None, (model.hf.generation_config, model.config)):
@@ -167,7 +168,7 @@ class Tokenizer:
         """
         The ids of each prompt and response, up to the token at which a reward model's score is
         read: the last one that is not skipped_id, as in transformers and TRL. With a chat template
-        the two are a chat. Without one they are strings, joined, and EOS behind them where the
+        the two are a chat. Without one they are strings, joined, and EOS after them where the
         response has finished (None: all have). longest: further tokens are cut off.
         """
         pairs = list(zip(prompts, completions, strict=True))
@@ -213,26 +214,26 @@ class Tokenizer:
         pad = self.text_of([self.pad_id]) if self.stop_strings else ""
         return ends if any(pad in s for s in self.stop_strings) else ends | {self.pad_id}
 
-    def decode(self, ids, behind=False):
+    def decode(self, ids, continues=False):
         """
-        The text of ids without padding and special ends. behind: it continues another text; then
+        The text of ids without padding and special ends. continues: it continues another text; then
         its first blank stays.
         """
         unseen = self.unseen()
         kept = [i for i in ids if i not in unseen]
-        if behind and self.adds_blank:
-            from options.blanks import text_behind
+        if continues and self.adds_blank:
+            from options.blanks import text_after
 
-            return text_behind(self, kept)
+            return text_after(self, kept)
         return self.text_of(kept)
 
     def decode_response(self, ids, prompt=None):
         """
-        The text of a response, cut right behind its first stop string. prompt: the data's; the
+        The text of a response, cut right after its first stop string. prompt: the data's; the
         response continues it, if it is a string or ends with the assistant.
         """
         continues = prompt and (isinstance(prompt, str) or prompt[-1]["role"] == "assistant")
-        text = self.decode(ids, behind=bool(continues))
+        text = self.decode(ids, bool(continues))
         ends = [text.index(s) + len(s) for s in self.stop_strings if s in text]
         return text[:min(ends, default=len(text))]
 

@@ -11,12 +11,12 @@ one value. A keyword gives the script's own default of a key.
 """
 # data
 fields = ""  # THEIRS>OURS, names of fields: "question>prompt,solution>answer"; a.b is b inside a
-epochs = 0.0  # in the place of max_iters: how often to go over the training rows [0..100000]
+epochs = 0.0  # instead of max_iters: how often to go over the training rows [0..100000]
 too_long = "error"  # a row that does not fit; prompts lose their beginning [error | drop | cut]
 
 # chats: prompts and completions that are lists of messages. These keys are for the policy's
 # tokenizer; a reward model of another folder uses its own template
-chat_template = ""  # a Jinja file in the place of the tokenizer's own; the saved model has it, too
+chat_template = ""  # a Jinja file instead of the tokenizer's own; the saved model has it, too
 template_kwargs = ""  # the template's variables, such as enable_thinking=False,language='en'
 system_prompt = ""  # the system message of chats that have none
 
@@ -45,7 +45,7 @@ timeout = 600  # [1..1000000]
 # memory; these three change no result
 micro_batch_tokens = 0  # rows at once, by their tokens; 0 = by micro_batch_size [>= 0]
 gradient_checkpointing = False  # compute each layer's activations again in the backward pass
-head_chunk = 0  # logits of so many tokens at a time, 0 = of a whole micro-batch [>= 0]
+head_chunk = 0  # logits of this many tokens at a time, 0 = of a whole micro-batch [>= 0]
 
 # one value for all models, such as 3, or one for each, such as policy=3,reward=0. The models are
 # policy, ref, reward, judge, value in ppo.py; the same without value in grpo.py; policy in sft.py;
@@ -75,9 +75,9 @@ max_prompt_tokens = 0  # longest prompt, 0 = all that fits beside max_new_tokens
 stop_strings = ""  # texts that end a response, too: "</answer>", or several, "['Q:', '###']"
 rollout_batch_size = 0  # responses that decode at once on a rank, 0 = all; memory only [>= 0]
 cuda_graphs = True  # decode by CUDA graphs, on an NVIDIA GPU and where layers see all tokens
-generate_tp = 1  # so many neighbouring ranks share the policy while it samples [1..1024]
+generate_tp = 1  # this many neighbouring ranks share the policy while it samples [1..1024]
 roles = ""  # ranks that train, generate, score, as train=6,generate=1,score=1; empty: all do all
-staleness = 0  # + the policy that samples a batch is so many updates old; options/ahead.py [0..100]
+staleness = 0  # + the policy that samples is this many updates old; options/ahead.py [0..100]
 
 # several turns: a function that answers the policy; options/environment.py, docs/turns.md
 environment = ""  # FILE.py:env, a function of the messages so far and the row
@@ -87,7 +87,7 @@ max_turns = 8  # with environment or tools: turns of the policy in a response [1
 # scoring
 reward_timeout = 300  # an iteration's seconds for rules; at most half of timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
-save_rollouts = 0  # all responses of every so many iterations go to rollouts.jsonl; 0 = none [>= 0]
+save_rollouts = 0  # one in this many iterations writes its responses to rollouts.jsonl; 0: none [>= 0]
 # out_dir/best_policy: the policy of the best evaluation so far, by a metric, such as eval/accuracy,
 # or by score, the number that the run maximises; -eval/kl: the least; empty = none
 keep_best = ""  # with eval_path: that metric

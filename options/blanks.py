@@ -31,7 +31,7 @@ def encode_behind(tokenizer, texts):
     return [ids[len(mark_ids):] for ids in tokenizer.encode_texts([mark + x for x in texts])]
 
 
-def text_behind(tokenizer, ids):
+def text_after(tokenizer, ids):
     """The text of ids that continue a text: their first blank stays."""
     if not mark_of(tokenizer):
         return tokenizer.text_of(ids)

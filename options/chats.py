@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from configurator import read_json
 from errors import BadInput, first_line, say, shorten
-from options.blanks import encode_behind, text_behind
+from options.blanks import encode_behind, text_after
 from options.hub import cached_folder
 from prompts import NO_UTF8
 from tokenizer import text_of
@@ -244,11 +244,11 @@ class Chats:
             whole = self.ids_of(messages[:i + 1])
             end = next((n for n in range(len(open_ids), len(whole))
                         if whole[n] in tokenizer.eos_ids), 0)
-            learned = text_behind(tokenizer, whole[len(open_ids):end])
+            learned = text_after(tokenizer, whole[len(open_ids):end])
             said = message["content"].removeprefix(prompt[-1]["content"] if i < len(prompt) else "")
             # as its letters come back, perhaps in NFC; the template may add blanks, and strip those
             # behind it, but no indentation
-            wanted = text_behind(tokenizer, encode_behind(tokenizer, [said])[0])
+            wanted = text_after(tokenizer, encode_behind(tokenizer, [said])[0])
             same = learned.strip() == wanted.strip() and learned.rstrip().endswith(wanted.rstrip())
             if not same or not end or whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids:
                 if "<|channel|>" in learned:

@@ -244,7 +244,7 @@ class Environment:
             elif self.tokenizer.chats:  # its marks are a part of the text
                 messages.append(self.unframed(self.tokenizer.text_of(part)))
             else:
-                messages.append(self.unframed(self.tokenizer.decode(part, behind=True)))
+                messages.append(self.unframed(self.tokenizer.decode(part, continues=True)))
             start = n
         return messages
 

@@ -240,7 +240,7 @@ NAMES = {
         "rollout_n, n_rollouts, num_samples, num_return_sequences, num_rollouts, n_samples": (
             "group_size", "in grpo.py"),
         "num_epochs, n_epochs, num_train_epoch, epoch, total_epochs": (
-            "epochs", "passes over the data, in the place of max_iters"),
+            "epochs", "passes over the data, instead of max_iters"),
         "ppo_epoch, update_epochs, noptepochs, K_epochs": ("ppo_epochs", "in ppo.py"),
         "num_steps, total_steps, max_train_steps, train_steps, total_timesteps, iterations, "
         "max_iterations, num_updates": (

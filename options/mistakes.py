@@ -73,7 +73,7 @@ def without_value(argv, keys):
 
 def check_others(config, keys, overrides):
     """
-    Raise BadInput where a key that is set needs another one that is not, or stands in the place of
+    Raise BadInput where a key that is set needs another one that is not, or is an alternative to
     another one that is set, too. Both are said at the beginning of its comment: see configurator.
     """
     for name, (value, where) in overrides.items():
@@ -82,10 +82,10 @@ def check_others(config, keys, overrides):
         if beside and value != keys[name].default and not any(
                 is_on(config.get(other), keys.get(other)) for other in beside[1].split(" or ")):
             raise BadInput(f"{name} ({where}) has no effect without {beside[1]}")
-        instead = re.match(r"in the place of (\w+): ", comment)
+        instead = re.match(r"instead of (\w+): ", comment)
         _, other = overrides.get(instead and instead[1], ("", ""))
         if value and other in (where, "command line"):
-            raise BadInput(f"{name} ({where}) is in the place of {instead[1]} ({other}); keep one")
+            raise BadInput(f"{name} ({where}) is set, and {instead[1]} ({other}); keep one of them")
 
 
 def is_on(value, key):

@@ -17,7 +17,7 @@ def load_part(path, name, system, device, head, trained, adapter, seed):
     A collective where zero_stage splits the model: the Model of a folder, settled. The arguments:
     see load.load; adapter: what the key lora says of it.
     """
-    if not (adapter or parallel.holds(name)):  # ranks of another role have the weights
+    if not (adapter or parallel.needs_weights(name)):  # ranks of another role have the weights
         return outline(path, head, system).requires_grad_(trained)
     small = adapter and system.quantize == "4bit"
     if system.zero_stage or system.offload:

@@ -184,7 +184,7 @@ def receive(source):
     tensors = {}
     for name, (shape, dtype) in fields.pop("tensors").items():
         dtype = getattr(torch, dtype)
-        body = take(math.prod(shape) * dtype.itemsize).to(parallel.wire())
+        body = take(math.prod(shape) * dtype.itemsize).to(parallel.comm_device())
         dist.broadcast(body, group_src=0, group=this_rank.group)  # COLLECTIVE
         tensors[name] = body.view(dtype).view(shape)
     return fields, tensors

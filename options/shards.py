@@ -25,7 +25,7 @@ from options.layers import layers_of
 from options.parts import outline
 from options.recompute import recompute
 from options.sixteen_bits import matrices_of
-from parallel import alone, fill, from_rank, is_shard, my_part, rank_and_size, wire
+from parallel import alone, comm_device, fill, from_rank, is_shard, my_part, rank_and_size
 from ranks import this_rank
 
 # --------------------------------------------------------------------------------------------------
@@ -173,13 +173,13 @@ def fill_from_rank_0(model, whole):
     theirs = [*whole.hf.parameters(), *whole.hf.buffers()] if whole else [None] * len(own)
     for t, source in zip(own, theirs, strict=True):
         if source is None:
-            sent = torch.empty(t.shape, dtype=t.dtype, device=parallel.wire())
+            sent = torch.empty(t.shape, dtype=t.dtype, device=parallel.comm_device())
         else:
-            sent = source.to(parallel.wire(), t.dtype).contiguous()
+            sent = source.to(parallel.comm_device(), t.dtype).contiguous()
         dist.broadcast(sent, group_src=0, group=this_rank.group)  # COLLECTIVE
         fill(t, sent)
     facts = [whole.new_head, whole.score_shift] if whole else [0.0, 0.0]
-    facts = torch.tensor(facts, dtype=torch.float64, device=parallel.wire())
+    facts = torch.tensor(facts, dtype=torch.float64, device=parallel.comm_device())
     dist.broadcast(facts, group_src=0, group=this_rank.group)  # COLLECTIVE
     model.new_head, model.score_shift = bool(facts[0]), facts[1].item()
 
@@ -276,7 +276,7 @@ class Shards:
 
     def norm(self):
         """A collective: the norm over all parts of all ranks."""
-        squares = sum(parallel.wide_norm(part) ** 2 for part in self.parts()).to(wire())
+        squares = sum(parallel.wide_norm(part) ** 2 for part in self.parts()).to(comm_device())
         dist.all_reduce(squares, group=this_rank.group)
         return squares.sqrt()
 
@@ -393,7 +393,7 @@ class Part:
             mesh = self.like.device_mesh
             return DTensor.from_local(self.tensor.to(mesh.device_type), mesh, self.like.placements,
                                       shape=self.shape, stride=self.like.stride()).full_tensor()
-        sent = torch.empty(self.shape, dtype=self.dtype, device=wire())
+        sent = torch.empty(self.shape, dtype=self.dtype, device=comm_device())
         if self.owner == rank_and_size()[0]:
             sent.copy_(self.tensor)
         dist.broadcast(sent, group_src=self.owner, group=this_rank.group)

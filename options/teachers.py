@@ -80,7 +80,7 @@ def losses_of(scores, known):
     return losses
 
 
-def compared(scores, known):
+def agreement_with(scores, known):
     """
     The figures of scores of n held-out pairs beside a teacher's, (n, 2) both: agreement, the share
     of the pairs that both put into the same order; correlation, Pearson's, 0 where one is constant.

@@ -22,7 +22,7 @@ share = 0.25  # part [0..1]
 shape = "flat"  # way [flat | round]
 flag = False  # whether
 speed = 1  # with flag or out_dir: in m/s
-minutes = 0.0  # in the place of count: how long
+minutes = 0.0  # instead of count: how long
 _hidden = 5  # no key
 computed = count * 2  # no key
 config, system = configure(globals(), "shared.py", limit=50)

@@ -188,8 +188,8 @@ def tokenizer_of(path, system, read=load.load_tokenizer):
     try:
         return read(path, system)
     except BadInput:
-        return SimpleNamespace(vocab_size=math.inf, vocabulary={}, pad_id=0, fit=lambda *args: None,
-                               set_padding_apart=lambda: None)
+        return SimpleNamespace(vocab_size=math.inf, vocabulary={}, pad_id=0,
+                               match_model=lambda *args: None, set_padding_apart=lambda: None)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -336,9 +336,9 @@ def test_help_fits_the_terminal(width):
 
 def test_a_copy_that_lacks_a_file_names_it():
     error = ModuleNotFoundError("No module named 'options.chats'", name="options.chats")
-    assert "cp -r QUARTET/options/chats.py" in str(errors.known(error))
+    assert "cp -r QUARTET/options/chats.py" in str(errors.translated(error))
     other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
-    assert errors.known(other) is other
+    assert errors.translated(other) is other
 
 
 def test_an_out_dir_that_links_to_itself_and_no_world(world, tmp_path):

@@ -474,8 +474,8 @@ def test_a_tokenizer_that_has_more_tokens_than_the_model(folders, tmp_path):
     theirs.add_tokens(["<image>"], special_tokens=True)
     theirs.save_pretrained(tmp_path)
     t = load_tokenizer(str(tmp_path), keys_of_system())
-    t.fit(model, "some/path")
+    t.match_model(model, "some/path")
     assert t.vocab_size == size
     model.hf.config.vocab_size = size - 1
     with pytest.raises(BadInput, match="some/path"):
-        t.fit(model, "some/path")
+        t.match_model(model, "some/path")

@@ -45,7 +45,7 @@ def begin(rank):
         setattr(torch.cuda, name, lambda *args: None)
     torch.cuda.max_memory_allocated = lambda: 7 * 2**20
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel.wire = lambda: torch.device("cuda")
+    parallel.comm_device = lambda: torch.device("cuda")
     for name in ("all_reduce", "all_gather", "broadcast"):  # as nccl wants it
         setattr(dist, name, partial(checked, getattr(dist, name)))
     context = pretend.gpu()
