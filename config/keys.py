@@ -87,7 +87,7 @@ max_turns = 8  # with environment or tools: turns of the policy in a response [1
 # scoring
 reward_timeout = 300  # an iteration's seconds for rules; at most half of timeout [1..1000000]
 code_seconds = 5  # of CPU time, for each process of a program that the reward code runs [1..10000]
-save_rollouts = 0  # one in this many iterations writes its responses to rollouts.jsonl; 0: none [>= 0]
+save_rollouts = 0  # one in this many iterations writes all responses to rollouts.jsonl [>= 0]
 # out_dir/best_policy: the policy of the best evaluation so far, by a metric, such as eval/accuracy,
 # or by score, the number that the run maximises; -eval/kl: the least; empty = none
 keep_best = ""  # with eval_path: that metric
