@@ -45,7 +45,7 @@ from load import autocast, load_policy, load_ref_policy, load_reward_model
 from metrics import add_up, gap, mean_of, summarize
 from model import response_logprobs
 from prompts import batch_rows, hash_of_ids, permutation, run_length, say_prompts, spread
-from rewards import alike_for_equal_texts, center_scores, read_prompts, reward_terms, score_batch
+from rewards import alike_for_equal_texts, lacks_shift, read_prompts, reward_terms, score_batch
 from rollout import sample_batch
 from run import Run, make_optimizer
 
@@ -226,13 +226,11 @@ def evaluate():
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
 
-# only a reward model that rm.py has not trained gets a shift: its first scores are 0 on average
-center_scores(  # COLLECTIVE
-    run.state, reward_model, None, lambda: rollout("rollout", 0, train_rows, rows_of(0)))
-
-if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
+# batches that are there early: sampled ahead; by ranks of their own; or the first one, to find the
+# zero of a reward model that rm.py has not trained
+if system.staleness > 0 or system.roles or lacks_shift(reward_model):
     from options.ahead import ahead_of
-    ahead = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)
+    ahead = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)
     if ranks.this_rank.role != "train":  # this rank samples, or scores, until the run is over
         ahead.serve()  # COLLECTIVE
         sys.exit()

@@ -46,7 +46,7 @@ from load import autocast, load_policy, load_ref_policy, load_reward_model, load
 from metrics import add_up, explained_variance, gap, summarize
 from model import response_logprobs, response_values
 from prompts import batch_rows, hash_of_ids, permutation, run_length, say_prompts, spread
-from rewards import center_scores, last_real, read_prompts, reward_terms, score_batch
+from rewards import lacks_shift, last_real, read_prompts, reward_terms, score_batch
 from rollout import sample_batch
 from run import Run, make_optimizer
 
@@ -225,14 +225,11 @@ def evaluate():
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
 
-# only a reward model that rm.py has not trained gets a shift: its first scores are 0 on average
-center_scores(  # COLLECTIVE
-    run.state, reward_model, value_model if value_init == "reward" else None,
-    lambda: rollout("rollout", 0, train_rows, rows_of(0)))
-
-if system.staleness > 0 or system.roles:  # sampled ahead, or by ranks of their own
+# batches that are there early: sampled ahead; by ranks of their own; or the first one, to find the
+# zero of a reward model that rm.py has not trained
+if system.staleness > 0 or system.roles or lacks_shift(reward_model):
     from options.ahead import ahead_of
-    ahead = ahead_of(rollout, run, system, train_rows, rows_of, importance_cap)
+    ahead = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)
     if ranks.this_rank.role != "train":  # this rank samples, or scores, until the run is over
         ahead.serve()  # COLLECTIVE
         sys.exit()

@@ -144,6 +144,8 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
 
         columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(like)
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
+    if "turn_rewards" in batch:  # (B, T): with the weight that they have in the scores
+        batch["turn_rewards"] *= sum(weight for weight, name, _ in terms if name == "environment")
     add_scores(batch, terms)
 
 
@@ -204,9 +206,6 @@ def add_scores(batch, terms):
             parallel.check_finite({f"reward/{name}": batch[f"reward/{name}"]})
             batch[f"reward/{name}"] = alike_for_equal_texts(batch[f"reward/{name}"], batch)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
-    if "turn_rewards" in batch:  # (B, T): with the weight that they have in the scores
-        weights = [weight for weight, name, _ in terms if name == "environment"]
-        batch["turn_rewards"] = sum(weights) * batch["turn_rewards"]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
     parallel.check_finite(dict(scores=scores))
     counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
@@ -234,12 +233,6 @@ def alike_for_equal_texts(scores, batch):
     return scores[[first.setdefault(name, row) for row, name in enumerate(names)]]
 
 
-def center_scores(state, reward_model, value_model, first_batch):
-    """
-    A collective where a reward model's settings have no score_shift: it gets one, such that its
-    first scores are 0 on average. rm.py has set it already. first_batch() samples and scores.
-    """
-    if reward_model is not None and not hasattr(reward_model.hf.config, "score_shift"):
-        from options.centring import center
-
-        center(state, reward_model, value_model, first_batch)  # COLLECTIVE
+def lacks_shift(reward_model):
+    """Whether a run must find the zero of its reward model: rm.py has not trained it."""
+    return reward_model is not None and not hasattr(reward_model.hf.config, "score_shift")

@@ -13,25 +13,32 @@ Where the version is older than the iteration, old_logprobs are the sampler's ow
 ratio of PPO and GRPO is then the policy of now / the policy that sampled. With importance_cap the
 policy that begins the update reads the batch: the ratio is to this policy, and the older one gives
 a weight (formulas.importance_weights).
+
+A reward model that rm.py has not trained needs a shift before its first score is logged. So the
+first batch is sampled before the first evaluation (options/centring.py).
 """
 import torch
 
 from checkpoint import read_tensors
 from errors import BadInput
+from rewards import lacks_shift
 
 
 class Ahead:
     """
-    A script's rollouts, sampled ahead. rollout: the script's function. rows: of the data; rows_of:
-    a function, iteration -> the numbers of its rows. Raises BadInput.
+    A script's rollouts, sampled ahead. rollout: the script's function. config: all keys. rows: of
+    the data; rows_of: a function, iteration -> the numbers of its rows. terms: of the rewards.
+    Raises BadInput.
     """
 
-    def __init__(self, rollout, run, system, rows, rows_of, importance_cap):
+    def __init__(self, rollout, run, config, system, rows, rows_of, terms):
+        importance_cap = config["importance_cap"]
         if system.sampler == "vllm" and system.staleness and not importance_cap:
             raise BadInput("sampler = 'vllm' with staleness: the ratio would be to vLLM's "
                            "log-probs, which are rounded differently; type --importance_cap=2")
         self.now, self.run, self.staleness = rollout, run, system.staleness
         self.rows, self.rows_of, self.importance_cap = rows, rows_of, importance_cap
+        self.config, self.terms = config, terms
         self.batches, self.version = {}, {}  # of iterations: the batch, and its version
         for key, t in read_tensors(run.folder, "batches") if run.folder else ():
             iteration, version, name = key.split(".")
@@ -42,10 +49,15 @@ class Ahead:
                 raise BadInput(f"{run.folder}: its batches are of an older quartet, and have other "
                                "columns; end that run with the older one, or begin another "
                                "--out_dir")
-        run.kept["batches"] = self
+        if system.staleness > 0 or system.roles:
+            run.kept["batches"] = self
 
     def rollout(self, purpose, iteration, rows, row_numbers, **more):
         """A collective, in the place of the script's rollout."""
+        if lacks_shift(self.run.models.get("reward_model")):
+            from options.centring import center
+
+            center(self)  # COLLECTIVE
         if purpose == "rollout":
             self.batches.pop(iteration - 1, None)
             last = min(iteration + self.staleness, self.run.max_iters - 1)
@@ -78,7 +90,7 @@ class Ahead:
         """A collective: the run is over."""
 
 
-def ahead_of(rollout, run, system, rows, rows_of, importance_cap):
+def ahead_of(rollout, run, config, system, rows, rows_of, terms):
     """
     A script's rollouts, sampled ahead: the method rollout takes the place of the script's function.
     With roles, a rank that does not train has the method serve.
@@ -87,4 +99,4 @@ def ahead_of(rollout, run, system, rows, rows_of, importance_cap):
     if system.roles:
         from options.roles import Apart as kind  # noqa: N813
 
-    return kind(rollout, run, system, rows, rows_of, importance_cap)
+    return kind(rollout, run, config, system, rows, rows_of, terms)

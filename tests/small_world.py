@@ -248,10 +248,11 @@ def at(iteration, action, rank=0):
     def before(mine):
         import prompts
 
-        drawn = prompts.batch_rows
+        drawn, left = prompts.batch_rows, [action]
 
         def batch_rows(seed, now, *rest, **more):
-            if now == iteration and mine == rank:
+            if now == iteration and mine == rank and left:  # the first time
+                left.clear()
                 action() if callable(action) else os.kill(os.getpid(), action)
             return drawn(seed, now, *rest, **more)
 

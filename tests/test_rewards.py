@@ -9,7 +9,7 @@ from grading import answers
 from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
 from prompts import prompt_row, read_rows
-from rewards import (add_scores, alike_for_equal_texts, center_scores, check_rows, last_real,
+from rewards import (add_scores, alike_for_equal_texts, check_rows, lacks_shift, last_real,
                      reward_terms, score_batch, score_sequences)
 from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
 
@@ -173,17 +173,34 @@ def test_where_a_score_is_read(world):
 @pytest.mark.parametrize("finished, shift", [([True, False, True], -2.0), ([False] * 3, -4.0)])
 def test_the_zero_of_a_reward_model_of_others(finished, shift):
     """The mean of the responses that ended, if there are any; it is kept, and the value has it."""
-    def first_batch():
-        return {"reward/reward_model": torch.tensor([1.0, 8.0, 3.0]),
-                "finished": torch.tensor(finished)}
+    from options.ahead import ahead_of
 
-    state, value = {}, SimpleNamespace()
-    reward = SimpleNamespace(hf=SimpleNamespace(config=object()))
-    center_scores(state, reward, value, first_batch)
-    assert reward.score_shift == value.score_shift == state["score_shift"] == shift
-    center_scores(state, reward, None, None)  # it is known, and not measured again
-    said = SimpleNamespace(hf=SimpleNamespace(config=SimpleNamespace(score_shift=0.5)))
-    center_scores({}, said, None, None)
+    def rollout(purpose, iteration, rows, numbers):
+        asked.append(purpose)
+        scores = torch.tensor([1.0, 8.0, 3.0]) + reward.score_shift
+        batch = {"reward/reward_model": scores, "reward/length": torch.ones(3),
+                 "finished": torch.tensor(finished), "slot": torch.arange(3),
+                 "lengths": torch.ones(3).long(), "tokens": torch.arange(3)[:, None],
+                 "turn_rewards": torch.ones(3, 1)}
+        add_scores(batch, terms)
+        return batch
+
+    terms = reward_terms("2*reward_model,length")
+    for init in "reward", "policy":
+        asked, value = [], SimpleNamespace(score_shift=0.0)
+        reward = SimpleNamespace(hf=SimpleNamespace(config=SimpleNamespace()), score_shift=0.0)
+        run = SimpleNamespace(models=dict(reward_model=reward, value_model=value), state={},
+                              max_iters=3, iteration=0, folder=None, enter=lambda phase: None)
+        config = dict(importance_cap=0.0, value_init=init)
+        ahead = ahead_of(rollout, run, config, keys_of_system(), [], lambda k: [], terms)
+        ahead.rollout("eval", 0, [], [])
+        first = ahead.rollout("rollout", 0, [], [])
+        assert asked == ["rollout", "eval"]  # it is not sampled again
+        assert reward.score_shift == run.state["score_shift"] == shift
+        assert value.score_shift == (shift if init == "reward" else 0)
+        again = rollout("rollout", 0, [], [])
+        assert all(torch.equal(x, again[name]) for name, x in first.items())
+        assert not lacks_shift(reward) and "batches" not in run.__dict__
 
 
 # behind the thoughts (grading/answers.py)

@@ -53,7 +53,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("batches.py", "lengths=begins + lengths", "lengths=lengths", "test_rollout", "loop"),
     ("rollout.py", "(budgets[live] > t + 1)", "(budgets[live] > t)", "test_rollout", "leave"),
     ("rewards.py", "sum(weight * torch.where", "sum(torch.where", "test_rewards", "sum"),
-    ("options/centring.py", "filter(None, (reward_model, value_model))", "[reward_model]",
+    ("options/centring.py", "models.append(run.models[\"value_model\"])", "pass",
      "test_rewards", "zero"),
     ("grading/answers.py", "text[last.end():]", "text[marks[0][1].end():]", "test_rewards",
      "pairs"),

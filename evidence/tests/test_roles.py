@@ -3,7 +3,9 @@ Ranks with roles, and batches that are sampled ahead: a batch is always sampled 
 `staleness` names; a run that was stopped goes on to the same. (That roles change nothing:
 test_knobs.py. Kills at any call: test_campaign.py, campaign.py --roles.)
 """
+import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -73,6 +75,43 @@ def test_the_next_batch_is_sampled_while_the_trainers_log_and_save(world, tmp_pa
     assert held == ["True 1, True 1, ", "True 0, False 0, ", "False 0, False 0, "]
 
 
+@pytest.mark.parametrize("ranks, changed", [
+    (1, dict(dtype="float32")), (3, dict(roles=THREE, staleness=1))])
+def test_the_zero_of_a_reward_model_costs_no_batch(world, tmp_path, ranks, changed):
+    """
+    The first batch is sampled once, and before the first evaluation, whose scores have the shift.
+    A run that is stopped in this evaluation, where it knows the shift, ends in the same bits.
+    """
+    def noted(stop):
+        def before(rank):
+            def sampled(*args, **how):
+                with open(f"order-{rank}", "a") as f:
+                    print(*args[3][1:], end=", ", file=f)  # the purpose, the iteration
+                if stop and rank == 0 and args[3][1] == "eval":
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            patched("rollout", "sample_batch", ahead_of(sampled))(rank)
+
+        return before
+
+    own = keys_of(world, "ppo.py", reward_path=world.uncentered, **changed)
+    whole = well("ppo.py", tmp_path / "whole", own, ranks=ranks, before=noted(False))
+    order = [(tmp_path / "whole" / f"order-{rank}").read_text() for rank in range(ranks)]
+    assert order[0].startswith("rollout 0, eval 0, ")
+    # a scorer asks for the batch, too, and receives it
+    assert "".join(order[:2]).count("rollout 0, ") == 1
+    assert run("ppo.py", tmp_path, own, ranks=ranks, before=noted(True)).codes == [0] * ranks
+    assert not os.path.exists(tmp_path / "out/log.jsonl")
+    assert_same_run(whole, well("ppo.py", tmp_path, own, ranks=ranks), ("policy", "value_model"))
+    if ranks == 1:  # a model whose settings have this shift: the same run, from the first score on
+        shutil.copytree(world.uncentered, tmp_path / "known")
+        settings = json.loads((tmp_path / "known/config.json").read_text())
+        settings["score_shift"] = read_log(whole)[0]["objective/score_shift"]
+        (tmp_path / "known/config.json").write_text(json.dumps(settings))
+        known = well("ppo.py", tmp_path / "two", own | dict(reward_path=tmp_path / "known"))
+        assert_same_run(whole, known, ("policy", "value_model"))
+
+
 def test_a_run_that_was_stopped_goes_on_without_roles(world, tmp_path):
     """The batches that were sampled ahead are in the checkpoint: none is sampled again."""
     own = keys_of(world, "ppo.py", staleness=1, checkpoint_interval=1, max_iters=4)
@@ -111,4 +150,4 @@ def test_batches_with_other_columns_are_refused(tmp_path):
     save_file({f"3.2.{name}": t for name, t in batch.items()}, tmp_path / "batches.safetensors")
     run = SimpleNamespace(folder=str(tmp_path), device=torch.device("cpu"), kept={})
     with pytest.raises(BadInput, match="other columns"):
-        Ahead(None, run, keys_of_system(staleness=1), [], None, 0.0)
+        Ahead(None, run, dict(importance_cap=0.0), keys_of_system(staleness=1), [], None, [])
