@@ -265,9 +265,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
 def save_final(out_dir, name, model, dtype="auto", **about):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
-    merged into it, and also saved by itself, in out_dir/name_adapter. dtype: auto: each weight as
-    it was computed, or float32, or bfloat16: that loses changes below 1/512 of a weight, which may
-    be most of a run's. about: see options/cards.py.
+    merged into it, and also saved in out_dir/name_adapter. dtype: auto, as computed, or float32, or
+    bfloat16: it loses changes below 1/512 of a weight, which may be most. about: options/cards.py.
     """
     def write(folder):
         hf, tensors = model.hf, {}
@@ -288,9 +287,11 @@ def save_final(out_dir, name, model, dtype="auto", **about):
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
-            file = os.path.join(folder, "config.json")
-            write_json(file, read_json(file) | {"dtype": str(kind)[6:]})  # torch.float32
-            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {str(kind)[6:]}")
+            file, kind = os.path.join(folder, "config.json"), str(kind)[6:]  # torch.float32
+            settings = json.loads(Path(file).read_text("utf-8"), object_hook=lambda part: part | {
+                key: kind for key in part if key == "dtype"})  # a vision part has one of its own
+            write_json(file, settings | {"dtype": kind})
+            say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
             describe(folder, getattr(model, "folder", "") or model.path)
 
         alone(save)

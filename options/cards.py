@@ -10,6 +10,17 @@ import shlex
 import sys
 
 from configurator import read_json, write_json, write_text
+from errors import say
+
+# settings of sampling by which each token keeps its probability; None and [] are such ones, too
+NEUTRAL = dict(
+    do_sample=True, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, top_h=1.0, epsilon_cutoff=0.0,
+    eta_cutoff=0.0, repetition_penalty=1.0, encoder_repetition_penalty=1.0, presence_penalty=0.0,
+    frequency_penalty=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
+    bad_words_ids=None, suppress_tokens=None, begin_suppress_tokens=None, sequence_bias=None,
+    forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None,
+    min_length=0, min_new_tokens=0, num_beams=1, penalty_alpha=0.0, guidance_scale=1.0,
+    dola_layers=None, watermarking_config=None, stop_strings=None)
 
 
 def write_card(out_dir, folder, base, about):
@@ -43,7 +54,31 @@ def write_card(out_dir, folder, base, about):
         text += [f"From iteration {number} on: `{' '.join(changed)}`", ""] if changed else []
     figures = [f"    {key:<24} {x:.4g}" for key, x in figures.items()]
     text += [f"Evaluated at iteration {count}:", "", *figures, ""] if figures else []
+    said = not_as_trained(folder, config.get("temperature"))
+    if said and name == "policy":
+        say(f"{os.path.join(out_dir, name)}: {said}")
+    text += [f"{said}.", ""] if said else []
     write_text(os.path.join(folder, "README.md"), "\n".join(["---", *head, "---", "", *text]))
+
+
+def not_as_trained(folder, temperature):
+    """
+    What to tell of the generation_config.json in a folder: the settings by which others sample
+    another policy than the one that was trained at this temperature, and how to sample the trained
+    one; "" where there are none. temperature: None, of a script that samples nothing.
+    """
+    file = os.path.join(folder, "generation_config.json")
+    if temperature is None or not os.path.isfile(file):
+        return ""
+    trained = NEUTRAL | dict(temperature=temperature)
+    odd = {name: x for name, x in read_json(file).items()
+           if name in trained and x not in (None, [], {}, trained[name])}
+    if not odd:
+        return ""
+    found, right = (", ".join(f"{name}={repr(x)[:60]}" for name, x in some.items()) for some in (
+        odd, {name: trained[name] for name in ("do_sample", "temperature", "top_k", *odd)}))
+    return (f"generation_config.json is still its publisher's, with {found}: vLLM and transformers "
+            f"sample by it, but the run was trained without. As in training: {right}")
 
 
 def head_of(folder):

@@ -326,6 +326,17 @@ def add_vision(folder):
         boi_token_index=261, eoi_token_index=262, **BASE)))
 
 
+def test_each_part_says_its_dtype(tmp_path):
+    """transformers gives a part the dtype of its own settings."""
+    add_vision(tmp_path / "theirs")
+    model = load(str(tmp_path / "theirs"), "policy", keys_of_system(), CPU, trained=True)
+    for name in ("bfloat16", "float32", "auto"):
+        save_final(str(tmp_path), name, model, name)
+        config = transformers.AutoConfig.from_pretrained(tmp_path / name)
+        found = {config.dtype, config.text_config.dtype, config.vision_config.dtype}
+        assert found == {torch.bfloat16 if name == "bfloat16" else torch.float32}
+
+
 # --------------------------------------------------------------------------------------------------
 # the probe, and what is refused
 

@@ -15,7 +15,7 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well, write
 
-from options.cards import hub_name
+from options.cards import hub_name, not_as_trained
 from options.trackers import run_id
 from tools.runs import fill_page
 
@@ -59,6 +59,9 @@ def test_each_model_has_a_card(world, tmp_path):
     """Its base's licence, the command, and the figures of its own weights: ema_policy has none."""
     base = shutil.copytree(world.policy, tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: a/b\n---\n# A base\n")
+    publishers = dict(top_k=20, repetition_penalty=1.1, temperature=0.6, top_p=1.0, do_sample=True)
+    settings = json.loads((base / "generation_config.json").read_text())
+    write(base / "generation_config.json", json.dumps(settings | publishers))
     out = well("ppo.py", tmp_path / "ppo", keys_of(
         world, "ppo.py", policy_path=base, eval_interval=1, max_iters=2, ema_decay=0.5,
         keep_best="-eval/kl", value_init="policy", lora="2", seed=2))
@@ -76,6 +79,32 @@ def test_each_model_has_a_card(world, tmp_path):
         assert "python ppo.py " in card
         found = re.findall(r"eval/kl +(\S+)\n", card)
         assert found == ([] if figure is None else [format(figure, ".4g")]), name
+        kept = Path(f"{out}/{name}/generation_config.json")
+        if name in ("policy", "best_policy", "ema_policy"):
+            assert publishers.items() <= json.loads(kept.read_text()).items()
+        assert card.count("publisher") == kept.exists(), name
+    # what differs from training, and how to sample as in training: in a line, and on the cards
+    (said,) = re.findall(".*publisher.*", Path(f"{tmp_path}/ppo/stdout-0").read_text())
+    assert said.split(f"{out[-3:]}/policy: ")[1] in Path(f"{out}/policy/README.md").read_text()
+    theirs, ours = (sorted(re.findall(r"(\w+)=([\w.]+\d|\w+)", part))
+                    for part in said.split("trained"))
+    assert theirs == [("repetition_penalty", "1.1"), ("temperature", "0.6"), ("top_k", "20")]
+    assert ours == [("do_sample", "True"), ("repetition_penalty", "1.0"), ("temperature", "0.8"),
+                    ("top_k", "0")]
+
+
+@pytest.mark.parametrize("settings, said", [
+    (dict(top_p=1, top_k=None, repetition_penalty=1.0, temperature=0.8, min_p=0), []),
+    (dict(do_sample=False), ["do_sample"]), (dict(top_k=1), ["top_k"]),
+    (dict(top_p=0.95), ["top_p"]), (dict(suppress_tokens=[7]), ["suppress_tokens"]),
+    (dict(suppress_tokens=[]), []),
+    (dict(temperature=1.0, eos_token_id=[1, 2], max_new_tokens=7), ["temperature"]),
+    (dict(no_repeat_ngram_size=3, min_new_tokens=2, num_beams=1),
+     ["no_repeat_ngram_size", "min_new_tokens"])])
+def test_what_samples_another_policy(tmp_path, settings, said):
+    write(tmp_path / "generation_config.json", json.dumps(settings))
+    found = re.findall(r"(\w+)=", not_as_trained(tmp_path, 0.8).partition(":")[0])
+    assert sorted(found) == sorted(said)
 
 
 @pytest.mark.parametrize("by, said", [
