@@ -167,12 +167,7 @@ def evaluation_lines(iteration, record, samples):
 
 
 def cut(text, width):
-    """A text as one line of at most `width` columns: of a longer one the beginning and the end."""
+    """A text as one line of at most `width` letters: of a longer one the beginning and the end."""
     text = " ".join(visible(text).split())
-    if not text.isascii():  # letters of other scripts may take two columns
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.wide_letters import cut_wide
-
-            return cut_wide(text, width)
     half = (width - 5) // 2
     return text if len(text) <= width else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"

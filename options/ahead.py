@@ -44,11 +44,6 @@ class Ahead:
             iteration, version, name = key.split(".")
             self.version[int(iteration)] = int(version)
             self.batches.setdefault(int(iteration), {})[name] = t.to(run.device)
-        for batch in self.batches.values():
-            if "begins" not in batch:  # of a time when a prompt was padded on the left
-                raise BadInput(f"{run.folder}: its batches are of an older quartet, and have other "
-                               "columns; end that run with the older one, or begin another "
-                               "--out_dir")
         if system.staleness > 0 or system.roles:
             run.kept["batches"] = self
 

@@ -1,7 +1,7 @@
 """
-For transformers before 5.23, such as in an environment with vLLM: its apply_chat_template lacks the
-argument sanitize_control_tokens. With it, special tokens in a message stay text, and only those of
-the template are tokens.
+For transformers before 5.23, such as in an environment with vLLM (its release 0.33 wants 5.16.1 to
+5.19): its apply_chat_template lacks the argument sanitize_control_tokens. With it, special tokens
+in a message stay text, and only those of the template are tokens.
 """
 import re
 

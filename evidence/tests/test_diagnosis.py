@@ -13,7 +13,6 @@ import sys
 import pytest
 import transformers
 from options.alarms import how_broken, say_what_is_wrong, what_is_lost
-from options.wide_letters import columns_of
 from metrics import COLUMNS, evaluation_lines, iteration_line
 from tiny import ROOT, of_copy, read_jsonl, run, well
 
@@ -138,10 +137,10 @@ def test_lines_fit_and_samples_are_questions_with_their_answers():
     for prompt, text, finished, asked, shown in (
             ([dict(role="user", content="Is 3\n\n even?")], " no\n", True, "> Is 3 even?", "no"),
             ("\x1b[2J", "", True, r"> \x1b[2J", "[empty]"),
-            (f"a {'x' * 999}", "\u6f22" * 99, False, "> a xx", "\u6f22")):
+            (f"a {'x' * 999}", "\u6f22" * 99, False, "> a xx", "\u6f22")):  # each takes two columns
         sample = dict(prompt=prompt, text=text, finished=finished)
         first, *lines = evaluation_lines(3, {"eval/kl": 0.5}, [sample]).split("\n")
-        assert first == "eval 3: kl 0.500" and max(map(columns_of, lines)) <= 80
+        assert first == "eval 3: kl 0.500" and max(map(len, lines)) <= 80
         assert lines[0].startswith(f"    {asked}") and lines[1].startswith(f"      {shown}")
 
 

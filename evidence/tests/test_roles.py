@@ -9,16 +9,11 @@ import shutil
 import signal
 import sys
 import time
-from types import SimpleNamespace
 
-import pytest
 import torch
-from safetensors.torch import save_file
 
-from errors import BadInput
-from options.ahead import Ahead
 from test_reliability import patched
-from tiny import (assert_one_line, assert_same_run, at, keys_of, keys_of_system, read_log, run,
+from tiny import (assert_one_line, assert_same_run, at, keys_of, read_log, run,
                   well)
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
@@ -141,13 +136,3 @@ def test_a_role_that_differs_ends_the_run(world, tmp_path):
     result = run("grpo.py", tmp_path / "copy", own, ranks=3,
                  before=patched("parallel", "fill", after(drift), rank=1))
     assert 0 not in result.codes and "policy, parameter" in result.err[1], result
-
-
-def test_batches_with_other_columns_are_refused(tmp_path):
-    """Of a run that was begun when prompts were padded on the left."""
-    batch = dict(tokens=torch.ones(2, 5), attention_mask=torch.ones(2, 5),
-                 response_mask=torch.ones(2, 3))
-    save_file({f"3.2.{name}": t for name, t in batch.items()}, tmp_path / "batches.safetensors")
-    run = SimpleNamespace(folder=str(tmp_path), device=torch.device("cpu"), kept={})
-    with pytest.raises(BadInput, match="other columns"):
-        Ahead(None, run, dict(importance_cap=0.0), keys_of_system(staleness=1), [], None, [])
