@@ -10,11 +10,10 @@ import signal
 import sys
 import time
 
+import pytest
 import torch
-
 from test_reliability import patched
-from tiny import (assert_one_line, assert_same_run, at, keys_of, read_log, run,
-                  well)
+from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
 
