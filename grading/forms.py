@@ -42,22 +42,24 @@ def unbroken(text):
                   lambda whole: whole[0].replace("\n", " "), text, flags=re.DOTALL)
 
 
-# of other scripts and of typographers: minus, commas, apostrophes
-ASCII = str.maketrans("\u2212\uff0c\u3001\u2018\u2019\u02bc\uff07", "-,,''''")
+# of other scripts and of typographers: minus, dashes, commas, quotes; what is ASCII but as wide as
+# a Chinese letter, such as （１，２）
+ASCII = str.maketrans("\u2212\u2010\u2011\u2013\u3001\u2018\u2019\u02bc\u201c\u201d",
+                      "----,'''\"\"") | {0xff01 + i: 0x21 + i for i in range(94)}
 # 1 000 with a blank at which no line breaks, or a narrow one
 THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[\xa0\u2007\u2009\u202f]\d{3})+(?!\d)")
 
 
 def letters(text):
     """
-    A text with one form of each letter (NFC), of minus, commas and apostrophes, and of a period
+    A text with one form of each letter (NFC), of minus, commas and quotes, and of a period
     behind a number or the text; without what nobody sees, and blanks in 1 000. No NFKC: it makes
     102 of ten squared.
     """
     seen = re.sub("[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]", "", text)
     seen = unicodedata.normalize("NFC", seen).translate(ASCII)
     seen = THOUSANDS.sub(lambda number: re.sub(r"\s", "", number[0]), seen)
-    return re.sub(r"(?<=\d)[\u3002\uff0e\uff61]|[\u3002\uff0e\uff61](?=\s*\Z)", ".", seen)
+    return re.sub(r"(?<=\d)[\u3002\uff61]|[\u3002\uff61](?=\s*\Z)", ".", seen)
 
 
 def other_number(text):
