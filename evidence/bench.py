@@ -16,10 +16,9 @@ ppo.py and grpo.py, with the seconds of each phase. Figures are medians. Of samp
 training step it also prints the operations that take longest.
 
 A share is that of the limit, the seconds that this machine needs at the least: for the products of
-matrices, as torch counts their operations, at the speed of one large product; of sampling, for the
-bytes that it must read at the speed of a copy, if that takes longer.
+matrices at the speed of one large product, or for the bytes that it must read and write at the
+speed of a copy, if that takes longer (tools/work.py).
 """
-import functools
 import itertools
 import json
 import math
@@ -44,6 +43,7 @@ from load import auto_class, autocast, load  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rollout import decode, decoding_copy, response_uniforms  # noqa: E402
 from run import make_optimizer  # noqa: E402
+from tools.work import limits, products  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 work = "sampling,ppo,grpo"  # to be measured: these, or some of them, or update
@@ -215,84 +215,15 @@ def print_longest(work, device):
     print(f"    {milliseconds:.2f} ms in all {count}", flush=True)
 
 
-# -------------------------------------------------------------------------------------------------
-# limits
-
-# of an iteration: how often all texts go through a trunk, and all response tokens through the head
-# of a language model; a backward pass counts twice. In PPO policy, reference, value and reward
-# model read, and four epochs train two models; in GRPO the reference reads
-PASSES = dict(ppo=dict(score=(4, 2), update=(4 * 3 * 2, 4 * 3)),
-              grpo=dict(score=(1, 1), update=(3, 3)), update=dict(update=(3, 3)), sampling={})
-
-
-def work_of(script, folder, B, P, R, longest, samples=1):
-    """
-    {phase: (FLOP, numbers)} of an iteration of ppo.py or grpo.py with the keys that `iterations`
-    has; of `update`: a training step; of `sampling`: the rollout alone. FLOP: of products of
-    matrices. numbers: how many a rollout's steps must read, of weights, and of keys and values so
-    far; elsewhere 0. B responses, of R tokens on average and `longest` at most, to prompts of P
-    tokens, `samples` of them to a prompt.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoConfig, AutoModel
-
-    c = AutoConfig.from_pretrained(os.path.join(folder, "policy"))
-    head = c.hidden_size * c.vocab_size  # weights, as many as the embeddings have
-    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.hidden_size // c.num_attention_heads
-    with FakeTensorMode(), torch.no_grad():  # tensors without memory: nothing is computed
-        trunk = AutoModel.from_config(c, attn_implementation="eager")  # the counter sees all of it
-        weights = sum(p.numel() for p in trunk.parameters())
-
-        def flop(T):
-            with FlopCounterMode(display=False) as counter:
-                trunk(torch.zeros(1, round(T), dtype=torch.int64), use_cache=False)
-            return counter.get_total_flops()
-
-        prompt, text = flop(P), flop(P + R)
-    decoding = B * (prompt / samples + text - prompt + R * 2 * head)
-    work = dict(rollout=(decoding, longest * weights + B * R * (P + R / 2) * kv))
-    work |= {phase: (B * (trunks * text + heads * R * 2 * head), 0)
-             for phase, (trunks, heads) in PASSES[script].items()}
-    return {"update": work["update"]} if script == "update" else work
-
-
-def limits(work, longest, system):
-    """{phase: the least seconds on this device} of what `work_of` gives, and their sum."""
-    device, dtype = choose_device(system.device_type), getattr(torch, system.dtype)
-    least = {}
-    for phase, (flop, numbers) in work.items():
-        nbytes = numbers * dtype.itemsize
-        least[phase] = flop / products(device, dtype)
-        if nbytes:
-            least[phase] = max(least[phase], nbytes / bandwidth(device, nbytes / longest))
-    return least | dict(iteration=sum(least.values()))
-
-
-@functools.cache
-def products(device, dtype):
-    """Floating-point operations a second of the device in a product of two large matrices."""
-    n = 8192 if device.type == "cuda" else 2048
-    a, b = torch.randn(2, n, n, device=device).to(dtype)
-    return 2 * n**3 / fastest(lambda: a @ b)
-
-
-def bandwidth(device, nbytes):
-    """Bytes a second that the device reads and writes in a copy that touches `nbytes`."""
-    a, b = torch.ones(2, max(round(nbytes / 2), 1), dtype=torch.uint8, device=device)
-    return 2 * a.nbytes / fastest(lambda: b.copy_(a))
-
-
-def fastest(work):
-    """The least seconds that a call of `work`, which gives a tensor, takes on its device."""
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(5):
-            out = work()
-        out.flatten()[0].item()  # waits for the device
-        seconds.append((time.perf_counter() - began) / 5)
-    return min(seconds)
+def keys_of(script, folder, keys):
+    """All keys of a run of ppo.py or grpo.py on the models of a folder."""
+    keys = dict(
+        policy_path=os.path.join(folder, "policy"), temperature=1.0, learning_rate=1e-12,
+        reward_path=os.path.join(folder, "reward_model"), checkpoint_interval=0,
+        prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
+    if script == "grpo":
+        keys |= dict(reward_functions=os.path.join(folder, "rule.py:score"), reward_path="")
+    return keys
 
 
 def iterations(script, folder, keys):
@@ -300,12 +231,7 @@ def iterations(script, folder, keys):
     The log of a run of ppo.py or grpo.py on the models of a folder, without the iteration that
     warms up. The learning rate is so small that the lengths of the responses stay as they are.
     """
-    keys = dict(
-        policy_path=os.path.join(folder, "policy"), temperature=1.0, learning_rate=1e-12,
-        reward_path=os.path.join(folder, "reward_model"), checkpoint_interval=0,
-        prompts_path=os.path.join(folder, "prompts.jsonl")) | keys
-    if script == "grpo":
-        keys |= dict(reward_functions=os.path.join(folder, "rule.py:score"), reward_path="")
+    keys = keys_of(script, folder, keys)
     torch.cuda.empty_cache()  # the run needs what this process keeps
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, os.path.join(ROOT, f"{script}.py"), f"--out_dir={out}/run"]
@@ -342,8 +268,11 @@ if __name__ == "__main__":
           f"{speed / 1e12:.3g} TFLOP/s in a large product; {batch_size} responses of up to "
           f"{max_new_tokens} tokens to prompts of {prompt_length}")
 
-    def share(needs, phase, seconds):
-        return f" ({limits(needs, max_new_tokens, system)[phase] / seconds:.0%})"
+    def needs(script, P, R, mean, **keys):
+        """{phase: its limit in seconds}, {phase: its Phase} of these responses; see limits."""
+        keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size, max_new_tokens=R,
+                    dtype=system.dtype, head_chunk=system.head_chunk) | keys
+        return limits(script, keys_of(script, folder, keys), P, round(mean), device)
 
     with tempfile.TemporaryDirectory() as folder:
         sizes = dict(vocab_size=vocab_size, hidden_size=d_model, intermediate_size=d_ff,
@@ -356,18 +285,20 @@ if __name__ == "__main__":
             took, again = sampling(folder, system, batch_size, P, R, repeats)
             for name, runs in took.items():
                 seconds, tokens = map(statistics.median, zip(*runs, strict=True))
-                needs = work_of("sampling", folder, batch_size, P, tokens / batch_size, R)
-                read = needs["rollout"][1] * getattr(torch, system.dtype).itemsize
-                print(f"  {name}: {seconds:.3f} s{share(needs, 'rollout', seconds)}, "
+                least, phases = needs(
+                    "ppo", P, R, tokens / batch_size, value_init="policy", reward_path="",
+                    reward_functions=os.path.join(folder, "rule.py:score"))
+                print(f"  {name}: {seconds:.3f} s ({least['rollout'] / seconds:.0%}), "
                       f"{tokens / seconds:.0f} tokens/s, {1000 * seconds / R:.2f} ms a step, "
-                      f"{read / seconds / 1e9:.0f} GB/s", flush=True)
+                      f"{phases['sampling'].nbytes / seconds / 1e9:.0f} GB/s", flush=True)
             print_longest(again, device)
         if "update" in work:
             seconds, again = update(folder, system, micro_batch_size, P + R, repeats)
             # each token behind the first one is a target
-            needs = work_of("update", folder, micro_batch_size, 1, P + R - 1, R)
-            print(f"  update: {seconds:.3f} s{share(needs, 'update', seconds)}, "
-                  f"{needs['update'][0] / seconds / 1e12:.2f} TFLOP/s", flush=True)
+            T = P + R
+            least, phases = needs("grpo", 1, T - 1, T - 1, batch_size=micro_batch_size)
+            print(f"  update: {seconds:.3f} s ({least['update'] / seconds:.0%}), "
+                  f"{phases['update'].flop / seconds / 1e12:.2f} TFLOP/s", flush=True)
             print_longest(again, device)
         for script in [script for script in ("ppo", "grpo") if script in work.split(",")]:
             keys = dict(batch_size=batch_size, micro_batch_size=micro_batch_size,
@@ -377,10 +308,10 @@ if __name__ == "__main__":
             keys |= dict(pair.split("=", 1) for pair in run_keys.split(",") if pair)
             records = iterations(script, folder, keys)
             length = statistics.mean(r["objective/length"] for r in records)
-            needs = work_of(script, folder, batch_size, P, length, R, keys.get("group_size", 1))
+            least, _ = needs(script, P, R, length, **keys)
             seconds = {phase: statistics.median(r[f"time/{phase}"] for r in records)
                        for phase in ("rollout", "score", "update", "iteration")}
-            phases = [f"{phase} {took:.3f} s{share(needs, phase, took)}"
+            phases = [f"{phase} {took:.3f} s ({least[phase] / took:.0%})"
                       for phase, took in seconds.items()]
             print(f"  {script}.py: {', '.join(phases)}; {length:.0f} tokens a response, "
                   f"peak {max(r['mem/peak_mib'] for r in records):.0f} MiB", flush=True)

@@ -28,16 +28,19 @@ sys.path.insert(0, ROOT)
 from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
 
 import contextlib  # noqa: E402
+import functools  # noqa: E402
 import gc  # noqa: E402
 import math  # noqa: E402
 import time  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
+from typing import NamedTuple  # noqa: E402
 from unittest import mock  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
+from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 import load  # noqa: E402
 import parallel  # noqa: E402
@@ -61,6 +64,10 @@ LESS = dict(  # what makes a phase smaller when even one row of it does not fit
     rollout="zero_stage, offload, dtype and max_new_tokens",
     reading="zero_stage, offload and head_chunk",
     update="zero_stage, offload, gradient_checkpointing, head_chunk and lora")
+# torch's collectives: how often the whole tensor goes over a link, but for a rank's own share: a
+# sum is scattered, and gathered. In the first group the whole tensor is the first argument
+LINKS = dict(allreduce_=2, _allgather_base_=1, broadcast_=1, _reduce_scatter_base_=1)
+WHOLE_IS_FIRST = "allreduce_", "_allgather_base_", "broadcast_"
 BEGAN = time.monotonic()
 
 
@@ -113,13 +120,24 @@ def sizes_of(script, config):
 # fake tensors
 
 
+class Count(NamedTuple):
+    """What a rank does in a block: operations in products of matrices, and in attention (FLOP);
+    and the bytes that it sends to other ranks, which are as many as it receives."""
+
+    flop: float = 0.0
+    attention: float = 0.0
+    sent: float = 0.0
+
+
 class Tracker(MemTracker):
     """
     MemTracker without its hooks on modules, which fail where a module is called twice. And fake
     tensors have no values: `chosen` is how many True there are in any mask, and a number is 1.
+    It also counts, by torch's own formulas, as FlopCounterMode does, whose hooks fail as well.
     """
 
-    chosen = 0
+    device, chosen, count = CPU, 0, Count()
+    cache = 0.0  # bytes of a token's keys and values
 
     def __init__(self):
         super().__init__()
@@ -136,15 +154,60 @@ class Tracker(MemTracker):
         if func is aten.index.Tensor and args[1][0].dtype == torch.bool:
             where = torch.empty(self.chosen, args[1][0].dim(), dtype=torch.int64)
             args = args[0], list(where.unbind(1))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        more = count_of(func._overloadpacket, args, kwargs or {}, out)
+        self.count = Count(*(x + y for x, y in zip(self.count, more, strict=True)))
+        return out
 
     @contextlib.contextmanager
-    def peak(self, peaks, *name):
-        """In this block: peaks[name] becomes the peak, in bytes."""
+    def block(self, found, *name):
+        """found[name] becomes (the peak of this block in bytes, the Count since the last one)."""
         gc.collect()  # tensors in cycles would be freed at some moment or other
         self._peak_mem.clear()
         yield
-        peaks[name] = max(self._peak_mem.values(), default=0)
+        found[name] = max(self._peak_mem.values(), default=0), self.count
+        self.count = Count()
+
+
+def count_of(packet, args, kwargs, out):
+    """The Count of one operation."""
+    name = packet.__name__
+    if "scaled_dot_product" in name:  # of a CPU's kernel torch has no formula
+        backward = "backward" in name
+        q, k = args[backward:backward + 2]
+        T, S = q.shape[-2], k.shape[-2]
+        pairs = S if T == 1 else T * (T + 1) / 2 + T * (S - T)  # a token sees those before it
+        each = 10 if backward else 4  # two products; backward five, because the scores come again
+        return Count(attention=each * math.prod(q.shape[:2]) * pairs * q.shape[-1])
+    if packet in flop_registry:
+        return Count(flop=flop_registry[packet](*args, **kwargs, out_val=out))
+    if name in LINKS and dist.is_initialized():
+        tensors = args[0] if name in WHOLE_IS_FIRST else args[1]
+        nbytes = sum(t.nbytes for t in ([tensors] if torch.is_tensor(tensors) else tensors))
+        return Count(sent=LINKS[name] * (1 - 1 / dist.get_world_size()) * nbytes)
+    return Count()
+
+
+@contextlib.contextmanager
+def replaced(*attributes):
+    """In this block each (module, name, value) is so."""
+    with contextlib.ExitStack() as stack:
+        for where, name, value in attributes:
+            stack.enter_context(mock.patch.object(where, name, value))
+        yield
+
+
+def without_files(layers=0):
+    """
+    In this block a model's config.json is enough: its weights are what its class begins with.
+    layers: how many of them are made, 0 = all.
+    """
+    made, outline = (functools.partial(read_fake, layers=layers, **more)
+                     for more in (dict(), dict(meta=True)))
+    return replaced(
+        *((room, "read_model", made) for room in (load, parts, shards, lora)),
+        (shards, "outline", outline), (lora, "fill_adapter", lambda *args: None),
+        (load, "load_tokenizer", tokenizer_of), (load, "probe", lambda model: None))
 
 
 @contextlib.contextmanager
@@ -155,32 +218,35 @@ def fake_tensors(ranks):
 
     mesh = shards.mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers
     with contextlib.ExitStack() as stack:
-        for where, name, fake in (
-                *((room, "read_model", read_fake) for room in (load, parts, shards, lora)),
+        stack.enter_context(without_files())
+        stack.enter_context(replaced(
                 (shards, "outline", read_fake), (Model, "to_empty", lambda self, device: self),
-                (lora, "fill_adapter", lambda *args: None),
-                (load, "load_tokenizer", tokenizer_of), (load, "probe", lambda model: None),
                 (shards, "mesh_of_ranks", lambda device: mesh), (shards, "alone", lambda f: f()),
                 (shards, "fill_from_rank_0", lambda *args: None),
                 # transformers takes fake tensors for a trace, in which it keeps masks that a run
                 # drops; and the kernels for experts refuse them: others have the same shapes
                 (masking_utils, "is_tracing",
                  lambda t=None: t is not None and t.dtype == torch.bool),
-                (moe, "_can_use_grouped_mm", lambda *args: False)):
-            stack.enter_context(mock.patch.object(where, name, fake))
+                (moe, "_can_use_grouped_mm", lambda *args: False)))
         gc.freeze()  # then the collections of Tracker.peak are quick
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(Tracker())
 
 
-def read_fake(path, head, system, device="cpu", seed=0):
-    """load.read_model, of which only the config.json is read."""
+def read_fake(path, head, system, device="cpu", seed=0, layers=0, meta=False):
+    """load.read_model, of which only the config.json is read; meta: without numbers."""
     (check_folder if os.path.isdir(path) else check_name)(path)
     path = lora.lowest_base(path)
     config, how = load.settings_of(path, head, system)
     if how["attn_implementation"] != "eager":  # a fake tensor has no other kernels
         how["attn_implementation"] = "sdpa"
-    return Model(load.auto_class(head).from_config(config, **how), head, path)
+    if layers:
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    with torch.device("meta" if meta else device):
+        return Model(load.auto_class(head).from_config(config, **how), head, path)
 
 
 def tokenizer_of(path, system, read=load.load_tokenizer):
@@ -188,17 +254,18 @@ def tokenizer_of(path, system, read=load.load_tokenizer):
     try:
         return read(path, system)
     except BadInput:
-        return SimpleNamespace(vocab_size=math.inf, vocabulary={}, pad_id=0,
-                               match_model=lambda *args: None, set_padding_apart=lambda: None)
+        return SimpleNamespace(
+            vocab_size=math.inf, vocabulary={}, pad_id=0, eos_ids=set(), stop_strings=(),
+            match_model=lambda *args: None, set_padding_apart=lambda: None)
 
 
 # -------------------------------------------------------------------------------------------------
 # the models of a run, and one step through them
 
 
-def build(script, config):
+def build(script, config, device=CPU):
     """
-    {name: Model}: the models as rank 0 has them, by the functions of the run, all on one device:
+    {name: Model}: the models as this rank has them, by the functions of the run, all on one device:
     offloaded tensors are subtracted later. Raises BadInput.
     """
     system = SimpleNamespace(**config | dict(offload="", compile=False))
@@ -207,20 +274,20 @@ def build(script, config):
             raise BadInput("init_from = 'scratch'; this tool counts models with a config.json: "
                            "type --init_from=FOLDER")
         name, head = dict(sft=("policy", "lm"), rm=("reward_model", "scalar"))[script]
-        return {name: load.load(system.init_from, SHORT[name], system, CPU, head, trained=True)}
-    policy = load.load_policy(system.policy_path, system, CPU)
+        return {name: load.load(system.init_from, SHORT[name], system, device, head, trained=True)}
+    policy = load.load_policy(system.policy_path, system, device)
     models, rewards = dict(policy=policy), system.reward_functions
     if system.kl_coef > 0:
-        models["ref_policy"] = load.load_ref_policy(system.policy_path, policy, system, CPU)
+        models["ref_policy"] = load.load_ref_policy(system.policy_path, policy, system, device)
     elif policy.base is not None:
         models["trunk"] = policy.base
     if "reward_model" in rewards:
-        models["reward_model"] = load.load_reward_model(system.reward_path, policy, system, CPU)
+        models["reward_model"] = load.load_reward_model(system.reward_path, policy, system, device)
     if script == "ppo":
         models["value_model"] = load.load_value_model(
-            system.value_init, policy, models.get("reward_model"), system, CPU)
+            system.value_init, policy, models.get("reward_model"), system, device)
     if "judge" in rewards:
-        models["judge"] = load.load(system.judge_path, "judge", system, CPU)
+        models["judge"] = load.load(system.judge_path, "judge", system, device)
     return models
 
 
@@ -254,14 +321,19 @@ def equip(models, config):
     return rows, made
 
 
-def step_through(models, made, system, n, distinct, b, P, R, tracker):
-    """One iteration: {(phase, model): peak in bytes}; phases are rollout, reading and update."""
-    precision, peaks = load.autocast(system, CPU), {}
-    temperature = getattr(system, "temperature", 1.0)
+def step_through(models, made, system, n, distinct, b, P, R, tracker, sample=None):
+    """
+    One iteration: {(phase, model): what tracker.block measures}; phases are rollout, reading and
+    update. sample: what samples in the place of `decode`.
+    """
+    precision, found = load.autocast(system, tracker.device), {}
+    temperature, tracker.count = getattr(system, "temperature", 1.0), Count()
     if n:
-        with torch.no_grad(), precision, decoding_copy(models["policy"], system, CPU) as decoder:
-            decode(decoder, n, distinct, P, R, temperature, tracker, peaks)
-    tokens, mask = torch.zeros(b, P + R, dtype=torch.int64), torch.ones(b, P + R).bool()  # (b, W)
+        with torch.no_grad(), precision, decoding_copy(
+                models["policy"], system, tracker.device) as decoder:
+            (sample or decode)(decoder, n, distinct, P, R, temperature, tracker, found)
+    tokens = torch.randint(2, (b, P + R), device=tracker.device)  # (b, W)
+    mask = torch.arange(P + R, device=tracker.device).expand(b, P + R) >= P
     mb = dict(tokens=tokens, response_mask=mask)
     tracker.chosen = b * R
 
@@ -277,20 +349,21 @@ def step_through(models, made, system, n, distinct, b, P, R, tracker):
                                      getattr(system, "entropy_coef", 0) > 0)[0]
 
     for name, model in models.items():
-        with tracker.peak(peaks, "reading", name), no_grad_forwards([model], CPU):
+        with tracker.block(found, "reading", name), no_grad_forwards([model], tracker.device):
             read(name, model)
     for name, model in models.items():
         if any(p.requires_grad for p in model.parameters()):
-            with tracker.peak(peaks, "update", name):
+            with tracker.block(found, "update", name):
                 read(name, model).sum().backward()
-    with tracker.peak(peaks, "update", "step"):
+    with tracker.block(found, "update", "step"):
+        parallel.all_reduce_gradients(dict(enumerate(x for x in made if isinstance(x, list))))
         for optimizer in made:
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.step()
-    return peaks
+    return found
 
 
-def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
+def decode(decoder, n, distinct, P, R, temperature, tracker, found):
     """A rollout of n rows: it reads the distinct prompts, and samples the last token."""
     def next_logits(rows, tokens, past):
         mask = torch.ones(rows, past + tokens, dtype=torch.bool)
@@ -307,25 +380,34 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, peaks):
                            for t in (layer.keys, layer.values)))
 
     cache = decoding_cache(decoder.hf.config)
-    with tracker.peak(peaks, "rollout", "prompts"):
+    with tracker.block(found, "rollout", "prompts"):
         next_logits(distinct, P, 0)
         cache.batch_select_indices(torch.zeros(n, dtype=torch.int64))
     # the last token is sampled, and not read. The cache has grown last at token number `grown`
     last, grown = P + R - 1, P + (R - 1) // (SPARE + 1) * (SPARE + 1)
     append(min(grown, last - 1) - P)
     append(last - 1 - grown)
-    with tracker.peak(peaks, "rollout", "responses"):
+    tracker.cache = sum(t.nbytes / math.prod(t.shape[::2]) for layer in cache.layers
+                        for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
+                        if t is not None)
+    with tracker.block(found, "rollout", "responses"):
         logits = next_logits(n, 1, last - 1)
         draw(logits, torch.zeros(n, dtype=torch.float64), temperature)
 
 
-def predict(script, config):
+@contextlib.contextmanager
+def dry_run(script, config):
     """
-    Of rank 0: {model: {column: bytes}}; {(phase, what is at work): peak in bytes}; and what fits
-    into config["gpu_gb"], {} if that is 0: {phase: (rows, peak of one row in bytes)}, the most rows
-    of a micro-batch, or of a rollout, with which the phase does fit; 0 if not even one does.
+    In this block the run is there, of fake tensors: (rows, models, step). rows: of rank 0, {model:
+    {column: bytes}}. step(key=value, ...), with these keys in the place of the configuration's:
+    (rows that decode, rows of a micro-batch), {(phase, what is at work): (peak in bytes, Count)},
+    and the bytes of a token's keys and values.
     """
-    system, moved, fits, limit = SimpleNamespace(**config), 0, {}, config["gpu_gb"] * 2**30
+    system, moved = SimpleNamespace(**config), 0
+    if system.world_size > 1:  # a group of ranks that are not there
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=system.world_size)
     with fake_tensors(system.world_size) as tracker:
         say_progress("loading the models")
         models = build(script, config)
@@ -338,28 +420,50 @@ def predict(script, config):
             rows[name] |= dict.fromkeys(away, 0)
 
         def step(**keys):
-            """{(phase, model): peak} with these keys in the place of the configuration's."""
             n, distinct, b, P, R = sizes_of(script, config | keys)
             decoded = f"{n} rows decode, " if n else ""
             say_progress(f"a step: {decoded}{b} rows are read and trained")
             found = step_through(models, made, system, n, distinct, b, P, R, tracker)
-            return (n, b), {key: peak - moved for key, peak in found.items()}
+            found = {key: (peak - moved, count) for key, (peak, count) in found.items()}
+            return (n, b), found, tracker.cache
 
-        _, peaks = step()
-        if limit:
-            # by a straight line between the peaks of the fewest and of the most rows. A peak is the
-            # highest of several lines: so it is not above that one, and what is found does fit
-            few, low = step(micro_batch_size=1, micro_batch_tokens=0, rollout_batch_size=1)
-            many, high = step(micro_batch_size=10**6, micro_batch_tokens=0, rollout_batch_size=0)
-            for phase in dict.fromkeys(phase for phase, _ in peaks):
-                least, most = (max(p for (of, _), p in at.items() if of == phase)
-                               for at in (low, high))
-                first, last = (at[phase != "rollout"] for at in (few, many))
-                share = 1.0 if most <= limit else (
-                    max(limit - least, 0) / max(most - least, 1e-9))
-                unit = 2 if script == "rm" and phase != "rollout" else 1  # its rows are pairs
-                fits[phase] = int(first + share * (last - first)) // unit * (least <= limit), least
-    return rows, peaks, fits
+        yield rows, models, step
+    if system.world_size > 1:
+        dist.destroy_process_group()
+
+
+def predict(script, config):
+    """
+    Of rank 0: {model: {column: bytes}}; {(phase, what is at work): peak in bytes}; and what fits,
+    see fitting.
+    """
+    with dry_run(script, config) as (rows, _, step):
+        _, found, _ = step()
+        peaks = {key: peak for key, (peak, _) in found.items()}
+        return rows, peaks, fitting(script, config, step)
+
+
+def fitting(script, config, step):
+    """
+    What fits into config["gpu_gb"], {} if that is 0: {phase: (rows, peak of one row in bytes)}, the
+    most rows of a micro-batch, or of a rollout, with which the phase does fit; 0 if not even one
+    does. step: of dry_run.
+    """
+    fits, limit = {}, config["gpu_gb"] * 2**30
+    if not limit:
+        return fits
+    # by a straight line between the peaks of the fewest and of the most rows. A peak is the
+    # highest of several lines: so it is not above that one, and what is found does fit
+    few, low, _ = step(micro_batch_size=1, micro_batch_tokens=0, rollout_batch_size=1)
+    many, high, _ = step(micro_batch_size=10**6, micro_batch_tokens=0, rollout_batch_size=0)
+    for phase in dict.fromkeys(phase for phase, _ in low):
+        least, most = (max(p for (of, _), (p, _) in at.items() if of == phase)
+                       for at in (low, high))
+        first, last = (at[phase != "rollout"] for at in (few, many))
+        share = 1.0 if most <= limit else max(limit - least, 0) / max(most - least, 1e-9)
+        unit = 2 if script == "rm" and phase != "rollout" else 1  # its rows are pairs
+        fits[phase] = int(first + share * (last - first)) // unit * (least <= limit), least
+    return fits
 
 
 def say_progress(text):
@@ -394,10 +498,6 @@ if __name__ == "__main__":
         sys.exit()
     script, config = read_run([arg.replace("--world-size=", "--world_size=").replace(
         "--gpu-gb=", "--gpu_gb=") for arg in sys.argv[1:]])
-    if config["world_size"] > 1:  # a group of ranks that are not there
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config["world_size"])
     n, _, b, P, R = sizes_of(script, config)
     print(f"{script}.py on each of {config['world_size']} rank(s), {config['dtype']}: texts of {P} "
           f"+ {R} tokens, {b} in a micro-batch{f', {n} decode at once' if n else ''}")

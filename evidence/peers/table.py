@@ -19,7 +19,9 @@ import torch  # noqa: E402
 
 from configurator import configure  # noqa: E402
 from errors import BadInput, Stop  # noqa: E402
-from evidence.bench import iterations, limits, make_models, sampling, work_of  # noqa: E402
+from evidence.bench import iterations, keys_of, make_models, sampling  # noqa: E402
+from ranks import choose_device  # noqa: E402
+from tools.work import limits  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 rows = "all"  # or some of them, as sampling_full,grpo_real
@@ -45,13 +47,18 @@ ROWS = {
     "grpo_real": ("grpo", "real", 8)}
 
 
-def of_quartet(script, folder, micro_batch_size):
-    """(seconds of each step, peak MiB, mean length) of a turn of ppo.py or grpo.py."""
+def keys_of_row(script, micro_batch_size):
+    """The keys of a run of ppo.py or grpo.py in this table."""
     own = dict(ppo=dict(ppo_epochs=4, kl_coef=0.05), grpo=dict(group_size=4, kl_coef=0.04))
-    records = iterations(script, folder, dict(
+    return dict(
         batch_size=PROMPTS, max_new_tokens=NEW, micro_batch_size=micro_batch_size,
         max_iters=steps + 1, device_type=system.device_type, dtype=system.dtype,
-        compile=system.compile) | own[script])
+        compile=system.compile) | own[script]
+
+
+def of_quartet(script, folder, micro_batch_size):
+    """(seconds of each step, peak MiB, mean length) of a turn of ppo.py or grpo.py."""
+    records = iterations(script, folder, keys_of_row(script, micro_batch_size))
     return ([r["time/iteration"] for r in records], max(r["mem/peak_mib"] for r in records),
             statistics.mean(r["objective/length"] for r in records))
 
@@ -90,10 +97,15 @@ def row_of(name, folder):
             theirs, peaks[1] = theirs + seconds, max(peaks[1], peak)
         label = f"{what.upper()}, {lengths}, micro-batches of {micro_batch_size}"
         memory = f"{peaks[0]:.0f}, {peaks[1]:.0f}"
-    needs = work_of(what, folder, PROMPTS, LENGTH, length, NEW, 4 if what == "grpo" else 1)
+    script, phase = ("ppo", "rollout") if what == "sampling" else (what, "iteration")
+    keys = keys_of_row(script, micro_batch_size or MOST) | (
+        dict(value_init="policy", reward_path="", reward_functions=f"{folder}/rule.py:score")
+        if what == "sampling" else {})
+    least, _ = limits(script, keys_of(script, folder, keys), LENGTH, round(length),
+                      choose_device(system.device_type))
     mine, its = statistics.median(ours), statistics.median(theirs)
     return (f"| {label} | {mine:.3f} s | {version} | {its:.3f} s | {its / mine:.2f} | "
-            f"{limits(needs, NEW, system)['iteration']:.3f} s | {memory} |")
+            f"{least[phase]:.3f} s | {memory} |")
 
 
 if __name__ == "__main__":

@@ -26,31 +26,68 @@ def test_bench_prints_one_page(tmp_path):
         assert re.search(line, result.out[0], re.MULTILINE), (line, result)
 
 
-def test_the_limits_of_bench_by_hand(tmp_path):
-    """A layer of 32 x 48, two heads that share keys; 4 responses of 4 tokens to prompts of 6."""
-    from evidence.bench import make_models, work_of
+def test_what_an_iteration_computes_by_hand(tmp_path):
+    """
+    A layer of 32 x 48, two heads that share keys; 4 responses of 4 tokens to prompts of 6, of which
+    the longest would have 5.
+    """
+    from evidence.bench import keys_of, make_models
+    from tools.memory import dry_run, read_run
+    from tools.work import counted, work_of
 
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                  num_attention_heads=2, num_key_value_heads=1)
-    make_models(str(tmp_path), sizes, 6, 5, 0.0, SimpleNamespace(device_type="cpu"), ppo=False)
-    layer, head = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, 32 * 64
+    make_models(str(tmp_path), sizes, 6, 5, 0.0, SimpleNamespace(device_type="cpu"), ppo=True)
+    layer, head, norms = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, 32 * 64, 3 * 32
+    pairs = 10 * 11 / 2 * 32  # a token and one that it sees, itself included, and their numbers
 
-    def trunk(T):  # two FLOP a weight and token; twice two for each pair of tokens and each number
-        return 2 * layer * T + 2 * 2 * T * T * 32
+    def found(script, **more):
+        keys = keys_of(script, str(tmp_path), dict(
+            batch_size=4, micro_batch_size=2, max_new_tokens=5) | more)
+        _, config = read_run([f"{script}.py"] + [f"--{x}={value}" for x, value in keys.items()])
+        with dry_run(script, config) as run:
+            return work_of(script, config, counted(script, run, 6, 4), 6, 4)
 
-    def alike(flop, numbers):  # some versions of transformers multiply matrices for the angles
-        return pytest.approx(flop, rel=2e-3), numbers
+    def alike(flop):  # some versions of transformers multiply matrices for the angles
+        return pytest.approx(flop, rel=3e-3)
 
-    found = work_of("grpo", str(tmp_path), 4, 6, 4, 5, samples=2)
-    read = 5 * (layer + head + 3 * 32) + 4 * 4 * (6 + 4 / 2) * 2 * 16
-    steps = 4 * (trunk(10) - trunk(6) + 4 * 2 * head)
-    assert found["rollout"] == alike(2 * trunk(6) + steps, read)
-    assert found["score"] == alike(4 * (trunk(10) + 4 * 2 * head), 0)
-    assert found["update"] == alike(3 * 4 * (trunk(10) + 4 * 2 * head), 0)
-    found = work_of("ppo", str(tmp_path), 4, 6, 4, 5)
-    assert found["rollout"] == alike(4 * trunk(6) + steps, read)
-    assert found["score"] == alike(4 * (4 * trunk(10) + 2 * 4 * 2 * head), 0)
-    assert found["update"] == alike(4 * 4 * 3 * (2 * trunk(10) + 4 * 2 * head), 0)
+    # two FLOP a weight and token; in attention twice two for each pair and number. The first token
+    # of a response comes from its prompt, the others see 7, 8 and 9
+    prompt = 2 * layer * 6 + 4 * 21 * 32 + 2 * head
+    tokens = 4 * 3 * (2 * layer + 2 * head + 4 * 8 * 32)
+    read = 2 * layer * 10 + 4 * pairs  # a whole text
+    heads = 4 * 2 * head  # of its response
+    # backward a product is two; attention is five, for the scores are computed again
+    trained = 3 * 2 * layer * 10 + (4 + 10) * pairs
+    grpo, ppo = found("grpo", group_size=2, num_minibatches=2), found("ppo", ppo_epochs=3)
+    assert grpo["sampling"].flop == alike(2 * prompt + tokens)
+    assert ppo["sampling"].flop == alike(4 * prompt + tokens)
+    for work in (grpo, ppo):  # 5 steps read the weights; and each the keys and values so far
+        assert work["sampling"].nbytes == 4 * (5 * (layer + head + norms) + 4 * 3 * 8 * 2 * 16)
+    assert grpo["reading"].flop == alike(4 * 2 * (read + heads))
+    assert grpo["scoring"].flop == 0
+    assert grpo["update"].flop == alike(4 * (trained + 3 * heads))
+    assert ppo["scoring"].flop == alike(4 * read)
+    assert ppo["reading"].flop == alike(4 * (3 * read + 2 * heads))
+    assert ppo["update"].flop == alike(3 * 4 * (2 * trained + 3 * heads))
+    # two micro-batches, two steps of AdamW: forward and backward read the weights, gradients are
+    # read and written; then weights and two states, too
+    weights, whole = layer + head + norms, layer + 2 * head + norms
+    assert grpo["reading"].nbytes == 2 * 2 * 4 * weights
+    assert grpo["update"].nbytes == pytest.approx(
+        2 * (2 * 4 * weights + 2 * 4 * whole) + 2 * (2 * (4 + 8) + 4) * whole, rel=3e-3)
+    assert ppo["update"].sent == ppo["gradients"].sent == 0
+    # the ring of an all_reduce sends each number twice, but for a rank's own part
+    shared = found("grpo", group_size=2, world_size=4)
+    assert shared["gradients"].sent == 4 * whole * 2 * 3 / 4 and shared["update"].sent == 0
+    # stage 3: policy and reference gather all weights for a text, the policy most of them
+    # once more backward, and the gradients are added up in parts; a rollout has gathered once
+    split = found("grpo", group_size=2, world_size=4, zero_stage=3)
+    assert split["sampling"].sent == pytest.approx(3 / 4 * 4 * whole, rel=0.01)
+    assert split["reading"].sent == pytest.approx(3 / 4 * 2 * 4 * whole, rel=0.01)
+    assert split["update"].sent == pytest.approx(3 / 4 * 4 * (2 * whole + layer + head), rel=0.01)
+    assert split["gradients"].sent == 0
+    assert shared["update"].flop == pytest.approx(grpo["update"].flop / 4)
 
 
 def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
