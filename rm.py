@@ -130,23 +130,23 @@ def encode(rows, path, fields, model):
     return rows
 
 
-def read(path, fields):
-    """Rows of a file with their ids."""
+def load_rows(path, fields):
+    """The Rows of a file, with the ids of each prompt and each of these fields."""
     rows = read_rows(path, lambda row: pair_row(row, *fields), system.fields)
     return encode(rows, path, fields, reward_model)
 
 
 completions = teachers.completions_of(train_path, score_coef, system) if teacher else PAIR
 k = len(completions)
-train_rows = read(train_path, completions)
+train_rows = load_rows(train_path, completions)
 eval_pairs, demonstrations = [], [pair[:1] for pair in train_rows.ids[:1000]]
 if val_path:
-    val_rows = read(val_path, PAIR)
+    val_rows = load_rows(val_path, PAIR)
     held_out = spread(len(val_rows), eval_size, seed)  # the numbers of the pairs to evaluate on
     eval_pairs = [val_rows.ids[i] for i in held_out]
     demonstrations = [pair[:1] for pair in val_rows.ids]
 if demonstrations_path:
-    demonstrations = read(demonstrations_path, ["completion"]).ids
+    demonstrations = load_rows(demonstrations_path, ["completion"]).ids
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 optimizer = make_optimizer(reward_model, "reward", system, learning_rate, (beta1, beta2), adam_eps)
@@ -210,9 +210,9 @@ def scores_of(groups, k, model):
     with autocast(system, device):
         scores = model.scores(tokens, mask.sum(1) - 1)  # (b k,)
     scores = scores[:len(groups) * k].view(-1, k)
-    # of two equal texts rounding may make one score higher; it is a tie
-    alike = torch.tensor([group[0] == group[-1] for group in groups], dtype=torch.bool)  # (b,)
-    return torch.where(alike.to(device)[:, None], scores[:, :1], scores)
+    # rounding may give one of two equal texts the higher score, but this is a tie
+    equal = torch.tensor([group[0] == group[-1] for group in groups], dtype=torch.bool)  # (b,)
+    return torch.where(equal.to(device)[:, None], scores[:, :1], scores)
 
 
 def all_scores(groups, model):
@@ -228,13 +228,13 @@ def all_scores(groups, model):
     return scores["scores"].cpu()
 
 
-def losses_of(scores, known):
+def losses_of(scores, targets):
     """
-    The losses of b pairs with these scores (b, 2), {name: (b,)}. known, (b, 2): each pair's margin,
-    by which the chosen one should lead (Llama 2, arXiv 2307.09288, equation 2), and the probability
-    that its label is right. label_smoothing is that of cDPO (Mitchell, 2023).
+    The losses of b pairs with these scores (b, 2), {name: (b,)}. targets, (b, 2): of each pair the
+    margin by which the chosen one should lead (Llama 2, arXiv 2307.09288, equation 2), and the
+    probability that its label is right. label_smoothing is that of cDPO (Mitchell, 2023).
     """
-    margin, confidence = known.unbind(1)  # (b,) each
+    margin, confidence = targets.unbind(1)  # (b,) each
     # (b,): the label was wrong and label_smoothing does not swap it, or was right and is swapped
     wrong = (1 - confidence) * (1 - label_smoothing) + confidence * label_smoothing
     chosen, rejected = scores.unbind(1)
@@ -277,23 +277,23 @@ def evaluate():
     say(f"eval {run.iteration}: held-out loss {record['eval/loss']:.4f}, "
         f"{record['eval/accuracy']:.1%} of pairs right, calibration error "
         f"{record['eval/calibration_error']:.3f}")
-    return record | teachers.agreement_with(scores, eval_known) if teacher else record
+    return record | teachers.agreement_with(scores, eval_targets) if teacher else record
 
 
 # -------------------------------------------------------------------------------------------------
-# known: the numbers that the loss needs of each example, beside its ids
+# targets: the numbers that the loss needs of each example, beside its ids
 
-known = [[margin_coef * row.get("margin", 0.0),
-          row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
+targets = [[margin_coef * row.get("margin", 0.0),
+            row.get("confidence", 1.0) if use_confidence else 1.0] for row in train_rows]
 if teacher:  # it reads all examples once, now, and then leaves the memory
     data = [(train_rows, train_path, completions, range(len(train_rows)))]
     data += [(val_rows, val_path, PAIR, held_out)] if eval_pairs else []
-    known, *rest = teachers.teachers_scores(  # COLLECTIVE
+    targets, *rest = teachers.teachers_scores(  # COLLECTIVE
         teacher, data, encode, all_scores, system, device)
-    known = known.tolist()
-    for eval_known in rest:  # of the held-out pairs, if there are any; evaluate reads it, too
+    targets = targets.tolist()
+    for eval_targets in rest:  # of the held-out pairs, if there are any; evaluate reads it, too
         say("the teacher: {eval/accuracy:.1%} of held-out pairs right, calibration error "
-            "{eval/calibration_error:.3f}".format(**pair_metrics(eval_known)))
+            "{eval/calibration_error:.3f}".format(**pair_metrics(eval_targets)))
 
 # -------------------------------------------------------------------------------------------------
 # the loop
@@ -307,16 +307,16 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     run.enter("update")
-    rows = batch_rows(seed, iteration, batch_size, train_rows)
-    examples = [(train_rows.ids[i], known[i]) for i in rows]  # of all ranks
+    row_numbers = batch_rows(seed, iteration, batch_size, train_rows)
+    examples = [(train_rows.ids[i], targets[i]) for i in row_numbers]  # of all ranks
 
     # gradients, micro-batch by micro-batch; the loss is the mean over the pairs of all ranks
     parallel.zero_gradients(gradients)
     sums = {}
     for part in my_micro_batches(examples):
         scores = scores_of([ids for ids, _ in part], k, reward_model)  # (b, k)
-        targets = torch.tensor([numbers for _, numbers in part], dtype=scores.dtype, device=device)
-        losses = losses_of(scores, targets.view(-1, len(known[0])))  # (b,) each
+        wanted = torch.tensor([numbers for _, numbers in part], dtype=scores.dtype, device=device)
+        losses = losses_of(scores, wanted.view(-1, len(targets[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()
         figures = losses | ({"train/accuracy": right(scores)} if k == 2 else {})
@@ -341,7 +341,7 @@ mean = all_scores(demonstrations, reward_model).mean().item()  # COLLECTIVE
 reward_model.score_shift = -mean
 what = "demonstrations" if demonstrations_path else "chosen completions"
 say(f"{what} scored {mean:.3f} on average; scores are shifted so that this is 0")
-# ppo.py on the same prompts; its longest responses are of 53 tokens, if so many fit
+# ppo.py on the same prompts; its longest responses have 53 tokens, if that many fit
 more = {key: config[key] for key in ("fields", "chat_template", "system_prompt") if config[key]}
 room = reward_model.max_positions - max(map(len, reward_model.tokenizer.encode_prompts(
     [row["prompt"] for row in train_rows])))

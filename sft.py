@@ -108,7 +108,7 @@ else:
     policy = load(init_from, "policy", system, device, trained=True, seed=seed)
 
 
-def read(path):
+def load_rows(path):
     """
     Rows of a file; rows.ids are (ids, trained) of each prompt and completion: trained is True on
     the tokens that the loss counts. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and
@@ -119,9 +119,9 @@ def read(path):
     return encode_demonstrations(rows, path, policy.tokenizer, limit, system.too_long)
 
 
-train_rows, eval_examples = read(train_path), []
+train_rows, eval_examples = load_rows(train_path), []
 if val_path:
-    val_rows = read(val_path)
+    val_rows = load_rows(val_path)
     eval_examples = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
@@ -180,8 +180,8 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         break
 
     run.enter("update")
-    rows = batch_rows(seed, iteration, batch_size, train_rows)
-    examples = [train_rows.ids[i] for i in rows]  # of all ranks
+    row_numbers = batch_rows(seed, iteration, batch_size, train_rows)
+    examples = [train_rows.ids[i] for i in row_numbers]  # of all ranks
     token_count = count_trained(examples)  # of all ranks: the loss is the mean over these
 
     # gradients, micro-batch by micro-batch

@@ -64,29 +64,29 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
     return means
 
 
-def losses_of(scores, known):
+def losses_of(scores, targets):
     """
-    The losses of b examples with these scores (b, k), {name: (b,)}. known: the teacher's scores,
+    The losses of b examples with these scores (b, k), {name: (b,)}. targets: the teacher's scores,
     (b, k). loss/score is their mean squared distance. loss/preference, of pairs, is the
     cross-entropy against the teacher's probability that the first one is the better.
     """
     log_sigmoid = torch.nn.functional.logsigmoid
-    losses = {"loss/score": (scores - known).square().mean(1)}
+    losses = {"loss/score": (scores - targets).square().mean(1)}
     if scores.shape[1] == 2:
-        chance = (known[:, 0] - known[:, 1]).sigmoid()
+        chance = (targets[:, 0] - targets[:, 1]).sigmoid()
         difference = scores[:, 0] - scores[:, 1]
         losses["loss/preference"] = (-chance * log_sigmoid(difference)
                                      - (1.0 - chance) * log_sigmoid(-difference))
     return losses
 
 
-def agreement_with(scores, known):
+def agreement_with(scores, targets):
     """
     The figures of scores of n held-out pairs beside a teacher's, (n, 2) both: agreement, the share
     of the pairs that both put into the same order; correlation, Pearson's, 0 where one is constant.
     """
-    same = (scores[:, 0] > scores[:, 1]) == (known[:, 0] > known[:, 1])
-    both = torch.stack([scores.flatten(), known.flatten()]).double()  # (2, 2 n)
+    same = (scores[:, 0] > scores[:, 1]) == (targets[:, 0] > targets[:, 1])
+    both = torch.stack([scores.flatten(), targets.flatten()]).double()  # (2, 2 n)
     agreement, correlation = same.double().mean().item(), torch.corrcoef(both)[0, 1].nan_to_num()
     say(f"as the teacher: {agreement:.1%} of held-out pairs, correlation {correlation:.3f}")
     return {"eval/agreement": agreement, "eval/correlation": correlation.item()}

@@ -90,7 +90,7 @@ policy = load_policy(policy_path, system, device, seed)
 ref_policy = load_ref_policy(policy_path, policy, system, device)
 
 
-def read(path):
+def load_rows(path):
     """
     Rows of a file; rows.ids are the chosen and the rejected side of each pair, (ids, trained) both,
     as in sft.py. A pair that is too long is refused or dropped as a whole.
@@ -111,9 +111,9 @@ def read(path):
     return rows
 
 
-train_rows, eval_pairs = read(train_path), []
+train_rows, eval_pairs = load_rows(train_path), []
 if val_path:
-    val_rows = read(val_path)
+    val_rows = load_rows(val_path)
     eval_pairs = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
