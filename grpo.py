@@ -44,8 +44,9 @@ from groups import LOSSES, flat_groups, group_advantages, summarize_groups, toke
 from load import autocast, load_policy, load_ref_policy, load_reward_model
 from metrics import add_up, gap, mean_of, summarize
 from model import response_logprobs
-from prompts import batch_rows, hash_of_ids, permutation, run_length, say_prompts, spread
-from rewards import alike_for_equal_texts, lacks_shift, read_prompts, reward_terms, score_batch
+from prompts import (batch_rows, encode_prompts, hash_of_ids, permutation, read_prompts,
+                     rows_to_evaluate, run_length, say_prompts)
+from rewards import alike_for_equal_texts, check_rows, lacks_shift, reward_terms, score_batch
 from rollout import sample_batch
 from run import Run, make_optimizer
 
@@ -144,9 +145,11 @@ if "reward_model" in reward_names:
     models["reward_model"] = reward_model = load_reward_model(reward_path, policy, system, device)
 
 # the prompts become token ids; all are checked now, not when their turn comes
-train_rows, eval_rows = (read_prompts(path, terms, models, max_new_tokens, system)
-                         for path in (prompts_path, eval_path))
-held_out = spread(len(eval_rows), eval_size, seed)  # the numbers of the rows to evaluate on
+train_rows, eval_rows = (read_prompts(path, system.fields) for path in (prompts_path, eval_path))
+for rows in filter(len, (train_rows, eval_rows)):
+    check_rows(terms, rows, policy.tokenizer)  # they have what the rewards need
+    encode_prompts(rows, models, max_new_tokens, system)  # rows.ids
+held_out = rows_to_evaluate(len(eval_rows), eval_size, seed)  # their numbers
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), num_prompts)
 
 optimizers = dict(

@@ -7,8 +7,12 @@ A file of rows -> token ids -> the rows of an iteration.
     {"prompt": "1+2=", "chosen": "3", "rejected": "4"}                 and for rm.py
 
 A row's texts are all strings, or all lists of messages; a completion's list continues the prompt's.
-options/sources.py reads other files, and several files with weights. The rows of an iteration
-depend only on the seed and the iteration, so a run that resumes sees the same.
+options/sources.py reads other files, and several files with weights. A script calls
+
+    rows = read_prompts(path)         JSONL -> dicts; read_rows for sft.py and rm.py
+    check_rows(terms, rows)           rewards.py: has each row what the rewards need?
+    encode_prompts(rows, models, ..)  -> rows.ids, by tokenizer.py; is a row too long?
+    batch_rows(seed, iteration, ..)   which rows an iteration takes; nothing else decides it
 """
 import functools
 import hashlib
@@ -24,43 +28,51 @@ import torch
 from errors import BadInput, say, shorten
 
 NO_UTF8 = "[\ud800-\udfff]"  # what Python reads where bytes are no UTF-8
-alike = hashlib.sha256()  # of all rows and FILE.pys that a process has read, the same on all ranks
-ODD = re.compile(NO_UTF8 + r"|\A[\s'\"]*[\[{]")  # or a text that may be a list of messages
+NOT_PLAIN = re.compile(NO_UTF8 + r"|\A[\s'\"]*[\[{]")  # or a text that may be a list of messages
+inputs_hash = hashlib.sha256()  # of all rows and FILE.pys that this process has read
 
 
 class Rows(list):
-    """Rows of data, as dicts. ids: the token ids of each row, see the functions below."""
+    """The rows of a file, as dicts. path: of the file."""
 
-    ids = ()
-    mix = None  # of several files with weights, see options/sources.py
-    sources = ()  # the name of each row's source, if they have some
+    def __init__(self, rows=(), path=""):
+        super().__init__(rows)
+        self.path = path
+        self.ids = ()  # the token ids of each row, see the functions encode_...
+        self.mix = None  # of several files with weights, see options/sources.py
+        self.sources = ()  # the name of each row's source, if the rows have the field `source`
 
 
-def read_rows(path, shape, fields=""):
+def read_rows(path, check_row, fields=""):
     """
-    The Rows of a JSONL file. shape: a function of a row, such as prompt_row, which checks the row
-    and brings it into one form. fields: the key; see options/sources.py. Raises BadInput, with file
-    and line.
+    The Rows of a JSONL file. check_row: a function such as prompt_row, which checks a row and
+    brings it into one form. fields: the key; see options/sources.py. Raises BadInput, with file and
+    line.
     """
     if not os.path.isfile(path) or re.search(r"(?i)\.(json|csv|parquet|gz)$", path):
         from options.sources import several_rows
 
-        return several_rows(path, shape, fields)
+        return several_rows(path, check_row, fields)
     if fields:
         from options.sources import renamed
 
-        shape = renamed(shape, fields)
-    rows = Rows()
+        check_row = renamed(check_row, fields)
+    rows = Rows(path=path)
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
         for number, line in enumerate(f, 1):
             if line.strip():
                 try:
-                    rows.append(shape(json.loads(line)))
+                    rows.append(check_row(json.loads(line)))
                 except ValueError as e:  # no JSON, or BadInput
                     raise BadInput(f"{path}, line {number}: {getattr(e, 'msg', e)}") from e
     if not rows:
         raise BadInput(f"{path}: the file is empty")
     return rows
+
+
+def read_prompts(path, fields=""):
+    """The Rows of a file of prompts. An empty path has none."""
+    return read_rows(path, prompt_row, fields) if path else Rows()
 
 
 def prompt_row(row):
@@ -94,17 +106,17 @@ def text_or_messages(row, field):
         from options.chats import check_messages
 
         check_messages(value, field)
-    elif not isinstance(value, str) or ODD.search(value) or not value and field == "prompt":
+    elif not isinstance(value, str) or NOT_PLAIN.search(value) or not value and field == "prompt":
         from options.mistakes import check_text
 
         check_text(row, field)
     return value
 
 
-def encode_prompts(rows, path, models, max_new_tokens, system):
+def encode_prompts(rows, models, max_new_tokens, system):
     """
     Give Rows the ids of each prompt, rows.ids: the toy's "1+2=" becomes [49, 43, 50, 61]. A prompt
-    and max_new_tokens more must fit into the context of every model; the first one is the policy.
+    and max_new_tokens more must fit into the context of every model; the first model is the policy.
     """
     tokenizer = next(iter(models.values())).tokenizer
     if system.environment or system.tools:  # tools stand in the prompts
@@ -112,13 +124,12 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 
         environment_of(system, tokenizer)
     context = min(model.max_positions for model in models.values())
-    limit = context - max_new_tokens
-    key = "max_prompt_tokens" if 0 < system.max_prompt_tokens < limit else (
-        f"max_new_tokens={max_new_tokens} in a context of {context}")
-    limit = min(limit, system.max_prompt_tokens or limit)
+    limit, key = context - max_new_tokens, f"{max_new_tokens=} in a context of {context}"
+    if 0 < system.max_prompt_tokens < limit:
+        limit, key = system.max_prompt_tokens, "max_prompt_tokens"
     if tokenizer.chats:
-        tokenizer.chats.check_kinds(rows, path)
-    tokenizer.say_marks(rows, ["prompt"], path)
+        tokenizer.chats.check_kinds(rows, rows.path)
+    tokenizer.say_marks(rows, ["prompt"], rows.path)
 
     def encode(rows):
         prompts = tokenizer.encode_prompts([row["prompt"] for row in rows])
@@ -129,64 +140,72 @@ def encode_prompts(rows, path, models, max_new_tokens, system):
 
         return front_cut(ids, limit, tokenizer.bos_ids)
 
-    return encode_rows(rows, path, encode, limit, system.too_long, cut, key=key)
+    encode_rows(rows, encode, limit, system.too_long, cut, limit_key=key)
+    if any("source" in row for row in rows):
+        from options.sources import name_sources
+
+        name_sources(rows, rows.path)
+    return rows
 
 
-def encode_demonstrations(rows, path, tokenizer, limit, too_long):
+def encode_demonstrations(rows, tokenizer, limit, too_long):
     """
-    Give Rows the (ids, trained) of each prompt and completion, see encode_learned. With
-    too_long = "cut" a row is cut at its end, and left out if no token that is learned remains.
+    Give Rows the (ids, target_mask) of each prompt and completion, see encode_learned. With
+    too_long = "cut" a row is cut at its end; it is left out if no token to learn remains.
     """
     def cut(example):
-        ids, trained = (x[:limit] for x in example)
-        return (ids, trained) if any(trained[1:]) else None  # nothing predicts a first token
+        ids, target_mask = (x[:limit] for x in example)
+        # nothing predicts a first token
+        return (ids, target_mask) if any(target_mask[1:]) else None
 
     if tokenizer.chats:
-        tokenizer.chats.check_kinds(rows, path)
-    tokenizer.say_marks(rows, ["prompt", "completion"], path)
-    return encode_rows(rows, path, lambda rows: [
+        tokenizer.chats.check_kinds(rows, rows.path)
+    tokenizer.say_marks(rows, ["prompt", "completion"], rows.path)
+    return encode_rows(rows, lambda rows: [
         encode_learned(tokenizer, row["prompt"], row["completion"]) for row in rows], limit,
         too_long, cut, lambda example: len(example[0]))
 
 
 def encode_learned(tokenizer, prompt, completion):
     """
-    (ids, trained) of a demonstration: trained is True on the tokens that SFT learns: the completion
-    and EOS, or the assistant's turns of the completion with their ends. Raises BadInput.
+    (ids, target_mask) of a demonstration. The mask is True on the tokens that SFT learns: the
+    completion and EOS, or the assistant's turns of the completion with their ends. Raises BadInput.
     """
     if not isinstance(prompt, str):
         return tokenizer.need_chats().encode_learned(prompt, completion, tokenizer)
-    before, behind = tokenizer.encode_texts([prompt, completion])
+    before, after = tokenizer.encode_texts([prompt, completion])
     if tokenizer.adds_blank:  # not between the two
         from options.blanks import encode_behind
 
-        (behind,) = encode_behind(tokenizer, [completion])
+        (after,) = encode_behind(tokenizer, [completion])
     ids = tokenizer.bos_ids + before
-    return (ids + behind + [tokenizer.eos_id],
-            [False] * len(ids) + [True] * (len(behind) + 1))
+    return (ids + after + [tokenizer.eos_id],
+            [False] * len(ids) + [True] * (len(after) + 1))
 
 
-def encode_rows(rows, path, encode, limit, too_long, cut, length=len,
-                key="max_tokens, and of a new model context"):
+def encode_rows(rows, encode, limit, too_long, cut, length=len,
+                limit_key="max_tokens, and of a new model context"):
     """
-    Give Rows their ids, and return the Rows. encode: a function of a list of rows -> their ids.
-    length: of a row's ids -> how many tokens they are. cut: shortens the ids of a row of more than
-    `limit` tokens, or gives None: it is dropped. too_long: the key, which says whether this is
-    done. key: the one that the limit comes from, for the error.
+    Give Rows their ids, and return the Rows. A row may have at most `limit` tokens.
+
+    encode: a function, a list of rows -> the ids of each. length: a function, the ids of a row ->
+    how many tokens they are. cut: a function, the ids of a row that is too long -> shorter ones, or
+    None: the row is left out. too_long: the key that says what becomes of such a row. limit_key:
+    the key that the limit comes from, for the error.
     """
     try:
         encoded = list(encode(rows))
     except BadInput as e:
         from options.mistakes import of_rows
 
-        raise of_rows(rows, path, encode, e) from e
+        raise of_rows(rows, rows.path, encode, e) from e
     if not all(0 < length(ids) <= limit for ids in encoded):  # some rows do not fit
         from options.too_long import fit
 
-        encoded = fit(rows, encoded, path, limit, too_long, cut, length, key)
+        encoded = fit(rows, encoded, rows.path, limit, too_long, cut, length, limit_key)
     rows.ids = encoded
     for row in rows:
-        alike.update(ascii(row).encode())  # all its fields
+        inputs_hash.update(ascii(row).encode())  # all its fields
     return rows
 
 
@@ -252,10 +271,11 @@ def hashed_row(n, *key):
     return int.from_bytes(digest, "little") % n
 
 
-def spread(n, size, seed):
+def rows_to_evaluate(n, size, seed):
     """
-    The row numbers of an evaluation: `size` of the n rows of a file, in order, 0 = all: one of each
-    of `size` equal parts, so if the file is sorted by task, all tasks are there.
+    The numbers of the rows of an evaluation: `size` of the n rows of a file, in order; 0 = all. The
+    file is cut into `size` equal parts, and each part gives one row. So if the file is sorted by
+    task, all tasks are there.
     """
     size = min(size or n, n)
     ends = [*(n * i // size for i in range(size)), n]

@@ -28,7 +28,6 @@ from batches import right_pad, texts_of
 from errors import BadInput, Stop, first_line, place_of
 from load import autocast
 from model import no_grad_forwards
-from prompts import Rows, encode_prompts, prompt_row, read_rows
 from ranks import this_rank
 
 
@@ -81,29 +80,18 @@ def reward_terms(spec, config=None, folder="."):
     return terms
 
 
-def check_rows(terms, rows, path):
-    """Raise BadInput where a row lacks what a reward needs, or its sandbox is missing."""
-    for _, _, rule in terms:
+def check_rows(terms, rows, tokenizer=None):
+    """
+    Raise BadInput where a row lacks what a reward needs, or its sandbox is missing. tokenizer: the
+    policy's. It may have marks of thoughts that the rules do not know: this is said.
+    """
+    for _, name, rule in terms:
         if hasattr(rule, "check_rows"):
-            rule.check_rows(rows, path)
+            rule.check_rows(rows, rows.path)
+        if tokenizer and RULES.get(name, "").startswith("grading"):
+            from grading.answers import say_unknown_marks
 
-
-def read_prompts(path, terms, models, max_new_tokens, system):
-    """The Rows of a file of prompts, with their ids, checked for all that will need them."""
-    if not path:
-        return Rows()
-    rows = read_rows(path, prompt_row, system.fields)
-    check_rows(terms, rows, path)
-    if any(RULES.get(name, "").startswith("grading") for _, name, _ in terms):
-        from grading.answers import say_unknown_marks
-
-        say_unknown_marks(next(iter(models.values())).tokenizer)
-    rows = encode_prompts(rows, path, models, max_new_tokens, system)
-    if any("source" in row for row in rows):
-        from options.sources import name_sources
-
-        name_sources(rows, path)
-    return rows
+            say_unknown_marks(tokenizer)  # once
 
 
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):

@@ -28,7 +28,7 @@ from load import autocast, load
 from formulas import learning_rate_at
 from model import no_grad_forwards
 from prompts import (batch_rows, dialogue, encode_rows, hash_of_ids, read_rows, run_length,
-                     say_length, spread)
+                     say_length, rows_to_evaluate)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -111,29 +111,29 @@ def pair_row(row, *fields):
     return made
 
 
-def encode(rows, path, fields, model):
+def encode(rows, fields, model):
     """Give Rows a reward model's ids of each prompt with each of these completions: a tuple."""
     def encode_all(rows):
         prompts = [row["prompt"] for row in rows]
         return list(zip(*(model.tokenizer.encode_scored(prompts, [row[field] for row in rows])
                           for field in fields), strict=True))
 
-    model.tokenizer.say_marks(rows, ["prompt", *fields], path)
+    model.tokenizer.say_marks(rows, ["prompt", *fields], rows.path)
     limit = min(model.max_positions, max_tokens or model.max_positions)
-    rows = encode_rows(rows, path, encode_all, limit, system.too_long, None,
+    rows = encode_rows(rows, encode_all, limit, system.too_long, None,
                        lambda sequences: max(map(len, sequences)))
     if fields == PAIR and not teacher and any(chosen == other for chosen, other in rows.ids):
         with contextlib.suppress(ImportError):  # a fork may do without
             from options.mistakes import check_ties
 
-            check_ties(rows.ids, path, train_path)
+            check_ties(rows.ids, rows.path, train_path)
     return rows
 
 
 def load_rows(path, fields):
     """The Rows of a file, with the ids of each prompt and each of these fields."""
     rows = read_rows(path, lambda row: pair_row(row, *fields), system.fields)
-    return encode(rows, path, fields, reward_model)
+    return encode(rows, fields, reward_model)
 
 
 completions = teachers.completions_of(train_path, score_coef, system) if teacher else PAIR
@@ -142,7 +142,7 @@ train_rows = load_rows(train_path, completions)
 eval_pairs, demonstrations = [], [pair[:1] for pair in train_rows.ids[:1000]]
 if val_path:
     val_rows = load_rows(val_path, PAIR)
-    held_out = spread(len(val_rows), eval_size, seed)  # the numbers of the pairs to evaluate on
+    held_out = rows_to_evaluate(len(val_rows), eval_size, seed)  # the numbers of the pairs
     eval_pairs = [val_rows.ids[i] for i in held_out]
     demonstrations = [pair[:1] for pair in val_rows.ids]
 if demonstrations_path:

@@ -34,7 +34,7 @@ from configurator import of_model
 from errors import BadInput, Stop, say
 from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
                      summarize)
-from prompts import alike
+from prompts import inputs_hash
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 
@@ -89,7 +89,7 @@ class Run:
             if model.base is not None and model.base not in models.values():
                 models[f"trunk of {model.path}"] = model.base
 
-        self.settings = f"{config} {token_ids} {alike.hexdigest()} {torch.__version__}"
+        self.settings = f"{config} {token_ids} {inputs_hash.hexdigest()} {torch.__version__}"
         with parallel.in_step():  # COLLECTIVE: an error here comes before anything is written
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, rows, FILE.pys or torch than rank 0")

@@ -23,7 +23,7 @@ from load import autocast, auto_class, dtypes, load
 from formulas import learning_rate_at
 from model import Model, no_grad_forwards
 from prompts import (batch_rows, dialogue, encode_demonstrations, hash_of_ids, read_rows,
-                     run_length, say_length, spread)
+                     run_length, say_length, rows_to_evaluate)
 from run import Run, make_optimizer
 from tokenizer import load_tokenizer
 
@@ -116,13 +116,13 @@ def load_rows(path):
     """
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
     rows = read_rows(path, lambda row: dialogue(row, "completion"), system.fields)
-    return encode_demonstrations(rows, path, policy.tokenizer, limit, system.too_long)
+    return encode_demonstrations(rows, policy.tokenizer, limit, system.too_long)
 
 
 train_rows, eval_examples = load_rows(train_path), []
 if val_path:
     val_rows = load_rows(val_path)
-    eval_examples = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
+    eval_examples = [val_rows.ids[i] for i in rows_to_evaluate(len(val_rows), eval_size, seed)]
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 optimizer = make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps)

@@ -70,7 +70,7 @@ judge = Judge(model, model.tokenizer, system.judge_path, system.judge_template,
               ("first", "second") if compares else ("response",))
 print(judge.in_words)
 rows = read_rows(prompts_path, prompt_row, system.fields)
-rows = encode_prompts(rows, prompts_path, dict(policy=policy), max_new_tokens, system)
+rows = encode_prompts(rows, dict(policy=policy), max_new_tokens, system)
 
 # -------------------------------------------------------------------------------------------------
 # answers, and what the judge says of them

@@ -29,7 +29,7 @@ class Ptx:
 
     def __init__(self, policy, config, system, device):
         path, limit = config["ptx_path"], policy.max_positions
-        self.rows = encode_demonstrations(read_rows(path, ptx_row, system.fields), path,
+        self.rows = encode_demonstrations(read_rows(path, ptx_row, system.fields),
                                           policy.tokenizer, limit, system.too_long)
         for _, trained in self.rows.ids:
             trained[0] = False  # nothing predicts a text's first token

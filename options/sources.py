@@ -35,15 +35,15 @@ MOST = 64  # sources; of more there are no figures
 # several sources
 
 
-def several_rows(spec, shape, fields):
+def several_rows(spec, check_row, fields):
     """
-    The Rows of a path such as prompts_path that is not one file of JSONL. shape, fields: see
+    The Rows of a path such as prompts_path that is not one file of JSONL. check_row, fields: see
     prompts.read_rows. Of several sources a prompt without the field `source` gets the source's name
     there. Raises BadInput.
     """
     if not spec:
         raise no_file(spec)
-    rows, sizes, weights, files = Rows(), [], [], []
+    rows, sizes, weights, files = Rows(path=spec), [], [], []
     for part in [spec] if os.path.exists(spec) else spec.split(","):
         weight, star, source = part.strip().rpartition("*")
         try:
@@ -58,7 +58,7 @@ def several_rows(spec, shape, fields):
             as_read = numbers_of_pair if re.search(r"(?i)\.csv(\.gz)?$", file) else dict
             for where, row in raw_rows(file):
                 try:
-                    rows.append(shape(as_read(rename(row, fields))))
+                    rows.append(check_row(as_read(rename(row, fields))))
                 except BadInput as e:
                     said = str(e).replace("--source=FILE", f"--source={shlex.quote(source)}")
                     raise BadInput(f"{file}, {where}: {said}") from e
@@ -66,7 +66,7 @@ def several_rows(spec, shape, fields):
         files += [source] * sizes[-1]
         if not sizes[-1]:
             raise BadInput(f"{source}: the file is empty")
-    if len(sizes) > 1 and shape is prompt_row:
+    if len(sizes) > 1 and check_row is prompt_row:
         names = names_of({*files})
         for row, source in zip(rows, files, strict=True):
             row["source"] = named(row) or names[source]
@@ -76,9 +76,9 @@ def several_rows(spec, shape, fields):
     return rows
 
 
-def renamed(shape, fields):
-    """shape, a function of a row, behind a renaming of its fields by the key `fields`."""
-    return lambda row: shape(rename(row, fields))
+def renamed(check_row, fields):
+    """check_row, a function of a row, behind a renaming of its fields by the key `fields`."""
+    return lambda row: check_row(rename(row, fields))
 
 
 def rename(row, fields):

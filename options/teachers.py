@@ -49,7 +49,7 @@ def teachers_scores(teacher, data, encode, all_scores, system, device):
         model = load_reward_model(path.strip(), None, system, device)
         for place, (rows, source, fields, numbers) in enumerate(data):
             ids = rows.ids
-            encode(rows, source, fields, model)
+            encode(rows, fields, model)
             if len(rows) < len(ids):  # with too_long=drop; the others' numbers have changed
                 raise BadInput(f"{source}: {len(ids) - len(rows)} rows are too long for the "
                                f"teacher {path}; delete them, or type --max_tokens="

@@ -14,7 +14,7 @@ import types
 from importlib.machinery import PathFinder, SourceFileLoader
 
 from errors import BadInput, first_line
-from prompts import alike
+from prompts import inputs_hash
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PREFIX = "code in "  # and the folder: the package whose modules are the files of a folder
@@ -66,7 +66,7 @@ class Loader(SourceFileLoader):
     """Python's, but in this module `import` is import_for_user."""
 
     def exec_module(self, module):
-        alike.update(self.get_data(self.path))
+        inputs_hash.update(self.get_data(self.path))
         package = module.__name__.partition(".")[0]
         module.__builtins__ = vars(builtins) | dict(
             __import__=functools.partial(import_for_user, package))

@@ -36,7 +36,7 @@ from formulas import learning_rate_at
 from metrics import gap
 from model import in_rows, no_grad_forwards
 from prompts import (batch_rows, dialogue, encode_learned, encode_rows, hash_of_ids, read_rows,
-                     run_length, say_length, spread)
+                     run_length, say_length, rows_to_evaluate)
 from run import Run, make_optimizer
 
 # -------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def load_rows(path):
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
     rows = read_rows(path, lambda row: dialogue(row, *PAIR), system.fields)
     policy.tokenizer.say_marks(rows, ["prompt", *PAIR], path)
-    rows = encode_rows(rows, path, encode, limit, system.too_long, None,
+    rows = encode_rows(rows, encode, limit, system.too_long, None,
                        lambda pair: max(len(ids) for ids, _ in pair))
     if any(chosen == rejected for chosen, rejected in rows.ids):
         from options.mistakes import check_ties
@@ -114,7 +114,7 @@ def load_rows(path):
 train_rows, eval_pairs = load_rows(train_path), []
 if val_path:
     val_rows = load_rows(val_path)
-    eval_pairs = [val_rows.ids[i] for i in spread(len(val_rows), eval_size, seed)]
+    eval_pairs = [val_rows.ids[i] for i in rows_to_evaluate(len(val_rows), eval_size, seed)]
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 optimizer = make_optimizer(policy, "policy", system, learning_rate, (beta1, beta2), adam_eps)

@@ -7,7 +7,7 @@ import pytest
 
 from errors import BadInput
 from prompts import (Rows, batch_rows, encode_prompts, encode_rows, prompt_row, read_rows,
-                     run_length, say_prompts, spread)
+                     rows_to_evaluate, run_length, say_prompts)
 from tiny import jsonl, keys_of_system, write
 
 def test_rows_of_a_file(tmp_path):
@@ -54,8 +54,8 @@ def test_a_bad_row_is_one_line_that_names_it(tmp_path, line, words):
 
 def test_rows_that_are_too_long():
     def encoded(too_long, limit=3):
-        rows = Rows(dict(n=n) for n in (2, 5, 3))
-        return encode_rows(rows, "a", lambda rows: [list(range(row["n"])) for row in rows], limit,
+        rows = Rows((dict(n=n) for n in (2, 5, 3)), "a")
+        return encode_rows(rows, lambda rows: [list(range(row["n"])) for row in rows], limit,
                            too_long, lambda ids: ids[-limit:])
 
     with pytest.raises(BadInput, match="row 2: it has 5 tokens"):
@@ -76,8 +76,8 @@ def test_a_demonstration_of_which_nothing_to_learn_is_left(capsys):
         encode_texts=lambda texts: [[*text.encode()] for text in texts])
 
     def encoded(*texts):
-        rows = Rows(dict(prompt=prompt, completion=text) for prompt, text in texts)
-        return encode_demonstrations(rows, "a", tokenizer, 4, "cut")
+        rows = Rows((dict(prompt=prompt, completion=text) for prompt, text in texts), "a")
+        return encode_demonstrations(rows, tokenizer, 4, "cut")
 
     rows = encoded(("abc", "de"), ("abcd", "e"), ("a", "bcdef"), ("abcdef", ""), ("abc", ""))
     assert [row["prompt"] for row in rows] == ["abc", "a", "abc"]
@@ -94,7 +94,7 @@ def test_a_prompt_that_is_too_long_loses_its_beginning_and_not_bos():
         encode_prompts=lambda texts: [[1, *text.encode()] for text in texts])
     models = dict(policy=SimpleNamespace(max_positions=9, tokenizer=tokenizer))
     rows = Rows(dict(prompt=text) for text in ("abcdef", "x"))
-    encode_prompts(rows, "a", models, 5, keys_of_system(too_long="cut"))
+    encode_prompts(rows, models, 5, keys_of_system(too_long="cut"))
     assert [list(ids) for ids in rows.ids] == [[1, *b"def"], [1, *b"x"]]
 
 
@@ -115,7 +115,7 @@ def test_whole_epochs_in_new_orders(n, batch_size):
 def test_an_evaluation_takes_rows_from_all_over_a_sorted_file(n, size):
     seen = set()
     for seed in range(20):
-        rows = spread(n, size, seed)
+        rows = rows_to_evaluate(n, size, seed)
         assert rows == sorted(set(rows)) and len(rows) == (min(n, size) or n)
         for task in range(4):  # four tasks, one behind the other: each has its share
             first, end = n * task // 4, n * (task + 1) // 4

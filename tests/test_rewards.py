@@ -8,7 +8,7 @@ from errors import BadInput, Stop
 from grading import answers
 from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
-from prompts import prompt_row, read_rows
+from prompts import Rows, prompt_row, read_rows
 from rewards import (add_scores, alike_for_equal_texts, check_rows, lacks_shift, last_real,
                      reward_terms, score_batch, score_sequences)
 from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
@@ -129,7 +129,7 @@ def test_the_key_reward_functions(tmp_path):
             reward_terms(wrong)
         assert "\n" not in str(e.value), wrong
     with pytest.raises(BadInput, match="f.jsonl, row 2: .*'answer'"):
-        check_rows(reward_terms("accuracy"), [dict(answer="a"), dict(prompt="b")], "f.jsonl")
+        check_rows(reward_terms("accuracy"), Rows([dict(answer="a"), dict(prompt="b")], "f.jsonl"))
 
 
 @pytest.mark.parametrize("answer", ["", " \n", "so\n####", "#### \n", r"\boxed{}", "<think>5", ".",
@@ -138,9 +138,9 @@ def test_the_key_reward_functions(tmp_path):
 def test_an_answer_that_nothing_can_equal(answer, reward, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # math-verify
     with pytest.raises(BadInput, match="f.jsonl, row 2: .*could equal"):
-        check_rows(reward_terms(reward), [dict(answer="a"), dict(answer=answer)], "f.jsonl")
-    check_rows(reward_terms(reward), [dict(answer=x) for x in ("-", "0", "?", "nan")], "f.jsonl")
-    check_rows(reward_terms("format"), [dict(answer=answer)], "f.jsonl")  # nobody asks for it
+        check_rows(reward_terms(reward), Rows([dict(answer="a"), dict(answer=answer)], "f.jsonl"))
+    check_rows(reward_terms(reward), Rows(dict(answer=x) for x in ("-", "0", "?", "nan")))
+    check_rows(reward_terms("format"), Rows([dict(answer=answer)]))  # nobody asks for it
 
 
 def test_the_sum_of_rewards():

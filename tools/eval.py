@@ -34,8 +34,8 @@ from grading.answers import final_answer, same_answer, whole_responses  # noqa: 
 from load import load, load_reward_model  # noqa: E402
 from options.hub import check_name  # noqa: E402
 from options.mistakes import check_folder  # noqa: E402
-from prompts import prompt_row, read_rows, spread  # noqa: E402
-from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
+from prompts import encode_prompts, read_prompts, rows_to_evaluate  # noqa: E402
+from rewards import check_rows, reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch  # noqa: E402
 from tools.outputs import check_outputs, files_of  # noqa: E402
 from tools.runs import ASKED, JUDGED, as_in_run, estimate, room_behind, split_paths  # noqa: E402
@@ -87,18 +87,19 @@ for policy_name, path in paths.items():
         if reward_model is None:
             reward_model = load_reward_model(reward_path, policy, system, device)
         models["reward_model"] = reward_model
-    if not max_new_tokens and prompts_path:  # all are judged alike, by what the first one can do
-        prompts = read_rows(prompts_path, prompt_row, system.fields)
-        max_new_tokens = config["max_new_tokens"] = room_behind(prompts, models)
-    rows = read_prompts(prompts_path, terms, models, max_new_tokens, system)
+    rows = read_prompts(prompts_path, system.fields)
     if not rows:
         raise BadInput("prompts_path is empty; type --prompts_path=FILE")
+    if not max_new_tokens:  # all are judged alike, by what the first one can do
+        max_new_tokens = config["max_new_tokens"] = room_behind(rows, models)
+    check_rows(terms, rows, policy.tokenizer)
+    encode_prompts(rows, models, max_new_tokens, system)
     if by and not any(by in row for row in rows):
         raise BadInput(f"by = {by!r}: no row of {prompts_path} has this field")
     if all_rows not in (None, rows):
         raise BadInput(f"{path}: its tokenizer drops other rows; raise max_prompt_tokens")
     all_rows = rows
-    picked = spread(len(rows), limit, seed)  # the numbers of the rows whose prompts are answered
+    picked = rows_to_evaluate(len(rows), limit, seed)  # these are answered
     for mode, (heat, count) in modes.items():
         at_once = batch_size // count or 1
         for start in range(0, len(picked), at_once):

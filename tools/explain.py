@@ -100,30 +100,31 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
 
 names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
 seen = {}  # column -> (n,): the script's sums of the first response, in its last pass
-read_prompts, noise, add_up = rewards.read_prompts, rollout.response_uniforms, metrics.add_up
+encode_prompts, noise, add_up = prompts.encode_prompts, rollout.response_uniforms, metrics.add_up
 take_step = Run.step
 
 
-def read_with_the_prompt(path, terms, models, max_new_tokens, system):
-    """rewards.read_prompts, where the prompt takes the place of the batch's first row."""
-    rows = read_prompts(path, terms, models, max_new_tokens, system)
-    if path == keys["prompts_path"]:
+def encode_with_the_prompt(rows, models, *rest):
+    """prompts.encode_prompts, where the prompt takes the place of the batch's first row."""
+    encode_prompts(rows, models, *rest)
+    if rows.path == keys["prompts_path"]:
         count = keys["batch_size"] // keys.get("group_size", 1)
         first = prompts.batch_rows(keys["seed"], iteration, count, rows)[0]
         chat = rows[0]["prompt"] if isinstance(rows[0]["prompt"], list) else []
         system_message = [message for message in chat if message["role"] == "system"]
         asked = [*system_message, dict(role="user", content=prompt)] if chat else prompt
         known = [row for row in rows if row["prompt"] == asked]  # of the data, with all its fields
-        if keys["eval_path"] and not known:
-            held_out = prompts.read_rows(keys["eval_path"], prompts.prompt_row, system.fields)
-            known = [row for row in held_out if row["prompt"] == asked]
+        known = known or [row for row in names["eval_rows"] if row["prompt"] == asked]
         row = known[0] if known else prompts.prompt_row(dict(prompt=asked))
-        row = prompts.Rows([row | (dict(answer=answer) if answer else {})])
+        row = prompts.Rows([row | (dict(answer=answer) if answer else {})],
+                           f"--prompt={prompt} --answer={answer}")
+        terms = names["terms"]
         by_answer = {"accuracy", "math"} & {name for _, name, _ in terms}
         if by_answer and row[0].get("answer") is None:
             raise BadInput("a reward of this run needs the right answer; type --answer=579")
-        rewards.check_rows(terms, row, f"--prompt={prompt} --answer={answer}")
-        row = prompts.encode_prompts(row, "--prompt", models, max_new_tokens, system)
+        rewards.check_rows(terms, row)
+        row.path = "--prompt"
+        encode_prompts(row, models, *rest)
         rows[first], rows.ids[first] = row[0], row.ids[0]
     return rows
 
@@ -149,8 +150,8 @@ def end(*_, **__):
     sys.exit()
 
 
-rewards.read_prompts, metrics.add_up, Run.step, Run.log = (
-    read_with_the_prompt, add_up_and_look, step, end)
+prompts.encode_prompts, metrics.add_up, Run.step, Run.log = (
+    encode_with_the_prompt, add_up_and_look, step, end)
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
 ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save

@@ -62,7 +62,7 @@ def answer(rows, where, first=0):
     first prompt; seed and number decide the noise.
     """
     longest = max_new_tokens or room_behind(rows, models)
-    rows = encode_prompts(Rows(rows), where, models, longest, system)
+    rows = encode_prompts(Rows(rows, where), models, longest, system)
     at_once = system.rollout_batch_size // samples or 1
     for start in range(0, len(rows), at_once):
         numbers = range(start, min(start + at_once, len(rows)))

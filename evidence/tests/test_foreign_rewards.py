@@ -13,6 +13,7 @@ import pytest
 import torch
 from errors import BadInput, Stop
 from options.foreign_rewards import load_reward
+from prompts import Rows
 from rewards import check_rows, reward_terms
 
 import tiny
@@ -250,7 +251,7 @@ def test_the_signature_of_trl(tmp_path):
     seen = terms[0][2].__wrapped__.__globals__["seen"]
     rows = [dict(prompt="one", answer="1", completion="x"), dict(prompt="two", level=2),
             dict(prompt=CHAT, answer="333")]
-    check_rows(terms, rows, "rows.jsonl")
+    check_rows(terms, Rows(rows))
     batch = dict(
         rows=rows, completions=["a", "bb", "ccc"], tokens=torch.arange(15).view(3, 5),
         response_mask=torch.tensor([
@@ -268,6 +269,6 @@ def test_the_signature_of_trl(tmp_path):
     # a rank's rows, none of which has the field
     assert terms[1][2](dict(rows=rows[:1], completions=["a"])) == [1] and seen["level"] == [None]
     with pytest.raises(BadInput, match="^rows.jsonl: .*'few'.*'level'.*'prompt', 'answer'$"):
-        check_rows(terms[1:2], rows[2:], "rows.jsonl")
+        check_rows(terms[1:2], Rows(rows[2:], "rows.jsonl"))
     with pytest.raises(BadInput, match="'wants'.*'trainer_state'"):
-        check_rows(reward_terms("mine.py:wants", folder=str(tmp_path)), rows, "rows.jsonl")
+        check_rows(reward_terms("mine.py:wants", folder=str(tmp_path)), Rows(rows))

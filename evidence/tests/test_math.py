@@ -12,6 +12,7 @@ from errors import BadInput, Stop
 from grading import expressions
 from grading.answers import accuracy
 from grading.expressions import math_answer
+from prompts import Rows
 from rewards import check_rows, reward_terms
 
 ROWS = [dict(prompt="q", answer="1 + x")]
@@ -103,9 +104,9 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
     terms = reward_terms("math")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match="pip install math-verify"):
-        check_rows(terms, ROWS, "rows.jsonl")
+        check_rows(terms, Rows(ROWS))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    check_rows(terms, ROWS, "rows.jsonl")
+    check_rows(terms, Rows(ROWS))
 
 
 def test_only_formulas_are_asked_and_each_once(monkeypatch, capsys):

@@ -128,7 +128,7 @@ def test_rows_that_are_dropped_leave_the_mix(tmp_path):
     jsonl(tmp_path / "0.jsonl", [dict(prompt="long"), dict(prompt="a"), dict(prompt="b")])
     jsonl(tmp_path / "1.jsonl", [dict(prompt="c")])
     rows = read_rows(f"{tmp_path}/0.jsonl,3*{tmp_path}/1.jsonl", prompt_row)
-    encode_rows(rows, "f", lambda rows: [list(map(ord, r["prompt"])) for r in rows], 2, "drop",
+    encode_rows(rows, lambda rows: [list(map(ord, r["prompt"])) for r in rows], 2, "drop",
                 lambda ids: ids[:2])
     assert [row["prompt"] for row in rows] == ["a", "b", "c"]
     assert drawn(rows, 56) == dict(a=7, b=7, c=42)

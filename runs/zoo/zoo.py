@@ -26,7 +26,8 @@ from errors import BadInput  # noqa: E402
 from load import load  # noqa: E402
 from metrics import summarize  # noqa: E402
 from model import response_logprobs  # noqa: E402
-from rewards import read_prompts, reward_terms, score_batch  # noqa: E402
+from prompts import encode_prompts, read_prompts  # noqa: E402
+from rewards import reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch  # noqa: E402
 from tools.runs import read_records  # noqa: E402
 
@@ -96,8 +97,8 @@ def judge(seed, name):
     if not os.path.exists(file := f"{folder}/judged.json"):
         policy, sft = (load(f"{out}/{seed}/{one}/policy", "policy", system, device)
                        for one in (name, "sft"))
-        problems = read_prompts(f"{zoo.DATA}/rl_val.jsonl", rules, dict(policy=policy), zoo.LONGEST,
-                                system)
+        problems = read_prompts(f"{zoo.DATA}/rl_val.jsonl")
+        encode_prompts(problems, dict(policy=policy), zoo.LONGEST, system)
         figures = {}
         for mode, heat in ("greedy", 0.0), ("sampled", 1.0):
             batch = sample_batch(policy, problems, range(len(problems)), (1, "zoo", 0), zoo.LONGEST,
