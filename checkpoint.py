@@ -27,7 +27,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -69,14 +68,10 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     begun = alone(lambda: begin_or_resume(  # COLLECTIVE
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
         max_iters, frozen, list(trained)))
-    # a new name, because on another disk there may be an older run of the same name
-    new = os.path.join(out_dir, f".new-{parallel.from_rank(secrets.token_hex(8))}")  # COLLECTIVE
-    alone(Path(new).touch)  # COLLECTIVE
-    blind = parallel.ranks_where(not os.path.exists(new))  # COLLECTIVE
-    alone(Path(new).unlink)  # COLLECTIVE
-    if blind:
-        raise BadInput(f"on rank {blind[0]}: this rank does not see what rank 0 writes in out_dir "
-                       f"{out_dir!r}; give a folder on a disk that all machines share")
+    with contextlib.suppress(ImportError):  # a fork may do without
+        if parallel.rank_and_size()[1] > 1:
+            from options.hosts import check_disk
+            check_disk(out_dir)  # COLLECTIVE
     return begun
 
 
@@ -137,7 +132,8 @@ def contents_of(out_dir, config):
     with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
     odd = [f"{name}, which is no run's" for name in names if "out_dir" not in before]
-    if there or not out_dir or re.search(r"/\.git(/|$)|^/(proc|sys)/", top):
+    if there or re.search(r"/\.git(/|$)|^/(proc|sys)/", top) or top in map(
+            os.path.realpath, (os.curdir, os.path.expanduser("~"))):
         with contextlib.suppress(ImportError):  # a fork may do without
             from options.mistakes import check_place
             check_place(out_dir, "out_dir" in before)

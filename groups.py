@@ -46,7 +46,7 @@ def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
         advantages = advantages * n / (n - 1)
     if scale_by == "std":
         advantages = advantages / (variances.sqrt() + 1e-4)
-    elif scale_by == "batch":
+    elif scale_by == "batch" and scored.sum() > 1:
         advantages = advantages / (groups[scored].std() + 1e-4)
     # Equal scores have advantages of exactly 0. Their mean may differ from them by rounding, and
     # the division by 1e-4 would make the difference large.

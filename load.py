@@ -12,7 +12,7 @@ import torch.nn as nn
 from configurator import of_model
 from errors import BadInput, first_line
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
-from tokenizer import load_tokenizer
+from tokenizer import check_sizes, load_tokenizer
 
 # for each key dtype that of trained weights, and of frozen matrices, or None where it is the same
 DTYPES = dict(
@@ -84,6 +84,7 @@ def read_model(path, head, system, device="cpu", seed=0):
 
         return read_merged(path, head, system, device, seed)
     try:
+        check_sizes(path, head)
         config, how = settings_of(path, head, system)
         if not os.path.isfile(os.path.join(path, "model.safetensors")) or (
                 getattr(config, "transformers_weights", None)):
@@ -108,7 +109,7 @@ def read_model(path, head, system, device="cpu", seed=0):
     model = Model(hf, head, path)
     if "score.weight" in report["missing_keys"]:
         draw_score_head(model, seed)
-    for name, p in hf.named_parameters():
+    for name, p in [*hf.named_parameters(), ("score_shift", torch.tensor(model.score_shift))]:
         if not p.isfinite().all():
             raise BadInput(f"{path}: tensor {name!r} is not finite in {system.dtype}")
         if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit

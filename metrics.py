@@ -60,8 +60,9 @@ def mean_of(scores):
 
 
 def explained_variance(values, returns, mask):
-    """The share of the returns' variance (B, T) that the values predict: 1 is perfect."""
-    return 1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8)
+    """The share of the returns' variance (B, T) that the values predict: 1 is perfect; of one 0."""
+    return returns.new_zeros(()) if mask.sum() < 2 else (
+        1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8))
 
 
 def add_up(sums, mask, tensors):

@@ -186,13 +186,7 @@ class Run:
         """
         if parallel.stop_agreed():  # COLLECTIVE
             self.save()  # COLLECTIVE
-            saved = f"saved before iteration {self.iteration}; the same command goes on there"
-            say(saved)
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun prints more lines after this one
-                with contextlib.suppress(ImportError):  # a fork may do without
-                    from options.torchrun import say_again
-
-                    say_again(saved)
+            say(f"saved before iteration {self.iteration}; the same command goes on there")
             self.leave()  # COLLECTIVE
             sys.exit(0)
 

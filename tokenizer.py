@@ -13,6 +13,7 @@ import contextlib
 import glob
 import os
 import re
+from functools import partial
 
 from configurator import read_json, write_json
 from errors import BadInput
@@ -48,6 +49,7 @@ def read_folder(path):
         from options.hub import check_name
 
         check_name(path)
+    check_sizes(path)
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()
@@ -67,6 +69,15 @@ def read_folder(path):
 
         use_parts_of_file(hf, path)
     return hf
+
+
+def check_sizes(path, head=""):
+    """Raise BadInput where a folder's files ask for more than a machine has: options/sizes.py."""
+    for file in "config.json", "tokenizer.json":
+        with contextlib.suppress(OSError, ImportError), open(os.path.join(path, file), "rb") as f:
+            if re.search(rb'"Replace"|[\s:]\d{5,}[\s,}]', f.read()):
+                from options.sizes import check_sizes
+                return check_sizes(path, head)
 
 
 def text_of(hf, ids):
@@ -90,7 +101,7 @@ class Tokenizer:
     """
 
     def __init__(self, hf, path, system, chats):
-        self.hf, self.path, self.chats = hf, path, chats
+        self.hf, self.path, self.chats, self.text_of = hf, path, chats, partial(text_of, hf)
         self.stop_strings, self.has_stop = [], None
         if system and system.stop_strings:
             from options.stop_strings import parse, stops
@@ -203,10 +214,6 @@ class Tokenizer:
         return self.chats
 
     # ids -> text
-
-    def text_of(self, ids):
-        """The text of ids with all of their special tokens."""
-        return text_of(self.hf, ids)
 
     def unseen(self):
         """The ids that no text shows: special ends, and padding that is in no stop string."""

@@ -16,6 +16,7 @@ from configurator import read_json
 from errors import BadInput, first_line, say, shorten
 from options.blanks import encode_behind, text_after
 from options.hub import cached_folder
+from options.time_limit import Late, in_time
 from prompts import NO_UTF8
 from tokenizer import text_of
 
@@ -25,6 +26,8 @@ MARKUP = r"<\|\w+\|>|<\uff5c[^<>\s]+\uff5c>"
 NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
 # where others keep the thoughts of an assistant's message; many chat templates do not read them
 THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
+LONGEST = 10**6  # letters that a template may write beside the messages: tools, and rules
+SECONDS = 60  # that it may need for a short chat
 # the day that strftime_now is in all templates: Llama 3.2's own, where there is no clock
 DAY = "2024-07-26"
 
@@ -100,7 +103,11 @@ def chats_of(hf, path, system):
         return None
     chats = Chats(hf, path, system.template_kwargs, system.system_prompt)
     chats.set_special(True)
-    chats.turn_ends = chats.find_turn_ends()
+    try:
+        chats.turn_ends = in_time(SECONDS, chats.find_turn_ends)
+    except Late:
+        raise BadInput(f"{path}: its chat template needs more than {SECONDS} s for a short chat; "
+                       "type --chat_template=FILE") from None
     chats.say_day()
     return chats
 
@@ -147,6 +154,9 @@ class Chats:
         self.kwargs = {name: x for name, x in kwargs.items() if name != "strftime_now"}
         self.day = kwargs.get("strftime_now", DAY)
         self.template = hf.get_chat_template()
+        if found := re.search(r"\d{9,}", self.template):  # a width, or a count: gigabytes
+            raise BadInput(f"{path}: its chat template has the number {shorten(found[0])}, and may "
+                           "write as many letters; type --chat_template=FILE")
         # all tokens in a template such as <|im_end|> become special in the run: otherwise a message
         # with one would end a turn. Others, such as <think>, are tokens in a message, too
         self.plain = [t for t in hf.added_tokens_decoder.values() if not t.special
@@ -282,6 +292,10 @@ class Chats:
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=self.system_prompt), *messages]
         try:
+            marked = [marked_message(*numbered) for numbered in enumerate(messages)]
+            text = self.write(marked, **how)
+            if len(text) > LONGEST + 100 * sum(len(str(message)) for message in messages):
+                raise ValueError(f"it writes {len(text):,} letters for them")
             if self.sanitizes:
                 ids = self.write(messages, tokenize=True, sanitize_control_tokens=True,
                                  return_dict=False, **how)
@@ -289,8 +303,6 @@ class Chats:
                 from options.older_transformers import encode_chat
                 ids = encode_chat(self.hf, messages, self.specials().values(), self.write,
                                   **self.kwargs | how)
-            marked = [marked_message(*numbered) for numbered in enumerate(messages)]
-            text = self.write(marked, **how)
         except Exception as e:  # a template is a program, which may raise anything
             raise BadInput(f"the chat template of {self.path} refuses the messages: "
                            f"{first_line(e)[:300]}") from e

@@ -1,12 +1,13 @@
 """formulas.py, groups.py and metrics.py: each formula by enumeration or on paper."""
 import math
+import warnings
 
 import pytest
 import torch
 
 from groups import LOSSES, flat_groups, group_advantages, token_weights
 from formulas import importance_weights, kl_estimate, masked_mean, masked_sum, masked_whiten
-from metrics import gap, gap_limit, summarize
+from metrics import explained_variance, gap, gap_limit, summarize
 from model import entropy_of
 
 NAN, INF = float("nan"), float("inf")
@@ -152,3 +153,15 @@ def test_the_clip_only_takes_what_has_gone_too_far(ratio, advantage, want, clipp
     losses.sum().backward()
     assert losses.item() == pytest.approx(want) and found.item() == clipped
     assert logprobs.grad.item() == pytest.approx(slope)
+
+
+def test_a_batch_of_one():
+    """One token, or one response with a score: nothing to compare it with, and no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one, none = torch.tensor([[True, False]]), torch.tensor([[False, False]])
+        for mask in one, none:
+            assert explained_variance(torch.tensor([[1., 2.]]), torch.tensor([[3., 5.]]), mask) == 0
+        for scores in ([math.nan, 2.0], [math.nan, math.nan]):
+            for scale_by in "std", "batch", "none":
+                assert group_advantages(torch.tensor(scores), 2, scale_by).tolist() == [0, 0]

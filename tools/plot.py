@@ -29,7 +29,7 @@ sys.path.insert(0, ROOT)
 from configurator import configure, read_keys, write_text  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from tools.outputs import PAGES, check_outputs  # noqa: E402
-from tools.runs import config_of, fill_page, read_records, response_of, split_paths  # noqa: E402
+from tools.runs import config_of, fill_page, read_records, read_samples, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 runs = "out/arithmetic_ppo"  # folders with a log.jsonl, separated by commas
@@ -164,8 +164,8 @@ def page_of(wanted):
     for name, folder in paths.items():
         curves = {metric: points(logs[name], metric) for metric in wanted}
         files = [os.path.join(folder, f"{kind}.jsonl") for kind in ("samples", "rollouts")]
-        samples = [one | dict(trained="rollouts" in file, text=response_of(one))
-                   for file in files if os.path.isfile(file) for one in read_records(file)]
+        samples = [one | dict(trained="rollouts" in file) for file in files
+                   if os.path.isfile(file) for one in read_samples(file)]
         keys = config_of(folder)
         shown.append(dict(name=name, samples=samples, config=keys, changed=changed_in(keys),
                           curves={metric: curve for metric, curve in curves.items() if curve}))
@@ -213,7 +213,7 @@ for name, records in logs.items():
     for record in evaluated if against else evaluated[:1] + evaluated[1:][-1:]:
         # None: the run does not log it, or it was not finite
         figures = [(record.get(f"eval/{k}"), form) for k, form in shown.items()]
-        cells = ["-" if value is None else form.format(value) for value, form in figures]
+        cells = [form.format(x) if isinstance(x, (int, float)) else "-" for x, form in figures]
         print(f"{name:<{wide}} {record['iteration']:>9}  " + "  ".join(f"{c:>8}" for c in cells))
 
 if out:

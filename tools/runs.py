@@ -15,6 +15,7 @@ from errors import BadInput, first_line, say, visible
 from options.home import from_home
 from options.sources import raw_rows, rename
 
+MOST = 1e30  # no number of a run is so large
 ROOM = 48  # tokens of the longest response, by default
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
@@ -169,8 +170,8 @@ def split_paths(text, key):
 
 def read_records(file):
     """
-    The dicts of a log.jsonl, samples.jsonl or rollouts.jsonl. A last line without an end is left
-    out: the run may be writing it. Raises BadInput.
+    The dicts of a log.jsonl, samples.jsonl or rollouts.jsonl; None in the place of a number that is
+    not finite. A last line without an end is left out: the run may be writing it. Raises BadInput.
     """
     if not os.path.isfile(file):
         raise BadInput(f"{file}: no such file; give the folder of a run that has logged something")
@@ -179,11 +180,36 @@ def read_records(file):
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-            records[-1]["iteration"]
-        except (ValueError, TypeError, KeyError) as e:
+            records.append(json.loads(line, parse_float=finite, parse_constant=finite,
+                                      parse_int=lambda n: int(n) if len(n) < 30 else None))
+            if type(records[-1]["iteration"]) is not int:
+                raise TypeError
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise BadInput(f"{file}, line {number}: no record of a run") from e
     return records
+
+
+def finite(text):
+    """A number of a JSON file; None for NaN and Infinity, and where no picture could show it."""
+    return x if abs(x := float(text)) < MOST else None
+
+
+def read_samples(file):
+    """read_records of a samples.jsonl or rollouts.jsonl, each with its response as one text."""
+    samples = read_records(file)
+    for number, sample in enumerate(samples, 1):
+        try:
+            sample["text"] = response_of(sample)
+            chat = sample["prompt"] if isinstance(sample["prompt"], list) else []
+            texts = [sample["text"], *(m[key] for m in chat for key in ("role", "content"))]
+            texts += [] if chat else [sample["prompt"]]
+            sample["scores"] = {name: x for name, x in sample["scores"].items()
+                                if isinstance(x, (int, float))}
+            if {*map(type, texts)} != {str} or type(sample["length"]) is not int:
+                raise TypeError
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            raise BadInput(f"{file}, line {number}: no sample of a run") from e
+    return samples
 
 
 def response_of(sample):
@@ -198,7 +224,8 @@ def fill_page(file, title, data):
     """The text of a page: of `file`, a page without data, with a title and the data as JSON."""
     # Inside <script> the browser only looks for "<": with none of them in the data, no text of a
     # sample can end the script or begin a tag. JSON reads \u003c as the same character.
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    data = json.loads(json.dumps(data), parse_constant=lambda name: None)  # JSON has no NaN
+    text = json.dumps(data).replace("<", "\\u003c")
     with open(file, encoding="utf-8") as f:
         page = f.read().replace("<!-- title -->", html.escape(visible(title)))
     return page.replace("<!-- data -->", text, 1)

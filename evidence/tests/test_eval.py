@@ -3,6 +3,7 @@ import ast
 import collections
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -350,7 +351,8 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
     ("policy", "tokenizer.json", "post_processor", dict(  # it makes Rust panic
         type="TemplateProcessing", pair=[], special_tokens={},
         single=[dict(SpecialToken=dict(id="zz", type_id=0))])),
-    ("reward", "config.json", "score_shift", "x"), ("reward", "config.json", "score_shift", [1])])
+    *(("reward", "config.json", "score_shift", x) for x in ("x", [1], math.nan, -math.inf)),
+    ("reward", "config.json", "pad_token_id", 10**30)])
 def test_whatever_a_folder_raises_is_a_line_with_its_name(world, tmp_path, of, file, key, value):
     """In whichever library: a folder that somebody has sent is no bug."""
     sent = shutil.copytree(getattr(world, of), tmp_path / "sent")

@@ -77,6 +77,18 @@ def test_no_run_fills_a_folder_of_code(tmp_path, monkeypatch):
         checkpoint.contents_of(str(folder), dict(out_dir=str(folder)))
     write(home / "mine/notes/config.json", '{"out_dir": "notes"}')  # it resumes from inside
     checkpoint.contents_of(".", dict(out_dir="."))
+    # nothing is in them yet
+    bare, empty = tmp_path / "bare", tmp_path / "empty"
+    for folder in bare, empty:
+        os.mkdir(folder)
+        os.symlink(folder, tmp_path / f"to-{folder.name}")
+    monkeypatch.setenv("HOME", str(tmp_path / "to-bare"))
+    monkeypatch.chdir(tmp_path / "to-empty")
+    for folder in ("", ".", "./", empty, f"{empty}/", "../empty", "../to-empty",
+                   tmp_path / "to-empty", bare, "../bare", "../to-bare", f"{bare}/x/.."):
+        with pytest.raises(BadInput, match="out_dir"):
+            checkpoint.contents_of(str(folder), dict(out_dir=str(folder)))
+    checkpoint.contents_of("out", dict(out_dir="out"))
 
 
 def test_what_is_beside_a_run_is_left_alone(out):

@@ -1,5 +1,6 @@
 """What a run shows of itself: samples.jsonl, trackers; and tools/plot.py: table, picture, page."""
 import json
+import math
 import os
 import re
 import shutil
@@ -15,9 +16,10 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import pytest
 from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, typed, well, write
 
+from errors import BadInput
 from options.cards import hub_name, not_as_trained
 from options.trackers import run_id
-from tools.runs import fill_page
+from tools.runs import fill_page, read_records, read_samples
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
 
@@ -265,6 +267,45 @@ def test_curves_over_another_metric_and_smoothed(tmp_path):
     # weights 1/2, 1/4, 1/8 of the last ones, over their sum
     assert panels == {"a": [[[0, 1, 4], pytest.approx(
         [1, (2 + 0.25) / 0.75, (0.5 + 1 + 0.125) / 0.875])]]}
+
+
+GOOD = dict(iteration=0, prompt="a", text="b", scores={"x": 1.0}, finished=True, length=3)
+
+
+def test_an_odd_record_is_a_line_and_no_traceback(tmp_path):
+    """Each in the place of the second record, or sample, of a run that is good otherwise."""
+    folder, log = tmp_path / "run", [{"iteration": 0, "eval/kl": 0.5}]
+    os.makedirs(folder)
+    for each in ("null", '"0"', "[1]", "{}", "true", "0.5", "NaN", "1e400", "1" + "0" * 400):
+        jsonl(folder / "log.jsonl", log)
+        with open(folder / "log.jsonl", "a") as f:
+            f.write(f'{{"iteration": {each}, "eval/kl": 0.5}}\n')
+        with pytest.raises(BadInput, match=r"log\.jsonl, line 2"):
+            read_records(str(folder / "log.jsonl"))
+    for changed in (dict(text=None), dict(text=5), dict(prompt={}), dict(prompt=[1]),
+                    dict(prompt=[dict(role="user")]), dict(scores=None), dict(scores=[1]),
+                    dict(length="x"),
+                    dict(messages="x"), dict(messages=[1]), dict(messages=[dict(role="user")])):
+        jsonl(folder / "samples.jsonl", [GOOD, GOOD | changed])
+        with pytest.raises(BadInput, match=r"samples\.jsonl, line 2"):
+            read_samples(str(folder / "samples.jsonl"))
+    write(folder / "deep", "[" * 10**5 + "\n")
+    with pytest.raises(BadInput, match="line 1"):
+        read_records(str(folder / "deep"))
+    # what is no number is not drawn; the figures beside it are
+    odd = ['"x"', "[1]", "{}", "NaN", "Infinity", "1e308", "-1e400", "1" + "0" * 400]
+    write(folder / "log.jsonl", "".join(
+        f'{{"iteration": {i}, "eval/kl": {x}, "eval/loss": 0.25}}\n' for i, x in enumerate(
+            ["0.5", *odd])))
+    jsonl(folder / "samples.jsonl", [GOOD | dict(scores={"x": math.nan, "y": 2.0})])
+    write(folder / "config.json", '{"script": "ppo.py", "kl_coef": NaN}')
+    result, panels = plot(tmp_path, runs="run", metrics="eval/*")
+    assert panels == {"eval/kl": [[[0], [0.5]]], "eval/loss": [[[*range(9)], [0.25] * 9]]}
+    result, _ = plot(tmp_path, runs="run", out="a.html")
+    page = (tmp_path / "a.html").read_text()
+    (data,) = json.loads(re.search(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)[1])["runs"]
+    assert data["samples"][0]["scores"] == {"y": 2.0} and data["config"]["kl_coef"] is None
+    assert result.codes == [0]
 
 
 def test_a_page_is_written_again_while_the_run_goes_on(tmp_path):
