@@ -106,14 +106,17 @@ def overflows(steps, mine):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world, tmp_path):
-    """Of a sharded model; the audit says that all ranks have the same finite weights."""
-    keys = keys_of(world, "ppo.py", dtype="float16", zero_stage="policy=3,value=1", max_iters=2,
+    """
+    Of a sharded model; the audit says that all ranks have the same finite weights. Five overflows
+    come first: below them only a gradient above 32 would overflow by itself.
+    """
+    keys = keys_of(world, "ppo.py", dtype="float16", zero_stage="policy=3,value=1", max_iters=4,
                    num_minibatches=1, ppo_epochs=2, sync_check_interval=1, value_init="policy",
                    eval_path="", micro_batch_size=3)
-    out = well("ppo.py", tmp_path, keys, ranks=2, before=overflows([2], 1))
-    assert [record.get("policy/steps") for record in read_log(out)] == [1, 2, None]
-    state = json.load(open(f"{out}/checkpoint-000002/state.json"))
-    assert state["run/loss_scale"] == 2.0**15 and state["run/clean_steps"] == 2
+    out = well("ppo.py", tmp_path, keys, ranks=2, before=overflows(range(1, 6), 1))
+    assert [record.get("policy/steps") for record in read_log(out)] == [0, 0, 1, 2, None]
+    state = json.load(open(f"{out}/checkpoint-000004/state.json"))
+    assert state["run/loss_scale"] == 2.0**11 and state["run/clean_steps"] == 3
 
 
 def test_the_scale_is_doubled_and_halved_and_has_an_end(world, tmp_path):
