@@ -128,31 +128,45 @@ def test_each_seed_has_a_program_to_mend_and_each_letter_a_meaning():
         assert re.findall(r"(?m)^\| ([A-Z]) \|", f.read()) == [*clinic.FAULTS]
 
 
-def test_the_cells_of_the_notebook(world, tmp_path, monkeypatch):
-    """With a tiny run in the place of the toy; the first cell, the quickstart, is CI's."""
+def course_of_a_tiny_run(world, folder):
+    """A copy of the repository in a folder, with a tiny run in the place of the toy's."""
+    for name in os.listdir(ROOT):
+        if name not in ("out", ".git", ".venv", "course"):
+            os.symlink(f"{ROOT}/{name}", folder / name)
+    shutil.copytree(f"{ROOT}/course", folder / "course")
+    well("ppo.py", folder / "done", keys_of(world, "ppo.py", max_iters=2))
+    os.makedirs(folder / "out" / "arithmetic_sft")
+    os.symlink(folder / "done" / "out", folder / "out" / "arithmetic_ppo")
+    os.symlink(world.policy, folder / "out" / "arithmetic_sft" / "policy")
+
+
+def test_the_notebook(world, tmp_path, monkeypatch):
+    """What is in the repository; and a run of it, in its own folder, as Jupyter does it."""
     notebook = importlib.import_module("notebook")
     with open(notebook.FILE, encoding="utf-8") as f:
         cells = json.load(f)["cells"]
-    assert [c["source"] for c in cells] == [
-        c if isinstance(c, str) else "\n".join(c) for c in notebook.CELLS]
-    code = [c for c in cells if c["cell_type"] == "code"]
-    assert all(c["outputs"][0]["text"].strip() for c in code)
-    assert "rows are shifted by one" in code[-1]["outputs"][0]["text"]
-    for name in os.listdir(ROOT):
-        if name not in ("out", ".git", ".venv"):
-            os.symlink(f"{ROOT}/{name}", tmp_path / name)
-    keys = keys_of(world, "ppo.py", max_iters=2)
-    well("ppo.py", tmp_path / "done", keys)
-    os.makedirs(tmp_path / "out" / "arithmetic_sft")
-    os.symlink(tmp_path / "done" / "out", tmp_path / "out" / "arithmetic_ppo")
-    os.symlink(world.policy, tmp_path / "out" / "arithmetic_sft" / "policy")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":" + os.environ["PATH"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    names = {}
-    for cell in code[1:]:
-        lines = cell["source"].replace("123+456=", world.rows["rl_train"][0]["prompt"])
-        assert notebook.run_cell(lines.split("\n"), names).strip(), cell["source"]
+    keys = "cell_type", "source", "id"
+    made = notebook.notebook(notebook.CELLS)
+    assert [[c[k] for k in keys] for c in cells] == [[c[k] for k in keys] for c in made["cells"]]
+    code = [c["outputs"] for c in cells if c["cell_type"] == "code"]
+    assert code[1][0]["text"] == "the models are there\n" and all(code[1:])
+    assert "rows are shifted by one" in code[-1][0]["text"] and "this notebook" in str(code[-1])
+    assert any("image/png" in output.get("data", {}) for outputs in code for output in outputs)
+    for number in range(1, check.LESSONS + 2):  # of each lesson; that they are Python
+        for cell in notebook.notebook(notebook.lesson(str(number)))["cells"]:
+            if cell["cell_type"] == "code":
+                compile(re.sub("(?m)^ *[!%].*", "pass", cell["source"]), "cell", "exec")
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    course_of_a_tiny_run(world, tmp_path)
+    for cell in made["cells"]:
+        cell["source"] = cell["source"].replace("123+456=", world.rows["rl_train"][0]["prompt"])
+    monkeypatch.setattr(notebook, "HERE", str(tmp_path / "course"))
+    ran = [c.outputs for c in notebook.run(made).cells if c.cell_type == "code"]
+    assert [[o.output_type for o in outputs] for outputs in ran] == [
+        [o["output_type"] for o in outputs] for outputs in code]
+    assert "rror" not in str([[o.get("text") for o in outputs] for outputs in ran])
+    assert ran[-1] == code[-1]
 
 
 def test_60_lines_have_the_figures_of_ppo(tmp_path):
