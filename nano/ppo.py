@@ -69,7 +69,7 @@ for arg in sys.argv[1:]:
     if name in keys:
         globals()[name] = type(keys[name])(text)
     else:
-        exec(open(arg, encoding="utf-8").read())  # a config file; nothing is evaluated here
+        exec(open(arg, encoding="utf-8-sig").read())  # a config file; nothing is evaluated here
 keys = {name: globals()[name] for name in keys}
 
 # set-up: the ranks, the four models, the optimizers, the prompts
@@ -111,7 +111,7 @@ def encode(tokenizer, texts):
     return [whole[:whole.index(bare[0])] + ids for ids in tokenizer(texts, **plain).input_ids]
 
 prompt_ids = encode(tokenizer, [json.loads(line)["prompt"] for line in open(
-    prompts_path, encoding="utf-8")])
+    prompts_path, encoding="utf-8-sig")])
 assert max(map(len, prompt_ids)) + max_new_tokens <= policy.config.max_position_embeddings
 
 # Nothing is random but by name: (seed, what for, iteration, place). So no random state is saved,

@@ -16,6 +16,7 @@ from configurator import read_json
 from errors import BadInput, first_line, say, shorten
 from options.blanks import encode_behind, text_after
 from options.hub import cached_folder
+from options.mistakes import file_of_key
 from options.time_limit import Late, in_time
 from prompts import NO_UTF8
 from tokenizer import text_of
@@ -94,8 +95,7 @@ def chats_of(hf, path, system):
     if system.chat_template:
         if not os.path.isfile(system.chat_template):
             raise BadInput(f"chat_template = {system.chat_template!r}: no such file")
-        with open(system.chat_template, encoding="utf-8-sig") as f:
-            hf.chat_template = f.read()
+        hf.chat_template = file_of_key(system.chat_template, "chat_template")
     if not hf.chat_template:
         if system.system_prompt:
             raise BadInput("system_prompt: the tokenizer has no chat template; give one with "

@@ -25,6 +25,7 @@ from grading.answers import answer_text
 from load import autocast, load
 from model import at_least_float32, no_grad_forwards
 from options.chats import joined
+from options.mistakes import file_of_key
 from rewards import score_sequences
 
 SHOWN = ("Below are a question and an answer to it.\n\n[Question]\n{prompt}\n\n"
@@ -181,8 +182,7 @@ def template_text(template):
     if not os.path.isfile(template):
         raise BadInput(f"judge_template {template!r} is no file, and none of "
                        f"{', '.join(TEMPLATES)}")
-    with open(template, encoding="utf-8-sig") as f:
-        return f.read()
+    return file_of_key(template, "judge_template")
 
 
 def answers_and_question(text):

@@ -134,6 +134,16 @@ def key_of_folder(path, keys):
     return f"; to give this folder, type --{key}={path}" if key else ""
 
 
+def file_of_key(path, key):
+    """The text of a file that a key names, also with a byte order mark. Raises BadInput."""
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            return f.read()
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{key} = {path!r}: this file is no UTF-8 text ({e.reason} at byte {e.start}"
+                       "); save it as UTF-8") from e
+
+
 def set_twice(path):
     """Of a config file that sets a key in two lines: the first one has no effect; or None."""
     lines = {}  # {key: the line that sets it}

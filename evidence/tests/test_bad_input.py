@@ -150,6 +150,8 @@ sft.py --config=$mine.py | type its path alone
 grpo.py --reward_functions=acuracy | did you mean 'accuracy'?
 grpo.py --reward_functions=accuracy+0.1*format | type --reward_functions='accuracy,0.1*format'
 grpo.py --reward_functions=accuracy:0.5;format | type --reward_functions='0.5*accuracy,format'
+grpo.py --chat_template=$policy/model.safetensors | chat_template; UTF-8
+data/label.py --judge_template=$policy/model.safetensors | judge_template; UTF-8
 grpo.py --reward_functions=$odd.py:ff | did you mean 'f'?
 grpo.py --reward_functions=$od.py:f | did you mean; odd.py
 grpo.py --reward_functions=$verl.py:compute_score | verl's; return [compute_score(
