@@ -211,8 +211,12 @@ def question(row):
     if not asked and row.get("instruction"):
         asked, given = row.pop("instruction"), row.pop("input", None)
         asked = [{"role": "user", "content": f"{asked}\n\n{given}" if given else asked}]
-    if asked and isinstance(row.get("history"), list):
-        before = earlier_turns(row.pop("history"))
+    history = row.get("history")
+    if isinstance(history, str):  # of a table
+        history = list_in(history)
+    if asked and isinstance(history, list):
+        del row["history"]
+        before = earlier_turns(history)
         if before:
             asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
             first = asked[0]["role"] == "system"
@@ -269,6 +273,16 @@ def messages_in(value, field):
     return messages
 
 
+def list_in(text):
+    """The list that a text is, as JSON or as Python prints it; else the text."""
+    if text.strip()[:1] + text.strip()[-1:] in ("[]", "()"):
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                found = read(text.strip())
+                return list(found) if isinstance(found, (list, tuple)) else text
+    return text
+
+
 def true_answer(answer):
     """
     GSM8K's "so 70 + 2\\n#### 1,072" -> "1072"; Skywork-OR1's '["72"]' -> "72". Raises BadInput
@@ -276,16 +290,13 @@ def true_answer(answer):
     """
     if not isinstance(answer, str):
         return answer
-    if answer.strip()[:1] + answer.strip()[-1:] == "[]":  # texts as JSON, or as Python prints them
-        listed = None
-        for read in (json.loads, ast.literal_eval):
-            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                listed = read(answer.strip())
-                break
-        if isinstance(listed, list) and any(isinstance(one, str) for one in listed):
-            if len(listed) > 1:
-                raise BadInput("the answer is a list of several, and one is needed")
-            return listed[0]
+    listed = list_in(answer)
+    if isinstance(listed, list) and re.search("[\"']", answer):  # of texts: [1, 2] is an answer
+        while isinstance(listed, list) and len(listed) == 1:
+            (listed,) = listed
+        if not isinstance(listed, str):
+            raise BadInput("the answer is a list of several, and one is needed")
+        return listed
     if "####" not in answer:
         return answer
     text = answer.rpartition("####")[2].strip()
