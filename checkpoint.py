@@ -320,11 +320,11 @@ def optimizer_tensors(model, optimizer):
 
 
 def settings_of(optimizer):
-    """What an optimizer's groups hold beside parameters and lr, and its own numbers, as repr."""
-    own = vars(getattr(optimizer, "optim", optimizer)).items()  # ZeRO stage 1 wraps it
+    """What an optimizer's groups hold beside parameters and lr, and its own values, as repr."""
+    own = vars(optimizer) | vars(getattr(optimizer, "optim", optimizer))  # ZeRO stage 1 wraps it
     return ([{k: repr(x) for k, x in group.items() if k not in ("params", "lr")}
              for group in optimizer.param_groups],
-            {k: repr(x) for k, x in own if type(x) in (int, float)})
+            {k: repr(x) for k, x in own.items() if k not in ("state", "param_groups")})
 
 
 def write_tensors(folder, stem, tensors):

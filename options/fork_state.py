@@ -20,8 +20,9 @@ FULL = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance",
 
 
 def inner(optimizer):
-    """The optimizer that has this rank's states: at ZeRO stage 1 it is in a wrapper."""
-    return getattr(optimizer, "optim", optimizer)
+    """The optimizer that has this rank's states: at ZeRO stage 1 it is in a wrapper of torch's."""
+    wrapped = type(optimizer).__module__.startswith("torch.")
+    return getattr(optimizer, "optim", optimizer) if wrapped else optimizer
 
 
 def put_into_state(run):
@@ -30,10 +31,7 @@ def put_into_state(run):
     TypeError by the name of what JSON would not give back as it was, and BadInput by the name of
     what an optimizer keeps, and no checkpoint can have.
     """
-    run.state["run/optimizers"] = {
-        name: values_of(name, run.models[name], optimizer, run.made[name])  # COLLECTIVE
-        for name, optimizer in run.optimizers.items()}
-    if "iteration" in run.state:
+    if "iteration" in run.state:  # before a collective: it may be in the state of one rank alone
         raise TypeError("run.state['iteration'] is run.py's own; choose another name")
     for name, x in run.state.items():
         with contextlib.suppress(TypeError, ValueError, RecursionError):
@@ -42,12 +40,15 @@ def put_into_state(run):
         raise TypeError(f"run.state[{name!r}] = {shorten(x)}: a checkpoint is JSON, and would not "
                         "give it back as it is; keep numbers, texts, truths, None, lists, or dicts "
                         "by text, such as x.item() or list(x)")
+    run.state["run/optimizers"] = {
+        name: values_of(name, run.models[name], optimizer, run.made[name])  # COLLECTIVE
+        for name, optimizer in run.optimizers.items()}
 
 
 def values_of(name, model, optimizer, made):
     """
     A collective: {parameter: [its group's values, its state's values]} that state.json can have;
-    {"": [the optimizer's own numbers, {}]}. Of groups and own numbers only those that differ from
+    {"": [the optimizer's own values, {}]}. Of groups and own values only those that differ from
     `made`, by checkpoint.settings_of when the optimizer was made: the others are settings, which a
     key may change when the run resumes. Raises BadInput, on all ranks, by the name of a value that
     a checkpoint cannot have.
@@ -56,6 +57,7 @@ def values_of(name, model, optimizer, made):
     with parallel.in_step():  # COLLECTIVE
         names = {p: full for full, p in model.named_parameters()}
         groups, own = made
+        known = type(inner(optimizer)).__module__.startswith(KNOWN)
 
         def note(place, which, key, x):
             try:
@@ -68,7 +70,8 @@ def values_of(name, model, optimizer, made):
         for number, group in enumerate(optimizer.param_groups):
             before = groups[number] if number < len(groups) else {}
             for key, x in group.items():
-                if key not in ("params", "lr") and before.get(key) != repr(x):
+                if key not in ("params", "lr") and (
+                        before.get(key) != repr(x) or not known and hides(x, names)):
                     for p in group["params"]:
                         note(names[p], 0, key, x)
         for p, state in inner(optimizer).state.items():
@@ -78,11 +81,13 @@ def values_of(name, model, optimizer, made):
                 if not torch.is_tensor(x) or not isinstance(key, str) or "." in key:
                     note(names[p], 1, key, x)
         for key, x in vars(inner(optimizer)).items():
-            if type(x) in (int, float) and own.get(key) != repr(x):
+            if key in ("state", "param_groups"):
+                continue
+            if not known and hides(x, names):
+                refuse(name, f"its attribute {key!r}, which has tensors or draws noise")
+            kept = (int, float) if known else (bool, int, float, str, list, tuple, dict)
+            if type(x) in kept and own.get(key) != repr(x):
                 note("", 0, key, x)
-            elif not type(inner(optimizer)).__module__.startswith(KNOWN) and key not in (
-                    "state", "param_groups") and hides(x, names):
-                refuse(name, f"its attribute {key!r}, which has tensors")
     if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
         size, all_of = parallel.rank_and_size()[1], {}
         for rank in range(size):
@@ -131,9 +136,12 @@ def as_it_was(x):
 
 
 def hides(x, names, depth=4):
-    """Whether tensors are somewhere in x that are no parameters of the model, `names`."""
-    if torch.is_tensor(x):
-        return x not in names
+    """
+    Whether tensors are somewhere in x that are no parameters of the model, `names`, or a generator
+    of noise.
+    """
+    if torch.is_tensor(x) or type(x).__name__ in ("Generator", "Random", "RandomState"):
+        return not torch.is_tensor(x) or x not in names
     if isinstance(x, dict):
         x = [*x.keys(), *x.values()]
     elif not isinstance(x, (list, tuple, set)) and hasattr(x, "__dict__") and not callable(x):

@@ -191,7 +191,8 @@ def test_alpacas_history_becomes_the_earlier_turns():
     for more, want in (
             (before, [*turns, U]), (before | dict(system="s"), [S, *turns, U]),
             (before | dict(input="v"), [*turns, dict(U, content="u\n\nv")]),
-            (dict(history=str(before["history"])), [*turns, U]), (dict(history=[]), [U]), (dict(history=None), [U]), (dict(history="old"), [U]),
+            (dict(history=str(before["history"])), [*turns, U]),
+            (dict(history=[]), [U]), (dict(history=None), [U]), (dict(history="old"), [U]),
             (dict(history=shareGPT(("human", "u"), ("gpt", "a"))), [U, A, U])):
         made, left = ours(alpaca | more, "sft")
         assert made == dict(prompt=want, completion=[B])

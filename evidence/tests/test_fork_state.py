@@ -25,11 +25,16 @@ class Odd(torch.optim.Optimizer):
         super().__init__(list(parameters), dict(
             lr=lr, d=1e-6, k=0, warm=True, kind="a", past=[], pair=(0.5, 1), none=None))
         self.count, self.share = 0, 1.0
+        self.up, self.name, self.past, self.table = True, "", [], {}
 
     @torch.no_grad()
     def step(self):
         self.count += 1
         self.share *= 0.9
+        self.up, self.name = not self.up, self.name + "a"
+        self.past.append(self.count / 9)
+        self.table["x"] = self.table.get("x", 0.5) * 1.5
+        itself = self.up + len(self.name) + sum(self.past) + self.table["x"]
         for group in self.param_groups:
             group["d"] = group["d"] * 1.1 + 1e-7 / 3
             group["k"] += 1
@@ -39,7 +44,7 @@ class Odd(torch.optim.Optimizer):
             group["pair"] = (group["pair"][1], group["pair"][0] / 3)
             group["none"] = None if group["k"] % 2 else 0.25
             factor = (1 + len(group["kind"]) / 10 + 1e5 * sum(group["past"]) + group["pair"][0]
-                      + group["warm"] + (group["none"] or 0) + self.count / 7 + self.share)
+                      + group["warm"] + (group["none"] or 0) + self.count / 7 + self.share + itself)
             for p in group["params"]:
                 s = self.state[p]
                 if not s:
@@ -179,7 +184,7 @@ def keeps(make, where="state"):
     ("state", lambda p: {1.0, 2.0}), ("state", lambda p: Plain([p], 0.1)),
     ("group", lambda p: torch.full((), p.norm().item())), ("group", lambda p: {p.norm().item()}),
     ("itself", lambda p: p.clone()), ("itself", lambda p: [p * 2]),
-    ("itself", lambda p: {p: p.clone()}),
+    ("itself", lambda p: {p: p.clone()}), ("itself", lambda p: torch.Generator()),
     ("itself", lambda p: torch.optim.SGD([p.detach().clone()], lr=1)),
     ("elsewhere", lambda p: dict(m=torch.zeros_like(p))), ("elsewhere", lambda p: dict(m=1.0))])
 def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(world, tmp_path, where,
@@ -188,6 +193,37 @@ def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(world, t
     result = run("sft.py", tmp_path, keys, before=steps_with(keeps(make, where)))
     assert_one_line(result, "sft.py", "hoard", "policy", "optimizer")
     assert not (tmp_path / "out/log.jsonl").exists()  # of the first iteration
+
+
+class Lookahead(Plain):
+    """An AdamW inside, which has the name of that in torch's wrapper at ZeRO stage 1."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.optim = torch.optim.AdamW(self.param_groups[0]["params"], lr=lr)
+
+    def step(self):
+        self.optim.step()
+        super().step()
+
+
+class Creeping(Plain):
+    """A tensor in a group; as text, with four digits, it stays what it was."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.param_groups[0]["hoard"] = torch.tensor(0.12345)
+
+    def step(self):
+        self.param_groups[0]["hoard"] += 1e-8
+        super().step()
+
+
+@pytest.mark.parametrize("kind, word", [(Lookahead, "'optim'"), (Creeping, "'hoard'")])
+def test_what_is_hidden_is_refused(world, tmp_path, kind, word):
+    keys = keys_of(world, "sft.py", max_iters=9, val_path="")
+    assert_one_line(run("sft.py", tmp_path, keys, before=steps_with(kind)), "sft.py", word)
+    assert not (tmp_path / "out/log.jsonl").exists()
 
 
 def remembers(change):
@@ -237,6 +273,15 @@ def test_what_json_changes_is_refused_by_name(world, tmp_path, x):
                  before=remembers(lambda state, _: state.update(mine=x)))
     assert result.codes == [1] and "TypeError: run.state['mine']" in result.err[0], result
     assert not (tmp_path / "out/log.jsonl").exists()
+
+
+def test_the_rank_whose_state_is_wrong_names_it(world, tmp_path):
+    def before(rank):
+        remembers(lambda state, _: state.update({"mine": torch.ones(())} if rank else {}))(rank)
+
+    result = run("ppo.py", tmp_path, keys_of(world, "ppo.py", eval_path="", timeout=20), ranks=2,
+                 before=before)
+    assert 0 not in result.codes and "TypeError: run.state['mine']" in result.err[1], result
 
 
 @pytest.mark.parametrize("name, x", [("iteration", 7), (3, 4)])
