@@ -83,12 +83,12 @@ def translated(error):
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
     name = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else ""
-    if re.match(r"(options|grading)\b", name or ""):
-        what = "something it was given is wrong, and " * ("mistakes" in name)
-        file = name.replace(".", "/") + ".py" * ("." in name)
-        return BadInput(f"{what}this run needs {file}, and here is none ({error}); type cp -r "
-                        f"QUARTET/{file} {os.path.join(ROOT, os.path.dirname(file))}/ with the "
-                        "folder that this is a copy of as QUARTET, or do without its key")
+    if re.match(r"(options|grading)\b", name or ""):  # the folder alone, where all of it is missing
+        line = name if "." in name else traceback.extract_tb(error.__traceback__)[-1].line
+        folder, file = re.search(r"(\w+)\.(\w+)", line).groups()
+        return BadInput(f"{'what it was given is wrong, and ' * (file == 'mistakes')}this run needs "
+                        f"{folder}/{file}.py; type mkdir -p {ROOT}/{folder}; cp QUARTET/{folder}/"
+                        f"{file}.py {ROOT}/{folder}/ (QUARTET: what this is a copy of)")
     with contextlib.suppress(ImportError):  # a fork may do without
         from options.failures import meaning_of
 

@@ -3,6 +3,7 @@ What tests share: a small run's keys, runs that must end well or in one line, an
 Helpers, no tests. The world, and what starts a script in it, is in small_world.py.
 """
 import os
+import re
 import sys
 import traceback
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from configurator import read_keys
 from small_world import (  # noqa: F401  tests take all of them from here
     ANSWERS, ENDS, EOS, MARKERS, PAD, PROMPTS, ROOT, RULES, VOCABULARY, Started, at, build, jsonl,
     of_copy, read_jsonl, read_log, read_weights, save_random, typed, write)
+
+LACKS = r"(No module named '|this run needs )(options|grading)\b"  # said by a fork without a file
 
 
 def assert_same_run(out, other, models=("policy",), tolerance=0.0):
@@ -84,7 +87,7 @@ def run(script, folder, keys, **how):
     of a fork that has left out an option which this run needs is skipped.
     """
     result = Started(script, typed(dict(out_dir="out") | keys), str(folder), **how).wait()
-    if "No module named 'options" in (said := "".join(result.err)):
+    if re.search(LACKS, said := "".join(result.err)):
         pytest.skip(said)
     return result
 
