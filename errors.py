@@ -82,11 +82,11 @@ def translated(error):
     """The BadInput or Stop that says what an exception means, if one does; else the exception."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
-    name = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else ""
-    if re.match(r"(options|grading)\b", name or ""):  # the folder alone, where all of it is missing
-        line = name if "." in name else traceback.extract_tb(error.__traceback__)[-1].line
-        folder, file = re.search(r"(\w+)\.(\w+)", line).groups()
-        return BadInput(f"{'what it was given is wrong, and ' * (file == 'mistakes')}this run needs "
+    if isinstance(error, ImportError) and re.match(r"(options|grading)\b", error.name or ""):
+        line = error.name if "." in error.name else (  # the folder alone: the import names the file
+            traceback.extract_tb(error.__traceback__)[-1].line)
+        folder, file = re.search(r"(\w+)(?:\.| import )(\w+)", line).groups()
+        return BadInput(f"{'an input is wrong, and ' * (file == 'mistakes')}this run needs "
                         f"{folder}/{file}.py; type mkdir -p {ROOT}/{folder}; cp QUARTET/{folder}/"
                         f"{file}.py {ROOT}/{folder}/ (QUARTET: what this is a copy of)")
     with contextlib.suppress(ImportError):  # a fork may do without

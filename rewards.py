@@ -25,7 +25,7 @@ import torch
 
 import parallel
 from batches import right_pad, texts_of
-from errors import BadInput, Stop, first_line, known, place_of
+from errors import BadInput, Stop, first_line, place_of, translated
 from load import autocast
 from model import no_grad_forwards
 from ranks import this_rank
@@ -139,7 +139,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
 
 def failure(name, error):
     """What a rule's error is to a run: a Stop with its place; a BadInput or Stop is itself."""
-    error = known(error) if isinstance(error, ModuleNotFoundError) else error
+    error = translated(error) if isinstance(error, ModuleNotFoundError) else error
     if isinstance(error, (BadInput, Stop)):
         return error
     place = place_of(traceback.extract_tb(error.__traceback__))

@@ -33,7 +33,7 @@ def print_help(script, doc, keys):
             show(paragraph, 0)
         say("")
     show(f"usage: python {script} [config.py ...] [--key=value ...: they win]", 4)
-    say("keys (*: most runs set it; +: docs/algorithms.md#KEY says more):")
+    show("keys (*: most runs set it; +: docs/algorithms.md#KEY says more):", 4)
     for name, key in keys.items():
         if key.headings:
             say("")

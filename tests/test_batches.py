@@ -80,7 +80,7 @@ def source_of(name):
     if name in ("ppo", "grpo"):
         file, function = name, ""
     paths = [f"{ROOT}/{folder}{file or 'batches'}.py" for folder in ("", "options/")]
-    with open(next(filter(os.path.exists, paths)), encoding="utf-8") as f:
+    with open(next(filter(os.path.exists, paths), paths[-1]), encoding="utf-8") as f:
         text = f.read()
     if not function:
         return text

@@ -40,8 +40,9 @@ def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, sc
 def test_as_it_is_typed(world, tmp_path):
     """The toy's SFT from scratch; and PPO by torchrun, which begins where the SFT has ended."""
     def typed_in(*command):
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True,
-                       timeout=100)
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                              timeout=100)
+        assert done.returncode == 0, done.stderr
 
     keys = dict(max_iters=2, batch_size=8, device_type="cpu", n_layer=1, d_model=32, n_head=2,
                 context=64, out_dir=f"{tmp_path}/sft", tokenizer_path=world.policy,

@@ -391,9 +391,26 @@ def test_help_fits_the_terminal(width):
             assert " ".join(key.comment.split("[")[0].split()) in " ".join(said.split())
 
 
-def test_a_copy_that_lacks_a_file_names_it():
-    error = ModuleNotFoundError("No module named 'options.chats'", name="options.chats")
-    assert "cp -r QUARTET/options/chats.py" in str(errors.translated(error))
+LACKS = """
+import os, errors
+for line in "from options.a import b", "from options import a", "from grading.a import b":
+    open("c.py", "w").write(f"import errors\\n{line}\\n")
+    try:
+        import c
+    except ImportError as e:
+        print(errors.translated(e))
+"""
+
+
+def test_a_copy_that_lacks_a_file_names_it(tmp_path):
+    """Where its folder is there, and where all of it is missing; with what brings it."""
+    shutil.copy(f"{ROOT}/errors.py", tmp_path)
+    for _ in range(2):
+        said = subprocess.run([sys.executable, "-c", LACKS], cwd=tmp_path, check=True, text=True,
+                              capture_output=True, env=dict(os.environ, PYTHONPATH="")).stdout
+        for line, folder in zip(said.splitlines(), ("options", "options", "grading"), strict=True):
+            assert f"needs {folder}/a.py; type mkdir -p ./{folder}; cp QUARTET/{folder}/a.py" in line
+        os.makedirs(tmp_path / "options", exist_ok=True)
     other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
     assert errors.translated(other) is other
 

@@ -100,9 +100,18 @@ def test_a_plain_run_imports_as_many_files_as_the_readme_says(world, tmp_path):
     assert result.returncode == 0, result
     imported_files = {*result.stderr.split(), "ppo.py"} - {"options/cards.py"}
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        said = re.search(r"(\d+) flat Python files", f.read())
+        said = re.search(r"page of (\d+) lines.*? (\d+) files\s+under it, ([\d,]+)\s+lines\s+in all",
+                         f.read(), re.DOTALL)
+    page, under, in_all = (int(number.replace(",", "")) for number in said.groups())
     assert imported_files <= {*files(), "grading/answers.py"}
-    assert int(said[1]) == len(imported_files), imported_files
+    assert under == len(imported_files) - 1, imported_files
+    assert abs(page - lines_of(["ppo.py"])) <= 0.03 * page  # so that not each change is one there
+    assert abs(in_all - lines_of(imported_files)) <= 0.03 * in_all, lines_of(imported_files)
+
+
+def lines_of(names, folder=ROOT):
+    return sum(open(os.path.join(folder, name), encoding="utf-8").read().count("\n")
+               for name in names)
 
 
 def test_grpo_is_ppo_without_a_value_model():
@@ -194,20 +203,25 @@ def test_each_collective_is_marked(file):
 
 
 def test_a_fork_without_options_runs_its_tests(tmp_path):
-    """README's cp -r: what needs an option is skipped, the rest is well."""
-    for name in files():
-        shutil.copy(os.path.join(ROOT, name), tmp_path)
-    for name in ("config", "data", "grading", "tests"):
-        shutil.copytree(os.path.join(ROOT, name), tmp_path / name,
-                        ignore=shutil.ignore_patterns("__pycache__"))
-    chosen = "bits and (ppo or grpo) or reward_functions or test_options or right_one or taught"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen,
-         *(f"tests/test_{name}.py" for name in (
-             "scripts", "rewards", "options", "configurator", "by_hand_options"))],
-        cwd=tmp_path, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0 and " passed" in done.stdout and "skipped" in done.stdout, (
-        done.stdout[-3000:])
+    """
+    README's cp line, which docs/fork.md has too, copies so many lines; in the copy ppo, grpo, sft
+    and rm run. Tests of an option are skipped; but not if the option is there.
+    """
+    (said, line), (again,) = (re.search(form, open(f"{ROOT}/{page}").read(), re.DOTALL).groups()
+                              for page, form in (
+        ("README.md", r"copies what it uses, ([\d,]+) lines.*?\n    (cp -r [^\n]+) mine\n"),
+        ("docs/fork.md", r"\n    (cp -r [^\n]+) mine\n")))
+    assert line == again
+    subprocess.run(["bash", "-c", f"{line} {tmp_path}"], cwd=ROOT, check=True)
+    lines = lines_of(glob.glob("**/*.py", root_dir=tmp_path, recursive=True), tmp_path)
+    assert abs(int(said.replace(",", "")) - lines) <= 0.03 * lines, lines
+    shutil.copy(f"{ROOT}/options/ema.py", tmp_path / "options")
+    chosen = "bits or test_ema or test_shards"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-k",
+                           chosen], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"SKIPPED .*test_options.*options/parts\.py; type", done.stdout), done.stdout
+    assert done.stdout.count("SKIPPED") == 1 and "5 passed" in done.stdout, done.stdout
 
 
 def requirements(name):
