@@ -217,8 +217,9 @@ def test_a_fork_without_options_runs_its_tests(tmp_path):
     assert abs(int(said.replace(",", "")) - lines) <= 0.03 * lines, lines
     shutil.copy(f"{ROOT}/options/ema.py", tmp_path / "options")
     chosen = "bits or test_ema or test_shards"
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-k",
-                           chosen], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-k", chosen],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"SKIPPED .*test_options.*options/parts\.py; type", done.stdout), done.stdout
     assert done.stdout.count("SKIPPED") == 1 and "5 passed" in done.stdout, done.stdout
