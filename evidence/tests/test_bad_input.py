@@ -408,8 +408,8 @@ def test_a_copy_that_lacks_a_file_names_it(tmp_path):
     for _ in range(2):
         said = subprocess.run([sys.executable, "-c", LACKS], cwd=tmp_path, check=True, text=True,
                               capture_output=True, env=dict(os.environ, PYTHONPATH="")).stdout
-        for line, folder in zip(said.splitlines(), ("options", "options", "grading"), strict=True):
-            assert f"needs {folder}/a.py; type mkdir -p ./{folder}; cp QUARTET/{folder}/a.py" in line
+        for line, at in zip(said.splitlines(), ("options", "options", "grading"), strict=True):
+            assert f"needs {at}/a.py; type mkdir -p ./{at}; cp QUARTET/{at}/a.py ./{at}/" in line
         os.makedirs(tmp_path / "options", exist_ok=True)
     other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
     assert errors.translated(other) is other
