@@ -1,0 +1,125 @@
+"""tools/plan.py: its counts beside an independent one, its seconds by hand, what is typed wrong."""
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from evidence.bench import keys_of, make_models
+from tiny import Started, typed, write
+from tools.memory import dry_run, read_run
+from tools.work import counted
+from torch.utils.flop_counter import FlopCounterMode
+
+SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             vocab_size=264, max_position_embeddings=64, bos_token_id=None, eos_token_id=258)
+
+
+@pytest.mark.parametrize("family, more", [
+    ("gpt2", {}), ("qwen3", dict(num_key_value_heads=2, head_dim=24)),
+    ("mixtral", dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2))])
+def test_a_text_costs_what_torch_counts_of_a_real_model(family, more, tmp_path):
+    """With eager attention, whose products torch counts: of all pairs of tokens, not of half."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SMALL | more)
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    P, R = 8, 12
+    with FlopCounterMode(display=False) as real:
+        states = model.base_model(torch.randint(9, (1, P + R)), use_cache=False).last_hidden_state
+        model.get_output_embeddings()(states[:, P - 1:-1]).sum().backward()
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        states = model.base_model(torch.randint(9, (1, P + R)), use_cache=False).last_hidden_state
+        model.get_output_embeddings()(states[:, P - 1:-1])
+    _, keys = read_run(["grpo.py", *typed(dict(
+        policy_path=tmp_path, reward_functions="accuracy", max_new_tokens=R, batch_size=4,
+        group_size=2, kl_coef=0))])
+    with dry_run("grpo", keys) as run:
+        counts, *_ = counted("grpo", run, P, R)
+    read, trained = counts["reading", "policy"], counts["update", "policy"]
+    attention = 2 * 4 * (P + R) * (P + R) * getattr(config, "head_dim", None) * 4 if (
+        family == "qwen3") else 2 * 4 * (P + R) * (P + R) * 64
+    assert read.attention == attention * (P + R + 1) / (P + R) / 2
+    assert read.flop + attention == pytest.approx(forward.get_total_flops(), rel=0.01)
+    assert trained.flop + 3 * attention == pytest.approx(real.get_total_flops(), rel=0.01)
+
+
+def plan(folder, *argv):
+    return Started("tools/plan.py", list(map(str, argv)), str(folder)).wait()
+
+
+def rows_of(text):
+    """{name: the numbers of its row}, but for what bounds it."""
+    return {name.strip(): [float(x) for x in re.findall(r"(?<![\w.])[\d.]+(?:e[-+]\d+)?", row)]
+            for name, row in re.findall(r"^(\S.{23})(.*\d.*)$", text, re.M)}
+
+
+def test_two_layers_of_an_8b_by_hand(tmp_path):
+    """Of the width of Llama 3 8B: 32 of these layers and two tables have its 8.03e9 parameters."""
+    d, f, V = 4096, 14336, 128256
+    layer, table, norms = 2 * d * d + 2 * d * d // 4 + 3 * d * f, V * d, 5 * d
+    assert 32 * layer + 2 * table == pytest.approx(8.03e9, rel=1e-3)
+    transformers.LlamaConfig(
+        hidden_size=d, intermediate_size=f, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=V, tie_word_embeddings=False).save_pretrained(tmp_path)
+    keys = dict(policy_path=tmp_path, reward_functions="accuracy", kl_coef=0, dtype="bfloat16",
+                batch_size=64, group_size=4, micro_batch_size=2, max_new_tokens=200, max_iters=90,
+                max_prompt_tokens=120, checkpoint_interval=10)
+    out = plan(tmp_path, "grpo.py", *typed(keys), "--gpus=8xH100", "--price=2.5", "--prompt=100",
+               "--length=150")
+    assert out.codes == [0], out
+    rows = rows_of(out.out[0])
+    prompt = 4 * layer * 100 + 2 * 4 * 100 * 101 / 2 * d + 2 * table
+    tokens = 8 * 149 * (4 * layer + 2 * table + 2 * 4 * (100 + 75) * d)
+    text, pairs = 4 * layer * 250 + 150 * 2 * table, 2 * 250 * 251 / 2 * d
+    weights, whole = 2 * layer + table + norms, 2 * layer + 2 * table + norms
+    cache = 2 * 2 * 8 * 128 * 2  # bytes of a token: two layers, keys and values of 8 heads
+    flop = dict(sampling=2 * prompt + tokens, reading=8 * (text + 4 * pairs),
+                update=8 * (3 * text + 14 * pairs))
+    # 200 steps read the weights; 4 micro-batches; AdamW reads and writes 3 numbers, and reads one
+    nbytes = dict(sampling=200 * weights * 2 + 8 * 149 * 175 * cache, reading=4 * weights * 2,
+                  update=4 * (2 * weights * 2 + 8 * whole) + (2 * 12 + 4) * whole)
+    sent, total = 4 * whole * 2 * 7 / 8, 0.0
+    for phase in flop:
+        least = max(flop[phase] / 989e12, nbytes[phase] / 3350e9)
+        assert rows[phase] == pytest.approx(
+            [flop[phase] / 1e12, nbytes[phase] / 1e9, 0, least], rel=0.006), phase
+        total += least
+    assert rows["gradients"] == pytest.approx([0, 0, sent / 1e9, sent / 450e9], rel=0.006)
+    assert rows["checkpoints"] == pytest.approx([0, 1.2 * whole / 1e9, 0, 1.2 * whole / 1e9], 0.006)
+    total += sent / 450e9 + 1.2 * whole / 1e9
+    seconds, run, money = rows["limit, 150 tokens"]
+    assert seconds == pytest.approx(total, rel=0.006)
+    loading = weights * 2 / 1e9
+    assert run * 60 == pytest.approx(90 * total + loading, rel=0.006)
+    assert money == pytest.approx((90 * total + loading) / 3600 * 8 * 2.5, rel=0.006)
+
+
+def test_measured_on_this_cpu_with_two_ranks(tmp_path):
+    """Each phase is there, more than nothing, and the sum is that of the phases."""
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
+                 num_attention_heads=2, num_key_value_heads=1)
+    make_models(str(tmp_path), sizes, 6, 8, 0.0, SimpleNamespace(device_type="cpu"), ppo=True)
+    keys = keys_of("ppo", str(tmp_path), dict(batch_size=8, micro_batch_size=2, max_new_tokens=8))
+    out = plan(tmp_path, "ppo.py", *typed(keys), "--gpus=2xcpu", "--measure", "--length=8")
+    assert out.codes == [0], out
+    assert "prompts of 6 tokens (the mean of prompts_path)" in out.out[0]
+    rows = rows_of(out.out[0])
+    phases = [rows[phase][4] for phase in ("sampling", "scoring", "reading", "update")]
+    assert all(seconds > 0 for seconds in phases)
+    assert rows["measured"][0] == pytest.approx(sum(phases), rel=0.02)
+
+
+@pytest.mark.parametrize("argv, word", [
+    ("--gpus=8xH300", "RTX4090"), ("", "8xH100"), ("--gpus=1xcpu", "--measure"),
+    ("--gpus=1xL4 --length=99", "length"), ("--gpus=1xmine --card=card.json", "bandwidth"),
+    ("--gpus=1xmine --card=small.json", "too small"),
+    ("--gpus=1xL4 --policy_path=no/where", "no/where")])
+def test_what_is_typed_wrong(argv, word, tmp_path):
+    transformers.LlamaConfig(**SMALL).save_pretrained(tmp_path / "policy")
+    write(tmp_path / "card.json", '{"tflops": 1}')
+    write(tmp_path / "small.json", '{"tflops": 1, "tflops32": 1, "gb": 0.0001, "bandwidth": 9, '
+                                   '"link": 9, "host": 9}')
+    keys = dict(policy_path="policy", reward_functions="accuracy", max_new_tokens=32, batch_size=8)
+    out = plan(tmp_path, "grpo.py", *typed(keys), *argv.split())
+    assert out.codes == [2] and word in out.err[0].splitlines()[-1], out

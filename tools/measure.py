@@ -1,0 +1,135 @@
+"""
+What the parts of an iteration take on the device that is there, for tools/plan.py --measure: a
+decoding step, a micro-batch that is read, one that is trained, a step of the optimizers with its
+all_reduce. They are the run's own functions, on random weights and at the run's shapes, with 2 and
+with 4 layers; by a straight line from these to all layers.
+"""
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+import torch
+
+import ranks
+import rollout
+from errors import BadInput
+from tools import memory, work
+
+INNER = "QUARTET_PLAN"  # a file for the seconds that ranks of torchrun have measured
+
+
+class Clock:
+    """Measures in the place of memory.Tracker: found[phase, model] = its seconds."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __call__(self, function, repeats=1):
+        """The least seconds of a few calls."""
+        took = []
+        for _ in range(repeats):
+            began = self.now()
+            function()
+            took.append(self.now() - began)
+        return min(took)
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def block(self, found, *name):
+        began = self.now()
+        yield
+        found[name] = self.now() - began
+
+
+def measure(script, config, P, mean):
+    """{(phase, what is at work): seconds}: of "responses" of one step, elsewhere of one call."""
+    system = SimpleNamespace(**config)
+    device = ranks.init(system)  # COLLECTIVE
+    of, seconds = work.often(script, config, P, mean), {}
+    sampled = script in ("ppo", "grpo")
+    n = round(of.rows / of.waves) if sampled else 0
+    live = max(round(n * mean / config["max_new_tokens"]), 1) if sampled else 0
+
+    def sample(decoder, n, distinct, P, R, temperature, clock, found):
+        """Seconds of the prompts, and of a step where an average row is in its middle."""
+        def decode(rows, length, steps):
+            prompts = torch.randint(2, (distinct, length)).tolist()
+            rollout.decode(decoder, [prompts[i % distinct] for i in range(rows)],
+                           torch.rand(rows, steps, dtype=torch.float64), temperature,
+                           graphs=system.cuda_graphs and device.type == "cuda")
+
+        found["rollout", "prompts"] = clock(lambda: decode(n, P, 1))
+        steps = max(1, min(8, R // 2))
+        few, many = (clock(lambda x=x: decode(live, P + max(R // 2 - steps // 2, 0), x), 2)
+                     for x in (1, 1 + steps))
+        found["rollout", "responses"] = max(many - few, 0) / steps
+
+    with memory.without_files():
+        whole = memory.build(script, config, torch.device("meta"))
+    layers = {model.config.num_hidden_layers for model in whole.values()}
+    sizes = (2, 4) if min(layers) > 4 else (0,)
+    for size in sizes:
+        with memory.without_files(size):
+            models = memory.build(script, config, device)
+            _, made = memory.equip(models, config)
+            runs = [memory.step_through(
+                models, made, system, n, max(round(of.prompts / of.waves), 1), round(of.b) or 1, P,
+                mean if sampled else P, Clock(device), sample) for _ in range(3)]
+        seconds[size] = {key: min(run[key] for run in runs[1:]) for key in runs[0]}
+        del models, made
+    ranks.leave()  # COLLECTIVE
+    if len(sizes) == 1:
+        return seconds[0]
+    deep = {name: model.config.num_hidden_layers for name, model in whole.items()}
+    return {key: low + (seconds[4][key] - low) / 2 * (deep.get(key[1], deep["policy"]) - 2)
+            for key, low in seconds[2].items()}
+
+
+def phases_of(script, config, P, mean, took):
+    """{phase: seconds of an iteration} from those of `measure`."""
+    of = work.often(script, config, P, mean)
+
+    def inference(of):
+        phases = dict(sampling=of.waves * took.get(("rollout", "prompts"), 0)
+                      + of.steps * took.get(("rollout", "responses"), 0))
+        for phase, name in took:
+            if phase == "reading" and name in memory.SHORT and script in ("ppo", "grpo"):
+                kind = "scoring" if name in ("reward_model", "judge") else "reading"
+                phases[kind] = phases.get(kind, 0) + of.micro * took[phase, name]
+        return phases
+
+    phases = inference(of) | dict(update=sum(
+        (of.updates if name == "step" else of.epochs * of.micro) * seconds
+        for (phase, name), seconds in took.items() if phase == "update"))
+    if config.get("eval_path") and config.get("eval_interval"):
+        held = inference(work.often(script, config, P, mean, config["eval_size"] or 256))
+        phases["evaluation"] = sum(held.values()) / config["eval_interval"]
+    return phases
+
+
+def on_ranks(argv, script, config, P, mean):
+    """`measure`, with a process for each rank of the configuration that has a device here."""
+    there = torch.cuda.device_count() or config["world_size"]
+    count = min(config["world_size"], there) if config["device_type"] != "cpu" else (
+        config["world_size"])
+    if count == 1:
+        return measure(script, config | dict(world_size=1), P, mean)
+    plan = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plan.py")
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as f:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone",
+             f"--nproc_per_node={count}", plan, *argv, f"--prompt={P}", f"--length={mean}"],
+            env=os.environ | {INNER: f.name}, capture_output=True, text=True)
+        text = f.read()
+    if done.returncode or not text:
+        raise BadInput(f"--measure on {count} ranks failed: {done.stderr.strip()[-300:]}")
+    return {tuple(key.split()): seconds for key, seconds in json.loads(text).items()}

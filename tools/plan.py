@@ -1,0 +1,280 @@
+"""
+What would it take? Seconds, bytes and money of a run, before a GPU is rented.
+
+python tools/plan.py grpo.py config/qwen3_8b_grpo.py --gpus=8xH100 --length=700 --price=2.5
+python tools/plan.py ppo.py config/mine.py --gpus=1xcpu --measure      # on this machine
+
+--gpus: how many of which card, a rank on each; or cpu, which needs --measure. --card=FILE: another
+card, as JSON, see CARDS. --length: tokens of the mean response; without it all responses are as
+long as they may be, and, in a second column, half as long. A rollout takes as many steps as its
+longest response has tokens. --prompt: tokens of the mean prompt; without it the mean of the file,
+if that and the tokenizer are there, or the longest. --price: of a GPU for an hour. All other
+arguments are the script's. Of each model its config.json is enough.
+
+It prints three kinds of seconds, which are not to be mixed:
+
+  limit     what the datasheet allows: tools/work.py counts operations and bytes. No run is faster
+  measured  with --measure, on the device that is there, see measure.py; without the disk, without
+            compile, and without what rules compute
+  range     without a device: how many times their limit published runs take, see PUBLISHED
+"""
+import json
+import os
+import re
+import statistics
+import sys
+from types import SimpleNamespace
+
+# Python looks for modules in this file's folder, tools/; ours are in the folder above it.
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+from configurator import Key, read_arguments  # noqa: E402  first: it must be before torch
+
+import torch  # noqa: E402
+
+import load  # noqa: E402
+from errors import BadInput  # noqa: E402
+from prompts import encode_prompts, prompt_row, read_rows  # noqa: E402
+from tools import measure, memory, work  # noqa: E402
+
+# TFLOP/s of products in 16 bits without sparsity, and in float32; memory in GB and its GB/s; GB/s
+# to other GPUs of a machine, and to its CPU, in one direction. docs/scale.md has the sources
+CARDS = dict(
+    A100=(312, 19.5, 80, 2039, 300, 32), H100=(989, 67, 80, 3350, 450, 64),
+    H200=(989, 67, 141, 4800, 450, 64), H20=(148, 44, 96, 4000, 450, 64),
+    B200=(2250, 80, 180, 8000, 900, 64), L4=(121, 30.3, 24, 300, 32, 32),
+    RTX4090=(165, 82.6, 24, 1008, 32, 32))
+FIELDS = "tflops", "tflops32", "gb", "bandwidth", "link", "host"
+MACHINE, NETWORK = 8, 50  # GPUs of a machine; GB/s of each to other machines: 400 Gb/s
+DISK = 1  # GB/s that a checkpoint is written with, and models are read
+ROOM = 0.95  # of a card's memory; the rest is for the context and gaps
+# a step's seconds over its limit: 7B to 32B with vLLM and the like; docs/scale.md has the table
+PUBLISHED = 3, 7
+OWN = dict(
+    gpus=Key("", "such as 8xH100", []), card=Key("", "FILE of JSON", []),
+    length=Key(0, "tokens of the mean response [>= 0]", []),
+    prompt=Key(0, "tokens of the mean prompt [>= 0]", []),
+    price=Key(0.0, "of a GPU for an hour [>= 0]", []),
+    measure=Key(False, "on the device that is there", []))
+
+
+def read_card(gpus, file):
+    """(number, name, card) of --gpus and --card; card: {field: number}, {} for a CPU."""
+    found = re.fullmatch(r"(\d+)x([\w-]+)", gpus)
+    if not found or not 0 < int(found[1]) <= 10**5:
+        raise BadInput(f"gpus = {gpus!r}: wanted a number and a card: type --gpus=8xH100")
+    number, name = int(found[1]), found[2]
+    if file:
+        try:
+            with open(file, encoding="utf-8") as f:
+                card = json.load(f)
+            card = {field: float(card[field]) for field in FIELDS}
+            if not all(0 < x < 1e9 for x in card.values()):
+                raise ValueError("a number is not above 0")
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            h100 = json.dumps(dict(zip(FIELDS, CARDS["H100"], strict=True)))
+            raise BadInput(f"card = {file!r}: {e}; wanted JSON such as {h100}") from e
+    elif name.lower() == "cpu":
+        return number, "cpu", {}
+    else:
+        known = {card.lower(): card for card in CARDS}
+        if name.lower() not in known:
+            raise BadInput(f"gpus = {gpus!r}: no card of that name; known are {', '.join(CARDS)} "
+                           "and cpu; for others type --card=FILE")
+        card = dict(zip(FIELDS, CARDS[known[name.lower()]], strict=True))
+    if number > MACHINE:
+        card["link"] = min(card["link"], NETWORK)
+    return number, name, card
+
+
+def prompt_length(script, config):
+    """(tokens of the mean prompt or, of sft.py and rm.py, of half a text; what it is)."""
+    if script in ("sft", "rm"):
+        return (config["max_tokens"] or 1024) // 2, "half of the longest text"
+    system = SimpleNamespace(**config)
+    try:
+        tokenizer = load.load_tokenizer(config["policy_path"], system)
+        rows = read_rows(config["prompts_path"], prompt_row, config["fields"])
+        del rows[1000:]
+        model = SimpleNamespace(tokenizer=tokenizer, max_positions=10**9)
+        rows = encode_prompts(rows, config["prompts_path"], dict(policy=model), 1, system)
+        return round(statistics.mean(map(len, rows.ids))), "the mean of prompts_path"
+    except BadInput:
+        return config["max_prompt_tokens"] or 512, "the longest; prompts_path is not there"
+
+
+# -------------------------------------------------------------------------------------------------
+# the plan
+
+
+def speed_of(card, config):
+    """Operations, bytes and bytes over a link a second; a CPU's are measured."""
+    dtype = getattr(torch, config["dtype"])
+    if card:
+        flop = card["tflops" if dtype.itemsize == 2 else "tflops32"] * 1e12
+        return dict(flop=flop, bandwidth=card["bandwidth"] * 1e9, link=card["link"] * 1e9)
+    cpu = torch.device("cpu")
+    return dict(flop=work.products(cpu, dtype), bandwidth=work.bandwidth(cpu, 2**28), link=1e9)
+
+
+def check_fit(script, config, fits, cards):
+    """Raise BadInput where a phase does not fit into the cards with the configuration's rows."""
+    n, _, b, P, R = memory.sizes_of(script, config)
+    key, unit = ("micro_batch_tokens", P + R) if config["micro_batch_tokens"] else (
+        "micro_batch_size", 1)
+    for phase, (most, least) in fits.items():
+        name, rows, each = ("rollout_batch_size", n, 1) if phase == "rollout" else (key, b, unit)
+        if most == 0:
+            raise BadInput(
+                f"{cards} is too small: {phase} of one row takes {least / 2**30:.3g} GiB of "
+                f"{config['gpu_gb']:g}; see {memory.LESS[phase]}, or type more or larger --gpus")
+        if rows > most:
+            raise BadInput(f"{phase} of {rows} rows does not fit into {config['gpu_gb']:g} GiB: "
+                           f"type --{name}={most * each}")
+
+
+def total(script, config, count, P, mean, speed):
+    """The limit of an iteration, in seconds."""
+    found = work.least_of(work.work_of(script, config, count, P, mean), speed)
+    return sum(seconds for seconds, _ in found.values())
+
+
+def with_most(script, config, fits):
+    """These keys with as many rows as fit."""
+    *_, P, R = memory.sizes_of(script, config)
+    rows = min(fits[phase][0] for phase in ("reading", "update"))
+    most = dict(rollout_batch_size=fits["rollout"][0]) if "rollout" in fits else {}
+    return config | most | dict(micro_batch_tokens=rows * (P + R))
+
+
+def helpful(script, config, count, fits, P, mean, speed):
+    """[(seconds saved, keys to type)] of the four keys that save some, the best first."""
+    now, most = total(script, config, count, P, mean, speed), with_most(script, config, fits)
+    found = []
+    for key in ("rollout_batch_size", "micro_batch_tokens"):
+        if most.get(key, config.get(key)) != config.get(key):
+            after = config | {key: most[key]}
+            found.append((now - total(script, after, count, P, mean, speed), {key: most[key]}))
+    others = [dict(zero_stage=x) for x in ("", "2", "3")
+              if config["world_size"] > 1 and x != config["zero_stage"]]
+    others.append(dict(head_chunk=0 if config["head_chunk"] else 1024))
+    for other in others:
+        with memory.dry_run(script, config | other) as run:
+            fits = memory.fitting(script, config | other, run[2])
+            if not all(rows for rows, _ in fits.values()):
+                continue
+            count = work.counted(script, run, P, mean)
+        after = with_most(script, config | other, fits)
+        keys = {key: after[key] for key in (*other, "rollout_batch_size", "micro_batch_tokens")
+                if key in after}
+        found.append((now - total(script, after, count, P, mean, speed), keys))
+    return sorted((x for x in found if x[0] > 0.002 * now), key=lambda pair: -pair[0])
+
+
+def report(script, config, own, card, P, means, counts, speed, took):
+    """Print the table of phases, and what an iteration and the run take."""
+    works = [work.work_of(script, config, counts[mean], P, mean) for mean in means]
+    least = [work.least_of(of, speed) for of in works]
+    numbers = counts[means[0]][2]
+    took = measure.phases_of(script, config, P, means[0], took) if took else {}
+    more = {}  # {phase: (bytes, seconds, what bounds it)}
+    if config.get("sampler") == "vllm" and card:  # into the CPU's memory, and out of it
+        nbytes = 2 * numbers["policy"][0] * getattr(torch, config["dtype"]).itemsize
+        more["to vLLM"] = nbytes, nbytes / card["host"] / 1e9, "host"
+    if config["checkpoint_interval"]:
+        nbytes = 12 * sum(own for _, own in numbers.values()) / config["checkpoint_interval"]
+        more["checkpoints"] = nbytes, nbytes / DISK / 1e9, "disk"
+    heads = [f"limit, {mean} tokens" for mean in means] + ["measured"] * bool(took)
+    print(f"\n{'of a rank, an iteration':<24}{'TFLOP':>9}{'GB':>9}{'GB sent':>9}  {'by':<9}"
+          + "".join(f"{head:>20}" for head in heads))
+    for phase in dict.fromkeys([*works[0], *more]):
+        of = works[0].get(phase, work.Phase(nbytes=more.get(phase, [0])[0]))
+        if phase not in least[0] and phase not in more:
+            continue
+        columns = [at.get(phase, more.get(phase, [0])[1:2])[0] for at in least]
+        columns += [took.get(phase, 0)] * bool(took)
+        bound = least[0][phase][1] if phase in least[0] else more[phase][2]
+        print(f"{phase:<24}{of.flop / 1e12:>9.3g}{of.nbytes / 1e9:>9.3g}{of.sent / 1e9:>9.3g}  "
+              f"{bound:<9}" + "".join(f"{x:>18.3g} s" for x in columns))
+    extra = sum(seconds for _, seconds, _ in more.values())
+    sums = [sum(seconds for seconds, _ in at.values()) + extra for at in least]
+    loading = sum(read for read, _ in numbers.values()) * 2 / DISK / 1e9
+    rows, largest = {head: (x, x) for head, x in zip(heads, sums, strict=False)}, max(
+        read for read, _ in numbers.values())
+    if took:
+        rows["measured"] = (sum(took.values()),) * 2
+    elif largest > 3e9:
+        rows |= {f"range, {mean} tokens": tuple(x * one for x in PUBLISHED)
+                 for mean, one in zip(means, sums, strict=True)}
+    print(f"\n{'':<24}{'an iteration':>18}{config['max_iters']:>12} iterations"
+          + f"{'money':>16}" * bool(own["price"]))
+    for head, both in rows.items():
+        run = [one * config["max_iters"] + loading for one in both]
+        money = [one / 3600 * config["world_size"] * own["price"] for one in run]
+        print(f"{head:<24}{span(both):>18}{span(run):>23}"
+              + f"{span(money, '{:.4g}'.format):>16}" * bool(own["price"]))
+    print(f"\nThe run also reads {loading * DISK:.3g} GB of models at its start (a disk of {DISK} "
+          "GB/s); the seconds of rules, as rewards, come on top.")
+    if not took and largest <= 3e9:
+        print("No range: below 3B parameters launching kernels takes longest (docs/scale.md): "
+              "--measure on one card of the kind tells.")
+
+
+def span(both, show=None):
+    return " to ".join(dict.fromkeys(map(show or duration, both)))
+
+
+def duration(seconds):
+    sizes = (86400, "days"), (3600, "hours"), (60, "minutes"), (1, "s")
+    size, unit = next((pair for pair in sizes if seconds >= 2 * pair[0]), sizes[-1])
+    return f"{seconds / size:.3g} {unit}"
+
+
+def main(argv):
+    mine = [arg for arg in argv if arg[2:].partition("=")[0] in OWN]
+    own = {name: key.default for name, key in OWN.items()} | {
+        name: value for name, (value, _) in read_arguments(OWN, [
+            "--measure=True" if arg == "--measure" else arg for arg in mine]).items()}
+    number, name, card = read_card(own["gpus"], own["card"])
+    if not card and not own["measure"]:
+        raise BadInput("a CPU has no datasheet here: type --measure, or --card=FILE")
+    script, config = memory.read_run(
+        [arg for arg in argv if arg not in mine] + [f"--world_size={number}"] + (
+            [f"--gpu_gb={card['gb'] * ROOM:.4g}"] if card else ["--device_type=cpu"]))
+    P, where = (own["prompt"], "--prompt") if own["prompt"] else prompt_length(script, config)
+    longest = config["max_new_tokens"] if script in ("ppo", "grpo") else P
+    if own["length"] > longest:
+        raise BadInput(f"length = {own['length']}: the longest is {longest}")
+    means = [own["length"]] if own["length"] else [longest, max(longest // 2, 1)]
+    if measure.INNER in os.environ:  # a rank of measure.on_ranks
+        took = measure.measure(script, config, P, means[0])
+        if os.environ["RANK"] == "0":
+            with open(os.environ[measure.INNER], "w", encoding="utf-8") as f:
+                json.dump({" ".join(key): seconds for key, seconds in took.items()}, f)
+        return
+    print(f"{script}.py on {number} x {name}, {config['dtype']}: {config['batch_size']} rows an "
+          f"iteration, prompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
+          f"{longest}", flush=True)
+    with memory.dry_run(script, config) as run:
+        fits = memory.fitting(script, config, run[2])
+        check_fit(script, config, fits, f"{number} x {name}")
+        counts = {mean: work.counted(script, run, P, mean) for mean in means}
+    speed = speed_of(card, config)
+    took = measure.on_ranks(argv, script, config, P, means[0]) if own["measure"] else {}
+    report(script, config, own, card, P, means, counts, speed, took)
+    if fits:
+        found = helpful(script, config, counts[means[0]], fits, P, means[0], speed)
+        print("\nan iteration's limit with other keys, and as many rows as fit:" if found else
+              "\nNeither rollout_batch_size, micro_batch_tokens, zero_stage nor head_chunk lowers "
+              "the limit.")
+        for saved, keys in found:
+            typed = " ".join(f"--{key}={value}" for key, value in keys.items())
+            print(f"{-saved:>+12.3g} s   {typed}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
+        print(__doc__.strip())
+        sys.exit()
+    main(sys.argv[1:])
