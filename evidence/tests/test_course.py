@@ -3,9 +3,11 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +169,38 @@ def test_the_notebook(world, tmp_path, monkeypatch):
         [o["output_type"] for o in outputs] for outputs in code]
     assert "rror" not in str([[o.get("text") for o in outputs] for outputs in ran])
     assert ran[-1] == code[-1]
+
+
+def test_the_commands_of_the_lessons(world, tmp_path):
+    """Each is typed as it stands there; the models, prompts and batches are tiny."""
+    course_of_a_tiny_run(world, tmp_path)
+    os.unlink(tmp_path / "data")
+    shutil.copytree(f"{ROOT}/data", tmp_path / "data", ignore=shutil.ignore_patterns("*.jsonl"))
+    for name in ("rl_train", "rl_val"):
+        jsonl(tmp_path / "data" / "arithmetic" / f"{name}.jsonl", world.rows["rl_train"])
+    jsonl(tmp_path / "data" / "arithmetic" / "pairs_train.jsonl", [{}] * 3)
+    os.makedirs(tmp_path / "out" / "arithmetic_rm")
+    os.symlink(world.reward, tmp_path / "out" / "arithmetic_rm" / "reward_model")
+    tiny = ["--batch_size=8", "--micro_batch_size=8", "--max_new_tokens=6", "--max_iters=3",
+            "--eval_interval=1", "--eval_size=4", "--dtype=float64"]
+    typed = []
+    for number in range(1, check.LESSONS + 1):
+        with open(f"{ROOT}/course/lesson{number}.md", encoding="utf-8") as f:
+            page = f.read()
+        for program in re.findall(r"(?s)<<'PYTHON'\n(.*?)\n    PYTHON", page):
+            exec(textwrap.dedent(program), {})
+        for line in re.findall("(?m)^    ((?:python|head|tail) .*)", page):
+            line = re.sub(r'--prompt="[^"]*"', "--prompt=" + world.rows["rl_train"][0]["prompt"], line)
+            words = shlex.split(line)
+            if words[0] != "python":
+                subprocess.run(words, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+            elif words[1] not in ("-", "course/check.py"):
+                more = [x for x in tiny if "max_iters" not in x or "--max_iters" in line]
+                done = Started(f"{tmp_path}/{words[1]}", words[2:] + more * (
+                    words[1] in ("ppo.py", "grpo.py")), str(tmp_path)).wait()
+                assert done.codes == [0], (line, done.err)
+                typed.append(words[1])
+    assert len(typed) >= 18 and {"ppo.py", "grpo.py", "tools/explain.py"} <= {*typed}
 
 
 def test_60_lines_have_the_figures_of_ppo(tmp_path):
