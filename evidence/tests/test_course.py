@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tiny import ROOT, Started, jsonl, keys_of, of_copy, read_jsonl, well
+from tiny import PROMPTS, ROOT, Started, jsonl, keys_of, of_copy, read_jsonl, well
 from torch.func import grad
 
 from gae import compute_gae
@@ -190,7 +190,7 @@ def test_the_commands_of_the_lessons(world, tmp_path):
         for program in re.findall(r"(?s)<<'PYTHON'\n(.*?)\n    PYTHON", page):
             exec(textwrap.dedent(program), {})
         for line in re.findall("(?m)^    ((?:python|head|tail) .*)", page):
-            line = re.sub(r'--prompt="[^"]*"', "--prompt=" + world.rows["rl_train"][0]["prompt"], line)
+            line = re.sub(r'--prompt="[^"]*"', f"--prompt={PROMPTS[0]}", line)
             words = shlex.split(line)
             if words[0] != "python":
                 subprocess.run(words, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
