@@ -283,10 +283,9 @@ def save_final(out_dir, name, model, dtype="auto", **about):
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
-            file, kind = os.path.join(folder, "config.json"), str(kind)[6:]  # torch.float32
-            settings = json.loads(Path(file).read_text("utf-8"), object_hook=lambda part: part | {
-                key: kind for key in part if key == "dtype"})  # a vision part has one of its own
-            write_json(file, settings | {"dtype": kind})
+            file, kind = f"{folder}/config.json", str(kind)[6:]  # float32; each part says its own
+            write_json(file, json.loads(Path(file).read_text("utf-8"), object_hook=lambda part: (
+                part | {key: kind for key in part if key == "dtype"})) | {"dtype": kind})
             say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
             describe(folder, getattr(model, "folder", "") or model.path)
 
