@@ -165,6 +165,21 @@ def test_what_the_pages_name_is_there():
         assert name in names, (file, name)
 
 
+def test_links_lead_somewhere():
+    """Between the pages, to a file or to a heading."""
+    def headings(page):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", open(page, encoding="utf-8").read().lower())
+        return {re.sub(r"[^\w\- ]", "", line.strip()).replace(" ", "-")
+                for line in re.findall("(?m)^#+ (.*)", text)}
+
+    for page in glob.glob("**/*.md", root_dir=ROOT, recursive=True):
+        text = open(f"{ROOT}/{page}", encoding="utf-8").read()
+        for link in re.findall(r"\]\((?!http|ADDRESS)([^)\s]+)\)", text):
+            file, _, heading = link.partition("#")
+            at = f"{ROOT}/{os.path.dirname(page)}/{file}" if file else f"{ROOT}/{page}"
+            assert os.path.exists(at) and (not heading or heading in headings(at)), (page, link)
+
+
 def test_each_word_has_a_file():
     """docs/words.md; and it has those that the course names for its lecturer."""
     with open(f"{ROOT}/docs/words.md", encoding="utf-8") as f:

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+import models_of_the_world as others
 from model import Model
 from parallel import flatten_gradients
 from run import make_optimizer
 from safetensors.torch import load_file
-from tiny import (assert_same_run, assert_stopped, at, keys_of, read_log, read_weights, run,
-                  well)
+from tiny import (ROOT, Started, assert_same_run, assert_stopped, at, jsonl, keys_of, read_log,
+                  read_weights, run, typed, well)
 
 SPLITS = hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans")
 AWAY = "policy=params,value=params,ref=params,reward=params"
@@ -182,3 +183,20 @@ def test_an_average_that_begins_at_a_resume_begins_with_the_weights_of_then(worl
     assert max((average[name] - 0.9 * t - 0.1 * after[name]).abs().max()
                for name, t in before.items()) < 1e-12
 
+
+
+def test_the_llama_config_on_eight_ranks(tmp_path):
+    """With tiny models typed as paths, chats as prompts, and in float64: as on one rank."""
+    chats = [dict(prompt=[dict(role="user", content=f"Is {n} even?")]) for n in range(24)]
+    keys = dict(
+        policy_path=others.make(tmp_path / "policy", "llama3.2"), timeout=100, dtype="float64",
+        reward_path=others.make(tmp_path / "reward", "llama3.2", head="scalar"), warmup_iters=0,
+        prompts_path=jsonl(tmp_path / "prompts.jsonl", chats), batch_size=16, max_new_tokens=6,
+        eval_path=jsonl(tmp_path / "val.jsonl", chats[:9]), max_iters=1, device_type="cpu")
+    for ranks in (8, 1):
+        ended = Started("ppo.py", [f"{ROOT}/config/llama.py", *typed(keys), "--out_dir=out"],
+                        tmp_path / f"{ranks}", ranks).wait()
+        assert ended.codes == [0] * ranks, ended
+    out = [f"{tmp_path}/{ranks}/out" for ranks in (8, 1)]
+    assert_same_run(*out, ["policy", "value_model"], 1e-6)
+    assert read_log(out[0])[0]["policy/grad_norm"] > 0
