@@ -59,10 +59,10 @@ def mean_of(scores):
     return known.sum() / max(len(known), 1)
 
 
-def explained_variance(values, returns, mask):
+def explained_variance(values, returns, mask, unit=1.0):
     """The share of the returns' variance (B, T) that the values predict: 1 is perfect; of one 0."""
     return returns.new_zeros(()) if mask.sum() < 2 else (
-        1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8))
+        1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8 * unit**2))
 
 
 def add_up(sums, mask, tensors):

@@ -28,16 +28,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 
-# settings of families whose logits are more than the head's: Cohere, Granite, Gemma 2, Falcon-H1
-SCALES = ["logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier"]
-
-
 class Model(nn.Module):
     """A model of transformers, `hf`, with the head of a language model or of one scalar a token."""
 
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
     must_fetch = False  # True: its weights are split, or in the CPU's memory: options/shards.py
     compiled = None  # `trunk` as torch.compile makes it
+    unit = 1.0  # how many scores the scalar head's 1 is: see `follow`
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
@@ -71,7 +68,8 @@ class Model(nn.Module):
     def logits(self, states):
         """The LM head: states (n, d) -> logits (n, V). `probe` compares it with the model's own."""
         logits = self.hf.get_output_embeddings()(states)
-        if has_any(self.hf.config, SCALES):
+        if has_any(self.hf.config, ["logit_scale", "logits_scaling", "final_logit_softcapping",
+                                    "lm_head_multiplier"]):  # Cohere, Granite, Gemma 2, Falcon-H1
             from options.families import rescaled
 
             logits = rescaled(logits, self.config)
@@ -98,10 +96,6 @@ class Model(nn.Module):
                  for part in zip(states.split(chunk), ids.split(chunk), strict=True)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
-    def values(self, tokens, target_mask):
-        """The value of the state before each target token, (n,): when it is not chosen yet."""
-        return self.scalars(states_before(self.states(tokens), target_mask))
-
     def scores(self, tokens, last):
         """The score of each text, (b,), read at its last token, which has the index last, (b,)."""
         return self.scalars(self.states(tokens)[torch.arange(len(tokens)), last])
@@ -113,7 +107,16 @@ class Model(nn.Module):
         """
         with torch.autocast(states.device.type, enabled=False):
             states, weight = (at_least_float32(x) for x in (states, self.hf.score.weight))
-            return F.linear(states.to(weight.dtype), weight).squeeze(-1) + self.score_shift
+            linear = F.linear(states.to(weight.dtype), weight).squeeze(-1)
+            return self.unit * linear + self.score_shift
+
+    def follow(self, scores, state):
+        """The unit for a batch with these scores (B,): 1, but for a newly drawn value head."""
+        if self.new_head:
+            from options.new_head import follow
+
+            follow(self, scores, state)
+        return self.unit
 
     def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
         """
@@ -126,8 +129,8 @@ class Model(nn.Module):
         return out.logits[:, -1]
 
     def merged(self, name, W):
-        """W, a whole tensor of self.hf with this name; with LoRA, plus its adapter."""
-        return W
+        """W, a whole tensor of self.hf with this name, for others; with LoRA, plus its adapter."""
+        return W * self.unit if name == "score.weight" else W
 
     def save_settings(self, folder):
         """Write config.json and the tokenizer's files, with the model's ends and its shift."""
@@ -143,10 +146,9 @@ class Model(nn.Module):
             try:
                 hf.generation_config.save_pretrained(folder)
             except ValueError:  # transformers has read it, and refuses to save it
-                from options.generation_config import leave_out_unsavable
+                from options.generation_config import save_without_unsavable
 
-                leave_out_unsavable(self)
-                hf.generation_config.save_pretrained(folder)
+                save_without_unsavable(self, folder)
         hf.config.save_pretrained(folder)
         if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
             with contextlib.suppress(ModuleNotFoundError):  # in a fork without options
@@ -159,11 +161,10 @@ class Model(nn.Module):
     def max_positions(self):
         """How many tokens, prompt and response together, fit into the context."""
         longest = getattr(self.config, "max_position_embeddings", None) or 2**20
-        rope = getattr(self.config, "rope_parameters", None)
-        if "longrope" in str(rope):
+        if "longrope" in str(rope := getattr(self.config, "rope_parameters", None)):
             from options.families import longest_of_longrope
 
-            longest = min(longest, longest_of_longrope(rope))
+            return min(longest, longest_of_longrope(rope))
         return longest
 
 
@@ -179,7 +180,8 @@ def response_logprobs(policy, mb, temperature, chunk=0, entropy=True):
 
 def response_values(value_model, mb):
     """The value of the state before each sampled token, (b, W); 0 where the mask is False."""
-    return in_rows(value_model.values(mb["tokens"], mb["response_mask"]), mb["response_mask"])
+    states = states_before(value_model.states(mb["tokens"]), mb["response_mask"])  # (n, d)
+    return in_rows(value_model.scalars(states), mb["response_mask"])
 
 
 def in_rows(x, mask):

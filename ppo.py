@@ -84,7 +84,7 @@ ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # + optimizer steps a pass [>= 1]
 micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
-cliprange_value = 0.2  # + how far a value may move, see value_unit below; 0 = no clipping [>= 0]
+cliprange_value = 0.2  # + how far a value may move, in val/unit; 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
 # a token's loss is multiplied by p(training) / p(sampler), but by no more than this; 0 = off
@@ -164,7 +164,7 @@ run = Run(  # COLLECTIVE
     token_ids=hash_of_ids(train_rows), temperature=temperature, ema_decay=ema_decay)
 say_prompts(train_rows, eval_rows, batch_size, max_iters)
 gradients = {name: parallel.flatten_gradients(model) for name, model in run.trained.items()}
-value_range = cliprange_value or torch.inf  # how far a value may move; 0 = as far as it likes
+value_model.unit = run.state.get("value_unit", 1.0)  # how many scores its head's 1 is
 
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
@@ -252,13 +252,14 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 1) rollout: the policy answers; the reward model, or rules, give each answer a score
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
     mask = batch["response_mask"]  # (B, T)
+    scores = shape_scores(batch)  # (B,)
+    unit = value_model.follow(scores, run.state)  # 1, or a new head's
 
     # 2) read: the log-probs of policy and reference, and the values, before any update
     read(batch, minibatches(iteration), values=value_model)  # COLLECTIVE
     sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL must be 0, too
 
     # 3) rewards: each token pays for its KL; the last token also gets the score
-    scores = shape_scores(batch)  # (B,)
     kl = torch.zeros_like(batch["old_logprobs"])  # (B, T)
     if kl_coef > 0:
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)
@@ -269,14 +270,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         rewards += batch["turn_rewards"]
         rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
     rlhf_reward = rewards.sum(1).mean()
-    # The unit of a newly drawn value head is the deviation of the first scores: so it learns scores
-    # of 0.01 as fast as scores of 100. For a head that was trained before the unit is 1
-    if iteration == 0 and value_model.new_head:
-        run.state["value_unit"] = scores.double().std(correction=0).item() or 1.0
-    value_unit = run.state.get("value_unit", 1.0)
-    advantages, returns = compute_gae(rewards / value_unit, batch["values"], mask, gamma, lam)
+    advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)
     batch["returns"] = returns  # (B, T), as the advantages
-    batch["advantages"] = masked_whiten(advantages, mask)  # mean 0, deviation 1 over all tokens
+    batch["advantages"] = masked_whiten(advantages / unit, mask)  # mean 0, deviation 1 over all
     parallel.check_finite(dict(rewards=rewards, returns=returns, advantages=batch["advantages"]))
 
     # 4) update: policy and value model each have a loss, an optimizer and a learning rate
@@ -315,11 +311,11 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
                 # the value model: squared error, with the new value kept near the old one
                 values = forward(value_model, mb)  # (b, W)
-                change = values - mb["values"]
+                change, value_range = values - mb["values"], (cliprange_value or torch.inf) * unit
                 clipped_values = mb["values"] + change.clamp(-value_range, value_range)
                 vf_losses1 = (values - mb["returns"]) ** 2
                 vf_losses2 = (clipped_values - mb["returns"]) ** 2
-                vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2)  # (b, W)
+                vf_losses = 0.5 * torch.max(vf_losses1, vf_losses2) / unit**2  # (b, W)
                 # within the range the two losses are equal, but for rounding: that is no clip
                 vf_clipped = (vf_losses2 > vf_losses1) & (change.abs() > value_range)
                 vf_loss = vf_coef * masked_sum(vf_losses, m) / token_count
@@ -353,11 +349,10 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         "policy/steps": steps,
         "policy/lr": lrs["policy"],
         "val/grad_norm": norms.get("value_model", 0.0),
-        "val/explained_variance": explained_variance(batch["values"], returns, mask).item(),
-        "val/unit": value_unit,
+        "val/explained_variance": explained_variance(batch["values"], returns, mask, unit).item(),
+        "val/unit": unit,
         "val/lr": lrs["value_model"],
     }
     run.log(record, batch, rows=train_rows)  # COLLECTIVE
 
-value_model.hf.score.weight.data *= run.state.get("value_unit", 1.0)  # the saved unit is 1
 run.finish("tools/sample.py", policy_path=f"{out_dir}/policy")  # COLLECTIVE

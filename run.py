@@ -61,7 +61,7 @@ class Run:
     that the run trains on. ema_decay: of the policy's moving average, 0 = none.
     self.state: what goes from one iteration to the next, saved as JSON: numbers, texts, truths,
     None, lists, and dicts by text. Its names that begin with "run/", and "iteration", are run.py's;
-    value_unit, score_shift and kl_factor those of pages, recipes and options.
+    value_unit, value_deviations, score_shift and kl_factor those of pages, recipes and options.
     self.kept: {file: an object whose tensors() are saved, too}; EMA's are loaded by its fill().
     """
 

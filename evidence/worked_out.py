@@ -400,7 +400,6 @@ def centre_and_width(x):
 
 def of_scores(models, batch):
     """The unit of the values: a score."""
-    models.value.unit = 1.0
     for r in batch:
         r.unit = 1.0
 

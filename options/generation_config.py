@@ -7,8 +7,8 @@ import copy
 from errors import say
 
 
-def leave_out_unsavable(model):
-    """Leave such settings out of a language model's generation config; all others stay."""
+def save_without_unsavable(model, folder):
+    """Save a language model's generation config, from now on without such settings."""
     given = model.hf.generation_config
     kept = type(given)()
     for name in 2 * [*vars(given)]:  # twice: a temperature is good where do_sample is set
@@ -22,3 +22,4 @@ def leave_out_unsavable(model):
     left_out = [name for name in vars(given) if vars(kept).get(name) != getattr(given, name)]
     say(f"{model.path}: transformers does not save a generation_config.json with "
         f"{', '.join(left_out)} beside its other settings; left out")
+    kept.save_pretrained(folder)

@@ -117,7 +117,7 @@ class Adapted(OnTrunk):
         W, a whole tensor of self.hf with this name -> W + scale B A, in at least 32 bits: bfloat16
         has steps of 1/256 of a weight, and most of an adapter's changes are smaller.
         """
-        W = self.base.merged(name, W)
+        W = super().merged(name, W)
         module = name.removeprefix(f"{self.hf.base_model_prefix}.").removesuffix(".weight")
         key, W = module.replace(".", "/"), at_least_float32(W)
         if key in self.adapters and name.endswith(".weight"):
@@ -153,6 +153,8 @@ class Adapted(OnTrunk):
                 notes = {"score_shift": json.dumps(both)}
                 self.tokenizer.save(folder)
         tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
+        if scalar:
+            tensors["base_model.model.score.weight"] = self.score.weight.detach().cpu() * self.unit
         save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata=notes)
         if os.path.isfile(os.path.join(self.path, "adapter_config.json")):
             say(f"{folder}: peft reads other numbers from it, for its base {self.path} is an "

@@ -353,13 +353,15 @@ class OffloadedAdamW(torch.optim.AdamW):
         from torch.optim.adamw import adamw
 
         if not hasattr(self, "weights"):
-            self.weights = {}  # filled at the first step, when a checkpoint has been loaded
+            # {parameter: (weights, version)}, filled at the first step, when a checkpoint has been
+            # loaded; and again where another has written: a new value head's unit (Model.follow)
+            self.weights = {}
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state, on_device = self.state[p], my_part(p)
-                if p not in self.weights:
-                    self.weights[p] = on_device.detach().cpu()  # of a model on the CPU: itself
-                weight = self.weights[p]
+                weight, version = self.weights.get(p, (None, None))
+                if version != p._version:
+                    weight = on_device.detach().cpu()  # of a model on the CPU: itself
                 gradient = my_part(p.grad).cpu()  # float32, also of bfloat16 weights
                 if not state:
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(gradient),
@@ -370,6 +372,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                       lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
                       weight_decay=group["weight_decay"], eps=group["eps"])
                 on_device.copy_(weight)
+                self.weights[p] = weight, p._version
 
 
 @dataclass

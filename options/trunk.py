@@ -48,7 +48,7 @@ class OnTrunk(Model):
 
     def merged(self, name, W):
         """Model.merged: where the base has an adapter, the trunk that this model reads has it."""
-        return self.base.merged(name, W)
+        return super().merged(name, self.base.merged(name, W))
 
 
 def value_on_trunk(policy, reward_model, value_init, system, seed):

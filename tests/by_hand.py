@@ -109,19 +109,24 @@ def scalar_model(folder, seed=None):
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()
     with open(f"{folder}/config.json", encoding="utf-8") as f:
         shift = json.load(f).get("score_shift", 0.0)
-    return SimpleNamespace(trunk=model.base_model, head=model.score.weight, shift=shift, unit=1.0)
+    return of_scalars(model.base_model, model.score.weight, shift)
 
 
 def with_new_head(trunk, seed):
     d, drawn = trunk.config.hidden_size, torch.Generator().manual_seed(seed)
     head = torch.empty(1, d).double().normal_(0, (d + 1) ** -0.5, generator=drawn)
-    return SimpleNamespace(trunk=trunk, head=torch.nn.Parameter(head), shift=0.0, unit=1.0)
+    return of_scalars(trunk, torch.nn.Parameter(head), 0.0)
+
+
+def of_scalars(trunk, head, shift):
+    """unit, deviations, was_read: see find_unit."""
+    return SimpleNamespace(trunk=trunk, head=head, shift=shift, unit=1.0, deviations=None,
+                           was_read=False)
 
 
 def value_model_of(c, models):
     """
-    The value model, and its own parameters. A new head begins at a fifth, and its unit is not known
-    yet: it counts in standard deviations of the first scores.
+    The value model, and its own parameters. A new head begins at a fifth, and follows the scores.
     """
     if c.value_init not in ("policy", "shared"):
         value = scalar_model(c.reward_path if c.value_init == "reward" else c.value_init)
@@ -130,17 +135,38 @@ def value_model_of(c, models):
     trunk = (models.policy if shared else language_model(c.policy_path)).base_model
     value = with_new_head(trunk, c.seed)
     value.head.data *= 0.2
-    value.unit = None
+    value.deviations = []
     return value, [value.head] if shared else list(parameters_of(value).values())
 
 
 def find_unit(models, batch):
-    """Where it is not known yet: of these scores. Then every response knows it."""
-    if models.value.unit is None:
-        models.value.unit = statistics.pstdev([r.score for r in batch]) or 1.0
-        seen["equal scores"] += len({r.score for r in batch}) == 1
+    """
+    What is 1 for the head, in scores: every response knows it. A new head's is a power of two, near
+    the median deviation of five batches, or of quarters of a batch, until there are three; and if
+    it changes, values are what they were.
+    """
+    value, scores, old = models.value, [r.score for r in batch], models.value.unit
+    if value.deviations is not None:
+        known, count = value.deviations, 1
+        if len(known) < 3:
+            count = 4 if len(scores) >= 8 else max(1, len(scores) // 2)
+        left = list(scores)
+        for more in range(count, 0, -1):  # the first ones are longer by one, if it must be
+            part = [left.pop(0) for _ in range(math.ceil(len(left) / more))]
+            known += [statistics.pstdev(part)] if len(set(part)) > 1 else []
+        del known[:-5]
+        seen["equal scores"] += len(set(scores)) == 1
+        middle = sorted(known)[(len(known) - 1) // 2] if len(known) >= 3 else old
+        if middle < old / 2 or middle > 2 * old:
+            value.unit = 2.0 ** round(math.log2(middle))
+            seen["a later unit" if value.was_read else "a first unit"] += 1
+            if value.was_read:
+                value.head.data *= old / value.unit
+                for r in batch:
+                    r.values = [x * old / value.unit for x in r.values]
+    value.was_read = True
     for r in batch:
-        r.unit = models.value.unit
+        r.unit = value.unit
 
 
 def scalars(model, ids):

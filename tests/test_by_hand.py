@@ -48,19 +48,19 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
         missing_eos_penalty=2.0, lr_decay="linear", value_warmup_iters=2, max_iters=3,
         eval_interval=1, eval_size=0)),
     # a value head on the policy's trunk; the reward model reads other tokens; k2; clipped gradients
-    "ppo, shared": ("stage 2", ["long gradient"], PPO | dict(
+    "ppo, shared": ("stage 2", ["long gradient", "a first unit"], PPO | dict(
         value_init="shared", reward_path="other", kl_estimator="k2", gamma=0.9, lam=0.8,
         cliprange_value=0.0, grad_clip=0.5, vf_coef=0.5, entropy_coef=0.05, temperature=1.2,
         weight_decay=0.1, warmup_iters=2, value_lr_decay="cosine", batch_size=6, max_iters=3)),
     # several rewards, one of which does not always apply; the value model starts as the policy; k3
-    "ppo, mixed": ("parts", ["value clipped"], PPO | dict(
+    "ppo, mixed": ("parts", ["value clipped", "a later unit"], PPO | dict(
         mix=[(0.7, "reward_model"), (-0.5, "some"), (1.0, "length")], value_init="policy",
         policy_path="tied", kl_estimator="k3", temperature=1.0, num_minibatches=1,
         value_learning_rate=0.0, lr_decay="cosine", value_lr_decay="linear", max_new_tokens=5)),
     # the value model of another run, which counts in scores
     "ppo, a value model": ("two ranks", [], PPO | dict(
         mix=[(9.0, "letters")], value_init="uncentered", kl_coef=0.0)),
-    "ppo, rules": ("stage 3", ["no score"], PPO | dict(
+    "ppo, rules": ("stage 3", ["no score", "a later unit"], PPO | dict(
         mix=[(1.0, "some")], value_init="policy", kl_coef=0.0, cliprange=0.03, weight_decay=0.1,
         ppo_epochs=1)),
     "grpo": ("three ranks", ["no end", "long gradient", "above", "below"], GRPO | dict(

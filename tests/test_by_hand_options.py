@@ -33,7 +33,7 @@ RM |= dict(max_iters=3, lora=(), teacher=[], score_coef=0.0, preference_coef=1.0
 EVAL = dict(eval_interval=1, eval_size=0)
 CASES = {  # name: (layout, branches that must be taken, keys)
     # an environment's words count nowhere, and its pay for a turn counts from there on
-    "ppo, turns": ("three roles", ["reply", "no end"], PPO | dict(
+    "ppo, turns": ("three roles", ["reply", "no end", "a later unit"], PPO | dict(
         turns=3, mix=[(0.7, "environment"), (1.0, "letters"), (0.4, "reward_model")], seed=1,
         value_init="policy", gamma=0.9, lam=0.8, missing_eos_penalty=0.7, max_new_tokens=12)),
     "grpo, turns": ("generate, stopped", ["reply", "older", "refill 0"], GRPO | dict(
@@ -46,7 +46,7 @@ CASES = {  # name: (layout, branches that must be taken, keys)
     # the batch of an iteration was sampled up to two updates ago
     "ppo, stale": ("three roles, stopped", ["older"], PPO | dict(
         staleness=2, max_iters=4, ema_decay=0.7, texts=True, ptx_coef=2.5)),
-    "ppo, stale, capped": ("one rank", ["older", "capped"], PPO | dict(
+    "ppo, stale, capped": ("one rank", ["older", "capped", "a later unit"], PPO | dict(
         staleness=1, importance_cap=1.1, max_iters=3, value_init="shared", kl_estimator="k2",
         texts=True, ema_decay=0.5)),
     "grpo, stale, capped": ("one rank, stopped", ["older", "capped", "refill 1"], GRPO | dict(
@@ -57,10 +57,10 @@ CASES = {  # name: (layout, branches that must be taken, keys)
         mix=[(1.0, "sometimes"), (0.7, "reward_model")], refill_by="sometimes", max_refills=2,
         batch_size=8, group_size=2, kl_coef=0.0, ema_decay=0.6, keep_best="score", max_iters=3,
         num_iterations=1, seed=0)),
-    "ppo, lora": ("two ranks", [], PPO | dict(
+    "ppo, lora": ("two ranks", ["a later unit"], PPO | dict(
         lora=(2, 5), value_init="policy", weight_decay=0.1, grad_clip=0.5)),
     # the value model's trunk is the policy's, with its adapter
-    "ppo, lora, shared": ("one rank, stopped", [], PPO | dict(
+    "ppo, lora, shared": ("one rank, stopped", ["a later unit"], PPO | dict(
         lora=(2, 5), value_init="shared", mix=[(40.0, "letters")], max_iters=3)),
     # no response has an end: the first scores are equal, so the values are in scores
     "ppo, endless": ("two ranks, stopped", ["equal scores"], PPO | dict(

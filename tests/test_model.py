@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from batches import right_pad
 from byte_tokenizer import write_byte_tokenizer
+from checkpoint import save_final
 from errors import BadInput
-from load import load
+from load import load, load_value_model
 from model import scaled_logits
 from tiny import EOS, MARKERS, PAD, keys_of_system, read_weights
 
@@ -179,3 +180,58 @@ def test_the_softmax_of_16_bits_is_computed_in_float32(dtype):
     want = logits.double() - logits.double().exp().sum(-1, keepdim=True).log()
     got = scaled_logits(logits).log_softmax(-1)
     assert got.dtype == torch.float32 and (got - want).abs().max() < 4e-6
+
+
+# a newly drawn value head
+
+HALVES, ONES = [0.0, 1.0] * 32, [1.0] * 63  # deviations 0.5 and 0
+
+
+def times(x, scores):
+    return [x * score for score in scores]
+
+
+UNITS = {  # name: scores of some batches, one after the other; and the unit for each
+    "another size": [
+        (HALVES, 1), *2 * [(times(100, HALVES), 1)], *2 * [(times(100, HALVES), 64)],
+        *2 * [(times(0.01, HALVES), 64)], (times(0.01, HALVES), 2**-8)],
+    "between two": [(times(6, HALVES), 4)],
+    "one of 64 scores 0.02": [([0.02, *[0] * 63], 1), (times(10, HALVES), 4)],
+    "equal": [*3 * [([0.1] * 64, 1)], (times(1000, HALVES), 512), ([7] * 64, 512)],
+    "equal but for rounding": [([1 + x for x in times(1e-8, HALVES)], 1)],
+    "odd at first": [([1e4, *HALVES[1:]], 1), (times(10, HALVES), 1)],
+    "odd among ones": [([1e4, *ONES], 1), (times(10, HALVES), 4)],
+    "odd later": [(times(10, HALVES), 4), ([1e4, *HALVES[1:]], 4), (times(10, HALVES), 4)],
+    "not finite": [([torch.nan, *HALVES[1:]], 1), ([torch.inf, *HALVES[1:]], 1)],
+    "two": [*2 * [([0, 100], 1)], ([0, 100], 64)],
+    "one": [([5], 1)]}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_new_value_heads_unit_follows_the_scores(tmp_path, dtype):
+    """No value jumps, not by a bit; and transformers reads the same values from what is saved."""
+    system = keys_of_system(dtype=dtype, master_weights=dtype != "bfloat16")
+    policy = load(written(tmp_path / "policy", random_model("gpt2", BASE | FAMILIES["gpt2"])),
+                  "policy", system, CPU, trained=True)
+    tokens, last = rows_of_texts()[0], torch.tensor([len(ids) - 1 for ids in TEXTS])
+    for name, batches in UNITS.items():
+        model, state, values = load_value_model("policy", policy, None, system, CPU), {}, []
+        for scores, unit in batches:
+            assert model.follow(torch.tensor(scores).double(), state) == unit, (name, state)
+            state = json.loads(json.dumps(state))  # as in a run that has resumed
+            with torch.no_grad():
+                values.append(model.scores(tokens, last))
+            assert torch.equal(values[0], values[-1]), name
+        if name == "between two":
+            linear = values[0] / 4  # the head is drawn in units
+            assert 0.02 < linear.std() < 0.5
+        if name == "another size":
+            save_final(str(tmp_path), "value_model", model)
+            want = values[0]
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "value_model", dtype=getattr(torch, dtype))
+    model = load(str(tmp_path / "value_model"), "value", system, CPU, "scalar")
+    for read in (lambda ids: theirs(torch.tensor([ids])).logits[0, 0],
+                 lambda ids: model.scores(torch.tensor([ids]), torch.tensor([len(ids) - 1]))[0]):
+        found = torch.stack([read(ids) for ids in TEXTS])
+        assert (found - want).abs().max() < (0.02 if dtype == "bfloat16" else 1e-5)

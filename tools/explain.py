@@ -182,11 +182,10 @@ if "ref_logprobs" in batch:
     tensors["KL"] = formulas.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
                                      names["kl_estimator"])
 if script == "ppo":
-    unit = names["value_unit"]  # of values and returns: how many scores it is
-    given = names["rewards"], batch["values"] * unit, mask, names["gamma"]
-    tensors |= dict(reward=names["rewards"], value=batch["values"] * unit,
+    given = names["rewards"], batch["values"], mask, names["gamma"]
+    tensors |= dict(reward=names["rewards"], value=batch["values"],
                     delta=compute_gae(*given, 0.0)[0], raw=compute_gae(*given, names["lam"])[0],
-                    white=batch["advantages"], ret=batch["returns"] * unit)
+                    white=batch["advantages"], ret=batch["returns"])
 else:
     tensors["advantage"] = batch["advantages"]
 ids = batch["tokens"][0][mask[0]].tolist()

@@ -247,10 +247,9 @@ def responses_of(names, before, after):
         columns |= {"ref": batch["ref_logprobs"],
                     "KL": kl_estimate(old, batch["ref_logprobs"], names["kl_estimator"])}
     if "values" in batch:
-        unit = names["value_unit"]  # of values and returns: how many scores it is
-        given = names["rewards"], batch["values"] * unit, mask, names["gamma"]
-        columns |= {"value": batch["values"] * unit, "reward": names["rewards"],
-                    "return": batch["returns"] * unit, "raw": compute_gae(*given, names["lam"])[0]}
+        given = names["rewards"], batch["values"], mask, names["gamma"]
+        columns |= {"value": batch["values"], "reward": names["rewards"],
+                    "return": batch["returns"], "raw": compute_gae(*given, names["lam"])[0]}
     texts = texts_of(batch, names["train_rows"], tokenizer)
     numbers = {name: x.tolist() for name, x in columns.items()}
     made = []

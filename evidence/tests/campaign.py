@@ -39,16 +39,17 @@ import tiny
 
 TIMEOUT, GRACE = 20, 25  # seconds: of the scripts; and how much later a rank must have ended
 KINDS = ["collective", "file", "write", "line", "compute", "signal"]
+NEW_HEAD = dict(value_init="policy", reward_functions="9*reward_model")  # it finds a unit
 # name: script, ranks, keys, iterations between checkpoints
 JOBS = {
     "sft 1": ("sft.py", 1, dict(max_iters=4), 2),
     "sft 3": ("sft.py", 3, dict(max_iters=4, lora="2", keep_checkpoints=2), 1),
     "rm 2": ("rm.py", 2, dict(), 1),
     "ppo 1": ("ppo.py", 1, dict(keep_best="score", ema_decay=0.5, save_rollouts=1), 1),
-    "ppo 2": ("ppo.py", 2, dict(keep_best="score", value_init="shared", lr_decay="cosine"), 1),
+    "ppo 2": ("ppo.py", 2, NEW_HEAD | dict(value_init="shared", lr_decay="cosine"), 1),
     "grpo 2": ("grpo.py", 2, dict(max_refills=2, refill_by="sometimes", max_iters=4), 2),
     "grpo 3": ("grpo.py", 3, dict(keep_best="score", eval_interval=1), 1)}
-STAGES = dict(zero_stage="policy=3,value=1", num_minibatches=1, batch_size=6)
+STAGES = NEW_HEAD | dict(zero_stage="policy=3,value=1", num_minibatches=1, batch_size=6)
 ROLE_JOBS = {
     "ppo, three roles": ("ppo.py", 3, dict(roles="train=1,generate=1,score=1", staleness=1), 1),
     "grpo, four ranks": ("grpo.py", 4, dict(roles="train=2,generate=1,score=1", staleness=2), 2),

@@ -1,7 +1,7 @@
 """Kill it anywhere, get the same weights: a sample of the fault campaign; campaign.py says how."""
 import campaign
 
-JOBS = {"ppo": ("ppo.py", 2, dict(keep_best="score", ppo_epochs=1), 2),
+JOBS = {"ppo": ("ppo.py", 2, dict(keep_best="score", ppo_epochs=1) | campaign.NEW_HEAD, 2),
         "grpo": ("grpo.py", 2, dict(roles="train=1,generate=1", staleness=1), 2)}
 TRIALS = [  # the log is a line ahead of the checkpoint when the launcher dies; the generator alone
     ["ppo", ["line", "launcher", 3, ""]], ["grpo", ["collective", 1, 99, "before"]],

@@ -38,7 +38,7 @@ def runs(world, tmp_path_factory):
     """The folder of the runs: ppo/out, ppo/cut with two iterations alone, grpo/out."""
     folder = tmp_path_factory.mktemp("runs")
     more = dict(max_iters=4, checkpoint_interval=1, keep_checkpoints=9, num_minibatches=1)
-    more |= dict(batch_size=BATCH, value_init="policy")
+    more |= dict(batch_size=BATCH, value_init="policy", reward_functions="9*reward_model")
     whole = well("ppo.py", folder / "ppo", keys_of(world, "ppo.py", **more))
     cut = shutil.copytree(whole, f"{folder}/ppo/cut")
     for later in (3, 4):
@@ -95,11 +95,11 @@ def test_the_numbers_of_ppo(world, runs):
     KL = near("KL", [a - b for a, b in zip(policy, reference, strict=True)], 6e-5)
     score = -1.0
     if ids[-1] in by_hand.ENDS:
-        score = by_hand.scalars(by_hand.scalar_model(world.reward), asked + ids)[-1].item()
+        score = 9 * by_hand.scalars(by_hand.scalar_model(world.reward), asked + ids)[-1].item()
     shaped = float(re.search(r"^shaped +(\S+),", said, re.MULTILINE)[1])
     assert shaped == pytest.approx(score, abs=6e-4)
     rewards = near("reward", [-0.3 * x + score * (i == n - 1) for i, x in enumerate(KL)], 6e-5)
-    unit = read_jsonl(f"{out}/log.jsonl")[0]["val/unit"]
+    unit = read_jsonl(f"{out}/log.jsonl")[DONE]["val/unit"]
     value_model = by_hand.scalar_model(f"{out}/checkpoint-{DONE:06d}/value_model")
     found = by_hand.scalars(value_model, asked + ids)[len(asked) - 1:-1]
     values = near("value", [x.item() * unit for x in found])

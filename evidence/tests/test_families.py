@@ -24,7 +24,7 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load, load_value_model, probe
-from model import Model
+from model import Model, response_values
 from test_model import CPU, TEXTS, assert_computes, random_model, rows_of_texts, written
 from tiny import EOS, PAD, ROOT, Started, keys_of_system, read_log, read_weights, run
 
@@ -171,7 +171,8 @@ def test_values_and_scores_are_those_of_beginnings(name, tmp_path):
     want = torch.tensor([theirs(tokens[row:row + 1, :n]).logits.item() - 1.25
                          for row, n in some + ends])
     last = torch.tensor([len(ids) - 1 for ids in TEXTS])
-    found = torch.cat([model.values(tokens, mask)[::3], model.scores(tokens, last)])
+    values = response_values(model, dict(tokens=tokens, response_mask=mask))[mask]
+    found = torch.cat([values[::3], model.scores(tokens, last)])
     assert (found - want).abs().max() < 1e-4 < 0.02 < want.std() and not model.new_head
 
 

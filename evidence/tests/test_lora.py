@@ -198,7 +198,8 @@ def test_four_models_on_one_trunk(world, tmp_path):
     adapted = dict(lora="policy=2:3,value=3:4:c_attn+c_fc,reward=2:5", gradient_checkpointing=True)
     rm = tiny.well("rm.py", tmp_path, tiny.keys_of(
         world, "rm.py", init_from=world.policy, **adapted))
-    keys = tiny.keys_of(world, "ppo.py", value_init="policy", seed=5, **adapted)
+    keys = tiny.keys_of(world, "ppo.py", value_init="policy", seed=5, **adapted,
+                        reward_functions="9*reward_model")
     apart = tiny.well("ppo.py", tmp_path / "apart", keys | dict(
         reward_path=f"{rm}/reward_model"))
     one = tiny.well("ppo.py", tmp_path / "one", keys | dict(
