@@ -3,6 +3,7 @@ A model's folder that may ask for more than a machine has: sizes in its config.j
 cannot hold, or a tokenizer that makes each text many times longer. transformers would build what
 the files say, for hours, or until no memory is left.
 """
+import contextlib
 import json
 import math
 import os
@@ -42,8 +43,9 @@ def check_weights(path, head, held):
     from load import auto_class
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    config.num_labels = 1 if head == "scalar" else config.num_labels
-    with torch.device("meta"):  # it takes no memory
+    config.num_labels, needed = 1 if head == "scalar" else config.num_labels, 0
+    # on this device it takes no memory; what transformers raises, it raises again when it loads
+    with contextlib.suppress(Exception), torch.device("meta"):
         needed = sum(p.numel() for p in auto_class(head).from_config(config).parameters())
     # a table may be stored once and used twice; of quantized weights one number has several
     if needed > held * (16 if getattr(config, "quantization_config", None) else 2) + 10**6:

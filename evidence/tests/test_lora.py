@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from checkpoint import save_final
@@ -16,10 +17,10 @@ from load import load
 from options.layers import layers_of
 from options.parts import outline
 from model import Model
-from options.lora import Adapted, load_adapted
+from options.lora import Adapted, load_adapted, read_adapter
 from test_families import BASE, EXPERTS, GPT, HEADS, SIZES, add_vision
 from test_model import CPU, random_model, rows_of_texts, written
-from tiny import keys_of_system
+from tiny import keys_of_system, write
 
 KINDS = {"llama": SIZES, "gpt_neox": SIZES, "qwen3": HEADS | dict(tie_word_embeddings=True),
          "gpt2": GPT}
@@ -213,3 +214,12 @@ def test_four_models_on_one_trunk(world, tmp_path):
         ours, theirs = (tiny.read_weights(f"{out}/value_model") for out in (again, one))
         for key, p in ours.items():
             assert (p - theirs[key]).abs().max() < 1e-9, key
+
+
+@pytest.mark.parametrize("note", ["NaN", "-Infinity", "x", '{"score_shift": NaN}',
+                                  '{"score_shift": [1]}', '{"score_shift": "x"}', "[" * 10**5])
+def test_an_adapter_whose_shift_is_no_number(tmp_path, note):
+    write(tmp_path / "adapter_config.json", "{}")
+    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors", dict(score_shift=note))
+    with pytest.raises(BadInput, match=str(tmp_path)):
+        read_adapter(str(tmp_path))
