@@ -171,7 +171,7 @@ class Started:
 
     def __init__(self, script, args, folder, ranks=1, before=lambda rank: None):
         os.makedirs(folder, exist_ok=True)
-        self.folder = folder
+        self.folder, self.codes = folder, {}
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
@@ -213,21 +213,27 @@ class Started:
             sys.stderr.flush()
             os._exit(code)
 
-    def wait(self, seconds=300):
-        """Wait until all ranks have ended, at most so long: .codes, .out and .err of each rank."""
-        end, left, codes = time.time() + seconds, dict(enumerate(self.pids)), {}
-        while left:
-            for rank, pid in list(left.items()):
-                if time.time() > end:
+    def poll(self, kill=False):
+        """The exit codes of all ranks, None as long as one runs. kill: end them all."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.codes:
+                if kill:
                     os.kill(pid, signal.SIGKILL)
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-                    del left[rank]
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        if len(self.codes) == len(self.pids):
+            return [self.codes[rank] for rank in range(len(self.pids))]
+        return None
+
+    def wait(self, seconds=300):
+        """Wait until all ranks have ended, at most so long: .codes, .out and .err of each rank."""
+        end = time.time() + seconds
+        while (codes := self.poll(kill=time.time() > end)) is None:
             time.sleep(0.01)
-        out, err = ([open(f"{self.folder}/{name}-{rank}").read() for rank in sorted(codes)]
+        out, err = ([open(f"{self.folder}/{name}-{rank}").read() for rank in range(len(codes))]
                     for name in ("stdout", "stderr"))
-        return SimpleNamespace(codes=[codes[rank] for rank in sorted(codes)], out=out, err=err)
+        return SimpleNamespace(codes=codes, out=out, err=err)
 
 
 def of_copy(folder):
