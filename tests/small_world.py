@@ -9,6 +9,7 @@ a fork of this process: torch is there already, and it takes half a second.
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -54,6 +55,8 @@ def talks(messages, row):  # an environment
     turn = len(messages) // 2
     return None if turn == 3 else "xyz"[turn - 1], len(messages[-1]["content"]) % 3 / 2
 """
+TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.role == 'assistant' %}
+<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}""".replace("\n", "")
 
 
 def write(path, text):
@@ -138,6 +141,13 @@ def build(folder):
         for part, some in (("train", rows[:9]), ("val", rows[9:])):
             world.rows[f"{kind}_{part}"] = some
             setattr(world, f"{kind}_{part}", jsonl(f"{folder}/{kind}_{part}.jsonl", some))
+    # what talks in several turns: a policy whose turns </think> does not end, a chat template
+    world.talks, world.chatty = f"{world.rules}:talks", shutil.copytree(
+        world.policy, f"{folder}/chatty")
+    with open(f"{world.policy}/generation_config.json", encoding="utf-8") as f:
+        write(f"{world.chatty}/generation_config.json", json.dumps(
+            json.load(f) | dict(eos_token_id=EOS)))
+    world.template = write(f"{folder}/template.jinja", TEMPLATE)
     world.rows["texts"] = [dict(text=text) for text in PROMPTS[1:6]]
     world.texts = jsonl(f"{folder}/texts.jsonl", world.rows["texts"])
     return world

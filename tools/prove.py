@@ -1,10 +1,10 @@
 """
-Does a changed script keep quartet's promises? It is run a dozen times with everything small, each
-time with one thing changed that must change nothing; what comes out is compared. It takes a minute.
+Does a changed script keep quartet's promises? It is run some twenty times with everything small,
+each time with one thing changed that must change nothing, and what comes out is compared.
 
     python tools/prove.py grpo.py config/mine_fork.py --my_key=0.3      # the command of a run
-    python tools/prove.py grpo.py config/mine_fork.py --only=resume     # one promise; names below
-    python tools/prove.py grpo.py config/mine_fork.py --deep            # three minutes
+    python tools/prove.py grpo.py config/mine_fork.py --only=resume     # one promise
+    python tools/prove.py grpo.py config/mine_fork.py --deep            # three minutes, not one
 
 It knows no algorithm. It reads log.jsonl and the final weights, and looks in at some functions of
 the rooms to say where two runs part (prove_seen.py). The models are random ones of 16 numbers a
@@ -14,9 +14,9 @@ The exit code is 0 if all promises are kept, whatever the notes say; 1 if one is
 wrong command; 3 if the small run cannot be made. What it cannot see: a formula that is wrong in the
 same way everywhere (for that: tests/by_hand.py), and what other keys than yours would do.
 """
-import ast
 import contextlib
 import glob
+import itertools
 import json
 import os
 import re
@@ -39,103 +39,98 @@ import small_world  # noqa: E402
 import torch  # noqa: E402
 from errors import BadInput  # noqa: E402
 from prove_seen import before, rooms_of  # noqa: E402
-from prove_words import CAUSES, EXACT, LONG, LOOKS, MOVE, NOTES, PIECES, PROMISES  # noqa: E402
+from prove_words import (CAUSES, CHANGED, EXACT, LOOKS, MAY_DIFFER, NOTES, PIECES,  # noqa: E402
+                         PROMISES, REFUSED)
 
 torch.set_num_threads(1)
 TOLERANCE = 1e-7  # of sums in another order; mistakes change 1e-4 and more
-ITERS, STOPPED, KILLED = 4, 1, 3  # iterations of a run, and where it is stopped and killed
-TEXTS = "prompt", "completion", "chosen", "rejected", "text"  # fields of rows that a model reads
+PLACE = "kind", "name", "iteration", "step"  # of a difference
 
 
 # -------------------------------------------------------------------------------------------------
 # the run, made small
 
 def shrink(script, argv, world):
-    """(the keys of a small run, all keys' values): the fork's own keys where they do no harm."""
+    """(what is typed for a small run, all keys): the fork's own keys where they do no harm."""
     keys = configurator.read_keys(script)
-    own_keys = {*keys}
-    keys = configurator.read_keys(f"{os.path.dirname(script)}/config/keys.py") | keys
+    scripts_own = {*keys}
+    keys = configurator.read_keys(f"{root_of(script)}/config/keys.py") | keys
     typed = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")}
     given = {name: value for name, (value, _) in configurator.read_arguments(keys, argv).items()}
     own = {name: given.get(name, key.default) for name, key in keys.items()}
-    group, turns = own.get("group_size", 0), own.get("environment") or own.get("tools")
+    turns, group = own.get("environment") or own.get("tools"), own.get("group_size", 0)
+    group = group if "group_size" in typed else min(group, 3)
 
     small = dict(
-        device_type="cpu", dtype="float64", timeout=30, max_iters=ITERS, epochs=0.0,
-        eval_interval=2, eval_size=2, batch_size=3 * min(group, 3) or 6, group_size=min(group, 3),
-        micro_batch_size=2, micro_batch_tokens=0, rollout_batch_size=0, head_chunk=0,
-        checkpoint_interval=0, sync_check_interval=1, report_to="", save_rollouts=0, keep_best="",
-        compile=False, zero_stage="", offload="", roles="", sampler="own", generate_tp=1,
-        quantize="none", max_prompt_tokens=0, max_tokens=0, system_prompt="", template_kwargs="",
-        chat_template="", fields="", tools="")
+        device_type="cpu", dtype="float64", timeout=30, max_iters=4, epochs=0.0, eval_interval=2,
+        eval_size=2, batch_size=3 * group or 6, group_size=group, micro_batch_size=2,
+        micro_batch_tokens=0, rollout_batch_size=0, head_chunk=0, checkpoint_interval=0,
+        sync_check_interval=1, report_to="", save_rollouts=0, keep_best="", compile=False,
+        zero_stage="", offload="", roles="", sampler="own", generate_tp=1, quantize="none",
+        max_prompt_tokens=0, max_tokens=0, system_prompt="", template_kwargs="", chat_template="",
+        fields="", tools="", init_from=world.policy, tokenizer_path=world.policy,
+        policy_path=world.policy, ref_path=world.older, judge_path=world.policy,
+        reward_path=world.reward, teacher=world.reward)
     if turns:
-        small |= dict(chat_template=world.template, max_turns=3, policy_path=world.chatty)
-    most = dict(max_new_tokens=16 if turns else 6, num_minibatches=2, ppo_epochs=2,
-                num_iterations=2)
-    small |= {name: min(own[name], x) for name, x in most.items() if name in own}
-    if own.get("tools"):
-        small["environment"] = f"{world.rules}:talks"
-    for name, value in own.items():  # what begins later, or comes rarely, must come in 4 iterations
-        if name.endswith(("_iters", "_steps", "_interval", "_every")) and type(value) is int:
-            small.setdefault(name, min(value, 1 + name.endswith(("_interval", "_every"))))
-        if name.endswith("learning_rate") and value > 0:
-            small[name] = max(value, 5e-3)
-    models = dict(policy_path="policy", init_from="policy", tokenizer_path="policy",
-                  ref_path="older", judge_path="policy", reward_path="reward", teacher="reward")
+        small |= several_turns(world) | dict(environment=own.get("environment") or world.talks)
     for name, value in own.items():
-        if name in models and value:
-            small.setdefault(name, getattr(world, models[name]))
-        elif name == "value_init" and value not in ("reward", "policy", "shared"):
-            small[name] = world.uncentered
+        whole = type(value) is int
+        if name in ("ref_path", "judge_path", "reward_path", "teacher") and not value:
+            small[name] = value
+        elif name in ("num_minibatches", "ppo_epochs", "num_iterations") and value > 2:
+            small[name] = 2
+        elif name == "max_new_tokens":
+            small[name] = min(value, 16 if turns else 6)
+        elif name.endswith("learning_rate") and value > 0:
+            small[name] = max(value, 5e-3)
+        elif whole and name.endswith(("_iters", "_steps", "_interval", "_every")):
+            small.setdefault(name, min(value, 2))  # all of it must happen in four iterations
         elif isinstance(value, str) and os.path.isfile(f"{value}/config.json"):
-            small[name] = world.policy  # of another model of the fork's
-    pairs = "pairs" in getattr(keys.get("train_path"), "comment", "")
-    kinds = dict(prompts_path="rl_train", eval_path="rl_val", demonstrations_path="sft_val",
-                 train_path="pairs_train" if pairs else "sft_train",
-                 val_path="pairs_val" if pairs else "sft_val", ptx_path="texts")
-    for name in own_keys & kinds.keys():
-        if own[name] or name == "eval_path":
-            small[name] = rows_of(own[name] or own["prompts_path"], own, kinds[name], world)
-    keys_now = own | {name: x for name, x in small.items() if name in keys} | {
+            small.setdefault(name, world.uncentered if name == "value_init" else world.policy)
+    pairs = "pairs" if "pairs" in str(keys.get("train_path")) else "sft"
+    for name, kind in dict(prompts_path="rl_train", eval_path="rl_val", val_path=f"{pairs}_val",
+                           train_path=f"{pairs}_train", demonstrations_path="sft_val",
+                           ptx_path="texts").items():
+        if name in scripts_own and (own[name] or name == "eval_path"):
+            small[name] = rows_of(own[name] or own["prompts_path"], own, kind, world)
+    now = own | {name: x for name, x in small.items() if name in keys} | {
         name: given[name] for name in typed}
-    return {name: x for name, x in keys_now.items()
-            if x != keys[name].default and name != "out_dir"}, keys_now
+    return {name: x for name, x in now.items()
+            if x != keys[name].default and name != "out_dir"}, now
+
+
+def several_turns(world):
+    return dict(environment=world.talks, chat_template=world.template, policy_path=world.chatty,
+                max_turns=3, max_new_tokens=16)
 
 
 def rows_of(path, own, kind, world):
-    """A file of a few of the rows of the run's own file, their texts short; or the world's rows."""
-    path, part = path.split(",")[0].rpartition("*")[2], slice(0, 9) if "train" in kind else slice(
-        9, 12)
+    """A file of a few rows of the run's own file, their texts short; or of the world's rows."""
     with contextlib.suppress(Exception):  # whatever is wrong with it, a run will say it
+        path = path.split(",")[0].rpartition("*")[2]  # of a mix
         if path.endswith(".jsonl"):
             with open(path, encoding="utf-8") as f:
-                path = small_world.write(f"{world.root}/first.jsonl", "".join(
-                    line for line, _ in zip(f, range(300))))
-        (read_rows,) = {vars(room)["read_rows"] for room in rooms_of(HERE)
-                        if hasattr(room, "read_rows")}
+                path = small_world.write(f"{world.root}/first.jsonl",
+                                         "".join(itertools.islice(f, 300)))
+        read_rows = next(vars(room)["read_rows"] for room in rooms_of(HERE) if "read_rows" in vars(
+            room))
         rows = sorted(read_rows(os.path.abspath(path), dict, own.get("fields", "")),
                       key=lambda row: len(str(row.get("prompt"))))
         rows = [dict(rows[i * (len(rows) - 1) // 11]) for i in range(12)]  # of all lengths
         for i, row in enumerate(rows):
-            for n, name in enumerate(x for x in TEXTS if x in row):
-                if not isinstance(row[name], str) or not 0 < len(row[name].encode()) <= 24:
+            for n, name in enumerate(("prompt", "completion", "chosen", "rejected", "text")):
+                text = row.get(name, "a")
+                if not isinstance(text, str) or not 0 < len(text.encode()) <= 24:
                     row[name] = small_world.PROMPTS[(i + 5 * n) % 12]
-        return small_world.jsonl(f"{world.root}/own_{kind}.jsonl", rows[part])
+        return small_world.jsonl(f"{world.root}/own_{kind}.jsonl",
+                                 rows[:9] if kind.endswith("train") else rows[9:])
     return getattr(world, kind)
 
 
-def small_files(folder):
-    """small_world's world, and a chat template."""
-    world = small_world.build(folder)
-    # a policy that chats: </think> does not end its turns
-    world.chatty = shutil.copytree(world.policy, f"{folder}/chatty")
-    settings = configurator.read_json(f"{world.chatty}/generation_config.json")
-    configurator.write_json(f"{world.chatty}/generation_config.json",
-                            settings | dict(eos_token_id=small_world.EOS))
-    world.template = small_world.write(f"{folder}/template.jinja", (
-        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"))
-    return world
+def root_of(script):
+    """The folder with the rooms that a script imports: its own, or the one above it."""
+    folder = os.path.dirname(script)
+    return folder if os.path.exists(f"{folder}/run.py") else os.path.dirname(folder)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -144,9 +139,9 @@ def small_files(folder):
 class Runs:
     """Small runs, two at a time, each in a folder of its own."""
 
-    def __init__(self, script, keys, folder):
-        self.script, self.keys, self.folder = script, keys, folder
-        self.waiting, self.going, self.ended, self.seconds = {}, {}, {}, {}
+    def __init__(self, script, keys, folder, how):
+        self.script, self.keys, self.folder, self.how = script, keys, folder, how
+        self.waiting, self.going, self.ended = {}, {}, {}
 
     def ask(self, name, keys=(), how=(), ranks=1, after="", where=""):
         """
@@ -154,21 +149,20 @@ class Runs:
         have ended before it. where: the run whose folder it goes on in.
         """
         self.waiting[name] = dict(
-            script=self.script, keys=self.keys | dict(keys), how=dict(how), ranks=ranks,
+            script=self.script, keys=self.keys | dict(keys), how=self.how | dict(how), ranks=ranks,
             after=after, folder=f"{self.folder}/{where or name}")
 
     def get(self, name):
-        """A run that has ended: its codes and err of each rank, log, weights, notes of each."""
+        """A run that has ended: its codes, log, weights; what it said; the notes of each rank."""
         while name not in self.ended:
-            for other, (started, began, spec) in list(self.going.items()):
-                codes = started.poll(kill=time.time() - began > 120)
+            for other, (started, end, spec) in list(self.going.items()):
+                codes = started.poll(kill=time.time() > end)
                 if codes is not None:
                     del self.going[other]
                     self.ended[other] = read(spec["folder"], codes)
-                    self.seconds[other] = time.time() - began
             for other, spec in list(self.waiting.items()):
                 if len(self.going) < 2 and (not spec["after"] or spec["after"] in self.ended):
-                    self.going[other] = start(spec), time.time(), self.waiting.pop(other)
+                    self.going[other] = start(spec), time.time() + 120, self.waiting.pop(other)
             time.sleep(0.01)
         return self.ended[name]
 
@@ -178,7 +172,7 @@ class Runs:
 
 
 def start(spec, twin=True):
-    """Start a run. Where it is elsewhere, from a Python that has another hash of texts."""
+    """Start a run; one that is elsewhere in another Python, which has other hashes of texts."""
     if twin and "elsewhere" in spec["how"]:
         process = subprocess.Popen([sys.executable, __file__, "--run", json.dumps(spec)],
                                    env=os.environ | dict(PYTHONHASHSEED="4242"))
@@ -194,51 +188,43 @@ def start(spec, twin=True):
         spec["ranks"], before(spec["folder"], spec["how"], root_of(spec["script"])))
 
 
-def root_of(script):
-    """The folder with the rooms that a script imports: its own, or the one above it, or ours."""
-    folder = os.path.dirname(script)
-    return next((root for root in (folder, os.path.dirname(folder))
-                 if os.path.exists(f"{root}/run.py")), HERE)
-
-
 def read(folder, codes):
     """What a run has left."""
     def lines(name):
         paths = [f"{folder}/{name}-{rank}" for rank in range(len(codes))]
         return [open(path).read().splitlines() if os.path.exists(path) else [] for path in paths]
 
-    run = SimpleNamespace(codes=codes, weights={}, log=[], said="")
-    run.said = next((said[-1] for said in lines("stderr") if said), f"exit codes {codes}")[:400]
-    run.notes = [[json.loads(line) for line in said] for said in lines("notes")]
+    said = next((said[-1] for said in lines("stderr") if said), f"nothing; exit codes {codes}")
+    run = SimpleNamespace(codes=codes, said=said[:400], log=[], weights={}, notes=[
+        [json.loads(line) for line in noted] for noted in lines("notes")])
     if os.path.exists(f"{folder}/out/log.jsonl"):
         run.log = small_world.read_log(f"{folder}/out")
-        for path in sorted(glob.glob(f"{folder}/out/*/model.safetensors")):
-            model = os.path.basename(os.path.dirname(path))
-            run.weights |= {f"{model}/{name}": t for name, t in small_world.read_weights(
-                f"{folder}/out/{model}").items()}
+    for path in sorted(glob.glob(f"{folder}/out/*/model.safetensors")):
+        model = os.path.dirname(path)
+        run.weights |= {f"{os.path.basename(model)}/{name}": t
+                        for name, t in small_world.read_weights(model).items()}
     return run
 
 
 def differs(a, b, tolerance):
     if isinstance(a, float) and isinstance(b, float):
-        return a != b and not (a != a and b != b) and not (
-            abs(a - b) <= tolerance * (1 + abs(a)))
+        return a != b and not (a != a and b != b) and not abs(a - b) <= tolerance * (1 + abs(a))
     return a != b
 
 
-def compare(base, run, tolerance, but=" "):
+def compare(base, run, tolerance, but):
     """
     None where two runs agree in log and weights. Else where they part: kind (died, sampled, scores,
-    read, column, gradient, metric, log, weights), name, iteration, the two values a and b, step.
+    read, column, gradient, metric, log, weights), name, iteration, step, the two values a and b.
     but: how the names of metrics begin that need not agree.
     """
     if {*run.codes} != {0}:
         return dict(kind="died", name=run.said, iteration=None)
     found = [dict(kind="log", iteration=a["iteration"], name=name, a=a.get(name), b=b.get(name))
-             for a, b in zip(base.log, run.log) for name in dict.fromkeys([*a, *b])
+             for a, b in zip(base.log, run.log, strict=False) for name in dict.fromkeys([*a, *b])
              if differs(a.get(name), b.get(name), tolerance) and not name.startswith(but)]
     if len(base.log) != len(run.log) or base.weights.keys() != run.weights.keys():
-        found.append(dict(kind="log", iteration=len(run.log), name="what it left", a="", b=""))
+        found.append(dict(kind="log", iteration=None, name="what it left", a="", b=""))
     gaps = {name: (t - run.weights.get(name, t)).abs().max().item()
             for name, t in base.weights.items()}
     moved = [dict(kind="weights", iteration=None, name=name, a=0.0, b=x)
@@ -246,214 +232,80 @@ def compare(base, run, tolerance, but=" "):
     if not found and not moved:
         return None
     first = part(base.notes[0], run.notes[0], tolerance)
-    answer = first or (found or moved)[0]
-    if not moved and not first:
-        answer |= dict(kind="metric")
-    return answer | dict(logged=found[:1], moved=max(gaps.values(), default=0.0))
+    found = found[:1] if moved or first else [dict(found[0], kind="metric")]
+    return (first or (found or moved)[0]) | dict(logged=found, moved=max(gaps.values(), default=0))
 
 
 def part(a, b, tolerance):
     """The first thing that the notes of two runs differ in, in the order of the page; or None."""
-    def by_iteration(notes):
-        found, steps = {}, []
-        for x in notes:  # a resumed run notes an iteration again
-            if x["kind"] == "gradient":
-                steps.append(x)
-            elif x["kind"] in ("begin", "batch"):
-                found[x.get("iteration")] = x, steps
-                steps = []
-        return found
-
-    a, b = by_iteration(a), by_iteration(b)
-    for iteration in sorted(a.keys() & b.keys() - {None}):
-        (batch, steps), (other, other_steps) = a[iteration], b[iteration]
-        bad = [name for name, sums in batch["columns"].items() if any(
-            differs(x, y, max(tolerance, 1e-12)) for x, y in zip(
-                sums, other["columns"].get(name, sums), strict=True))]
-        # columns first; the script's own names only say where: a rank's may be its share
-        own = [name for name in bad if name in batch["own"]]
-        for name in (name for name in bad if name not in own):
-            x, y = max(zip(batch["columns"][name], other["columns"][name]),
-                       key=lambda x: abs(x[0] - x[1]) / (1 + abs(x[0])))
-            return dict(kind=KINDS.get(name, "scores" if "reward/" in name else "column"),
-                        iteration=iteration, name=name, a=x, b=y, own=own)
-        for x, y in zip(steps, other_steps):
-            if any(differs(x[name], y[name], tolerance) for name in ("norm", "sum")):
-                return dict(kind="gradient", iteration=iteration, name=x["model"], own=own,
-                            step=x["step"], a=x["norm"], b=y["norm"])
-        if len(steps) != len(other_steps):
-            return dict(kind="gradient", iteration=iteration, name="steps", step=len(steps),
-                        a=float(len(steps)), b=float(len(other_steps)), own=own)
+    a, b = in_order(a), in_order(b)
+    for iteration in sorted(a.keys() & b.keys()):
+        (marks, own), (others, _) = a[iteration], b[iteration]
+        bad = [key for key, x in marks.items() if any(map(
+            differs, x, others.get(key, x), itertools.repeat(max(tolerance, 1e-12))))]
+        bad += [key for key in marks.keys() ^ others.keys() if key[0] == "gradient"]
+        # the script's own names only say where: a rank's may be its share
+        for kind, name, step in (key for key in bad if key[1] not in own):
+            x, y = max(zip(*(x.get((kind, name, step), [0.0]) for x in (marks, others)),
+                           strict=False), key=lambda x: abs(x[0] - x[1]) / (1 + abs(x[0])))
+            return dict(kind=kind, iteration=iteration, name=name, step=step, a=x, b=y,
+                        own=[key[1] for key in bad if key[1] in own])
     return None
 
 
-KINDS = dict.fromkeys(["tokens", "response_mask", "finished", "row", "slot", "sampler_logprobs"],
-                      "sampled") | dict.fromkeys(["old_logprobs", "ref_logprobs", "values"], "read")
-KINDS["scores"] = "scores"
-
-
-def carried(script):
-    """
-    {name: line} of what a script's loop takes from one iteration to the next outside of run.state:
-    names from above the loop that the loop binds anew, or changes in place. By reading it alone.
-    """
-    with open(script, encoding="utf-8") as f:
-        body = ast.parse(f.read()).body
-    number, loop = next(((i, node) for i, node in enumerate(body) if isinstance(node, ast.For)
-                         and "run.iterations" in ast.unparse(node.iter)), (0, ast.Pass()))
-    above = {name for node in body[:number] if "run.state" not in ast.unparse(node)
-             for name in bound(node)} | {
-        node.name for node in body[:number] if isinstance(node, ast.ClassDef)}
-    found = {}
-    for node in outer(loop):
-        place = None
-        if isinstance(getattr(node, "ctx", None), ast.Store):
-            place = getattr(node, "value", node)  # of x[..] and x.y: x
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and re.fullmatch(
-                "append|extend|add|update|pop|clear|insert|remove|setdefault|popleft|appendleft",
-                node.func.attr):
-            place = node.func.value
-        if isinstance(place, ast.Name) and place.id in above - {"run"}:
-            found.setdefault(place.id, node.lineno)
+def in_order(notes):
+    """{iteration: ({(kind, name, step): sums} of its columns and then of its steps, own names)}."""
+    found, steps = {}, {}
+    for x in notes:  # a resumed run notes an iteration again
+        if x["kind"] == "gradient":
+            steps["gradient", x["model"], x["step"]] = [x["norm"], x["sum"]]
+        elif x["kind"] in ("begin", "batch"):
+            if x["kind"] == "batch":
+                found[x["iteration"]] = {
+                    (kind_of(name), name, None): sums for name, sums in x["columns"].items()
+                } | steps, x["own"]
+            steps = {}
     return found
 
 
-def outer(node):
-    """The nodes below a node, but not those in functions and comprehensions."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not hasattr(child, "generators") and not isinstance(
-                child, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            yield from outer(child)
-
-
-def bound(node):
-    return [] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else [
-        x.id for x in outer(node) if isinstance(getattr(x, "ctx", None), ast.Store)
-        and isinstance(x, ast.Name)]
+def kind_of(column):
+    if column in ("tokens", "response_mask", "finished", "row", "slot", "sampler_logprobs"):
+        return "sampled"
+    if column in ("old_logprobs", "ref_logprobs", "values"):
+        return "read"
+    return "scores" if column == "scores" or column.startswith("reward/") else "column"
 
 
 # -------------------------------------------------------------------------------------------------
-# the verdicts
-
-class Verdicts:
-    """Tells what is found, and keeps it: found is {check: None, or how it is broken}."""
-
-    def __init__(self, say=print):
-        self.found, self.say, self.untried = {}, say, {}
-
-    def tell(self, name, like, changed, found, lines=(), note=""):
-        """note: why what is found breaks no promise."""
-        note = note or NOTES.get(like, "")
-        self.found[name] = found and dict(found, note=note, lines=lines)
-        mark = "ok    " if not found else "note  " if note else "BROKEN"
-        self.say(f"{mark}  {PROMISES[like]}" + f" ({name})" * (not found and name != like))
-        for line in [f"changed: {changed}"] * bool(changed) + [note] * bool(note) + [*lines]:
-            if found:
-                deep = " " * (8 + len(line) - len(line.lstrip()))
-                self.say(textwrap.fill(line.strip(), 100, initial_indent=deep, subsequent_indent=(
-                    deep + "  "), break_on_hyphens=False, break_long_words=False))
-
-    def check(self, name, like, changed, base, run):
-        """Compare two runs; returns where they part, or None."""
-        found, note = compare(base, run, 0.0 if like in EXACT else TOLERANCE, dict(
-            evaluation="eval/").get(like, "objective/texts" if like in MOVE else " ")), ""
-        if found and found["kind"] == "died" and {2} & {*run.codes}:  # these keys do not go together
-            self.untried[name] = run.said
-            return self.say(f"not tried  {PROMISES[like]} ({name}): {run.said}")
-        if found and found["kind"] == "weights" and any(
-                x.get("what") == "sign" for x in base.notes[0]):
-            note = ("an optimizer that steps by a sign: where a gradient is 0 in theory, rounding "
-                    "decides; right if yours does")
-        lines = self.describe(like, found, base, run) if found else []
-        self.tell(name, like, changed, found, lines, note)
-        return found
-
-    def describe(self, like, found, base, run):
-        """How a promise is broken, in lines."""
-        kind, place = found["kind"], [found.get(x) for x in PLACE]
-        if kind == "died":
-            return [f"this run fails: {found['name']}", *likely(like, kind)]
-        where = "at the end" if found["iteration"] is None else f"iteration {found['iteration']}"
-        what = {"gradient": f"the gradient of {found['name']}, step {found.get('step')} (all "
-                            "columns of the batch agree)",
-                "metric": f"only the log's {found['name']} (all weights agree)",
-                "log": f"the log's {found['name']}", "weights": f"the weight {found['name']}"}
-        what = what.get(kind, f"the column {found['name']!r} of the batch (a sum over its tokens)")
-        lines = [f"first: {where}, {what}: {short(found['a'])} and {short(found['b'])}"]
-        if found.get("own"):
-            lines.append("  the script's own names that differ there, in its order: "
-                         + ", ".join(found["own"][:6]))
-        for x in found["logged"] * (kind not in ("metric", "log")):
-            lines.append(f"  in the log: {x['name']}, {short(x['a'])} and {short(x['b'])}; weights "
-                         f"differ by up to {found['moved']:.2g}")
-        if len(run.notes) > 1 and (other := part(*run.notes[:2], 1e-12)):
-            lines.append(f"the ranks have another {other['name']!r} in iteration "
-                         f"{other['iteration']}: {short(other['a'])} and {short(other['b'])}; a "
-                         "batch must be the same on all: a rank's number or share is in it")
-        lost = lost_names(base.notes[0], run.notes[0]) if like == "resume" else {}
-        if kind != "gradient" or found["step"]:  # the last step's; a right script sets them to 0
-            lost.pop("gradients", 0)
-        found["lost"] = [*lost]
-        lines += [f"where it resumes, `{name}` is not as in the run that was not stopped: "
-                  f"{a[:40]}, resumed {b[:40]}" for name, (a, b) in [*lost.items()][:4]]
-        same = [name for name, other in self.found.items() if other
-                and [other.get(x) for x in PLACE] == place]
-        if same and not lost:
-            return [*lines, f"the same place as above ({same[0]}): likely the same mistake"]
-        return lines + likely(like, kind)
-
-
-PLACE = "kind", "name", "iteration", "step"
-
-
-def short(x):
-    return f"{x:.8g}" if isinstance(x, float) else str(x)
-
-
-def likely(like, kind):
-    """Two or three causes: of this kind, else of any."""
-    kinds = [kind, *["column"] * (kind in ("sampled", "scores", "read")), "", "gradient"]
-    causes = next((CAUSES[like, x] for x in kinds if (like, x) in CAUSES), [])
-    return ["likely:"] * bool(causes) + [f"  - {cause}" for cause in causes]
-
-
-def lost_names(base, run):
-    """{name: (value, value)} of what is not the whole run's where an iteration is begun again."""
-    whole = {x["iteration"]: x["names"] for x in base if x["kind"] == "state"}
-    found, fresh = {}, False
-    for x in run:
-        if x["kind"] == "state" and fresh and x["iteration"] > 0:
-            before = whole.get(x["iteration"], {})
-            for name, value in x["names"].items():
-                if before.get(name, value) != value:
-                    found.setdefault(name, (before[name], value))
-        fresh = x["kind"] == "begin" or fresh and x["kind"] != "state"
-    return dict(sorted(found.items(), key=lambda x: ("." in x[0], x[0])))
-
+# the checks, and what is said of them
 
 def checks_of(keys, world, deep):
     """
-    {name: (promise, what is changed, the run to compare with, {run: options of Runs.ask})}; its
-    last run is the one that is compared.
+    {name: (promise, what is changed, the run to compare with, {run: options of Runs.ask})}. The
+    run of the check's own name is compared; where there is none to compare with, it is one itself.
     """
     found, samples = {}, "reward_functions" in keys
-    pieces = dict(micro_batch_size=5) | (dict(head_chunk=4, rollout_batch_size=4) if samples else {})
+    pieces = dict(micro_batch_size=5)
+    if samples:
+        pieces |= dict(head_chunk=4, rollout_batch_size=4)
 
-    def add(name, changed, base="base", **options):
-        found[name] = (re.split(", | [0-9]", name)[-1 if ", " in name else 0], changed, base,
-                       {name: options})
+    def add(name, changed, base="base", promise="", **options):
+        found[name] = promise or name.rpartition(", ")[2], changed, base, {name: options}
 
-    def add_stops(name, first, second, base="base", keys=()):
-        more = dict(keys=dict(keys) | dict(checkpoint_interval=1), where=name)
-        stop, kill = (dict(state=1, signal=(n, int(number))) for n, number in (
-            (first, signal.SIGTERM), (second, signal.SIGKILL)))
-        found[name] = "resume", (
-            f"stopped in iteration {first}, killed in iteration {second}, the same command again"
-            + f"; {base}" * (base != "base")), base, {
-            f"{name}, 1": dict(more, how=stop), f"{name}, 2": dict(more, how=kill, after=f"{name}, 1"),
-            name: dict(more, how=dict(state=1), after=f"{name}, 2")}
+    def add_stops(name, first, second, base="base", more=""):
+        typed = dict(bases.get(base, {}), checkpoint_interval=1)
+        found[name] = "resume", (f"stopped in iteration {first}, killed in iteration {second}, the "
+                                 f"same command again{more}"), base, {
+            f"{name} {i}": dict(keys=typed, where=name, how=dict(signal=(at, int(number))),
+                                after=f"{name} 1" if i == 2 else "")
+            for i, at, number in ((1, first, signal.SIGTERM), (2, second, signal.SIGKILL))} | {
+            name: dict(keys=typed, where=name, how=dict(state=1), after=f"{name} 2")}
 
+    bases = dict(turns=several_turns(world) | dict(
+        reward_functions=f"{keys.get('reward_functions')},0.5*environment"))
+    bases |= dict(long={name: x for name, x in dict(
+        max_iters=12, num_minibatches=2, ppo_epochs=2, num_iterations=2).items() if name in keys},
+        lora=dict(lora="2"))
     add("noise", "other seeds of torch, numpy and random, another order of Python's sets, another "
         "time of day, new memory full of NaN", how=dict(elsewhere=1))
     add("parts", PIECES, keys=pieces)
@@ -468,164 +320,239 @@ def checks_of(keys, world, deep):
             add("order", "the groups, and the responses of each, in another order",
                 how=dict(order=max(keys.get("group_size", 1), 1)))
         if not keys.get("environment"):
-            turns = dict(environment=f"{world.rules}:talks", chat_template=world.template,
-                         max_turns=3, max_new_tokens=16, policy_path=world.chatty,
-                         reward_functions=f"{keys['reward_functions']},0.5*environment")
-            found["turns"] = "turns", "", "", {"turns": dict(keys=turns)}
-            add("turns, padding", "7 more columns with other ids; several turns", "turns",
-                keys=turns, how=dict(wide=7, ids=1))
-            add("turns, ranks", f"2 ranks; {PIECES}; several turns", "turns", keys=turns | pieces,
-                ranks=2)
+            add("turns", "", "", keys=bases["turns"])
+            add("turns, padding", "several turns; 7 more columns with other ids", "turns",
+                keys=bases["turns"], how=dict(wide=7, ids=1))
+            add("turns, ranks", f"several turns; 2 ranks, {PIECES}", "turns", ranks=2,
+                keys=bases["turns"] | pieces)
     if deep:
-        long = {name: x for name, x in dict(max_iters=12, num_minibatches=2, ppo_epochs=2,
-                                            num_iterations=2).items() if name in keys}
-        found["long"] = "deep", "", "", {"long": dict(keys=long)}
-        add("long, ranks", f"3 ranks; {LONG}", "long", keys=long, ranks=3)
+        add("long", "", "", keys=bases["long"])
+        more = "; 12 iterations, two passes of two minibatches"
+        add("long, ranks", f"3 ranks{more}", "long", keys=bases["long"], ranks=3)
         for stage in (1, 3):
-            add(f"long, zero {stage}", f"zero_stage={stage} on 2 ranks; {LONG}", "long", ranks=2,
-                keys=long | dict(zero_stage=stage))
-        add_stops("long, resume", 5, 10, "long", long)
+            add(f"long, zero_stage={stage}", f"zero_stage={stage} on 2 ranks{more}", "long",
+                "ranks", keys=bases["long"] | dict(zero_stage=stage), ranks=2)
+        add_stops("long, resume", 5, 10, "long", more)
         if not keys.get("lora"):
-            lora = dict(lora="2")
-            found["lora"] = "deep", "", "", {"lora": dict(keys=lora)}
-            add("lora, ranks", "2 ranks; lora=2", "lora", keys=lora, ranks=2)
-            add_stops("lora, resume", 1, 3, "lora", lora)
+            add("lora", "", "", keys=bases["lora"])
+            add("lora, ranks", "lora=2; 2 ranks", "lora", keys=bases["lora"], ranks=2)
+            add_stops("lora, resume", 1, 3, "lora", "; lora=2")
     return found
 
 
-def prove(script, argv, folder, only="", deep=False, say=print):
-    """Try the promises: (Verdicts, Runs). only: one of them. Raises BadInput, CannotRun."""
-    os.makedirs(f"{folder}/world")
-    world = small_files(f"{folder}/world")
-    keys, values = shrink(script, argv, world)
-    runs, verdicts, tried = Runs(script, keys, folder), Verdicts(say), checks_of(values, world, deep)
-    tried = {name: check for name, check in tried.items() if only in ("", name, check[0], check[2])
-             or name in [base for other, (_, _, base, _) in tried.items() if other == only]}
-    how = dict(temperature=values.get("temperature", 1.0))
-    runs.ask("base", how=how | dict(state=1))
-    for _, _, _, asked in tried.values():
-        for name, options in asked.items():
-            runs.ask(name, **options | dict(how=how | options.get("how", {})))
-    try:
-        look(runs.get("base"), values, verdicts, script, only)
-        if "trained" in verdicts.found and verdicts.found["trained"] and (
-                verdicts.found["trained"]["kind"] == "died"):
-            return verdicts, runs
-        for name, (like, changed, base, _) in tried.items():
-            if not base:
-                run = runs.get(name)
-                if {*run.codes} != {0}:
-                    verdicts.untried[name] = run.said
-                    verdicts.say(f"not tried  {PROMISES[like]}: {run.said}")
-            elif base not in verdicts.untried:
-                found = verdicts.check(name, like, changed, runs.get(base), runs.get(name))
-                if name == "noise" and found:
-                    runs.ask("same", how=how)
-                    if verdicts.check("same", "same", "nothing", runs.get("base"), runs.get("same")):
-                        say("        all that follows compares runs: mend this first")
-                        return verdicts, runs
-        if "reward_functions" in values and only in ("", "score"):
-            higher_score(runs, values, verdicts, how)
-        if "reward_functions" in values and only in ("", "kl") and values.get("kl_coef", 0) > 0:
-            larger_kl(runs, values["kl_coef"], verdicts, how)
-    finally:
-        runs.close()
-    return verdicts, runs
+class Verdicts:
+    """Says what is found, and keeps it: found is {check: None, or how it is broken}."""
+
+    def __init__(self, say):
+        self.found, self.say, self.untried = {}, say, {}
+
+    def tell(self, name, promise, changed, found, lines=(), note=""):
+        """note: why what is found breaks no promise."""
+        note = note or NOTES.get(promise, "")
+        self.found[name] = found and dict(found, note=note, lines=lines)
+        mark = "ok    " if not found else "note  " if note else "BROKEN"
+        self.say(f"{mark}  {PROMISES[promise]}" + f" ({name})" * (not found and name != promise))
+        for line in [*([f"changed: {changed}"] if changed else []), note, *lines] if found else []:
+            deep = " " * (8 + len(line) - len(line.lstrip()))
+            self.say(textwrap.fill(line.strip(), 100, initial_indent=deep, subsequent_indent=(
+                deep + "  "), break_on_hyphens=False, break_long_words=False)) if line else None
+
+    def check(self, name, promise, changed, base, run):
+        """Compare two runs; returns where they part, or None."""
+        found = compare(base, run, 0.0 if promise in EXACT else TOLERANCE, MAY_DIFFER.get(
+            promise, "objective/texts" if name == "turns, padding" else " "))
+        if found and found["kind"] == "died" and 2 in run.codes:  # these keys do not go together
+            return self.leave_out(name, promise, run)
+        signs = [x for x in base.notes[0] if x.get("what") == "sign"]
+        self.tell(name, promise, changed, found, self.describe(promise, found, base, run) if found
+                  else (), LOOKS["sign"] if signs and found and found["kind"] == "weights" else "")
+        return found
+
+    def leave_out(self, name, promise, run):
+        self.untried[name] = run.said
+        self.say(f"not tried  {PROMISES[promise]} ({name}): {run.said}")
+
+    def describe(self, promise, found, base, run):
+        """How a promise is broken, in lines."""
+        kind, name = found["kind"], found["name"]
+        if kind == "died":
+            return [f"this run fails: {name}", *likely(promise, kind)]
+        what = {"gradient": f"the gradient of {name}, step {found.get('step')} (all columns of the "
+                            "batch agree)",
+                "metric": f"only the log's {name} (all weights agree)", "log": f"the log's {name}",
+                "weights": f"the weight {name}"}.get(
+                    kind, f"the column {name!r} of the batch (a sum over its tokens)")
+        where = "at the end" if found["iteration"] is None else f"iteration {found['iteration']}"
+        lines = [f"first: {where}, {what}: {short(found)}"]
+        if found.get("own"):
+            lines.append("  the script's own names that differ there, in its order: "
+                         + ", ".join(found["own"][:6]))
+        lines += [f"  in the log: {x['name']}, {short(x)}; weights differ by up to "
+                  f"{found['moved']:.2g}" for x in found["logged"] if kind not in ("metric", "log")]
+        if len(run.notes) > 1 and (other := part(*run.notes[:2], 1e-12)):
+            lines.append(f"the ranks have another {other['name']!r} in iteration "
+                         f"{other['iteration']}: {short(other)}; a batch must be the same on all: "
+                         "a rank's number or share is in it")
+        lost = lost_names(base.notes[0], run.notes[0]) if promise == "resume" else {}
+        if kind != "gradient" or found["step"]:  # those of the last step are there in a right fork
+            lost.pop("gradients", 0)
+        lines += [f"where it resumes, `{name}` is not as in the run that was not stopped: "
+                  f"{a[:40]}, resumed {b[:40]}" for name, (a, b) in [*lost.items()][:4]]
+        for name, other in self.found.items():
+            if other and not lost and all(other.get(x) == found.get(x) for x in PLACE):
+                return [*lines, f"the same place as above ({name}): likely the same mistake"]
+        return lines + likely(promise, kind)
 
 
-def look(base, values, verdicts, script, only):
-    """What one run, and the script's text, show."""
-    if {*base.codes} != {0}:
-        if not re.search(OWN_CHECKS, base.said):
-            raise CannotRun(base.said)
-        return verdicts.tell("trained", "trained", "", dict(kind="died", name=""), [
-            f"the run itself says: {base.said}"])
-    looks = {(x["what"], x["name"]): x for x in base.notes[0] if x["kind"] == "look"}
-    lines = [LOOKS[what].format(**x) for (what, _), x in looks.items()
-             if what in LOOKS and what != "mask"]
-    kls = [record["objective/kl"] for record in base.log if "objective/kl" in record]
-    if values.get("kl_coef", 0) > 0 and len(kls) > 1 and not any(kls):
-        lines.append("objective/kl is exactly 0 in every iteration: the reference is the policy "
-                     "itself, or moves with it")
-    if only in ("", "trained"):
-        verdicts.tell("trained", "trained", "", dict(kind="look", name="") if lines else None, lines)
-    masks = [LOOKS["mask"].format(**x) for (what, _), x in looks.items() if what == "mask"]
-    names = [f"line {line}: {name}" for name, line in carried(script).items()]
-    for name, lines in (("mask", masks), ("carried", names)):
-        if only in ("", name) and lines:
-            verdicts.tell(name, name, "", dict(kind=name, name=""), lines)
+def short(found):
+    """The two values."""
+    return " and ".join(f"{x:.8g}" if isinstance(x, float) else str(x)
+                        for x in (found["a"], found["b"]))
 
 
-def higher_score(runs, values, verdicts, how):
-    """One response's score, 3 higher and 3 lower: its log-prob must follow."""
-    more = {name: x for name, x in dict(max_refills=0, refill_by="").items() if name in values}
-    for wait in (0, 2):  # where the first iteration trains no policy: the third one
-        for by in (3.0, -3.0):
-            runs.ask(f"score {by:+}, {wait}", how=how | dict(bump=dict(by=by, wait=wait)),
-                     keys=more | dict(max_iters=wait + 1, eval_path=""))
-        up, down = (next((x["likely"] for x in runs.get(f"score {by:+}, {wait}").notes[0]
-                          if x["kind"] == "end"), 0.0) for by in (3.0, -3.0))
-        if up != down:
-            break
-    kind = "none" if up == down else "wrong"
-    lines = ["whatever its score, the update is the same"] if up == down else [
-        f"its log-prob behind one iteration: {short(up)} with the higher score, {short(down)} with "
-        "the lower one"]
-    verdicts.tell("score", "score", "the score of one response, 3 higher or 3 lower",
-                  dict(kind=kind, name="") if up <= down else None, lines + likely("score", kind))
+def likely(promise, kind):
+    """Two or three causes: of this kind, else of any."""
+    kinds = [kind, *["column"] * (kind in ("sampled", "scores", "read")), "", "gradient"]
+    causes = next((CAUSES[promise, x] for x in kinds if (promise, x) in CAUSES), [])
+    return ["likely:"] * bool(causes) + [f"  - {cause}" for cause in causes]
 
 
-def larger_kl(runs, kl_coef, verdicts, how):
-    for by in (0.01, 10.0):
-        runs.ask(f"kl {by}", how=how | dict(drift=1), keys=dict(kl_coef=kl_coef * by, eval_path=""))
-    near, far = (next((x["drift"] for x in runs.get(f"kl {by}").notes[0] if x["kind"] == "end"), 0.0)
-                 for by in (0.01, 10.0))
-    verdicts.tell("kl", "kl", "kl_coef, a hundredth of yours or ten times as much",
-                  dict(kind="wrong", name="") if far > 1.1 * near else None, [
-                      f"squared distance of a token's log-probs at the end: {near:.3g} with the "
-                      f"small coefficient, {far:.3g} with the large one", *likely("kl", "")])
+def lost_names(base, run):
+    """{name: (value, value)} of what is not the whole run's where an iteration is begun again."""
+    whole = {x["iteration"]: x["names"] for x in base if x["kind"] == "state"}
+    found, fresh = {}, False
+    for x in run:
+        if x["kind"] == "state" and fresh and x["iteration"] > 0:
+            then = whole.get(x["iteration"], {})
+            found |= {name: (then[name], value) for name, value in x["names"].items()
+                      if then.get(name, value) != value}
+        fresh = x["kind"] == "begin" or fresh and x["kind"] != "state"
+    return dict(sorted(found.items(), key=lambda x: ("." in x[0], x[0])))
+
+
+def looks_of(run, *kinds):
+    """What one run shows, in lines."""
+    return [LOOKS[x["what"]].format(**x) for x in run.notes[0]
+            if x["kind"] == "look" and x["what"] in kinds]
 
 
 class CannotRun(Exception):
     """The small run cannot be made."""
 
 
-# errors by which a run refuses what breaks a promise; other errors may be the small world's fault
-OWN_CHECKS = ("run.state|optimizer keeps|has a trained parameter|before any update|drifted apart|"
-              "changed although|not finite|metric")
+def prove(script, argv, folder, only="", deep=False, say=print):
+    """Try the promises: (Verdicts, Runs). only: one of them. Raises BadInput, CannotRun."""
+    os.makedirs(f"{folder}/world")
+    world = small_world.build(f"{folder}/world")
+    typed, keys = shrink(script, argv, world)
+    verdicts = Verdicts(say)
+    runs = Runs(script, typed, folder, dict(temperature=keys.get("temperature", 1.0)))
+    runs.ask("base", how=dict(state=1))
+    checks = {name: check for name, check in checks_of(keys, world, deep).items()
+              if only in ("", name, check[2])}
+    for _, _, _, asked in checks.values():
+        for name, options in asked.items():
+            runs.ask(name, **options)
+    try:
+        base = runs.get("base")
+        look(base, keys, verdicts, only)
+        if {*base.codes} != {0}:
+            return verdicts, runs
+        for name, (promise, changed, other, _) in checks.items():
+            run = runs.get(name)
+            if not other and {*run.codes} != {0}:
+                verdicts.leave_out(name, promise, run)
+            elif not other and (lines := looks_of(run, "lost", "mask")):
+                verdicts.tell(name, promise, "", dict(kind="look"), lines)
+            elif other and other not in verdicts.untried:
+                found = verdicts.check(name, promise, changed, runs.get(other), run)
+                if name == "noise" and found:
+                    runs.ask("same")
+                    if verdicts.check("same", "same", "nothing", base, runs.get("same")):
+                        say("        all that follows compares runs: mend this first")
+                        return verdicts, runs
+        for name, tries in pairs_of(keys).items():
+            for number, pair in enumerate(tries if only in ("", name) else []):
+                asked = [f"{name} {number}, {by}" for by in pair]
+                for run, options in zip(asked, pair.values(), strict=True):
+                    runs.ask(run, **options)
+                high, low = (sum(x[name] for x in runs.get(run).notes[0] if x["kind"] == "end")
+                             for run in asked)
+                kind = "wrong" if low > 1.1 * high and name == "kl" or high < low and (
+                    name == "score") else "none" if high == low else ""
+                if kind != "none":  # else the first iteration trains no policy: then a later one
+                    break
+            if only in ("", name):
+                verdicts.tell(name, name, CHANGED[name], dict(kind=kind) if kind else None, [
+                    f"{high:.6g} and {low:.6g}", *likely(name, kind)])
+    finally:
+        runs.close()
+    return verdicts, runs
+
+
+def pairs_of(keys):
+    """{promise: pairs of runs, {what: options of Runs.ask}}: a figure of the first is larger."""
+    if "reward_functions" not in keys:
+        return {}
+    plain = dict(eval_path="") | {name: x for name, x in dict(
+        max_refills=0, refill_by="").items() if name in keys}
+    found = dict(score=[{f"{by:+}": dict(how=dict(bump=dict(by=by, wait=wait)), keys=plain | dict(
+        max_iters=wait + 1)) for by in (3, -3)} for wait in (0, 2)])
+    if keys.get("kl_coef", 0) > 0:
+        found["kl"] = [{f"{by}": dict(how=dict(drift=1), keys=plain | dict(
+            kl_coef=keys["kl_coef"] * by)) for by in (0.01, 10)}]
+    return found
+
+
+def look(base, keys, verdicts, only):
+    """What one run shows. Raises CannotRun."""
+    lines = looks_of(base, "zero", "still", "lost")
+    if {*base.codes} != {0}:
+        if not re.search(REFUSED, base.said):  # it may be the small world's fault
+            raise CannotRun(base.said)
+        lines = [f"the run itself says: {base.said}"]
+    kls = [record["objective/kl"] for record in base.log if "objective/kl" in record]
+    if keys.get("kl_coef", 0) > 0 and len(kls) > 1 and not any(kls):
+        lines.append(LOOKS["kl"])
+    if only in ("", "trained") or {*base.codes} != {0}:
+        verdicts.tell("trained", "trained", "", dict(kind="look") if lines else None, lines)
+    if only in ("", "mask") and (lines := looks_of(base, "mask")):
+        verdicts.tell("mask", "mask", "", dict(kind="look"), lines)
 
 
 def main(argv):
     own = [arg for arg in argv if arg == "--deep" or arg.startswith("--only=")]
-    rest = [arg for arg in argv if arg not in own]
-    scripts = [arg for arg in rest if not arg.startswith("--")][:1]
-    only = next((arg.partition("=")[2] for arg in own if arg != "--deep"), "")
+    files = [arg for arg in argv if not arg.startswith("-")]
+    only = next((arg[7:] for arg in own if arg != "--deep"), "")
     if {"-h", "--help"} & {*argv} or not argv:
-        print(__doc__.strip(), "\n\nThe promises:")
+        print(__doc__.strip(), "The promises:", sep="\n\n")
         for name, text in PROMISES.items():
             print(f"    {name:<12}{text}{' (a note)' * (name in NOTES)}")
         return 0
-    if not scripts or not os.path.isfile(scripts[0]):
-        raise BadInput(f"{(scripts or argv)[0]} is no script; type python tools/prove.py grpo.py "
-                       "config/mine.py, the command of a run")
+    if not files or not os.path.isfile(files[0]) or not files[0].endswith(".py"):
+        raise BadInput(f"{(files or argv)[0]!r} is no script; type the command of a run: python "
+                       "tools/prove.py grpo.py config/mine.py")
+    script = os.path.abspath(files[0])
+    with open(script, encoding="utf-8") as f:
+        if not re.search("^from run import", f.read(), re.MULTILINE):
+            raise BadInput(f"{files[0]} does not call the rooms: it has no line 'from run import'")
     if only and only not in PROMISES:
         raise BadInput(f"--only={only}: the promises are {', '.join(PROMISES)}")
-    rest.remove(scripts[0])
-    script, began = os.path.abspath(scripts[0]), time.time()
     import transformers
 
     transformers.logging.disable_progress_bar()
-    folder = tempfile.mkdtemp(prefix="prove-")
+    began, folder = time.time(), tempfile.mkdtemp(prefix="prove-")
     try:
-        verdicts, runs = prove(script, rest, folder, only, "--deep" in own)
+        verdicts, runs = prove(script, [arg for arg in argv if arg not in (*own, files[0])], folder,
+                               only, "--deep" in own)
     except CannotRun as e:
-        print(f"prove.py: the small run of {scripts[0]} cannot be made: {e}", file=sys.stderr)
+        print(f"prove.py: error: the small run cannot be made; {e}", file=sys.stderr)
         return 3
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     broken = [name for name, found in verdicts.found.items() if found and not found["note"]]
-    print(f"{len(verdicts.found)} promises tried, {len(broken)} broken; {len(runs.seconds)} runs in "
-          f"{time.time() - began:.0f} s")
+    print(f"{len(verdicts.found)} checks, {len(broken)} found something broken; {len(runs.ended)} "
+          f"runs in {time.time() - began:.0f} s")
     return 1 if broken else 0
 
 

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import random
+import re
 import sys
 import time
 
@@ -25,34 +26,27 @@ def before(folder, how, root):
     def prepare(rank):
         if root != small_world.ROOT:
             small_world.of_copy(root)(rank)
-        number = 77 if "elsewhere" in how else 0
+        rooms, number = rooms_of(root), 77 if "elsewhere" in how else 0
         random.seed(number), torch.manual_seed(number)
         with contextlib.suppress(ImportError):
-            import numpy
-
-            numpy.random.seed(number)
-        rooms = rooms_of(root)
+            importlib.import_module("numpy").random.seed(number)
         if "elsewhere" in how:  # another time of day; new memory is full of NaN
             now = time.time
             time.time = lambda: now() + 123456.7
-            wrap(rooms, "choose_kernels", then=lambda *_: fill_with_nan())
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            wrap(rooms, "choose_kernels", then=lambda *_: torch.use_deterministic_algorithms(
+                True, warn_only=True))
         change_batches(rooms, how)
         see(rooms, f"{folder}/notes-{rank}", how, root)
-        if "signal" in how:
-            small_world.at(*how["signal"])(rank)
 
     return prepare
 
 
 def rooms_of(root):
     """The modules of the root that are no scripts."""
-    rooms = []
-    for file in sorted(glob.glob(f"{root}/*.py")):
-        with open(file, encoding="utf-8") as f:
-            text = f.read()
-        if "configure(globals()" not in text and "__main__" not in text:
-            rooms.append(importlib.import_module(os.path.basename(file)[:-3]))
-    return rooms
+    paths = [path for path in sorted(glob.glob(f"{root}/*.py"))
+             if "configure(globals()" not in open(path, encoding="utf-8").read()]
+    return [importlib.import_module(os.path.basename(path)[:-3]) for path in paths]
 
 
 def wrap(rooms, name, first=None, then=None):
@@ -69,18 +63,12 @@ def wrap(rooms, name, first=None, then=None):
 
     for home in rooms:
         f = vars(home).get(name)
-        if f and getattr(f, "__module__", "") in (vars(home).get("__name__"), home.__module__ if
-                                                  isinstance(home, type) else 0):
+        if getattr(f, "__module__", "") == getattr(home, "__module__", home.__name__):
             functools.update_wrapper(new, f)
             for room in rooms:
                 for other in [n for n, x in vars(room).items() if x is f]:
                     setattr(room, other, new)
             return
-
-
-def fill_with_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 # -------------------------------------------------------------------------------------------------
@@ -131,7 +119,7 @@ def change_batches(rooms, how):
 
 
 def shuffled(n, size):
-    """An order of n rows in which the groups, and in another way in each its rows, change places."""
+    """An order of n rows in which the groups, and in each another way its rows, change places."""
     if n % size:
         return torch.arange(n)
     number = torch.arange(n // size)[:, None]
@@ -140,10 +128,10 @@ def shuffled(n, size):
 
 def one_of(batch):
     """The row of a response that has ended, and is like no other; of these the longest."""
-    texts = [ids[:n] for ids, n in zip(batch["tokens"].tolist(), batch["lengths"].tolist())]
-    rows = [i for i, text in enumerate(texts) if texts.count(text) == 1]
-    ended = [i for i in rows if batch["finished"][i]] or rows or [0]
-    return max(ended, key=lambda i: int(batch["response_mask"][i].sum()))
+    lengths, finished = batch["lengths"].tolist(), batch["finished"].tolist()
+    texts = [ids[:n] for ids, n in zip(batch["tokens"].tolist(), lengths, strict=True)]
+    return max(range(len(texts)), key=lambda i: (
+        texts.count(texts[i]) == 1, finished[i], int(batch["response_mask"][i].sum())))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -175,6 +163,8 @@ def see(rooms, path, how, root):
             if "state" in how:
                 write("state", iteration=iteration,
                       names=states(sys._getframe(1).f_globals, root))
+            if how.get("signal", [-1])[0] == iteration:
+                os.kill(os.getpid(), how["signal"][1])
             yield iteration
 
     def logged(run, record, batch=None, *args):
@@ -205,7 +195,7 @@ def see(rooms, path, how, root):
 
     def over(run, *args):
         for name, all_steps in zero.items():
-            if all(all_steps):  # in later steps of an iteration all may be clipped
+            if any(all_steps):  # in later steps of an iteration all may be clipped
                 look("zero", name)
             elif all(map(torch.equal, kept["start"][name], learned[name])):
                 look("still", name)
@@ -216,8 +206,8 @@ def see(rooms, path, how, root):
                 logprobs, ref = (response_logprobs(
                     run.models[name], batch, how["temperature"])[0] for name in (
                     "policy", "ref_policy" if "drift" in how else "policy"))
-            write("end", drift=(logprobs - ref).square().mean().item(),
-                  likely=logprobs[how.get("bump", {}).get("row", 0)].sum().item())
+            write("end", kl=(logprobs - ref).square().mean().item(),
+                  score=logprobs[how.get("bump", {}).get("row", 0)].sum().item())
 
     def reduced(_, gradients, *args):
         for name, buffers in gradients.items():
@@ -253,10 +243,7 @@ def see(rooms, path, how, root):
 
 
 def by_sign(parts):
-    """
-    Whether numbers whose gradient is rounding move as far as others. parts: parameters, what they
-    were, their gradients.
-    """
+    """Whether numbers whose gradient is rounding move as far as others. parts: see step."""
     moved = torch.cat([(p.detach() - old).abs().flatten() for p, old, _ in parts])
     size = torch.cat([grad.abs().flatten() for _, _, grad in parts])
     small = (size > 0) & (size < 1e-12 * size.max())
@@ -277,36 +264,35 @@ def sums_of(x, batch):
 
 def states(names, root):
     """{name: a short text} of all plain values that live in the script, and in the rooms."""
-    found = {name: x for name, x in names.items() if name not in ("config", "out_dir", "system")}
+    found = {name: x for name, x in names.items() if name not in ("run", "config", "system")}
     for name, module in [*sys.modules.items()]:
-        file, skipped = str(getattr(module, "__file__", None)), ("/lib/python", "/tests/", "/tools/")
-        if file.startswith(f"{root}/") and name not in ("errors", "ranks", "__main__") and not any(
-                part in file[len(root):] for part in skipped):
+        file = str(getattr(module, "__file__", "")).partition(f"{root}/")[2]
+        if re.match(r"\w+\.py|(options|grading)/", file) and name not in ("errors", "ranks"):
             found |= {f"{name}.{key}": x for key, x in vars(module).items()}
     known = {}
     for name, x in found.items():
         with contextlib.suppress(Exception):
-            if not name.rpartition(".")[2].startswith("__") and (text := shown(x)) is not None:
+            if "__" not in name and (text := shown(x)) is not None:
                 known[name] = text
     return known
 
 
 def shown(x, depth=0):
     """A short text of a plain value, tensor, container or small object; None: of anything else."""
-    kind = type(x)
-    if x is None or kind.__module__ == "numpy" or isinstance(x, (bool, int, float, str)):
+    home = type(x).__module__.partition(".")[0]
+    if x is None or home == "numpy" or isinstance(x, (bool, int, float, str)):
         return repr(x)[:60]
     if isinstance(x, torch.Tensor):
         return f"{tuple(x.shape)} {x.detach().double().nan_to_num().sum().item()!r}"
-    if kind.__name__ in ("Generator", "Random"):
+    if type(x).__name__ in ("Generator", "Random"):
         return str(hash(str(x.get_state().tolist() if hasattr(x, "get_state") else x.getstate())))
-    if isinstance(x, (list, tuple, set, frozenset)) or kind.__name__ == "deque":
+    if isinstance(x, (list, tuple, set, frozenset)) or type(x).__name__ == "deque":
         x = dict(enumerate(sorted(x, key=str) if isinstance(x, (set, frozenset)) else x))
-    elif getattr(x, "__module__", "") == "__main__" and hasattr(x, "__dict__"):
-        x = {key: y for key, y in vars(x).items() if key[:2] != "__" and not callable(y)} or None
-    elif not isinstance(x, dict) and not callable(x) and kind.__module__.split(".")[0] not in (
+    elif getattr(x, "__module__", "") == "__main__":  # what hangs on a class or function
+        x = {key: y for key, y in vars(x).items() if "__" not in key and not callable(y)}
+    elif not isinstance(x, dict) and not callable(x) and home not in (
             "torch", "transformers", "tokenizers", "functools", "builtins"):
-        x = vars(x)  # what hangs on a class, function or object
+        x = vars(x)
     if isinstance(x, dict) and depth < 4:
         return str({str(key): shown(y, depth + 1) for key, y in x.items()})
     return None

@@ -10,30 +10,37 @@ PROMISES = dict(
     evaluation="an evaluation changes nothing",
     resume="kill it anywhere, and the same command ends in the same bits",
     turns="with several turns the mask has gaps, and all this is true, too",
-    deep="longer runs, ZeRO and LoRA do the same",
+    long="longer runs do all this, too, and ZeRO does", lora="and LoRA does",
     order="a response does not depend on its place in the batch",
     score="a response with a higher score becomes likelier",
     kl="a larger kl_coef keeps the policy nearer to the reference",
-    mask="losses and metrics see tokens that the policy sampled, and no others",
-    carried="what goes from one iteration to the next is in run.state")
+    mask="losses and metrics see tokens that the policy sampled, and no others")
 EXACT = "noise", "same", "evaluation", "resume"  # to the last bit; the others to rounding
-MOVE = "padding", "ids", "order"  # objective/texts is a hash of the batch's ids, of padding, too
 NOTES = dict.fromkeys(["score", "kl"], "no promise, but what most algorithms want") | dict(
     order="no promise: trees, hints and the like give the responses of a group parts of their own",
-    mask="no promise, but a rule of the house; right if you train on other tokens on purpose",
-    carried="by reading the script: names from above the loop that the loop changes; right, if "
-            "nothing is lost with them")
+    mask="no promise, but a rule of the house; right if you train on other tokens on purpose")
+MAY_DIFFER = dict.fromkeys(["padding", "ids", "order"], "objective/texts") | dict(
+    evaluation="eval/")  # metrics; objective/texts is a hash of all ids, of padding, too
 PIECES = "micro_batch_size, rollout_batch_size, head_chunk"
-LONG = "12 iterations, two passes of two minibatches"
+CHANGED = dict(score="the score of one response, 3 higher and 3 lower; its log-prob behind it",
+               kl="kl_coef, a hundredth of yours and ten times as much; the squared distance of a "
+                  "token's log-probs from the reference at the end")
+# errors by which a run itself refuses what breaks a promise
+REFUSED = (r"run\.state|optimizer keeps|has a trained parameter|before any update|drifted apart|"
+           "is not finite|the metric")
 LOOKS = dict(  # what one run shows
-    zero="the gradient of {name!r} is exactly 0 in the first step of each iteration: a loss "
+    zero="the gradient of {name!r} is exactly 0 in an iteration's first step: a loss "
          "without gradient (old_logprobs without detach, a detach or no_grad too many, no "
          "advantage)",
     still="{name!r} is trained, and no weight of it has moved",
     lost="{count} {name} stand in columns where no token was sampled: GAE never sees them; "
          "last_real(mask) is the column of the last token",
     mask="{name} gets a mask that is True where the policy sampled nothing: response_mask is the "
-         "one that counts")
+         "one that counts",
+    kl="objective/kl is exactly 0 in every iteration: the reference is the policy itself, or moves "
+       "with it",
+    sign="an optimizer that steps by a sign: where a gradient is 0 in theory, rounding decides; "
+         "right if yours does")
 CAUSES = {  # (a promise, what differs first): likely causes
     ("noise", ""): [
         "noise without a name: torch.rand, randperm, random, numpy: draw it from a Generator whose "
