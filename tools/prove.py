@@ -37,6 +37,7 @@ sys.path[:0] = [f"{HERE}/tools", HERE, f"{HERE}/data", f"{HERE}/tests"]
 import configurator  # noqa: E402  before torch
 import small_world  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from errors import BadInput  # noqa: E402
 from prove_seen import before, rooms_of  # noqa: E402
 from prove_words import (CAUSES, CHANGED, EXACT, LOOKS, MAY_DIFFER, NOTES, PIECES,  # noqa: E402
@@ -442,6 +443,7 @@ class CannotRun(Exception):
 
 def prove(script, argv, folder, only="", deep=False, say=print):
     """Try the promises: (Verdicts, Runs). only: one of them. Raises BadInput, CannotRun."""
+    transformers.logging.disable_progress_bar()
     os.makedirs(f"{folder}/world")
     world = small_world.build(f"{folder}/world")
     typed, keys = shrink(script, argv, world)
@@ -538,9 +540,6 @@ def main(argv):
             raise BadInput(f"{files[0]} does not call the rooms: it has no line 'from run import'")
     if only and only not in PROMISES:
         raise BadInput(f"--only={only}: the promises are {', '.join(PROMISES)}")
-    import transformers
-
-    transformers.logging.disable_progress_bar()
     began, folder = time.time(), tempfile.mkdtemp(prefix="prove-")
     try:
         verdicts, runs = prove(script, [arg for arg in argv if arg not in (*own, files[0])], folder,
