@@ -166,9 +166,9 @@ def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
 def micro_batches(batch, index, micro_batch_size, micro_batch_tokens=0):
     """
     This rank's micro-batches of the rows `index` of a batch: dicts like the batch. All ranks have
-    equally many, some without rows. Rows of about the same length come together, cut to the W
-    columns of the longest. Rows [0, 1, 2] on one rank, with micro_batch_size = 2, T = 6 and padding
-    as a dot:
+    equally many, some without rows: what is computed with these adds 0. Rows of about the same
+    length come together, cut to the W columns of the longest. Rows [0, 1, 2] on one rank, with
+    micro_batch_size = 2, T = 6 and padding as a dot:
 
         batch["tokens"]   5 6 7 8 9 .    of 5 tokens
                           1 2 . . . .       2
@@ -178,24 +178,16 @@ def micro_batches(batch, index, micro_batch_size, micro_batch_tokens=0):
                           3 4 5 . .      row 2
         the second:       1 2            row 1, W = 2
     """
-    lengths = batch["lengths"][index].tolist()
-    # to make one, the CPU waits for a GPU, so all are made before the training begins
-    return [micro_batch(batch, index[torch.tensor(part, dtype=torch.int64, device=index.device)],
-                        max([lengths[i] for i in part], default=2))
-            for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens)]
-
-
-def micro_batch(batch, index, W):
-    """
-    The rows `index` of a batch, b of them, and the first W columns of what has T columns. Without
-    rows there is still a text of two tokens, none of which the policy sampled: sharded models need
-    a forward on all ranks. All else has no rows then, so what is computed with it adds 0.
-    """
-    T = batch["tokens"].shape[1]
-    mb = {name: x[index, :W] if x.shape[1:] == (T,) else x[index] for name, x in batch.items()}
-    if len(index) == 0:
-        mb |= {name: mb[name].new_zeros(1, W) for name in ("tokens", "response_mask")}
-    return mb
+    (_, T), lengths = batch["tokens"].shape, batch["lengths"][index].tolist()
+    made = []  # to make one, the CPU waits for a GPU, so all are made before the training begins
+    for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens):
+        rows = index[torch.tensor(part, dtype=torch.int64, device=index.device)]
+        W = max([lengths[i] for i in part], default=2)
+        mb = {name: x[rows, :W] if x.shape[1:] == (T,) else x[rows] for name, x in batch.items()}
+        if not part:  # a sharded model needs the forward of all ranks: of a text without responses
+            mb |= {name: mb[name].new_zeros(1, W) for name in ("tokens", "response_mask")}
+        made.append(mb)
+    return made
 
 
 def right_pad(sequences, pad_id):

@@ -12,8 +12,8 @@ It is ppo.py without a value model. `diff ppo.py grpo.py` shows all of it:
     - each response weighs the same in the loss, not each token (the key aggregation).
 
 One iteration: take batch_size / group_size prompts;
-    1) rollout: the policy answers each prompt group_size times, and each answer gets a score;
-    2) read: policy and reference read the answers;
+    1) rollout: the policy answers each prompt group_size times;
+    2) score: each answer gets a score; policy and reference read the answers;
     3) advantages: an answer's score minus its group's mean, over the group's deviation;
     4) update: a few clipped steps on the policy;
     5) metrics, and a line in the log.
@@ -64,13 +64,15 @@ reward_path = ""  # a model with one label, where reward_functions names reward_
 prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
 eval_path = ""  # * held-out prompts; empty = no evaluation
 
-# 1) rollout, and its scores
+# 1) rollout
 batch_size = 512  # * responses an iteration, over all ranks; a multiple of group_size [1..1000000]
 group_size = 8  # * responses to a prompt, G [2..1000000]
 max_new_tokens = 1024  # * longest response R [1..1000000]
 temperature = 1.0  # + of sampling, and so of every log-prob here [> 0]
 max_refills = 0  # + DAPO: how often groups of equal scores are replaced by others [0..1000]
 refill_by = ""  # with max_refills: equal in this reward, as accuracy; empty: in the whole score
+
+# 2) score
 reward_functions = "1.0*accuracy,0.1*format"  # * a sum of rules, reward_model, mine.py:f
 
 # 3) advantages
@@ -166,10 +168,11 @@ kl_loss_coef = kl_coef if kl_in == "loss" else 0.0
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
-# an iteration -> the numbers of its data rows; rows of a batch -> this rank's micro-batches of them
+# iteration -> numbers of its data rows; row numbers of a batch -> this rank's micro-batches
 rows_of = partial(batch_rows, seed, batch_size=num_prompts, rows=train_rows)
 my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
                            micro_batch_tokens=system.micro_batch_tokens)
+logprob_models = dict(old_logprobs=policy, ref_logprobs=ref_policy)  # {column: its model}
 
 
 def forward(model, mb):
@@ -179,7 +182,7 @@ def forward(model, mb):
 
 
 def minibatches(iteration, epoch=0):
-    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+    """The row numbers of each step of an epoch. Each epoch takes them in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
     return order.to(device).tensor_split(num_minibatches)
 
@@ -195,13 +198,6 @@ def rollout(purpose, iteration, rows, row_numbers, samples=group_size, slots=Non
     with run.saved_if_it_fails():  # COLLECTIVE: a reward may fail, or hang
         score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device)
     return batch
-
-
-def read(batch, steps):
-    """A collective: the models read a batch before its update, in that update's micro-batches."""
-    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy)
-    parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
-    forward_batch(batch, readers, forward, parts, device)  # COLLECTIVE
 
 
 def shape_scores(batch):
@@ -224,7 +220,8 @@ def find_flat(batch):
 def evaluate():
     """A collective: the policy on held-out prompts, one response each."""
     batch = rollout("eval", 0, eval_rows, held_out, samples=1)  # COLLECTIVE; always the same noise
-    read(batch, [batch["index"]])  # COLLECTIVE
+    forward_batch(  # COLLECTIVE
+        batch, logprob_models, forward, my_micro_batches(batch, batch["index"]), device)
     return run.log_evaluation(  # COLLECTIVE
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
@@ -250,7 +247,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.log(record)  # COLLECTIVE
         break
 
-    # 1) rollout: the policy answers; the reward model, or rules, give each answer a score
+    # 1) rollout: the policy answers. The function goes on to 2) score: answers get scores
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
     flat = find_flat(batch)  # (B / G,): groups with nothing to compare
     if max_refills > 0:
@@ -261,11 +258,13 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.enter("score")
     mask = batch["response_mask"]  # (B, T)
 
-    # 2) read: the log-probs of policy and reference, before any update
-    read(batch, minibatches(iteration))  # COLLECTIVE
+    # 2) score, before any update: the log-probs of policy and reference
+    parts = (mb for index in minibatches(iteration) for mb in my_micro_batches(batch, index))
+    forward_batch(batch, logprob_models, forward, parts, device)  # COLLECTIVE
     sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL must be 0, too
 
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
+    run.enter("advantages")
     scores = shape_scores(batch)  # (B,)
     if kl_coef > 0 and kl_in == "reward":  # the KL of all tokens is a part of the score
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, T)
@@ -290,17 +289,17 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     ratio_gap, norms = 0.0, {}  # as they are without a step
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(num_iterations):
-        for rows in minibatches(iteration, epoch):
+        for index in minibatches(iteration, epoch):
             # without any advantage, only momentum and the KL would move the policy: no step then
-            if not teaches[rows].any():
+            if not teaches[index].any():
                 continue
             # one normaliser for the whole step, over all micro-batches and ranks, in the weights
-            weights = token_weights(counted[rows], aggregation, max_new_tokens)  # (rows, T)
-            batch["weights"][rows] = weights.to(batch["weights"])
+            weights = token_weights(counted[index], aggregation, max_new_tokens)  # (len(index), T)
+            batch["weights"][index] = weights.to(batch["weights"])
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
 
-            for mb in my_micro_batches(batch, rows):
+            for mb in my_micro_batches(batch, index):
                 m = mb["counted"]  # (b, W)
 
                 # the policy: how much likelier is each token now, and is that good?

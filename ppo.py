@@ -7,9 +7,9 @@ python ppo.py config/arithmetic_ppo.py --kl_coef=0.5 --seed=2   # override any k
 torchrun --nproc_per_node=8 ppo.py config/llama.py              # 8 GPUs
 
 One iteration: take batch_size prompts;
-    1) rollout: the policy answers each prompt, and the reward model scores the answers;
-    2) read: policy, reference and value model read the answers;
-    3) rewards: scores and KL become a reward for each token, rewards and values become advantages;
+    1) rollout: the policy answers each prompt;
+    2) score: the reward model scores the answers; policy, reference and value model read them;
+    3) advantages: scores and KL become rewards of tokens; with the values, these become advantages;
     4) update: a few clipped steps on policy and value model;
     5) metrics, and a line in the log.
 
@@ -21,10 +21,9 @@ One iteration: take batch_size prompts;
     value_model    values (B, T)           yes       reward model or policy (value_init)
 
 B responses in an iteration, in T columns: the longest prompt's length + max_new_tokens. A batch is
-a dict of tensors: tokens (B, T), response_mask (B, T), index (B,), ... A number that belongs to
-a token stands in the token's column; batches.py has the table. response_mask is True on the tokens
-that the policy sampled; index is the number of the row, 0 to B - 1. A micro-batch is a few of the
-rows, cut to the columns that these rows use, (b, W).
+a dict of tensors; the head of batches.py has the table of its columns. A number that belongs to a
+token stands in the token's column; response_mask is True on the tokens that the policy sampled. A
+micro-batch is a few of the rows, cut to the columns that these rows use, (b, W).
 
 COLLECTIVE marks a line that all ranks must reach together, because there they exchange data.
 N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031).
@@ -66,13 +65,15 @@ value_init = "reward"  # + its start: reward, policy, shared (a head on the poli
 prompts_path = "data/arithmetic/rl_train.jsonl"  # * to train on; A.jsonl,0.3*B.jsonl: a mix
 eval_path = ""  # * held-out prompts; empty = no evaluation
 
-# 1) rollout, and its scores
+# 1) rollout
 batch_size = 512  # * responses an iteration, over all ranks [1..1000000]
 max_new_tokens = 53  # * longest response R (N+ detail 4) [1..1000000]
 temperature = 0.7  # + of sampling, and so of every log-prob here (N+: 0.7) [> 0]
+
+# 2) score
 reward_functions = "reward_model"  # a sum, as "1.0*accuracy,0.1*format,mine.py:brevity"; rewards.py
 
-# 3) rewards and advantages
+# 3) advantages
 missing_eos_penalty = 1.0  # + a response that never ends scores minus this; grpo.py's 0: off [>= 0]
 kl_coef = 0.05  # *+ weight of the KL to the reference; 0 = no reference policy [>= 0]
 kl_estimator = "k1"  # + Schulman's: how the KL is estimated at each token [k1 | k2 | k3]
@@ -169,10 +170,11 @@ value_model.unit = run.state.get("value_unit", 1.0)  # how many scores its head'
 # -------------------------------------------------------------------------------------------------
 # helpers of the loop
 
-# an iteration -> the numbers of its data rows; rows of a batch -> this rank's micro-batches of them
+# iteration -> numbers of its data rows; row numbers of a batch -> this rank's micro-batches
 rows_of = partial(batch_rows, seed, batch_size=batch_size, rows=train_rows)
 my_micro_batches = partial(micro_batches, micro_batch_size=micro_batch_size,
                            micro_batch_tokens=system.micro_batch_tokens)
+logprob_models = dict(old_logprobs=policy, ref_logprobs=ref_policy)  # {column: its model}
 
 
 def forward(model, mb):
@@ -184,7 +186,7 @@ def forward(model, mb):
 
 
 def minibatches(iteration, epoch=0):
-    """The rows of each step of an epoch. Every epoch goes over the batch in another order."""
+    """The row numbers of each step of an epoch. Each epoch takes them in another order."""
     order = permutation(batch_size, seed, "minibatches", iteration, epoch)  # (B,)
     return order.to(device).tensor_split(num_minibatches)
 
@@ -202,13 +204,6 @@ def rollout(purpose, iteration, rows, row_numbers):
     return batch
 
 
-def read(batch, steps, **more):
-    """A collective: the models read a batch before its update, in that update's micro-batches."""
-    readers = dict(old_logprobs=policy, ref_logprobs=ref_policy, **more)  # {column: model}
-    parts = (mb for rows in steps for mb in my_micro_batches(batch, rows))
-    forward_batch(batch, readers, forward, parts, device)  # COLLECTIVE
-
-
 def shape_scores(batch):
     """
     The scores of a batch that are trained on, (B,); 0 where no reward applies. A response that
@@ -223,7 +218,8 @@ def shape_scores(batch):
 def evaluate():
     """A collective: the policy on held-out prompts."""
     batch = rollout("eval", 0, eval_rows, held_out)  # COLLECTIVE; always the same noise
-    read(batch, [batch["index"]])  # COLLECTIVE
+    forward_batch(  # COLLECTIVE
+        batch, logprob_models, forward, my_micro_batches(batch, batch["index"]), device)
     return run.log_evaluation(  # COLLECTIVE
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
@@ -249,17 +245,20 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.log(record)  # COLLECTIVE
         break
 
-    # 1) rollout: the policy answers; the reward model, or rules, give each answer a score
+    # 1) rollout: the policy answers. The function goes on to 2) score: answers get scores
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
     mask = batch["response_mask"]  # (B, T)
+
+    # 2) score, before any update: the log-probs of policy and reference, and the values
     scores = shape_scores(batch)  # (B,)
     unit = value_model.follow(scores, run.state)  # 1, or a new head's
-
-    # 2) read: the log-probs of policy and reference, and the values, before any update
-    read(batch, minibatches(iteration), values=value_model)  # COLLECTIVE
+    parts = (mb for index in minibatches(iteration) for mb in my_micro_batches(batch, index))
+    forward_batch(  # COLLECTIVE
+        batch, logprob_models | dict(values=value_model), forward, parts, device)
     sampler_gap = run.sampler_gap(batch)  # COLLECTIVE: at iteration 0 the KL must be 0, too
 
-    # 3) rewards: each token pays for its KL; the last token also gets the score
+    # 3) advantages: each token pays for its KL; the last token also gets the score
+    run.enter("advantages")
     kl = torch.zeros_like(batch["old_logprobs"])  # (B, T)
     if kl_coef > 0:
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)
@@ -284,15 +283,15 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     sums = {}  # {metric: (sum, count)}, measured during the update
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(ppo_epochs):
-        for rows in minibatches(iteration, epoch):
+        for index in minibatches(iteration, epoch):
             # one normaliser for the whole step, over all micro-batches and ranks
-            token_count = mask[rows].sum()
+            token_count = mask[index].sum()
             gaps = []  # how far the log ratios are from 0
             parallel.zero_gradients(gradients)
             if ptx_path:  # an SFT loss beside PPO's
                 ptx.add_gradients(run.loss_scale, iteration, steps, sums)
 
-            for mb in my_micro_batches(batch, rows):
+            for mb in my_micro_batches(batch, index):
                 m = mb["response_mask"]  # (b, W)
 
                 # the policy: how much likelier is each token now, and is that good?

@@ -11,10 +11,10 @@ Its batch is a dict of lists with an entry for each response. For two responses 
     accuracy(batch)  # [1.0, 0.0]: 579 is right, 501 is not (grading/answers.py)
     thinks(batch)    # [1.0, 0.0]: only the first one thinks
 
-rows are the data file's; prompts the texts that the policy read, in its chat template. In a run
-the batch also has the tensors of sample_batch; max_new_tokens; `seconds`, which all rules together
-may still take; and `limits` of programs. Of several turns the completion is the last one, and
-`dialogues` has all messages.
+rows are those of the data file. prompts are the texts that the policy read, in its chat template.
+In a run the batch also has the columns of batches.py down to `age`; max_new_tokens; `seconds`, the
+time that all rules together may still take; and `limits` of programs. Where a response has several
+turns, its completion is the last turn, and `dialogues` has all messages.
 """
 import math
 import pkgutil
@@ -97,9 +97,9 @@ def check_rows(terms, rows, tokenizer=None):
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
     """
     A collective: add the scores to a sampled batch, which all ranks have; every rank scores its
-    share. New columns (B,): reward/NAME for each reward; accuracy and thinks, where rows have an
-    answer; scores, the weighted sum of the rewards. Raises Stop, on all ranks, if a rule fails or
-    hangs, or a model's output is not finite.
+    share. New columns: reward/NAME for each reward; accuracy and thinks, where rows of the data
+    have an answer; scores. Raises Stop, on all ranks, if a rule fails or hangs, or a model's output
+    is not finite.
     """
     if "score" not in this_rank.does:  # ranks of another role will do it
         return
@@ -170,18 +170,18 @@ def model_scores(reward_model, part, total, micro_batch_size, system, device):
 def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
     """
     A reward model's or judge's scores of texts (lists of ids), (n,) in at least float32, read at
-    the last token of each. forwards: make at least so many forward passes, because a sharded model
-    needs all ranks in each.
+    the last token of each. forwards: make at least that many forward passes. A sharded model needs
+    all ranks in each.
     """
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))  # little padding
     parts = [order[i:i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    for rows in parts + [[]] * (forwards - len(parts)):
-        # padding is behind each text, so any id is right. Without texts: one row
-        tokens, mask = right_pad([sequences[i] for i in rows], 0)  # (b, W) each
-        read = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
-        scores[rows] = read[:len(rows)].to(dtype)
+    for part in parts + [[]] * (forwards - len(parts)):
+        # padding stands after each text, so any id is right. Without texts there is one row
+        tokens, mask = right_pad([sequences[i] for i in part], 0)  # (b, W) each
+        found = model.scores(tokens.to(device), last_real(mask).to(device))  # (b,)
+        scores[part] = found[:len(part)].to(dtype)
     return scores
 
 

@@ -51,7 +51,7 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
 
 
 def response_seeds(seed, purpose, iteration, slots, samples=None):
-    """For each response the number that decides its noise."""
+    """The seed of each response's generator."""
     seeds = []
     for slot, sample in zip(slots, samples or [0] * len(slots), strict=True):
         name = f"{seed} {purpose} {iteration} {slot} {sample}"
@@ -61,21 +61,35 @@ def response_seeds(seed, purpose, iteration, slots, samples=None):
     return seeds
 
 
-def left_pad(prompts):
+def prefill(policy, prompts, cache):
     """
-    Lists of token ids -> tokens (n, P) int64, padded on the left to the longest, and their mask
-    (n, P) bool. Only `decode` has its rows so: they all end in the same column, and each gets its
-    next token in the next one. The prompts [5, 6, 7] and [8]:
+    Read n prompts into an empty cache. Each of the D different prompts is read once, even if it
+    gets several responses; then each response has its own row of the cache. Returns the logits of
+    the first tokens (n, V), the mask of the prompts (n, P), and the positions of the first tokens
+    (n, 1).
+
+    Here alone rows are padded on the left. So they all end in the same column, and the next token
+    of each stands in the next column. The prompts [5, 6, 7] and [8]:
 
         tokens   5 6 7     mask   T T T
                  0 0 8            F F T
     """
-    rows = [torch.as_tensor(ids) for ids in prompts]
+    numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    rows, device = [torch.tensor(ids) for ids in numbers], policy.hf.device
     masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
-    return tuple(pad_sequence(x, batch_first=True, padding_side="left") for x in (rows, masks))
+    tokens, mask = (pad_sequence(x, batch_first=True, padding_side="left").to(device)
+                    for x in (rows, masks))  # (D, P) each
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
+    padding = (mask, positions) if len({*map(len, rows)}) > 1 else ()
+    logits = policy.next_logits(tokens, cache, *padding)  # (D, V)
+    # for each response the number of its prompt, (n,)
+    which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
+    if len(numbers) < len(prompts):
+        cache.batch_select_indices(which)
+    return logits[which], mask[which], positions[which, -1:] + 1
 
 
-# faster than no_grad; training may use what as_batch makes of the results
+# faster than no_grad; as_batch makes tensors from the results that training may use
 @torch.inference_mode()
 def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda: False,
            graphs=False, at_once=0):
@@ -84,12 +98,11 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
     string, and this token belongs to it.
 
     prompts: lists of token ids. uniforms: (n, R), R is the longest response. temperature: 0 =
-    always the most likely token. budgets: how many tokens each response may have; None: R.
-    stop: a function that is called before each token; if it returns True, the responses stay
-    incomplete, because the caller is about to leave.
-    graphs: True: on an NVIDIA GPU the steps are CUDA graphs; "compiled": graphs of the kernels that
-    torch.compile makes.
-    at_once: how many responses decode together, 0 = all; only memory depends on it.
+    always the most likely token. budgets: how many tokens each response may have; None: R. stop: a
+    function that is called before each token; if it returns True, the responses stay incomplete,
+    because the caller is about to leave. graphs: True: on an NVIDIA GPU the steps are CUDA graphs;
+    "compiled": graphs of the kernels that torch.compile makes. at_once: how many responses decode
+    together, 0 = all; only memory depends on it.
 
     Returns responses (n, R) int64, padded on the right; the log-probs of their tokens (n, R), in at
     least float32; their lengths (n,); and finished (n,) bool, whether a response ended with an EOS
@@ -111,40 +124,28 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
     wide = torch.promote_types(policy.hf.dtype, torch.float32)
     logprobs = torch.zeros(n, R, dtype=wide, device=device)
     lengths, finished = responses.new_zeros(n), responses.new_zeros(n).bool()
-    if n == 0:  # of more ranks than responses
+    if n == 0:  # there are more ranks than responses
         return responses, logprobs, lengths, finished
 
     uniforms, budgets = uniforms.to(device), torch.tensor(budgets, device=device)  # (n, R), (n,)
     eos = torch.tensor(sorted(tokenizer.eos_ids), dtype=torch.int64, device=device)
-    # read each of the D different prompts once, even if it gets several responses
-    numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    tokens, mask = (x.to(device) for x in left_pad(list(numbers)))  # (D, P) each
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
-    padded = not bool(mask.all())  # without padding transformers needs no mask, and is faster
-    cache, steps = decoding_cache(policy.hf.config), None
+    cache, graph_step = decoding_cache(policy.hf.config), None
     if graphs:
         from options.decoding_graph import steps_of
 
-        cache, steps = steps_of(
-            policy, cache, tokens.shape[1] + R, temperature, graphs == "compiled")
-
-    def read(tokens, mask, positions):
-        return policy.next_logits(tokens, cache, *((mask, positions) if padded else ()))
+        cache, graph_step = steps_of(
+            policy, cache, max(map(len, prompts)) + R, temperature, graphs == "compiled")
+    logits, mask, next_position = prefill(policy, prompts, cache)  # (n, V), (n, P), (n, 1)
+    padded = len({*map(len, prompts)}) > 1  # without padding transformers is faster without a mask
 
     def step(token, uniform, mask, position):
-        return draw(read(token, mask, position), uniform, temperature, tokenizer)
-
-    logits = read(tokens, mask, positions)  # (D, V)
-    # from here on each response has a row of its own; which, (n,): the number of its prompt
-    which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
-    if len(numbers) < n:
-        cache.batch_select_indices(which)
-    logits, mask, next_position = logits[which], mask[which], positions[which, -1:] + 1
+        padding = (mask, position) if padded else ()
+        return draw(policy.next_logits(token, cache, *padding), uniform, temperature, tokenizer)
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
     # cache until a quarter of the rows have ended; its further tokens are dropped. With CUDA graphs
-    # until half have ended, because a new graph is recorded then, and two steps run without one;
-    # and two rows stay, because torch.compile would compile one row separately
+    # it stays until half have ended, because a new graph is recorded then, and two steps run
+    # without one; and two rows stay, because torch.compile would compile one row separately
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     token, logprob = draw(logits, uniforms[:, 0], temperature, tokenizer)  # (rows,) each
     del logits  # (n, V)
@@ -160,13 +161,13 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or stop():
             break
-        few = 0.5 * (len(going) > 1) if steps else 0.75
+        few = 0.5 * (len(going) > 1) if graph_step else 0.75
         if len(going) <= few * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # (rows, P + t + 1)
-        token, logprob = (steps or step)(
+        token, logprob = (graph_step or step)(
             token[:, None], uniforms[live, t + 1], mask, next_position)  # (rows,) each
         next_position = next_position + 1
     return responses, logprobs, lengths, finished
@@ -201,15 +202,12 @@ def choose(probs, uniform):
 def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, system, device,
                  samples=1, slots=None):
     """
-    A collective: the batch of an iteration, as `as_batch` makes it, on all ranks; each of them
-    samples its share. rows: all Rows of the data. row_numbers: the numbers of the rows that get
-    `samples` responses each. slots: the places of these rows in the batch; None: 0, 1, ... noise:
-    (seed, purpose, iteration), which decides a response's uniforms with its slot and sample.
-
-    Columns (B,) beside those of as_batch: index, 0 to B - 1; row, the number of the data row that a
-    response answers, so rows[batch["row"][i]] is that of response i; slot, the place of that row.
+    A collective: sample a batch, the same on all ranks; each rank samples its share. rows: the
+    data's. row_numbers: of the rows that get `samples` responses each. slots: the places of these
+    rows in the batch; None: 0, 1, ... noise: (seed, purpose, iteration); with its slot and sample
+    it decides a response's uniforms. Returns the columns down to `slot`, see batches.py.
     """
-    if "sample" not in this_rank.does:  # ranks of another role have done it
+    if "sample" not in this_rank.does:  # ranks of another role have sampled it
         from options.roles import received
 
         return received.pop()
@@ -221,7 +219,7 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     width = max(len(rows.ids[number]) for number in row_numbers)  # the same T on all ranks
     B, tp, (rank, size) = len(row), system.generate_tp, parallel.rank_and_size()
     share = parallel.share(B)  # the numbers of this rank's responses
-    numbers = parallel.share(B, rank // tp, size // tp)  # of those that tp ranks decode together
+    numbers = parallel.share(B, rank // tp, size // tp)  # those that tp ranks decode together
     ids = [rows.ids[row[i]] for i in numbers]
     names = [slot[i] for i in numbers], [sample[i] for i in numbers]
     uniforms = response_uniforms(*noise, names[0], max_new_tokens, names[1])  # (b, R)
@@ -230,13 +228,13 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 
-            sampled = converse(  # COLLECTIVE
+            mine = converse(  # COLLECTIVE
                 policy, [rows[row[i]] for i in numbers], ids, uniforms, width, respond, system,
                 noise, names)
         else:
-            sampled = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
-    sampled = {name: t[share.start - numbers.start:][:len(share)] for name, t in sampled.items()}
-    batch = parallel.gather_rows(sampled, B)  # COLLECTIVE
+            mine = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
+    mine = {name: t[share.start - numbers.start:][:len(share)] for name, t in mine.items()}
+    batch = parallel.gather_rows(mine, B)  # COLLECTIVE
     for name, column in dict(index=range(B), row=row, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
     return batch
@@ -245,9 +243,9 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
 @contextlib.contextmanager
 def sampling(policy, temperature, seeds, system, device):
     """
-    A collective: the block in which the policy samples. It gives a sampler, respond(prompts,
-    uniforms, budgets=None), which returns what `decode` returns, whoever decodes: the policy, a
-    copy of it (decoding_copy), or another engine. seeds: of the responses, for an engine that draws
+    A collective: the block in which the policy samples. It gives a function, respond(prompts,
+    uniforms, budgets=None), which returns what `decode` returns. The policy decodes, or a copy of
+    it (decoding_copy), or another engine. seeds: one for each response, for an engine that draws
     its own noise.
     """
     if system.sampler == "vllm":
@@ -266,9 +264,9 @@ def sampling(policy, temperature, seeds, system, device):
 
 def decoding_copy(policy, system, device):
     """
-    A collective: the context in which the policy decodes; it gives the model that decodes: the
-    policy itself, unless autocast would round its matrices at every token: then a copy with rounded
-    matrices. A sharded policy is gathered whole, once.
+    A collective: the block in which the policy decodes. It gives the model that decodes. This is
+    the policy itself; or a copy with rounded matrices, where autocast would round them at every
+    token; or a sharded policy, gathered whole once.
     """
     matrices = dtypes(system)[1]
     if system.generate_tp > 1:

@@ -20,7 +20,7 @@ import parallel
 import pretend
 import ranks
 import tiny
-from batches import micro_batch
+from batches import micro_batches
 from load import autocast, load
 from model import SPARE, decoding_cache, roomy_layer
 from options import decoding_graph
@@ -148,7 +148,7 @@ def test_nothing_reads_memory_that_was_never_written(world):
 
     def go():
         out = answer(policy, [[97, 17, 80, 33, 10], [41, 2], [64, 3, 3]], 12, at_once=2)
-        mb = micro_batch(out, torch.arange(3), int(out["lengths"].max()))
+        (mb,) = micro_batches(out, torch.arange(3), 3)
         return (out["tokens"], out["sampler_logprobs"],
                 policy.logprobs(mb["tokens"], mb["response_mask"])[0])
 
