@@ -19,7 +19,7 @@ sys.path[:0] = [f"{HERE}/tools"]
 
 import prove  # noqa: E402
 
-A, R = 'batch["advantages"] = masked_whiten(advantages, mask)', "rewards = -kl_coef * kl"
+A, R = 'batch["advantages"] = masked_whiten(advantages / unit, mask)', "rewards = -kl_coef * kl"
 PG = "pg_loss = masked_sum(pg_losses, m) / token_count"
 GROUP = "advantages = group_advantages(scores, group_size, scale_by, baseline)"
 LOOP, TOP = "for iteration in run.iterations():", "device = ranks.init(system)"
