@@ -203,7 +203,7 @@ def test_the_commands_of_the_lessons(world, tmp_path):
     assert len(typed) >= 18 and {"ppo.py", "grpo.py", "tools/explain.py"} <= {*typed}
 
 
-def test_60_lines_have_the_figures_of_ppo(tmp_path):
+def test_60_lines_have_the_figures_of_ppo_and_mine_has_those_of_the_60_lines(tmp_path, monkeypatch):
     """Of two iterations, with small models and batches in the place of the toy's."""
     clinic.write_toy(str(tmp_path))
     common = dict(device_type="cpu", dtype="float64", checkpoint_interval=0)
@@ -239,3 +239,31 @@ def test_60_lines_have_the_figures_of_ppo(tmp_path):
     assert len(found) == len(wanted) == 2 and wanted[1][1] != 0
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    threads = torch.get_num_threads()
+    mine = importlib.import_module("mine")
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(mine, "B", 12)
+    mine.they.MAX_NEW = 9
+    ours = mine.figures(mine.OWN)
+    names = "score", "KL", "policy loss", "value loss", "score of iteration 1", "KL of iteration 1"
+    assert [ours[name] for name in names] == pytest.approx(found[0] + found[1][:2], abs=1e-6)
+    right = vars(mine.OWN)
+
+    def in_place(rewards, values, *rest):
+        advantages = right["gae"](rewards, values, *rest)
+        values.add_(1.0)
+        return advantages
+
+    no_gradient = dict(clipped_loss=lambda n, *rest: right["clipped_loss"](
+        n.detach(), *rest) + 0 * n.sum())
+    for differs, wrong in ("policy loss", no_gradient), *{
+            "log-prob": dict(logprobs=lambda z, i, c: z[1:].log_softmax(-1).gather(
+                -1, i[1:, None])[:, 0]),
+            "KL of iteration 1": dict(kl_estimates=lambda p, q: (q - p)[None]),
+            "advantage": dict(gae=lambda r, v, m, g, lam: r - v),
+            "value loss": dict(gae=in_place),
+            "policy loss": dict(clipped_loss=lambda n, o, a, m, c: -(a * n)[m].mean())}.items():
+        others = mine.figures(SimpleNamespace(**right | wrong))
+        assert next(name for name in ours if abs(others[name] - ours[name]) > 1e-6) == differs
