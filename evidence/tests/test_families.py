@@ -24,7 +24,7 @@ import tiny
 from checkpoint import save_final
 from errors import BadInput
 from load import load, load_value_model, probe
-from model import Model, response_values
+from model import Model, response_values, states_before
 from test_model import CPU, TEXTS, assert_computes, random_model, rows_of_texts, written
 from tiny import EOS, PAD, ROOT, Started, keys_of_system, read_log, read_weights, run
 
@@ -313,7 +313,8 @@ def test_scores_are_float32_under_autocast(tmp_path):
     model = load(str(tmp_path), "reward", keys_of_system(dtype="bfloat16"), CPU, "scalar")
     model.score_shift = 100.0
     with torch.autocast("cpu", torch.bfloat16):
-        values = model.values(*rows_of_texts())
+        tokens, mask = rows_of_texts()
+        values = model.scalars(states_before(model.states(tokens), mask))
     assert values.dtype == torch.float32 and (values % 0.5 != 0).any()
 
 

@@ -16,7 +16,7 @@ from errors import BadInput
 from load import load
 from options.layers import layers_of
 from options.parts import outline
-from model import Model
+from model import Model, states_before
 from options.lora import Adapted, load_adapted, read_adapter
 from test_families import BASE, EXPERTS, GPT, HEADS, SIZES, add_vision
 from test_model import CPU, random_model, rows_of_texts, written
@@ -53,9 +53,10 @@ def set_in(folder, **settings):
 
 def said(model):
     """What a model says of each token but the first ones: log-probs, or values."""
-    read = model.logprobs if model.head == "lm" else model.values
-    found = read(*rows_of_texts())
-    return found[0] if model.head == "lm" else found
+    tokens, mask = rows_of_texts()
+    if model.head == "lm":
+        return model.logprobs(tokens, mask)[0]
+    return model.scalars(states_before(model.states(tokens), mask))
 
 
 def said_by_peft(adapter, head="lm"):
