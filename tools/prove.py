@@ -460,11 +460,12 @@ def prove(script, argv, folder, only="", deep=False, say=print):
         look(base, keys, verdicts, only)
         if {*base.codes} != {0}:
             return verdicts, runs
+        masks = looks_of(base, "mask")
         for name, (promise, changed, other, _) in checks.items():
             run = runs.get(name)
             if not other and {*run.codes} != {0}:
                 verdicts.leave_out(name, promise, run)
-            elif not other and (lines := looks_of(run, "lost", "mask")):
+            elif not other and (lines := looks_of(run, "lost", *["mask"] * (not masks))):
                 verdicts.tell(name, promise, "", dict(kind="look"), lines)
             elif other and other not in verdicts.untried:
                 found = verdicts.check(name, promise, changed, runs.get(other), run)

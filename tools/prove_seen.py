@@ -236,7 +236,6 @@ def see(rooms, path, how, root):
     Run.iterations, Run.step = iterations, step
     wrap([Run], "__init__", then=begun), wrap([Run], "log", logged), wrap([Run], "finish", over)
     wrap(rooms, "all_reduce_gradients", then=reduced)
-    wrap(rooms, "sample_batch", first=lambda *_: masks.clear())
     wrap(rooms, "score_batch", then=note_mask), wrap(rooms, "micro_batch", then=note_mask)
     for name in ("masked_sum", "masked_mean", "masked_whiten", "compute_gae", "add_up"):
         wrap(rooms, name, functools.partial(check_masks, name))
