@@ -2,11 +2,11 @@
 What tools/prove.py finds: typical mistakes of people who change ppo.py, grpo.py, sft.py and rm.py,
 each made in a copy; and right forks, which it must not accuse. Prints the tables of proved.md.
 
-    python evidence/proved.py                  # all mistakes, each with all checks: half an hour
+    python evidence/proved.py                  # all mistakes, each by the check that must find it
+    python evidence/proved.py --all            # each by all checks: half an hour
     python evidence/proved.py no_mask ref      # those whose names have one of these words
-    python evidence/proved.py --forks          # the right forks
+    python evidence/proved.py --forks          # the right forks, by all checks
 """
-import contextlib
 import glob
 import os
 import subprocess
@@ -248,7 +248,8 @@ def broken(verdicts):
 
 
 def main(argv):
-    words, began = [word for word in argv if word != "--forks"], time.time()
+    os.chdir(HERE)
+    words, began = [word for word in argv if not word.startswith("--")], time.time()
     recipes = [os.path.basename(path)[:-5] for path in sorted(glob.glob(f"{HERE}/recipes/*.diff"))]
     names = [*FORKS, *recipes] if "--forks" in argv else [*MISTAKES]
     right = 0
@@ -256,17 +257,21 @@ def main(argv):
     for name in names:
         if words and not any(word in name for word in words):
             continue
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        with tempfile.TemporaryDirectory() as folder:
             start = time.time()
             if "--forks" in argv:
                 script, more = FORKS.get(name) or (script_of(name), [])
                 copy_of(f"{folder}/copy", diffs=[name] * (name in recipes))
-                verdicts = prove.prove(f"{folder}/copy/{script}.py", typed(script, more),
-                                       f"{folder}/runs", say=lambda text: None)[0]
                 word = ""
+                try:
+                    verdicts = prove.prove(f"{folder}/copy/{script}.py", typed(script, more),
+                                           f"{folder}/runs", say=lambda text: None)[0]
+                except prove.CannotRun as e:
+                    print(f"| {name} | {script}.py | cannot be run: {e} | | | |")
+                    continue
             else:
                 script, _, word, *_ = MISTAKES[name]
-                verdicts = try_mistake(name, folder, only="")
+                verdicts = try_mistake(name, folder, "" if "--all" in argv else None)
         hard, notes = broken(verdicts)
         said = str([x["lines"] for x in [*hard.values(), *notes.values()]])
         named = ("yes" if word in said else "no") if word else "accused" if hard else "-"

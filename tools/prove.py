@@ -185,8 +185,8 @@ def start(spec, twin=True):
 
         return SimpleNamespace(poll=poll)
     return small_world.Started(
-        spec["script"], small_world.typed(dict(out_dir="out") | spec["keys"]), spec["folder"],
-        spec["ranks"], before(spec["folder"], spec["how"], root_of(spec["script"])))
+        spec["script"], small_world.typed(dict(out_dir=f"{spec['folder']}/out") | spec["keys"]),
+        spec["folder"], spec["ranks"], before(spec["folder"], spec["how"], root_of(spec["script"])))
 
 
 def read(folder, codes):
@@ -215,8 +215,8 @@ def differs(a, b, tolerance):
 
 def compare(base, run, tolerance, but):
     """
-    None where two runs agree in log and weights. Else where they part: kind (died, sampled, scores,
-    read, column, gradient, metric, log, weights), name, iteration, step, the two values a and b.
+    None where two runs agree in log and weights. Else where they part: kind (died, column,
+    gradient, metric, log, weights), name, iteration, step, the two values a and b.
     but: how the names of metrics begin that need not agree.
     """
     if {*run.codes} != {0}:
@@ -262,19 +262,10 @@ def in_order(notes):
             steps["gradient", x["model"], x["step"]] = [x["norm"], x["sum"]]
         elif x["kind"] in ("begin", "batch"):
             if x["kind"] == "batch":
-                found[x["iteration"]] = {
-                    (kind_of(name), name, None): sums for name, sums in x["columns"].items()
-                } | steps, x["own"]
+                found[x["iteration"]] = {("column", name, None): sums for name, sums in x[
+                    "columns"].items()} | steps, x["own"]
             steps = {}
     return found
-
-
-def kind_of(column):
-    if column in ("tokens", "response_mask", "finished", "row", "slot", "sampler_logprobs"):
-        return "sampled"
-    if column in ("old_logprobs", "ref_logprobs", "values"):
-        return "read"
-    return "scores" if column == "scores" or column.startswith("reward/") else "column"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -413,8 +404,8 @@ def short(found):
 
 def likely(promise, kind):
     """Two or three causes: of this kind, else of any."""
-    kinds = [kind, *["column"] * (kind in ("sampled", "scores", "read")), "", "gradient"]
-    causes = next((CAUSES[promise, x] for x in kinds if (promise, x) in CAUSES), [])
+    kinds = [(promise, x) for x in (kind, "", "gradient") if (promise, x) in CAUSES]
+    causes = CAUSES[kinds[0]] if kinds else []
     return ["likely:"] * bool(causes) + [f"  - {cause}" for cause in causes]
 
 
@@ -426,7 +417,8 @@ def lost_names(base, run):
         if x["kind"] == "state" and fresh and x["iteration"] > 0:
             then = whole.get(x["iteration"], {})
             found |= {name: (then[name], value) for name, value in x["names"].items()
-                      if then.get(name, value) != value}
+                      if then.get(name, value) != value  # a name that each iteration binds anew:
+                      and {then[name][0], value[0]} != {"(", "{"}}
         fresh = x["kind"] == "begin" or fresh and x["kind"] != "state"
     return dict(sorted(found.items(), key=lambda x: ("." in x[0], x[0])))
 
@@ -546,7 +538,8 @@ def main(argv):
         verdicts, runs = prove(script, [arg for arg in argv if arg not in (*own, files[0])], folder,
                                only, "--deep" in own)
     except CannotRun as e:
-        print(f"prove.py: error: the small run cannot be made; {e}", file=sys.stderr)
+        print(f"prove.py: error: the small run fails; type what it needs as --key=value, such as "
+              f"--prompts_path=FILE with rows of your fields; {e}", file=sys.stderr)
         return 3
     finally:
         shutil.rmtree(folder, ignore_errors=True)

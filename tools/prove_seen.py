@@ -23,7 +23,10 @@ import torch
 
 def before(folder, how, root):
     """For small_world.Started: what happens in a rank's process before the script begins."""
+    cwd = os.getcwd()
+
     def prepare(rank):
+        os.chdir(cwd)  # files that a key names are found as in the run itself
         if root != small_world.ROOT:
             small_world.of_copy(root)(rank)
         rooms, number = rooms_of(root), 77 if "elsewhere" in how else 0
@@ -263,7 +266,8 @@ def sums_of(x, batch):
 
 def states(names, root):
     """{name: a short text} of all plain values that live in the script, and in the rooms."""
-    found = {name: x for name, x in names.items() if name not in ("run", "config", "system")}
+    found = {name: x for name, x in names.items()
+             if name not in ("run", "config", "system", "out_dir")}
     for name, module in [*sys.modules.items()]:
         file = str(getattr(module, "__file__", "")).partition(f"{root}/")[2]
         if re.match(r"\w+\.py|(options|grading)/", file) and name not in ("errors", "ranks"):
