@@ -98,7 +98,7 @@ def prompt_length(script, config):
         rows = read_rows(config["prompts_path"], prompt_row, config["fields"])
         del rows[1000:]
         model = SimpleNamespace(tokenizer=tokenizer, max_positions=10**9)
-        rows = encode_prompts(rows, config["prompts_path"], dict(policy=model), 1, system)
+        rows = encode_prompts(rows, dict(policy=model), 1, system)
         return round(statistics.mean(map(len, rows.ids))), "the mean of prompts_path"
     except BadInput:
         return config["max_prompt_tokens"] or 512, "the longest; prompts_path is not there"

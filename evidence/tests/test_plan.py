@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from byte_tokenizer import write_byte_tokenizer
 from evidence.bench import keys_of, make_models
-from tiny import Started, typed, write
+from tiny import ROOT, Started, jsonl, read_jsonl, typed, write
 from tools.memory import dry_run, read_run
 from tools.work import counted
 from torch.utils.flop_counter import FlopCounterMode
@@ -123,3 +124,21 @@ def test_what_is_typed_wrong(argv, word, tmp_path):
     keys = dict(policy_path="policy", reward_functions="accuracy", max_new_tokens=32, batch_size=8)
     out = plan(tmp_path, "grpo.py", *typed(keys), *argv.split())
     assert out.codes == [2] and word in out.err[0].splitlines()[-1], out
+
+
+def test_the_config_of_an_8b_starts_on_eight_ranks(tmp_path):
+    """A tiny model of the family, two iterations; what the config says of memory stays."""
+    folder = tmp_path / "policy"
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        **SMALL | dict(max_position_embeddings=128), num_key_value_heads=2, head_dim=16,
+        pad_token_id=259)).save_pretrained(folder)
+    write_byte_tokenizer(folder, ["<think>", "</think>"])
+    jsonl(tmp_path / "prompts.jsonl", [dict(prompt=f"{i}+{i}=", answer=str(2 * i))
+                                       for i in range(16)])
+    run = Started("grpo.py", [f"{ROOT}/config/qwen3_8b_grpo.py", *typed(dict(
+        policy_path=folder, prompts_path="prompts.jsonl", eval_path="", template_kwargs="",
+        batch_size=32, group_size=4, max_new_tokens=8, max_prompt_tokens=16, max_iters=2,
+        out_dir="out", device_type="cpu", timeout=200, reward_timeout=100))], str(tmp_path), 8)
+    assert set(run.wait().codes) == {0}, run
+    first, second = read_jsonl(tmp_path / "out/log.jsonl")[:2]
+    assert first["objective/length"] > 0 and second["time/update"] > 0
