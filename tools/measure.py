@@ -50,6 +50,14 @@ class Clock:
         found[name] = self.now() - began
 
 
+def check_device(card, wanted):
+    """Raise BadInput where there is nothing to go by: no card and no device. wanted: --measure."""
+    if not card and not wanted:
+        raise BadInput("a CPU has no datasheet here: type --measure, or --card=FILE")
+    if card and wanted and not torch.cuda.is_available():
+        raise BadInput("--measure: torch sees no GPU here; leave it out, or type --gpus=1xcpu")
+
+
 def measure(script, config, P, mean):
     """{(phase, what is at work): seconds}: of "responses" of one step, elsewhere of one call."""
     system = SimpleNamespace(**config)
@@ -118,11 +126,11 @@ def phases_of(script, config, P, mean, took):
 
 def on_ranks(argv, script, config, P, mean):
     """`measure`, with a process for each rank of the configuration that has a device here."""
-    there = torch.cuda.device_count() or config["world_size"]
-    count = min(config["world_size"], there) if config["device_type"] != "cpu" else (
-        config["world_size"])
+    count = config["world_size"]
+    if config["device_type"] != "cpu":
+        count = min(count, torch.cuda.device_count())
     if count == 1:
-        return measure(script, config | dict(world_size=1), P, mean)
+        return measure(script, config, P, mean)
     plan = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plan.py")
     with tempfile.NamedTemporaryFile("r", suffix=".json") as f:
         done = subprocess.run(

@@ -237,8 +237,7 @@ def main(argv):
         name: value for name, (value, _) in read_arguments(OWN, [
             "--measure=True" if arg == "--measure" else arg for arg in mine]).items()}
     number, name, card = read_card(own["gpus"], own["card"])
-    if not card and not own["measure"]:
-        raise BadInput("a CPU has no datasheet here: type --measure, or --card=FILE")
+    measure.check_device(card, own["measure"])
     script, config = memory.read_run(
         [arg for arg in argv if arg not in mine] + [f"--world_size={number}"] + (
             [f"--gpu_gb={card['gb'] * ROOM:.4g}"] if card else ["--device_type=cpu"]))

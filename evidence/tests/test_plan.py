@@ -115,6 +115,8 @@ def test_measured_on_this_cpu_with_two_ranks(tmp_path):
     ("--gpus=8xH300", "RTX4090"), ("", "8xH100"), ("--gpus=1xcpu", "--measure"),
     ("--gpus=1xL4 --length=99", "length"), ("--gpus=1xmine --card=card.json", "bandwidth"),
     ("--gpus=1xmine --card=small.json", "too small"),
+    pytest.param("--gpus=2xL4 --measure", "1xcpu", marks=pytest.mark.skipif(
+        torch.cuda.is_available(), reason="a GPU is here")),
     ("--gpus=1xL4 --policy_path=no/where", "no/where")])
 def test_what_is_typed_wrong(argv, word, tmp_path):
     transformers.LlamaConfig(**SMALL).save_pretrained(tmp_path / "policy")
