@@ -55,8 +55,8 @@ MODELS = dict(
 SMOL = dict(batch_size=512, max_new_tokens=192, micro_batch_tokens=32768)
 CHAT = dict(batch_size=1024, max_new_tokens=256, ppo_epochs=1, value_init="opt350m",
             reward_path="opt350m", reward_functions="reward_model", zero_stage="policy=3,ref=3")
-NEMO = dict(batch_size=2048, group_size=32, num_minibatches=4, max_new_tokens=3996, zero_stage="3",
-            micro_batch_size=4, sampler="vllm", kl_coef=0.01)
+NEMO = dict(batch_size=2048, group_size=32, num_minibatches=4, max_new_tokens=3996,
+            micro_batch_size=4, sampler="vllm", kl_coef=0.01)  # its weights are not split by ZeRO
 B1 = dict(micro_batch_size=16, max_new_tokens=256, group_size=4, kl_coef=0)
 # (label, script, cards, policy, keys, tokens of the mean prompt and response, seconds by phase).
 # The H200's: assets/smollm2/*.jsonl; the 1B's: commit 5ab0a1e9. Published steps: NeMo-RL
