@@ -205,15 +205,15 @@ def report(script, config, own, card, P, means, counts, speed, took):
     if took:
         rows["measured"] = (sum(took.values()),) * 2
     elif largest > 3e9:
-        rows |= {f"range, {mean} tokens": tuple(x * one for x in PUBLISHED)
+        rows |= {f"range, {mean} tokens": tuple(x * (one - extra) + extra for x in PUBLISHED)
                  for mean, one in zip(means, sums, strict=True)}
-    print(f"\n{'':<24}{'an iteration':>18}{config['max_iters']:>12} iterations"
-          + f"{'money':>16}" * bool(own["price"]))
+    print(f"\n{'':<24}{'an iteration':>24}{config['max_iters']:>17} iterations"
+          + f"{'money':>20}" * bool(own["price"]))
     for head, both in rows.items():
         run = [one * config["max_iters"] + loading for one in both]
         money = [one / 3600 * config["world_size"] * own["price"] for one in run]
-        print(f"{head:<24}{span(both):>18}{span(run):>23}"
-              + f"{span(money, '{:.4g}'.format):>16}" * bool(own["price"]))
+        print(f"{head:<24}{span(both):>24}{span(run):>28}"
+              + f"{span(money, '{:.4g}'.format):>20}" * bool(own["price"]))
     print(f"\nThe run also reads {loading * DISK:.3g} GB of models at its start (a disk of {DISK} "
           "GB/s); the seconds of rules, as rewards, come on top.")
     if not took and largest <= 3e9:
