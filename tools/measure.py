@@ -65,6 +65,7 @@ def measure(script, config, P, mean):
     of, seconds = work.often(script, config, P, mean), {}
     sampled = script in ("ppo", "grpo")
     n = round(of.rows / of.waves) if sampled else 0
+    b = max(round(of.b), 1) * (2 if script == "rm" else 1)  # its rows are pairs
     live = max(round(n * mean / config["max_new_tokens"]), 1) if sampled else 0
 
     def sample(decoder, n, distinct, P, R, temperature, clock, found):
@@ -90,7 +91,7 @@ def measure(script, config, P, mean):
             models = memory.build(script, config, device)
             _, made = memory.equip(models, config)
             runs = [memory.step_through(
-                models, made, system, n, max(round(of.prompts / of.waves), 1), round(of.b) or 1, P,
+                models, made, system, n, max(round(of.prompts / of.waves), 1), b, P,
                 mean if sampled else P, Clock(device), sample) for _ in range(3)]
         seconds[size] = {key: min(run[key] for run in runs[1:]) for key in runs[0]}
         del models, made
@@ -98,7 +99,7 @@ def measure(script, config, P, mean):
     if len(sizes) == 1:
         return seconds[0]
     deep = {name: model.config.num_hidden_layers for name, model in whole.items()}
-    return {key: low + (seconds[4][key] - low) / 2 * (deep.get(key[1], deep["policy"]) - 2)
+    return {key: low + (seconds[4][key] - low) / 2 * (deep.get(key[1], max(deep.values())) - 2)
             for key, low in seconds[2].items()}
 
 
