@@ -387,9 +387,12 @@ if __name__ == "__main__":
     failed = False
     for number in wanted:
         if int(number) > LESSONS:
-            from clinic import check_answers
+            from clinic import BadInput, check_answers
 
-            failed |= not check_answers()
+            try:
+                failed |= not check_answers()
+            except BadInput as error:
+                sys.exit(f"check.py: {error}")
             continue
         for name, words in check_lesson(int(number)).items():
             failed |= bool(words)

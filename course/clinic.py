@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -31,26 +32,13 @@ config, _ = configure(globals(), argv=None if __name__ == "__main__" else [])
 # a toy that learns in seconds: sums of two numbers from 0 to 4. Three of ten demonstrations think
 # first, and these are right; of the others few are
 
-REWARDS = """
-import random
-
-def longer(batch):
-    return [len(text) / 10 for text in batch["completions"]]
-
-def same(batch):
-    return [1.0 for text in batch["completions"]]
-
-def nothing(batch):  # a number that has nothing to do with the text
-    return [random.Random(text + str(i)).random() for i, text in enumerate(batch["completions"])]
-
-def two(batch):  # one answer for all prompts
-    return [float(text == "2") for text in batch["completions"]]
-
-def other_rows(batch):  # right or not, in another order than the texts
-    texts, rows = batch["completions"], batch["rows"]
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    return [float(texts[i].split("</think>")[-1] == rows[i]["answer"]) for i in order]
-"""
+RIGHT = "float(text.split('</think>')[-1] == row['answer'])"
+REWARDS = dict(  # the score of a text; all have one name, so that the logs do not tell
+    right=f"[{RIGHT} for text, row in zip(texts, rows)]",
+    longer="[len(text) / 10 for text in texts]",
+    nothing="[random.Random(text + str(i)).random() for i, text in enumerate(texts)]",
+    two="[float(text == '2') for text in texts]",
+    other_rows=f"[{RIGHT} for text, row in zip(sorted(texts, key=len), rows)]")
 SFT = dict(out_dir="sft", tokenizer_path="tokenizer", device_type="cpu", dtype="float64",
            d_model=32, n_head=2, d_ff=64, context=32, max_iters=150, batch_size=32,
            learning_rate=1e-2, train_path="sft.jsonl")
@@ -59,32 +47,58 @@ KEYS = dict(device_type="cpu", dtype="float64", policy_path="sft/policy", eval_i
             prompts_path="rl.jsonl", eval_path="rl.jsonl", eval_size=0, batch_size=64,
             micro_batch_size=64, max_new_tokens=12, temperature=1.0, kl_coef=0.05, max_iters=3,
             learning_rate=3e-3, lr_decay="constant", missing_eos_penalty=0.0, num_minibatches=2,
-            reward_functions="accuracy", checkpoint_interval=0)
+            reward_functions="mine.py:score", checkpoint_interval=0)
 PPO = KEYS | dict(script="ppo.py", value_init="policy", ppo_epochs=2)
 GRPO = KEYS | dict(script="grpo.py", num_iterations=2)
-# letter: keys; a line (file, old, new) that is wrong. lesson8.md has the letters' meanings
+BOTH = PPO, GRPO
+# letter: scripts; keys by a size, drawn from 0.5 to 2; reward; a line (file, old, new) that is wrong.
+# lesson8.md has the letters' meanings
 FAULTS = {
-    "A": (GRPO | dict(max_iters=4), None),
-    "B": (GRPO | dict(learning_rate=0.3), None),
-    "C": (PPO | dict(learning_rate=3e-6), None),
-    "D": (GRPO | dict(reward_functions="mine.py:nothing"), None),
-    "E": (GRPO | dict(reward_functions="mine.py:two", learning_rate=1e-2, kl_coef=1e-9), None),
-    "F": (PPO | dict(kl_coef=0.3, max_iters=4), (
+    "A": (BOTH, lambda size: {}, "right", None),
+    "B": (BOTH, lambda size: dict(learning_rate=0.3 * size), "right", None),
+    "C": (BOTH, lambda size: dict(learning_rate=3e-6 * size), "right", None),
+    "D": (BOTH, lambda size: {}, "nothing", None),
+    "E": ([GRPO], lambda size: dict(learning_rate=1e-2, kl_coef=1e-9), "two", None),
+    "F": ([PPO], lambda size: dict(kl_coef=0.3 * size, max_iters=4), "right", (
         "ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl")),
-    "G": (GRPO | dict(reward_functions="mine.py:other_rows"), None),
-    "H": (GRPO, ("grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
-    "I": (PPO, ("ppo.py", "parallel.zero_gradients(gradients)", "pass")),
-    "J": (PPO | dict(kl_coef=100.0), None),
-    "K": (PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=4), None),
+    "G": (BOTH, lambda size: {}, "other_rows", None),
+    "H": ([GRPO], lambda size: {}, "right", (
+        "grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
+    "I": ([PPO], lambda size: {}, "right", (
+        "ppo.py", "parallel.zero_gradients(gradients)", "pass")),
+    "J": ([PPO], lambda size: dict(kl_coef=100.0 * size), "right", None),
+    "K": ([PPO], lambda size: dict(kl_coef=1e-9, max_iters=4), "longer", None),
 }
+# what lesson8.md says of a log: first and last record, scores and accuracies of the samples
+SYMPTOMS = {
+    "A": lambda first, last, samples: last["objective/kl"] > 0.01 and not any(
+        SYMPTOMS[x](first, last, samples) for x in "BCDEFGJ"),
+    "B": lambda first, last, samples: last["objective/kl"] > 3,
+    "C": lambda first, last, samples: abs(last["objective/kl"]) < 1e-3,
+    "D": lambda first, last, samples: any(score not in (0, 1) for score, _ in samples),
+    "E": lambda first, last, samples: last["objective/scores"] > last["objective/accuracy"] + 0.1,
+    "F": lambda first, last, samples: last.get("objective/non_score_reward", 0) > 1e-3,
+    "G": lambda first, last, samples: sum(a != b for a, b in samples) > 0.1 * len(samples),
+    "H": lambda first, last, samples: last["policy/clipfrac"] == 0,
+    "I": lambda first, last, samples:
+        last.get("val/grad_norm", 0) > 1.5 * first.get("val/grad_norm", 0),
+    "J": lambda first, last, samples:
+        abs(last.get("objective/non_score_reward", 0)) > 10 * abs(last["objective/kl"]) > 0,
+    "K": lambda first, last, samples: last["objective/length"] > first["objective/length"] + 1,
+}
+
+
+def write_reward(folder, kind):
+    with open(f"{folder}/mine.py", "w", encoding="utf-8") as f:
+        f.write("import random\n\n\ndef score(batch):\n    texts, rows = batch['completions'], "
+                f"batch['rows']\n    return {REWARDS[kind]}\n")
 
 
 def write_toy(folder):
     """The small toy's tokenizer, rewards and rows, in a folder."""
     drawn = random.Random(0)
     write_byte_tokenizer(f"{folder}/tokenizer", ["<think>", "</think>"])
-    with open(f"{folder}/mine.py", "w", encoding="utf-8") as f:
-        f.write(REWARDS)
+    write_reward(folder, "right")
     rows = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(5) for b in range(5)]
     demonstrations = []
     for row in rows * 40:
@@ -128,7 +142,7 @@ def patients_of(number, count):
     """The letters of a seed's patients. At least one of them has a wrong line, to be mended."""
     drawn = random.Random(number)
     letters = drawn.sample([*FAULTS], count)
-    with_line = [letter for letter in FAULTS if FAULTS[letter][1]]
+    with_line = [letter for letter in FAULTS if FAULTS[letter][-1]]
     if not set(letters) & set(with_line):
         letters[drawn.randrange(count)] = drawn.choice(with_line)
     return letters
@@ -139,28 +153,51 @@ def sealed(number, patient, letter):
     return hashlib.sha256(f"{number} {patient} {letter}".encode()).hexdigest()
 
 
-def last_record(folder):
+def records(folder):
     with open(f"{folder}/log.jsonl", encoding="utf-8") as f:
-        return [record for record in map(json.loads, f) if "objective/scores" in record][-1]
+        return [record for record in map(json.loads, f) if "objective/scores" in record]
+
+
+def shows(letter, folder):
+    """Whether the log and the samples of a run have the symptom of a letter."""
+    with open(f"{folder}/samples.jsonl", encoding="utf-8") as f:
+        samples = [(x["reward/score"], x["accuracy"])
+                   for x in (json.loads(line)["scores"] for line in f)]
+    return SYMPTOMS[letter](records(folder)[0], records(folder)[-1], samples)
+
+
+def read_answers(file, patients):
+    """{patient: letter} of answers.txt; raises BadInput with the line that is none."""
+    answers = {}
+    with open(file, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            found = re.fullmatch(r"(\d+)\s+([A-Za-z])", line.strip())
+            if line.strip() and not (found and found[1] in patients
+                                     and found[2].upper() in FAULTS):
+                raise BadInput(f"{file}, line {number}: {line.strip()!r}; wanted are a patient "
+                               f"from 1 to {len(patients)}, a space and a letter from A to "
+                               f"{max(FAULTS)}, and nothing else, such as: 1 A")
+            if found and found[1] in answers:
+                raise BadInput(f"{file}, line {number}: patient {found[1]} has two lines")
+            if found:
+                answers[found[1]] = found[2].upper()
+    return answers
 
 
 def check_answers(folder=out_dir):
     """Print how many of answers.txt are right, and whether the program is mended; True if all."""
     if not os.path.exists(f"{folder}/key.json"):
         sys.exit("check.py: there are no patients yet; type: python course/clinic.py")
-    key, answers = read_json(f"{folder}/key.json"), {}
+    key = read_json(f"{folder}/key.json")
     if not os.path.exists(f"{folder}/answers.txt"):
         sys.exit(f"check.py: write {folder}/answers.txt, a line for each patient, such as: 1 A")
-    with open(f"{folder}/answers.txt", encoding="utf-8") as f:
-        for line in filter(str.strip, f):
-            patient, letter = line.split()
-            answers[patient] = letter.upper()
+    answers = read_answers(f"{folder}/answers.txt", key["sealed"])
     right = sum(sealed(key["seed"], patient, answers.get(patient)) == found
                 for patient, found in key["sealed"].items())
     print(f"lesson 8: {right} of {len(key['sealed'])} are right")
     shutil.rmtree(f"{folder}/mended", ignore_errors=True)
     train(f"{folder}/program", key["mend"], folder, "mended")
-    mended, sound = last_record(f"{folder}/mended"), key["sound"]
+    mended, sound = records(f"{folder}/mended")[-1], key["sound"]
     good = all(abs(mended[name] - x) < 1e-6 for name, x in sound.items())
     print(f"lesson 8: {folder}/program, of patient {key['patient']}, is " + (
         "mended" if good else "not mended: its last iteration differs from that of quartet's own"))
@@ -179,22 +216,37 @@ if __name__ == "__main__":
     train(ROOT, SFT | dict(script="sft.py"), out_dir, "sft")
     letters = patients_of(seed, patients)
     for patient, letter in enumerate(letters, 1):
-        keys, wrong = FAULTS[letter]
-        program, room = ROOT, f"{out_dir}/patient_{patient}"
+        drawn, room = random.Random(f"{seed} {patient}"), f"{out_dir}/patient_{patient}"
+        scripts, changes, reward, wrong = FAULTS[letter]
+        program = ROOT
         if wrong:
             program = f"{out_dir}/program"
             shutil.rmtree(program, ignore_errors=True)
             copy_program(program, wrong)
+        write_reward(out_dir, reward)
+        for _ in range(5):  # until the symptom can be seen
+            shutil.rmtree(room, ignore_errors=True)
+            keys = drawn.choice(scripts) | dict(seed=drawn.randrange(1000), max_iters=drawn.choice(
+                (3, 4))) | changes(2.0**drawn.uniform(-1, 1))
+            train(program, keys, out_dir, f"patient_{patient}")
+            if shows(letter, room):
+                break
+        if wrong:
             key = dict(seed=seed, patient=patient, mend=keys)
-        train(program, keys, out_dir, f"patient_{patient}")
         for name in os.listdir(room):  # no settings: the log and the samples must tell
             if name not in ("log.jsonl", "samples.jsonl"):
                 path = f"{room}/{name}"
                 shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+        with open(f"{room}/log.jsonl", encoding="utf-8") as f:
+            lines = [{name: x for name, x in json.loads(line).items() if not name.endswith("/lr")}
+                     for line in f]
+        with open(f"{room}/log.jsonl", "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
         print(f"patient {patient}: {room}", flush=True)
+    write_reward(out_dir, "right")
     train(ROOT, key["mend"], out_dir, "sound")
     names = "objective/scores", "objective/kl", "loss/policy", "policy/grad_norm"
-    key["sound"] = {name: last_record(f"{out_dir}/sound")[name] for name in names}
+    key["sound"] = {name: records(f"{out_dir}/sound")[-1][name] for name in names}
     shutil.rmtree(f"{out_dir}/sound")
     key["sealed"] = {str(patient): sealed(seed, patient, letter)
                      for patient, letter in enumerate(letters, 1)}

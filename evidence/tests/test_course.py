@@ -16,6 +16,7 @@ import transformers
 from tiny import PROMPTS, ROOT, Started, jsonl, keys_of, of_copy, read_jsonl, well
 from torch.func import grad
 
+from errors import BadInput
 from gae import compute_gae
 from groups import group_advantages, token_weights
 from formulas import kl_estimate
@@ -91,9 +92,9 @@ def test_an_empty_exercise_says_what_to_do():
 def test_the_clinic(tmp_path):
     """Two patients; how many are right, and not which; a program that is mended, and one not."""
     def forks(rank):
-        """Its runs are forks, which have torch already, of two iterations."""
+        """Its runs are forks, which have torch already."""
         def run(command, cwd, **_):
-            _, script, *argv = [re.sub("max_iters=.*", "max_iters=2", arg) for arg in command]
+            _, script, *argv = command
             done = Started(script, argv, cwd, before=of_copy(os.path.dirname(script))).wait()
             return SimpleNamespace(returncode=done.codes[0], stdout=done.out[0] + done.err[0])
 
@@ -107,7 +108,12 @@ def test_the_clinic(tmp_path):
     assert call("clinic.py", "--patients=2", "--seed=3")[0] == 0
     folder, letters = tmp_path / "out" / "clinic", clinic.patients_of(3, 2)
     for patient in (1, 2):
-        assert {*os.listdir(folder / f"patient_{patient}")} == {"log.jsonl", "samples.jsonl"}
+        room = folder / f"patient_{patient}"
+        assert {*os.listdir(room)} == {"log.jsonl", "samples.jsonl"}
+        assert not any("/lr" in key for record in read_jsonl(room / "log.jsonl") for key in record)
+        assert all({*x["scores"]} == {"reward/score", "accuracy", "scores", "kl"}
+                   for x in read_jsonl(room / "samples.jsonl"))
+        assert clinic.shows(letters[patient - 1], room)
     assert "answers.txt" in call("check.py", "8")[1]
     wrong = "A" if letters[1] != "A" else "B"
     (folder / "answers.txt").write_text(f"1 {letters[0]}\n2 {wrong}\n")
@@ -115,17 +121,29 @@ def test_the_clinic(tmp_path):
     assert code == 1 and "1 of 2" in said and "not mended" in said
     assert not re.search(r"patient [12]\b.*(wrong|right)", said)
     patient = json.loads((folder / "key.json").read_text())["patient"]
-    file = clinic.FAULTS[letters[patient - 1]][1][0]
+    file = clinic.FAULTS[letters[patient - 1]][-1][0]
     shutil.copy(f"{ROOT}/{file}", folder / "program" / file)
     (folder / "answers.txt").write_text(f"1 {letters[0].lower()}\n2 {letters[1].lower()}")
     code, said = call("check.py", "8")
     assert code == 0 and "2 of 2" in said, said
 
 
+def test_answers_with_a_slip(tmp_path):
+    """The line is told; capitals, empty lines and spaces do not matter."""
+    file = tmp_path / "answers.txt"
+    for slip in ("1A", "1 A lr", "1: A", "A 1", "3 A", "1 Z", "1", "A", "1,A", "patient 1 A", "0 A",
+                 "1 A\n1 B", "1 AB"):
+        file.write_text(f"2 B\n\n{slip}\n")
+        with pytest.raises(BadInput, match=f"line {4 if chr(10) in slip else 3}: .*"):
+            clinic.read_answers(str(file), {"1": "", "2": ""})
+    file.write_text("\n 2   b \n1\tA\n\n")
+    assert clinic.read_answers(str(file), {"1": "", "2": ""}) == {"1": "A", "2": "B"}
+
+
 def test_each_seed_has_a_program_to_mend_and_each_letter_a_meaning():
     for number in range(50):
         letters = clinic.patients_of(number, 6)
-        assert len(set(letters)) == 6 and any(clinic.FAULTS[letter][1] for letter in letters)
+        assert len(set(letters)) == 6 and any(clinic.FAULTS[letter][-1] for letter in letters)
     with open(f"{ROOT}/course/lesson8.md", encoding="utf-8") as f:
         assert re.findall(r"(?m)^\| ([A-Z]) \|", f.read()) == [*clinic.FAULTS]
 
