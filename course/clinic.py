@@ -51,7 +51,7 @@ KEYS = dict(device_type="cpu", dtype="float64", policy_path="sft/policy", eval_i
 PPO = KEYS | dict(script="ppo.py", value_init="policy", ppo_epochs=2)
 GRPO = KEYS | dict(script="grpo.py", num_iterations=2)
 BOTH = PPO, GRPO
-# letter: scripts; keys by a size, drawn from 0.5 to 2; reward; a line (file, old, new) that is wrong.
+# letter: scripts; keys by a size, drawn from 0.5 to 2; reward; a wrong line (file, old, new);
 # lesson8.md has the letters' meanings
 FAULTS = {
     "A": (BOTH, lambda size: {}, "right", None),
