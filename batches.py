@@ -23,13 +23,14 @@ float64. In the order in which an iteration writes them:
     response_mask     (B, T)  bool   as_batch                 ppo, grpo, model.response_logprobs
     finished          (B,)    bool   as_batch                 ppo, grpo, rewards.model_scores
     sampler_logprobs  (B, T)  float  as_batch                 formulas.importance_weights
-    turn_rewards      (B, T)  float  environment.converse     ppo, environment.reward_of_turns
+    turn_rewards      (B, T)  float  environment.converse     environment.reward_of_turns
     failed_calls      (B,)    float  environment.converse     environment.figures_of_turns
     index             (B,)    int64  rollout.sample_batch     ppo, grpo, forward_batch
     row               (B,)    int64  rollout.sample_batch     texts_of, run.samples
     slot              (B,)    int64  rollout.sample_batch     rewards.alike_for_equal_texts
     age               (B,)    int64  ahead.rollout            ppo, grpo, run.sampler_gap
     reward/NAME       (B,)    float  rewards.score_batch      rewards.add_scores
+    token_rewards     (B, T)  float  rewards.score_batch      ppo, grpo
     accuracy          (B,)    float  rewards.score_batch      metrics.summarize
     thinks            (B,)    float  rewards.score_batch      metrics.summarize
     scores            (B,)    float  rewards.add_scores       ppo, grpo, metrics.summarize
@@ -44,7 +45,8 @@ float64. In the order in which an iteration writes them:
 index: the number of the row, 0 to B - 1. row: the number of the data row that the response answers.
 slot: the place of that data row among those of the iteration. turn_rewards: what an environment
 pays for a turn, in the column of the turn's last token. age: how many updates the policy has made
-since it sampled the batch. counted: the sampled tokens that GRPO trains on.
+since it sampled the batch. token_rewards: the part of the scores that was given to single tokens.
+counted: the sampled tokens that GRPO trains on.
 """
 import torch
 

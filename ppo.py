@@ -264,10 +264,9 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)
     rewards = -kl_coef * kl  # (B, T)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
-    rewards[batch["index"], last_real(mask)] += scores
-    if "turn_rewards" in batch:  # they are a part of the score: each moves to its turn's last token
-        rewards += batch["turn_rewards"]
-        rewards[batch["index"], last_real(mask)] -= batch["turn_rewards"].sum(1)
+    # what a rule or an environment has given to a token is a part of the score, and stays there
+    rewards[batch["index"], last_real(mask)] += scores - batch["token_rewards"].sum(1)
+    rewards += batch["token_rewards"]
     rlhf_reward = rewards.sum(1).mean()
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)
     batch["returns"] = returns  # (B, T), as the advantages

@@ -12,9 +12,10 @@ Its batch is a dict of lists with an entry for each response. For two responses 
     thinks(batch)    # [1.0, 0.0]: only the first one thinks
 
 rows are those of the data file. prompts are the texts that the policy read, in its chat template.
-In a run the batch also has the columns of batches.py down to `age`; max_new_tokens; `seconds`, the
-time that all rules together may still take; and `limits` of programs. Where a response has several
-turns, its completion is the last turn, and `dialogues` has all messages.
+In a run the batch also has the columns of batches.py down to `age`; the tokenizer; max_new_tokens;
+`seconds`, the time that all rules together may still take; and `limits` of programs. Where a
+response has several turns, its completion is the last turn, and `dialogues` has all messages. A
+rule may also give each token a number, (B, T): their sum is the score (options/token_rewards.py).
 """
 import math
 import pkgutil
@@ -106,10 +107,11 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     B = len(batch["tokens"])
     share = parallel.share(B)
     part = {name: t[share.start:share.stop] for name, t in batch.items()}  # this rank's rows
-    part |= texts_of(part, rows, policy.tokenizer)
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
-    part |= dict(max_new_tokens=longest, limits=dict(timeout=system.code_seconds))
-    like, columns = batch["sampler_logprobs"], {}
+    part |= texts_of(part, rows, policy.tokenizer) | dict(max_new_tokens=longest)
+    part |= dict(tokenizer=policy.tokenizer, limits=dict(timeout=system.code_seconds))
+    like, weights = part["sampler_logprobs"], {rule: weight for weight, _, rule in terms}
+    columns = dict(token_rewards=torch.zeros_like(like))  # (b, T)
     rules = {rule: [f"reward/{name}"] for _, name, rule in terms if rule}  # {a rule: its columns}
     if any(row.get("answer") is not None for row in rows):  # of the data: in each batch the same
         from grading.answers import accuracy, thinks
@@ -120,10 +122,13 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
         for rule, names in rules.items():
             part["seconds"] = max(end - time.monotonic(), 0)
             try:
-                scores = rule(part) if len(share) else []
+                scores = torch.as_tensor(rule(part) if len(share) else [], dtype=torch.float64)
             except Exception as e:  # a rule raises anything
                 raise failure(names[0].removeprefix("reward/"), e) from e
-            columns |= dict.fromkeys(names, torch.as_tensor(scores, dtype=torch.float64).to(like))
+            if scores.dim() == 2:  # a number for each token, which stays there; the sum is scored
+                columns["token_rewards"] += (weights[rule] * scores.nan_to_num()).to(like)
+                scores = scores.sum(1)
+            columns |= dict.fromkeys(names, scores.to(like))
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
             reward_model, part, B, micro_batch_size, system, device).to(like)
@@ -132,8 +137,6 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
 
         columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(like)
     batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
-    if "turn_rewards" in batch:  # (B, T): with the weight that they have in the scores
-        batch["turn_rewards"] *= sum(weight for weight, name, _ in terms if name == "environment")
     add_scores(batch, terms)
 
 

@@ -378,8 +378,8 @@ def answers(prompt, role, tools):
 
 
 def reward_of_turns(batch):
-    """The reward `environment`, (B,): the sum of its rewards for all turns of a response."""
-    return batch["turn_rewards"].sum(1)
+    """The reward `environment`, (B, T): that of each turn, at the turn's last token."""
+    return batch["turn_rewards"]
 
 
 def figures_of_turns(batch):

@@ -26,9 +26,9 @@ runner = asyncio.Runner()
 def load_reward(named, folder, where):
     """
     reward(batch) of FILE.py:FUNCTION; see options/user_code.py. The reward gives a list of B
-    floats: NaN where the function gave None, which means that it does not apply to a response. It
-    raises Stop where the function does not give a finite number or None for each response, fails
-    or hangs.
+    floats: NaN where the function gave None, which means that it does not apply to a response; or
+    (b, T), see options/token_rewards.py. It raises Stop where the function does not give a finite
+    number or None for each response, or a number for each token, fails or hangs.
     """
     function, name = load_function(named, folder, where), named.rpartition(":")[2]
     if name in BUILT_IN:
@@ -67,8 +67,13 @@ def load_reward(named, folder, where):
 
 def as_scores(name, returned, batch):
     """
-    The result of a reward as a list of floats, one for each response; NaN for None. Raises Stop.
+    The result of a reward as a list of floats, one for each response, NaN for None; or, of a number
+    for each token, as (b, T). Raises Stop.
     """
+    if getattr(returned, "ndim", 1) > 1:
+        from options.token_rewards import as_token_rewards
+
+        return as_token_rewards(name, returned, batch)
     try:
         values = returned.tolist() if hasattr(returned, "tolist") else returned
     except (RuntimeError, TypeError) as e:  # of a tensor on another device
@@ -76,12 +81,14 @@ def as_scores(name, returned, batch):
     B = len(batch["completions"])
     if not isinstance(values, (list, tuple)) or len(values) != B:
         raise Stop(f"reward {name!r} must return {B} numbers, one a response, as a 1-D tensor, "
-                   f"array or list; it returned {type(values).__name__} {shorten(values)}")
+                   "array or list, or a (b, T) tensor, one a token; it returned "
+                   f"{type(values).__name__} {shorten(values)}")
     numbers = [math.nan if value is None else as_number(value) for value in values]
     for number, value, row in zip(numbers, values, batch["rows"], strict=True):
         if value is not None and not abs(number) < 3e38:  # float32's largest
+            tensor = "; numbers of tokens must be a (b, T) tensor" * hasattr(value, "__len__")
             raise Stop(f"reward {name!r} gave {shorten(value)}, no finite number, for the row with "
-                       f"the prompt {shorten(row.get('prompt'))}")
+                       f"the prompt {shorten(row.get('prompt'))}{tensor}")
     return numbers
 
 

@@ -346,6 +346,10 @@ def judge(c, models, row, r):
     """
     prompt, response = r.prompt, r.response
     r.each = {name: RULES[name](c, row, r, models.reward) for _, name in c.mix}
+    for weight, name in c.mix:
+        if isinstance(r.each[name], list):  # a number for each token: the score has their sum
+            r.paid = [x + weight * y for x, y in zip(r.paid, r.each[name], strict=True)]
+            r.each[name] = sum(r.each[name])
     # a reward may not apply (None). Where none applies that has a weight, there is no score
     applies = [weight * r.each[name] for weight, name in c.mix
                if weight and r.each[name] is not None]
@@ -383,7 +387,11 @@ def letters(c, row, r, _):
     return sum(ch in "abcd" for ch in r.text) / 4
 
 
-RULES = dict(length=length, letters=letters, reward_model=learned_score,
+def steps(c, row, r, _):
+    return [(96 < i < 101) - i / 400 for i in (r.response[t] for t in r.own)]
+
+
+RULES = dict(length=length, letters=letters, reward_model=learned_score, steps=steps,
              sometimes=lambda c, row, *r: 0.3 if len(row["prompt"]) % 2 else letters(c, row, *r),
              some=lambda c, row, r, _: None if len(r.text) % 2 else letters(c, row, r, _))
 

@@ -46,6 +46,10 @@ def sometimes(batch):  # the same for all responses to a prompt of odd length: f
 def some(batch):  # it does not apply to texts of odd length
     return [None if len(text) % 2 else x for x, text in zip(letters(batch), batch["completions"])]
 
+def steps(batch):  # a number for each token
+    tokens = batch["tokens"].double()
+    return ((tokens > 96).double() * (tokens < 101) - tokens / 400) * batch["response_mask"]
+
 def fails_on_rank_1(batch):
     if os.environ.get("RANK") == "1":
         raise KeyError("a bug of yours")

@@ -52,19 +52,19 @@ CASES = {  # name: (layout, branches of the formulas that must be taken in it, k
         value_init="shared", reward_path="other", kl_estimator="k2", gamma=0.9, lam=0.8,
         cliprange_value=0.0, grad_clip=0.5, vf_coef=0.5, entropy_coef=0.05, temperature=1.2,
         weight_decay=0.1, warmup_iters=2, value_lr_decay="cosine", batch_size=6, max_iters=3)),
-    # several rewards, one of which does not always apply; the value model starts as the policy; k3
+    # several rewards: one does not always apply, one is of tokens; value_init=policy; k3
     "ppo, mixed": ("parts", ["value clipped", "a later unit"], PPO | dict(
-        mix=[(0.7, "reward_model"), (-0.5, "some"), (1.0, "length")], value_init="policy",
+        mix=[(0.7, "reward_model"), (-0.5, "some"), (0.6, "steps")], value_init="policy",
         policy_path="tied", kl_estimator="k3", temperature=1.0, num_minibatches=1,
         value_learning_rate=0.0, lr_decay="cosine", value_lr_decay="linear", max_new_tokens=5)),
     # the value model of another run, which counts in scores
     "ppo, a value model": ("two ranks", [], PPO | dict(
-        mix=[(9.0, "letters")], value_init="uncentered", kl_coef=0.0)),
+        mix=[(9.0, "steps")], value_init="uncentered", kl_coef=0.0, gamma=0.9)),
     "ppo, rules": ("stage 3", ["no score", "a later unit"], PPO | dict(
         mix=[(1.0, "some")], value_init="policy", kl_coef=0.0, cliprange=0.03, weight_decay=0.1,
         ppo_epochs=1)),
     "grpo": ("three ranks", ["no end", "long gradient", "above", "below"], GRPO | dict(
-        mix=[(0.5, "reward_model"), (1.0, "letters")], aggregation="seq-mean-token-mean",
+        mix=[(0.5, "reward_model"), (1.0, "steps")], aggregation="seq-mean-token-mean",
         missing_eos_penalty=0.9, lr_decay="linear", entropy_coef=0.02, grad_clip=1.0, max_iters=3)),
     "grpo, dr. grpo": ("one rank", ["flat minibatch"], GRPO | dict(
         mix=[(1.0, "sometimes")], scale_by="none", aggregation="seq-mean-token-sum-norm",
@@ -119,7 +119,8 @@ def typed_keys(world, keys, script, more):
     typed |= dict(dtype="float64", device_type="cpu", timeout=60, checkpoint_interval=0)
     typed |= {key: getattr(world, name, "") for key, name in files_of(keys, script).items()}
     if "mix" in keys:
-        where = {name: f"{world.rules}:{name}" for name in ("letters", "sometimes", "some")}
+        own = "letters", "sometimes", "some", "steps"
+        where = {name: f"{world.rules}:{name}" for name in own}
         typed["reward_functions"] = ",".join(f"{x}*{where.get(name, name)}"
                                              for x, name in keys["mix"])
     return typed | folders_of(world, keys) | more

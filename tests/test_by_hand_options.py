@@ -34,7 +34,7 @@ EVAL = dict(eval_interval=1, eval_size=0)
 CASES = {  # name: (layout, branches that must be taken, keys)
     # an environment's words count nowhere, and its pay for a turn counts from there on
     "ppo, turns": ("three roles", ["reply", "no end", "a later unit"], PPO | dict(
-        turns=3, mix=[(0.7, "environment"), (1.0, "letters"), (0.4, "reward_model")], seed=1,
+        turns=3, mix=[(0.7, "environment"), (1.0, "letters"), (0.2, "steps")], seed=1,
         value_init="policy", gamma=0.9, lam=0.8, missing_eos_penalty=0.7, max_new_tokens=12)),
     "grpo, turns": ("generate, stopped", ["reply", "older", "refill 0"], GRPO | dict(
         turns=4, mix=[(1.0, "environment"), (0.5, "length")], staleness=1, max_refills=1, seed=5,

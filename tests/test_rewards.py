@@ -205,6 +205,53 @@ def test_the_zero_of_a_reward_model_of_others(finished, shift):
         assert not lacks_shift(reward) and "batches" not in run.__dict__
 
 
+ROW = "[[0, 0.5, 1, 0]] * 2"
+NUMBERS = {  # what a rule returns for two responses: the scores and token_rewards, or what is said
+    "torch.tensor([[0, 0.5, 1, 0], [0, -1, 0, 0]])":
+        ([3.0, -2.0], [[0, 1, 2, 0], [0, -2, 0, 0]]),
+    f"numpy.array({ROW}, dtype='float32')": ([3.0, 3.0], [[0, 1, 2, 0]] * 2),
+    f"torch.tensor({ROW}, requires_grad=True)": ([3.0, 3.0], [[0, 1, 2, 0]] * 2),
+    "batch['response_mask']": ([4.0, 4.0], [[0, 2, 2, 0]] * 2),
+    "torch.tensor([[0, NAN, NAN, 0], [0, 1, 1, 0]])": ([NAN, 4.0], [[0] * 4, [0, 2, 2, 0]]),
+    "torch.tensor([[NAN] * 4, [0, 0, 0, 0]])": ([NAN, 0.0], [[0] * 4] * 2),
+    "[1, 0.5]": ([2.0, 1.0], [[0] * 4] * 2),
+    "torch.tensor([[0, 1, 1, 0], [0, 1, 1, 5]])": "5.0 in column 3 of the row with the prompt 'b'",
+    "torch.tensor([[0.5, 1, 1, 0]] * 2)": "0.5 in column 0 of the row with the prompt 'a': a token",
+    "torch.tensor([[0, NAN, 1, 0]] * 2)": "nan in column 1",
+    "torch.tensor([[0, 1, 1e39, 0]] * 2)": "inf in column 2 .* no finite number",
+    "torch.tensor([[0, 1, 1, NAN]] * 2)": "nan in column 3",
+    "torch.ones(2, 3)": r"\(2, 3\): wanted .* \(2,\), or .*\(2, 4\)",
+    "torch.ones(1, 4)": r"\(1, 4\)", "torch.ones(2, 1)": r"\(2, 1\)", "torch.ones(2, 4, 1)": "4, 1",
+    "[[0, 1, 1, 0]] * 2": "tensor"}
+
+
+@pytest.mark.parametrize("returned", NUMBERS)
+def test_numbers_of_tokens(tmp_path, monkeypatch, returned):
+    """With the weight 2: the sum is the score, each number stays at its token."""
+    file = write(tmp_path / "mine.py", f"""
+import numpy
+import torch
+NAN = float("nan")
+def f(batch):
+    return {returned}
+""")
+    monkeypatch.setattr("rewards.texts_of", lambda *_: dict(
+        completions=["x", "y"], rows=[dict(prompt="a"), dict(prompt="b")]))
+    zeros = torch.zeros(2, 4)
+    batch = dict(tokens=zeros, begins=torch.tensor([1, 1]), sampler_logprobs=zeros,
+                 response_mask=torch.tensor([[False, True, True, False]] * 2))
+    asked = (batch, [dict(prompt="a")], reward_terms(f"2*{file}:f"),
+             SimpleNamespace(tokenizer=None), None, 1, keys_of_system(), "cpu")
+    if isinstance(NUMBERS[returned], str):
+        with pytest.raises(Stop, match=f"'f'.*{NUMBERS[returned]}"):
+            score_batch(*asked)
+        return
+    score_batch(*asked)
+    scores, each = NUMBERS[returned]
+    assert torch.equal(batch["scores"].nan_to_num(9), torch.tensor(scores).nan_to_num(9))
+    assert batch["token_rewards"].tolist() == each
+
+
 # behind the thoughts (grading/answers.py)
 
 HARMONY = "<|channel|>analysis<|message|>"

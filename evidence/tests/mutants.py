@@ -107,7 +107,7 @@ MUTANTS = [  # file, old text, new text, test file, pytest -k
     ("options/new_head.py", 'if "value_unit" in state:', "if True:", "test_model", "unit"),
     ("options/new_head.py", "1 if len(known) > 2 else", "", "test_model", "unit"),
     ("options/lora.py", ".detach().cpu() * self.unit", ".detach().cpu()", "test_lora", "trunk"),
-    ("ppo.py", 'last_real(mask)] -= batch["turn_rewards"].sum(1)', "last_real(mask)] -= 0",
+    ("ppo.py", 'scores - batch["token_rewards"].sum(1)', "scores",
      "test_by_hand_options", "ppo and turns"),
     ("groups.py", "clipped_ratio.detach() * logprobs", "clipped_ratio * logprobs", "test_by_hand",
      "cispo"),

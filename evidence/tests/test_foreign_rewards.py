@@ -93,7 +93,7 @@ def test_tensors_arrays_lists_and_none_are_scores(called):
 
 def test_other_values_stop_the_run_by_name(called):
     for returned, part in (
-            ([1, 2], r"\[1, 2\]"), (None, "NoneType"), (torch.ones(3, 1), "'one'"),
+            ([1, 2], r"\[1, 2\]"), (None, "NoneType"), (torch.ones(3, 1), r"\(3, 1\)"),
             (torch.tensor(3.0), "float"), ([1, float("nan"), 2], "'two'"), ([None, "1", 3], "'1'"),
             (torch.ones(3, device="meta"), "cannot be read: .*meta"),
             ([10**400, 1, 2], "'one'"), ([1, 2, float("inf")], "'7\\?'"), ([1e39, 1, 2], "'one'")):
