@@ -21,8 +21,8 @@ import sys
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from configurator import configure  # noqa: E402  first: it must be imported before torch
 from batches import texts_of  # noqa: E402
-from configurator import configure  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
 from load import load, load_reward_model  # noqa: E402
 from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
