@@ -231,7 +231,7 @@ def see(rooms, path, how, root):
                     and m.shape == x.shape]
             if near and all((x & ~m).any() for m in near):
                 look("mask", name)
-        if name == "compute_gae" and masks and args[0].shape == masks[0].shape:
+        if name == "compute_gae" and args[0].shape == args[2].shape:
             if count := int((args[0].masked_fill(args[2], 0) != 0).sum()):
                 look("lost", "rewards", count=count)
 

@@ -3,14 +3,15 @@ tools/prove.py: each of evidence/proved.py's mistakes, by the one check that fin
 forks, which it must not accuse, by all checks; what is typed wrong, and what cannot be run.
 """
 import faulthandler
-import os
 import subprocess
 import sys
 
 import pytest
 
 from conftest import ROOT
+from errors import BadInput
 from evidence.proved import FORKS, MISTAKES, broken, copy_of, prove, try_mistake, typed
+from tiny import write
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,8 @@ def test_a_mistake_is_found_and_named(name, tmp_path, monkeypatch):
     if name != "set_order":
         start = prove.start
         monkeypatch.setattr(prove, "start", lambda spec: start(spec, twin=False))
-    more = [] if check in ("resume", "evaluation", "score", "turns", "kl") else ["--max_iters=2"]
+    more = {"noise": 1, "parts": 1, "ranks": 1, "padding": 1, "ids": 1, "trained": 2}
+    more = [f"--max_iters={more[check]}"] if check in more else []
     hard, notes = broken(try_mistake(name, tmp_path, more=more))
     (found,) = [x for found, x in (hard | notes).items() if check in found]
     assert word in str(found["lines"]), found
@@ -51,16 +53,25 @@ def test_a_right_fork_is_not_accused(name, tmp_path):
 
 
 @pytest.mark.parametrize("typed, code, words", [
-    ("", 0, ["grpo.py", "resume"]), ("--help", 0, ["what it cannot see".capitalize()]),
+    ("", 0, ["grpo.py", "resume"]), ("--help", 0, ["What it cannot see"]),
     ("gae.py", 2, ["is no script"]), ("none.py", 2, ["none.py"]), ("--deep", 2, ["--deep"]),
     ("ROOT/nano/ppo.py", 2, ["nano/ppo.py"]), ("ROOT/ppo.py --only=kills", 2, ["kills", "resume"]),
     ("ROOT/ppo.py --learning_rat=1", 2, ["learning_rat"]), ("ROOT/ppo.py none.py", 2, ["none.py"]),
     ("ROOT/ppo.py --only=ids --group_size=2", 2, ["group_size"]),
-    ("ROOT/grpo.py --only=ids --policy_path=none", 3, ["the small run fails", "none"])])
-def test_what_is_typed_wrong_is_one_line(typed, code, words):
-    done = subprocess.run(
-        [sys.executable, f"{ROOT}/tools/prove.py", *typed.replace("ROOT", ROOT).split()],
-        capture_output=True, text=True, check=False, env=os.environ)
-    assert done.returncode == code, done
-    said = done.stderr if code else done.stdout
-    assert all(word in said for word in words) and (not code or said.count("\n") == 1), done
+    ("ROOT/grpo.py --only=ids --policy_path=none", 3, ["the small run fails", "none"]),
+    ("ROOT/grpo.py --only=ids --reward_functions=mine.py:f", 3, ["difficulty", "--prompts_path"])])
+def test_what_is_typed_wrong_is_one_line(typed, code, words, capsys):
+    write("mine.py", "f = lambda batch: [row['difficulty'] for row in batch['rows']]")
+    try:
+        found, said = prove.main(typed.replace("ROOT", ROOT).split()), capsys.readouterr()
+        said = said.err if found else said.out
+    except BadInput as e:
+        found, said = e.exit_code, f"{e}\n"
+    assert found == code and all(word in said for word in words), said
+    assert not code or said.count("\n") == 1, said
+
+
+def test_an_error_of_its_own_is_one_line():
+    done = subprocess.run([sys.executable, f"{ROOT}/tools/prove.py", "none.py"], text=True,
+                          capture_output=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
