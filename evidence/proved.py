@@ -93,10 +93,10 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     "score_overwritten": ("ppo", "score", "never reaches", (
         None, A, f"{A}\n    batch['advantages'] = masked_whiten(batch['old_logprobs'], mask)")),
     "length_from_ids": ("ppo", "ids", "pad_id", (
-        None, "token_count = mask[rows].sum()",
-        'token_count = (batch["tokens"][rows] != policy.tokenizer.pad_id).sum()')),
+        None, "token_count = mask[index].sum()",
+        'token_count = (batch["tokens"][index] != policy.tokenizer.pad_id).sum()')),
     "divided_by_T": ("ppo", "padding", "numel", (
-        None, "token_count = mask[rows].sum()", "token_count = mask[rows].numel()")),
+        None, "token_count = mask[index].sum()", "token_count = mask[index].numel()")),
     "softmax_over_T": ("ppo", "padding", "softmax", (
         None, A, f"{A}\n    batch['advantages'] = batch['advantages'] * advantages.softmax(1)")),
     "last_column_maximum": ("grpo", "padding", "maximum", (
@@ -150,7 +150,7 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     "gradients_stay": ("ppo", "ranks", "zero_gradients", (
         None, "            parallel.zero_gradients(gradients)\n            if", "            if")),
     "share_of_the_count": ("ppo", "ranks", "normaliser", (
-        None, "token_count = mask[rows].sum()",
+        None, "token_count = mask[index].sum()",
         "token_count = mask[parallel.share(len(mask))].sum()")),
     # with several turns alone
     "last_by_count": ("ppo", "turns", "rewards", (

@@ -220,10 +220,9 @@ def see(rooms, path, how, root):
                 write("gradient", step=steps, model=name, norm=flat.norm().item(),
                       sum=flat.dot(way).item())
 
-    def note_mask(result, batch, *args):
-        if isinstance(result, dict) and "index" in batch:  # a micro-batch
-            batch = result
-        masks.append(batch["response_mask"])
+    def note_masks(result, batch, *args):
+        """Those of a batch, or of micro-batches that are made of it."""
+        masks.extend(x["response_mask"] for x in (result if isinstance(result, list) else [batch]))
 
     def check_masks(name, *args):
         for x in args:
@@ -239,7 +238,7 @@ def see(rooms, path, how, root):
     Run.iterations, Run.step = iterations, step
     wrap([Run], "__init__", then=begun), wrap([Run], "log", logged), wrap([Run], "finish", over)
     wrap(rooms, "all_reduce_gradients", then=reduced)
-    wrap(rooms, "score_batch", then=note_mask), wrap(rooms, "micro_batch", then=note_mask)
+    wrap(rooms, "score_batch", then=note_masks), wrap(rooms, "micro_batches", then=note_masks)
     for name in ("masked_sum", "masked_mean", "masked_whiten", "compute_gae", "add_up"):
         wrap(rooms, name, functools.partial(check_masks, name))
 

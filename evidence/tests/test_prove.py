@@ -29,7 +29,7 @@ def test_a_mistake_is_found_and_named(name, tmp_path, monkeypatch):
     if name != "set_order":
         start = prove.start
         monkeypatch.setattr(prove, "start", lambda spec: start(spec, twin=False))
-    more = {"noise": 1, "parts": 1, "ranks": 1, "padding": 1, "ids": 1, "trained": 2}
+    more = {"noise": 1, "parts": 1, "ranks": 2, "padding": 1, "ids": 1, "trained": 2}
     more = [f"--max_iters={more[check]}"] if check in more else []
     hard, notes = broken(try_mistake(name, tmp_path, more=more))
     (found,) = [x for found, x in (hard | notes).items() if check in found]
