@@ -9,7 +9,7 @@ config/ has a file of keys for each of them (dr_grpo.py, ...).
   DAPO       a wider clip range above 1 than below           clipped_losses     2503.14476, eq. 10
              other prompts replace groups of equal scores    flat_groups        its eq. 11
              every token counts the same (see there)         token_weights      its eq. 12
-             too long responses lose score                   options/overlong   its eq. 13
+             too long responses lose score                   grading/forms.py   its eq. 13
   GSPO       one ratio for all tokens of a response          gspo_losses        2507.18071, eq. 7
   CISPO      a clipped weight instead of a clipped loss      cispo_losses       2506.13585, eq. 4
 

@@ -36,7 +36,7 @@ from ranks import this_rank
 RULES = dict(
     accuracy="grading.answers:accuracy", math="grading.expressions:math_answer",
     format="grading.forms:format", thinks="grading.answers:thinks", code="grading.programs:code",
-    length="options.overlong:length", environment="options.environment:reward_of_turns")
+    length="grading.forms:length", environment="options.environment:reward_of_turns")
 MODELS = {"reward_model": "reward_path", "judge": "judge_path"}  # and the key that says which one
 BUILT_IN = *RULES, *MODELS
 

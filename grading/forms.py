@@ -1,7 +1,7 @@
 r"""
 Forms in which texts give their answers: <answer>, \boxed{}, ####, matrices over several lines,
-other numbers, letters beyond ASCII; answers.py loads them for a text that has some. And the reward
-`format`.
+other numbers, letters beyond ASCII; answers.py loads them for a text that has some. And the rewards
+`format` and `length`.
 """
 import re
 import unicodedata
@@ -97,3 +97,12 @@ def is_formatted(text):
         whole = re.fullmatch("<answer>(.*)</answer>", answer, re.DOTALL)
         answer = whole[1].strip() if whole and len(tags) == 2 else ""
     return not before.strip() and answer != ""
+
+
+def length(batch):
+    """
+    (B,): DAPO's soft overlong punishment (arXiv 2503.14476, equation 13; the last fifth as in its
+    section 4.1). With R = 100: up to 80 tokens give 0, 90 tokens -0.5, 100 tokens -1.
+    """
+    R, lengths = batch["max_new_tokens"], batch["response_mask"].sum(1).float()  # (B,)
+    return ((R - lengths) / (R / 5) - 1).clamp(-1, 0)

@@ -114,7 +114,7 @@ def test_format_and_thinks():
 
 
 def test_the_key_reward_functions(tmp_path):
-    from options.overlong import length
+    from grading.forms import length
 
     path = write(tmp_path / "mine.py", "def brevity(batch):\n    return [-len(c) for c in "
                                        "batch['completions']]\ndef format(batch): pass\n")

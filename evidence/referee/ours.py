@@ -355,7 +355,7 @@ def response_weight(b):
 
 def length(b):
     mask = torch.arange(100) < torch.tensor(STEPS)[:, None]
-    return page("options/overlong.py").length(dict(response_mask=mask, max_new_tokens=100))
+    return page("grading/forms.py").length(dict(response_mask=mask, max_new_tokens=100))
 
 
 def pair_loss(b):
@@ -418,7 +418,7 @@ ROWS = {
     "importance weights": (importance, "formulas.py: importance_weights", "Yao et al., 2025"),
     "one for a response": (response_weight, "recipes/response_weight.diff", "the same"),
     "GSPO, with weights": (gspo_weighted, "grpo.py", "the same"),
-    "DAPO's length": (length, "options/overlong.py", "2503.14476, eq. 13"),
+    "DAPO's length": (length, "grading/forms.py", "2503.14476, eq. 13"),
     "pair loss": (pair_loss, "rm.py: preference_loss", "2009.01325, 3.4"),
     "DPO": (dpo, "recipes/dpo.py", "2305.18290, eq. 7"),
     "entropy": (entropy, "model.py: entropy_of", ""),
