@@ -55,7 +55,7 @@ offload = ""  # to the CPU's memory: none, optimizer or params (of frozen or sha
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
 # adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'; muon is for
 # the layers' matrices, with adamw for the rest
-optim = "adamw"  # + adamw, adamw8bit, adafactor or muon
+optim = "adamw"  # + adamw, adamw8bit, adafactor, muon or FILE.py:CLASS
 quantize = "none"  # with lora: the frozen model in 4 bits, by bitsandbytes [none | 4bit]
 weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 

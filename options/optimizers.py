@@ -1,7 +1,7 @@
 """
 The key optim: Adafactor, which keeps a sum a row and a column for each matrix; AdamW with states in
-8 bits, by the package bitsandbytes; and Muon for matrices. And the AdamW of master_weights=False,
-and the groups of weight_decay.
+8 bits, by the package bitsandbytes; Muon for matrices; and a class of the user's. And the AdamW of
+master_weights=False, and the groups of weight_decay.
 
 torchao (0.18) has 8 bits, too: as many bytes, steps as close to those of fp32. But it compiles for
 each shape of matrix (5 to 14 seconds of a core, and a C++ compiler must be there), safetensors does
@@ -9,12 +9,13 @@ not take its states, and a shard has 8 bits only if its numbers are a multiple o
 rank may have the rest of the matrix in 32 bits, and a checkpoint cannot put the two together.
 """
 import functools
+import inspect
 from collections import defaultdict
 
 import torch
 
 from configurator import of_model
-from errors import BadInput
+from errors import BadInput, first_line
 from ranks import this_rank
 
 # torch's Adafactor multiplies lr by max(eps[1], RMS of the weight), which is the paper's section 8.
@@ -36,11 +37,22 @@ def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
         fused=this_rank.role == "train")  # others never step
     if narrow or of_model(system.optim, name) not in ("", "adamw"):
         kind, settings = other_optimizer(model, system, name, lr, betas, eps)
+    make = functools.partial(kind, groups if groups[1:] else groups[0]["params"], **settings)
     if system.zero_stage or system.offload:
         from options.shards import optimizer_of
 
-        return optimizer_of(model, name, system, groups, kind, settings)
-    return kind(groups, **settings)
+        make = functools.partial(optimizer_of, model, name, system, groups, kind, settings)
+    if ":" not in of_model(system.optim, name):
+        return make()
+    try:
+        optimizer = make()
+    except Exception as e:  # the user's code raises anything
+        raise BadInput(f"optim = {system.optim!r} cannot be made: {first_line(e)}") from e
+    lacks = [x for x in ("step", "param_groups", "state") if not hasattr(optimizer, x)]
+    if lacks:
+        raise BadInput(f"optim = {system.optim!r}: wanted an optimizer like those of torch.optim, "
+                       f"and {type(optimizer).__name__} has no {lacks[0]}")
+    return optimizer
 
 
 def groups_of(model):
@@ -80,9 +92,12 @@ def other_optimizer(model, system, name, lr, betas, eps):
     kind = of_model(system.optim, name)
     if kind in ("", "adamw"):
         return WideAdamW, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+    if ":" in kind:
+        return of_file(kind, system, name, dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay))
     if kind not in ("adafactor", "adamw8bit", "muon"):
-        raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit or muon, for "
-                       "all models or as policy=adafactor,value=adamw")
+        raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit, muon or "
+                       "FILE.py:CLASS, for all models or as policy=adafactor,value=adamw")
     most = dict(adamw8bit=0, adafactor=1, muon=0)[kind]
     if int(of_model(system.zero_stage, name) or 0) > most or of_model(
             system.offload, name) not in ("", "none"):
@@ -108,6 +123,31 @@ def other_optimizer(model, system, name, lr, betas, eps):
         raise BadInput("optim = 'adamw8bit' needs the package bitsandbytes: pip install "
                        "bitsandbytes") from e
     return AdamW8bit, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
+
+
+def of_file(kind, system, name, settings):
+    """
+    (class, its settings) of FILE.py:CLASS, the user's. It gets those of lr, betas, eps and
+    weight_decay that it takes by name. What it keeps is saved: see options/fork_state.py. On split
+    models (zero_stage 2 and 3) its parameters are DTensors. Raises BadInput.
+    """
+    from options.user_code import load_function
+
+    made, taken = load_function(kind, ".", f"optim = {system.optim!r}"), set()
+    makers = [vars(c)["__init__"] for c in getattr(made, "__mro__", ()) if "__init__" in vars(c)]
+    for maker in makers or [made]:
+        takes = inspect.signature(maker).parameters.values()
+        taken |= {p.name for p in takes}
+        # one that takes **settings hands them on to its base
+        if not any(p.kind == p.VAR_KEYWORD for p in takes):
+            break
+    if system.weight_decay > 0 and "weight_decay" not in taken:
+        raise BadInput(f"weight_decay = {system.weight_decay:g}, but {kind} takes none by this "
+                       "name; type --weight_decay=0")
+    if of_model(system.offload, name) == "optimizer":
+        raise BadInput(f"offload = {system.offload!r}: it has the states of AdamW alone, not of "
+                       f"{kind}; leave one of the two out")
+    return made, {key: x for key, x in settings.items() if key in taken}
 
 
 class WideAdamW(torch.optim.AdamW):

@@ -101,7 +101,7 @@ def refuse_code(keys, file, trusted):
         if not trusted and (key in ("environment", "tools") and text or key in NAME_CODE
                             and ":" in text):
             # the innermost word is the file, or the beginning of its name
-            named = re.split("[*,]", text.rpartition(":")[0] or text)[-1].strip(" []'\"")
+            named = re.split("[*,=]", text.rpartition(":")[0] or text)[-1].strip(" []'\"")
             raise BadInput(f"{file} names in its {key} the Python file "
                            f"{os.path.abspath(named)!r}, which this would run, from {text!r}; if "
                            "you trust it, type --trust_code=True")

@@ -340,6 +340,8 @@ def test_no_file_that_a_config_names_is_run_unless_one_says_so(world, tmp_path):
         assert not os.path.exists(tmp_path / "ran"), (key, value)
         own = as_in_run([f"--{key}=mine.py:f"], "policies", f"{sent}/policy", ASKED | JUDGED)
         assert own == {}
+    write(sent / "config.json", json.dumps(dict(out_dir="out", optim=f"{evil}:f")))  # of no use
+    assert as_in_run([], "policies", f"{sent}/policy", ASKED | JUDGED) == {}
     assert tool("sample", tmp_path, dict(
         policy_path=f"{clean}/policy", prompt="a", environment=f"{evil}:f")).codes == [0]
     assert os.path.exists(tmp_path / "ran")

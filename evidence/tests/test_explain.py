@@ -18,7 +18,7 @@ import matplotlib.pyplot  # noqa: F401  once, before the forks
 import by_hand
 import pytest
 import torch
-from tiny import Started, at, jsonl, keys_of, read_jsonl, run, typed, well
+from tiny import Started, at, jsonl, keys_of, read_jsonl, run, typed, well, write
 
 import gae
 from checkpoint import hashes
@@ -43,8 +43,10 @@ def runs(world, tmp_path_factory):
     cut = shutil.copytree(whole, f"{folder}/ppo/cut")
     for later in (3, 4):
         shutil.rmtree(f"{cut}/checkpoint-{later:06d}")
-    well("grpo.py", folder / "grpo", keys_of(world, "grpo.py", max_iters=1, num_minibatches=1,
-                                             reward_functions=f"accuracy,{world.rules}:letters"))
+    mine = write(folder / "mine.py", "from torch.optim import AdamW\nclass Mine(AdamW): pass")
+    well("grpo.py", folder / "grpo", keys_of(
+        world, "grpo.py", max_iters=1, num_minibatches=1, optim=f"{mine}:Mine",
+        reward_functions=f"accuracy,{world.rules}:letters"))
     return folder
 
 
@@ -141,6 +143,7 @@ def test_nothing_that_a_run_names_is_run_unless_one_says_so(runs, tmp_path):
     attacks = [(key, value) for key in ("environment", "tools", "reward_functions")
                for value in (*both, [f"{evil}:f"], {f"{evil}:f": 1}, f"'{evil}:f*'")]
     attacks += [("tools", str(evil)), ("environment", "*"), ("optim", f"{evil}:f"),
+                ("optim", f"value=adamw, policy={evil}:f"),
                 (f"environment={evil}:f", ""), (f"tools={evil}:f", "x"), (f"optim={evil}:f*", ""),
                 (f"reward_functions={evil}:f,accuracy", 0), (f"{evil}", ""), ("-", ""), ("", "a")]
     scripts = [("script", value) for value in (

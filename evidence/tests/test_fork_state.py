@@ -10,8 +10,8 @@ import torch
 
 from errors import BadInput
 from options.fork_state import checked
-from tiny import (assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log, run,
-                  well)
+from tiny import (assert_one_line, assert_same_run, assert_stopped, at, keys_of, keys_of_system,
+                  read_log, run, well, write)
 
 
 class Odd(torch.optim.Optimizer):
@@ -105,18 +105,14 @@ def steps_with(kind):
     return before
 
 
-def both(*deeds):
-    return lambda rank: [deed(rank) for deed in deeds]
-
-
 @pytest.mark.parametrize("kind", [Odd, Drifting, Plain])
 def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind):
-    keys = keys_of(world, "sft.py", max_iters=4, dtype="float32", learning_rate=1e-3)
-    whole = well("sft.py", tmp_path / "whole", keys, before=steps_with(kind))
-    cut = run("sft.py", tmp_path / "cut", keys,
-              before=both(steps_with(kind), at(2, signal.SIGTERM)))
+    keys = keys_of(world, "sft.py", max_iters=4, dtype="float32", learning_rate=1e-3,
+                   optim=f"{__file__}:{kind.__name__}")
+    whole = well("sft.py", tmp_path / "whole", keys)
+    cut = run("sft.py", tmp_path / "cut", keys, before=at(2, signal.SIGTERM))
     assert_stopped(cut, tmp_path / "cut")
-    out = well("sft.py", tmp_path / "cut", keys, before=steps_with(kind))
+    out = well("sft.py", tmp_path / "cut", keys)
     assert_same_run(whole, out)
     losses = [record["loss/sft"] for record in read_log(out) if "loss/sft" in record]
     assert len(losses) == 4 and len(set(losses)) == 4
@@ -124,39 +120,87 @@ def test_a_run_goes_on_with_all_that_an_optimizer_keeps(world, tmp_path, kind):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_and_on_two_ranks_that_share_it(world, tmp_path, stage):
-    def shared(rank):
-        import options.optimizers
-
-        options.optimizers.other_optimizer = lambda model, system, name, lr, *rest: (
-            Odd, dict(lr=lr))
-
     keys = keys_of(world, "sft.py", max_iters=3, dtype="float32", learning_rate=1e-3,
-                   zero_stage=stage, optim="muon")
-    whole = well("sft.py", tmp_path / "whole", keys, ranks=2, before=shared)
-    cut = run("sft.py", tmp_path / "cut", keys, ranks=2, before=both(shared, at(1, signal.SIGTERM)))
+                   zero_stage=stage, optim=f"policy={__file__}:Odd")
+    whole = well("sft.py", tmp_path / "whole", keys, ranks=2)
+    cut = run("sft.py", tmp_path / "cut", keys, ranks=2, before=at(1, signal.SIGTERM))
     assert_stopped(cut, tmp_path / "cut")
-    assert_same_run(whole, well("sft.py", tmp_path / "cut", keys, ranks=2, before=shared))
+    assert_same_run(whole, well("sft.py", tmp_path / "cut", keys, ranks=2))
+
+
+class Settled(torch.optim.SGD):
+    """It hands its settings on to its base."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, momentum=0.5, **settings)
+
+
+FILES = {  # a class in a file: what is typed, what is said; or {}: its optimizer's settings
+    "class A:\n    def __init__(self, parameters, lr): pass": ({}, ["A has no step"]),
+    "def A(parameters, lr):\n    return 1": ({}, ["int has no step"]),
+    "class A:\n    def __init__(self, parameters, beta): pass": (
+        {}, ["cannot be made: TypeError", "beta"]),
+    "class A:\n    def __init__(self, parameters, lr):\n        1 / 0": ({}, ["ZeroDivisionError"]),
+    "class B: pass": ({}, ["A", "B"]), "import nothing_of_that_name": ({}, ["line 1"]),
+    "from torch.optim import SGD as A": (dict(offload="policy=optimizer"), ["offload", "AdamW"]),
+    "from torch.optim import SGD\nclass A(SGD):\n    def __init__(self, p, lr):\n"
+    "        super().__init__(p, lr)": (dict(weight_decay=0.1), ["weight_decay = 0.1", "A"])}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_an_optimizer_in_a_file_that_is_wrong(world, tmp_path, text):
+    more, said = FILES[text]
+    keys = keys_of(world, "sft.py", optim=f"{write(tmp_path / 'mine.py', text)}:A", **more)
+    assert_one_line(run("sft.py", tmp_path, keys), "sft.py", "mine.py", *said)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("optim, said", [
+    ("mine.py:A", "mine.py"), ("lion", "FILE.py:CLASS"), ("critic=mine.py:A", "critic"),
+    ("policy=mine.py:", "mine.py"), ("mine:A", "mine")])
+def test_an_optimizer_that_is_not_there(world, tmp_path, optim, said):
+    result = run("sft.py", tmp_path, keys_of(world, "sft.py", optim=optim))
+    assert_one_line(result, "sft.py", said)
+
+
+def test_what_an_optimizer_in_a_file_is_given():
+    """What its class takes by name, and its bases where it hands all on."""
+    from run import make_optimizer
+
+    model = torch.nn.Linear(2, 3)
+    for name, decay, keys in (
+            ("Settled", 0.1, dict(momentum=0.5, weight_decay=0.1)), ("Settled", 0.0, {}),
+            ("Drifting", 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)),
+            ("Odd", 0.0, dict(d=1e-6))):
+        system = keys_of_system(optim=f"policy={__file__}:{name}", weight_decay=decay)
+        made = make_optimizer(model, "policy", system, 0.25, (0.8, 0.95), 1e-3)
+        first, *rest = made.param_groups
+        assert type(made).__name__ == name and first["lr"] == 0.25
+        assert keys.items() <= first.items() and len(rest) == (decay > 0)
+        assert not rest or rest[0]["weight_decay"] == 0 and rest[0]["params"] == [model.bias]
+        assert isinstance(make_optimizer(model, "value", system, 0.25, (0.8, 0.95), 1e-3),
+                          torch.optim.AdamW)
 
 
 def test_a_setting_that_is_typed_anew_is_the_new_one(world, tmp_path):
     """Only what the steps have changed comes out of the checkpoint, not what a key says."""
-    class Settled(Odd):
+    class Typed(Odd):
         eps = 1.0
 
         def step(self):
             super().step()
-            assert {group["eps"] for group in self.param_groups} == {Settled.eps}
-            assert self.param_groups[0]["k"] > 2 or Settled.eps == 1.0
+            assert {group["eps"] for group in self.param_groups} == {Typed.eps}
+            assert self.param_groups[0]["k"] > 2 or Typed.eps == 1.0
 
         def __init__(self, parameters, lr):
             super().__init__(parameters, lr)
             for group in self.param_groups:
-                group["eps"] = Settled.eps
+                group["eps"] = Typed.eps
 
     keys = keys_of(world, "sft.py", max_iters=2, dtype="float32", learning_rate=1e-3)
-    well("sft.py", tmp_path, keys, before=steps_with(Settled))
-    Settled.eps = 2.0
-    well("sft.py", tmp_path, keys | dict(max_iters=3), before=steps_with(Settled))
+    well("sft.py", tmp_path, keys, before=steps_with(Typed))
+    Typed.eps = 2.0
+    well("sft.py", tmp_path, keys | dict(max_iters=3), before=steps_with(Typed))
 
 
 def keeps(make, where="state"):
