@@ -64,16 +64,22 @@ def read_settings(path, file):
 def counts_in(settings):
     """(key, number) of the layers, labels and ids in settings, and in those of a model's parts."""
     for key, x in settings.items() if isinstance(settings, dict) else ():
-        if type(x) is int and re.search("layer|num_labels|_id$", key):
+        # Gemma 3n's vocab_size_per_layer_input counts ids, and no layers
+        if type(x) is int and re.search("layers?$|num_labels|_id$", key):
             yield key, x
         elif isinstance(x, dict):
             yield from counts_in(x)
 
 
 def tensors_in(path):
-    """How many tensors a folder's safetensors have, and how many numbers, from their headers."""
-    count = held = 0
-    for name in os.listdir(path):
+    """
+    How many tensors a model's safetensors have, and how many numbers, from their headers; 0 where
+    its weights are in another format: safetensors beside them, as an adapter's, are not the model.
+    """
+    count, held, names = 0, 0, os.listdir(path)
+    if not any(name.startswith("model.safetensors") for name in names):  # nor the list of several
+        return count, held
+    for name in names:
         if name.endswith(".safetensors") and os.path.isfile(os.path.join(path, name)):
             with open(os.path.join(path, name), "rb") as f:
                 size = min(int.from_bytes(f.read(8), "little"), os.path.getsize(f.fileno()))
@@ -94,10 +100,23 @@ def growth_of(tokenizer):
         if isinstance(part, dict) and part.get("type") == "Replace":
             pattern, letters = part.get("pattern"), len(str(part.get("content")))
             found = pattern.get("String") if isinstance(pattern, dict) else None
-            # a regular expression may fit between any two letters
-            growth *= max(letters / len(found), 1.0) if found else letters + 1
+            if found or letters <= 1 and takes_a_letter(pattern):  # \s+ and the like: one blank
+                growth *= max(letters / len(found or "a"), 1.0)
+            else:  # a regular expression may fit between any two letters
+                growth *= letters + 1
         elif isinstance(part, dict):
             parts += [x for key, x in part.items() if key not in ("vocab", "merges")]
         elif isinstance(part, list):
             parts += part
     return growth
+
+
+def takes_a_letter(pattern):
+    """Whether the regular expression of a rule cannot fit between two letters."""
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    if not isinstance(expression, str) or re.search(r"\(\?[=!<]|\\[bBGKyY]", expression):
+        return False
+    try:
+        return not re.search(expression, "")
+    except (re.error, OverflowError, RecursionError):  # tokenizers has more signs than Python
+        return False
