@@ -27,7 +27,7 @@ float64. In the order in which an iteration writes them:
     failed_calls      (B,)    float  environment.converse     environment.figures_of_turns
     index             (B,)    int64  rollout.sample_batch     ppo, grpo, forward_batch
     row               (B,)    int64  rollout.sample_batch     texts_of, run.samples
-    slot              (B,)    int64  rollout.sample_batch     rewards.alike_for_equal_texts
+    slot              (B,)    int64  rollout.sample_batch     rewards.same_score_for_same_text
     age               (B,)    int64  ahead.rollout            ppo, grpo, run.sampler_gap
     reward/NAME       (B,)    float  rewards.score_batch      rewards.add_scores
     token_rewards     (B, T)  float  rewards.score_batch      ppo, grpo

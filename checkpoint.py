@@ -131,7 +131,7 @@ def contents_of(out_dir, config):
     names = sorted(filter(OURS.fullmatch, there))
     with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
-    odd = [f"{name}, which is no run's" for name in names if "out_dir" not in before]
+    lost = [f"{name}, which is no run's" for name in names if "out_dir" not in before]
     if there or re.search(r"/\.git(/|$)|^/(proc|sys)/", top) or top in map(
             os.path.realpath, (os.curdir, os.path.expanduser("~"))):
         with contextlib.suppress(ImportError):  # a fork may do without
@@ -140,9 +140,9 @@ def contents_of(out_dir, config):
     for key, path in paths_in(config):
         inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
         if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
-            odd.append(f"{key} = {path!r}")
-    if odd:
-        raise BadInput(f"out_dir = {out_dir!r} would replace {odd[0]}; choose another --out_dir")
+            lost.append(f"{key} = {path!r}")
+    if lost:
+        raise BadInput(f"out_dir = {out_dir!r} would replace {lost[0]}; choose another --out_dir")
     return before, names
 
 
@@ -249,9 +249,9 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     def delete_older():
         folders = list_checkpoints(out_dir)
         # one of a later iteration is damaged: otherwise the run would have resumed from it
-        kept = [f for f in folders if number_of(f) <= iteration][-keep:]
+        kept = [f for f in folders if iteration_of(f) <= iteration][-keep:]
         for old in (f for f in folders if f not in kept):
-            remove(aside(old, ".gone-"))  # so no half-deleted folder has its name
+            remove(move_aside(old, ".gone-"))  # so no half-deleted folder has its name
 
     if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
         put_in_place(write, final)  # else it is there: saved just now, or the run has resumed here
@@ -363,10 +363,10 @@ def list_checkpoints(out_dir):
     # not glob, for which a folder that it cannot read is empty
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
     names = [name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)]
-    return [os.path.join(out_dir, name) for name in sorted(names, key=number_of)]
+    return [os.path.join(out_dir, name) for name in sorted(names, key=iteration_of)]
 
 
-def number_of(folder):
+def iteration_of(folder):
     """The iteration in a checkpoint's name: "out/checkpoint-000120" -> 120."""
     return int(folder.rpartition("-")[2])
 
@@ -380,7 +380,7 @@ def load_checkpoint(folder, models, optimizers, more=()):
                 raise BadInput(f"{folder}: {key} is no tensor of this model; give the same model")
             if own[key].dtype != t.dtype:  # then states have 32 bits at least, as new ones
                 wide = torch.promote_types(own[key].dtype, torch.float32)
-            parallel.fill(own.pop(key), t)
+            parallel.copy_into(own.pop(key), t)
         if own:
             raise BadInput(f"{folder} has no tensor {min(own)}; give the same model")
         tensors = read_tensors(folder, f"{name}_optimizer")
@@ -431,7 +431,7 @@ def put_in_place(write, final):
                 sync(os.path.join(d, f))
             sync(d)
         # a folder cannot be renamed onto another one: first the older one gets another name
-        old = aside(final, ".old-")
+        old = move_aside(final, ".old-")
         os.rename(folder, final)
         sync(parent or ".")
         remove(old)
@@ -445,7 +445,7 @@ def put_in_place(write, final):
                    "are as they were. Make room, and resume with the same command") from e
 
 
-def aside(folder, prefix):
+def move_aside(folder, prefix):
     """Rename out/name, if it is there, to out/PREFIXname; returns the new path."""
     path = os.path.join(os.path.dirname(folder), f"{prefix}{os.path.basename(folder)}")
     remove(path)

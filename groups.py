@@ -50,8 +50,8 @@ def group_advantages(scores, group_size, scale_by="std", baseline="mean"):
         advantages = advantages / (groups[scored].std() + 1e-4)
     # Equal scores have advantages of exactly 0. Their mean may differ from them by rounding, and
     # the division by 1e-4 would make the difference large.
-    nothing = flat_groups(scores, group_size)[:, None] | ~scored
-    return advantages.masked_fill(nothing, 0).flatten().to(scores.dtype)
+    zero = flat_groups(scores, group_size)[:, None] | ~scored
+    return advantages.masked_fill(zero, 0).flatten().to(scores.dtype)
 
 
 def flat_groups(scores, group_size):
@@ -61,15 +61,15 @@ def flat_groups(scores, group_size):
     group with one score, or none, is flat.
     """
     groups = scores.view(-1, group_size)
-    none = groups.isnan()
-    lowest = groups.masked_fill(none, torch.inf).amin(1)
-    return lowest >= groups.masked_fill(none, -torch.inf).amax(1)
+    unscored = groups.isnan()
+    lowest = groups.masked_fill(unscored, torch.inf).amin(1)
+    return lowest >= groups.masked_fill(unscored, -torch.inf).amax(1)
 
 
 def summarize_groups(scores, flat):
     """Figures for the log: the deviation of all scores (B,) that are not NaN; how many are flat."""
-    known = scores[~scores.isnan()]
-    return {"objective/score_std": known.std().item() if len(known) > 1 else 0.0,
+    scored = scores[~scores.isnan()]
+    return {"objective/score_std": scored.std().item() if len(scored) > 1 else 0.0,
             "objective/flat_groups": flat.double().mean().item()}
 
 

@@ -46,7 +46,7 @@ from metrics import add_up, gap, mean_of, summarize
 from model import response_logprobs
 from prompts import (batch_rows, encode_prompts, hash_of_ids, permutation, read_prompts,
                      rows_to_evaluate, run_length, say_prompts)
-from rewards import alike_for_equal_texts, check_rows, lacks_shift, reward_terms, score_batch
+from rewards import same_score_for_same_text, check_rows, lacks_shift, reward_terms, score_batch
 from rollout import sample_batch
 from run import Run, make_optimizer
 
@@ -270,7 +270,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.notes += ["note: the rewards of single tokens are added up: GRPO compares the sums"]
     if kl_coef > 0 and kl_in == "reward":  # the KL of all tokens is a part of the score
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, T)
-        scores = alike_for_equal_texts(scores - kl_coef * kl.sum(1), batch)
+        scores = same_score_for_same_text(scores - kl_coef * kl.sum(1), batch)
     advantages = group_advantages(scores, group_size, scale_by, baseline)  # (B,)
     parallel.check_finite(dict(advantages=advantages))
     batch["advantages"] = advantages[:, None].expand_as(mask)  # (B, T)

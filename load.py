@@ -62,7 +62,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
         model = load_part(path, name, system, device, head, trained, adapter, seed)  # COLLECTIVE
     else:
         model = read_model(path, head, system, device, seed)
-        settle(model, system, trained, adapter)
+        freeze_or_train(model, system, trained, adapter)
     model.tokenizer = tokenizer
     tokenizer.match_model(model, path)
     if system.compile:
@@ -85,7 +85,7 @@ def read_model(path, head, system, device="cpu", seed=0):
         return read_merged(path, head, system, device, seed)
     try:
         check_sizes(path, head)
-        config, how = settings_of(path, head, system)
+        config, arguments = config_and_arguments(path, head, system)
         if not os.path.isfile(os.path.join(path, "model.safetensors")) or (
                 getattr(config, "transformers_weights", None)):
             from options.many_files import check_index
@@ -93,19 +93,19 @@ def read_model(path, head, system, device="cpu", seed=0):
             check_index(path, config)
         hf, report = auto_class(head).from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True, ignore_mismatched_sizes=True, **how)
+            output_loading_info=True, ignore_mismatched_sizes=True, **arguments)
     except BadInput:
         raise
     except Exception as e:  # for bad words and numbers transformers raises anything
         from options.mistakes import no_model
 
         raise no_model(path, e) from e
-    odd = [name for name in [*report["missing_keys"], *report["unexpected_keys"]]
-           if not re.fullmatch(NEW_OR_UNUSED[head], name)]
-    if odd or report["mismatched_keys"] or not plain_head(hf, head):
-        from options.mistakes import odd_tensors
+    wrong = [name for name in [*report["missing_keys"], *report["unexpected_keys"]]
+             if not re.fullmatch(NEW_OR_UNUSED[head], name)]
+    if wrong or report["mismatched_keys"] or not plain_head(hf, head):
+        from options.mistakes import wrong_tensors
 
-        raise odd_tensors(report, hf, head, path)
+        raise wrong_tensors(report, hf, head, path)
     model = Model(hf, head, path)
     if "score.weight" in report["missing_keys"]:
         draw_score_head(model, seed)
@@ -117,7 +117,7 @@ def read_model(path, head, system, device="cpu", seed=0):
     return model.to(device)
 
 
-def settings_of(path, head, system):
+def config_and_arguments(path, head, system):
     """
     The config of a folder, and more arguments for transformers: the dtype, and the kernels of
     attention: always ours, because a config.json may name kernels on the hub.
@@ -127,12 +127,12 @@ def settings_of(path, head, system):
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     config.num_labels = 1 if head == "scalar" else config.num_labels
     kind, attention = class_of(path, config, head), system.attn_implementation
-    how = dict(dtype=dtypes(system)[0], attn_implementation=attention)
+    arguments = dict(dtype=dtypes(system)[0], attn_implementation=attention)
     if has_any(config, FAMILIES) or not kind._supports_sdpa or attention == "eager":
         from options.families import settings_of_family
 
-        how |= settings_of_family(path, config, kind, how)
-    return config, how
+        arguments |= settings_of_family(path, config, kind, arguments)
+    return config, arguments
 
 
 def auto_class(head):
@@ -173,11 +173,11 @@ def draw_score_head(model, seed):
     model.new_head = True
 
 
-def settle(model, system, trained, adapter=""):
-    """Decide requires_grad of each parameter: it says which are stepped and saved."""
-    read = read_by_texts(model.hf) if trained and not adapter else set()
+def freeze_or_train(model, system, trained, adapter=""):
+    """Decide requires_grad of each parameter: those with True are stepped and saved."""
+    used = used_by_texts(model.hf) if trained and not adapter else set()
     for p in model.parameters():
-        p.requires_grad_(p in read)
+        p.requires_grad_(p in used)
     if trained and system.gradient_checkpointing:
         from options.recompute import recompute
 
@@ -189,15 +189,15 @@ def settle(model, system, trained, adapter=""):
         round_matrices(model, matrices)
 
 
-def read_by_texts(hf):
+def used_by_texts(hf):
     """The parameters that a text reaches: not those of a vision part, for example."""
     parts = hf.get_decoder(), hf.get_output_embeddings(), getattr(hf, "score", None)
-    read = {p for part in parts if part is not None for p in part.parameters()}
+    used = {p for part in parts if part is not None for p in part.parameters()}
     if has_any(hf.config, FAMILIES):
         from options.families import unread
 
-        read -= unread(hf)
-    return read
+        used -= unread(hf)
+    return used
 
 
 def probe(model):

@@ -55,12 +55,12 @@ def summarize(batch, prefix, reward_names=(), importance_cap=0.0, rows=None):
 
 def mean_of(scores):
     """The mean of the scores (B,) that are not NaN; 0 where all are NaN."""
-    known = scores[~scores.isnan()]
-    return known.sum() / max(len(known), 1)
+    scored = scores[~scores.isnan()]
+    return scored.sum() / max(len(scored), 1)
 
 
 def explained_variance(values, returns, mask, unit=1.0):
-    """The share of the returns' variance (B, T) that the values predict: 1 is perfect; of one 0."""
+    """The values' share in the variance of the returns (B, T): 1 is perfect; of one token 0."""
     return returns.new_zeros(()) if mask.sum() < 2 else (
         1 - (returns - values)[mask].var() / returns[mask].var().clamp(min=1e-8 * unit**2))
 
@@ -84,7 +84,7 @@ def as_number(name, x):
 
 def gap(log_ratio, mask, dtype):
     """
-    How far two log-probs of each token are apart that should be equal: a scalar tensor, in nats.
+    The distance in nats of two log-probs of each token that should be equal: a scalar tensor.
     log_ratio: their difference, (B, T). In 32 and 64 bits the gap is the largest difference where
     mask is True. In 16 bits it is the mean, because rounding makes single differences large.
     """
@@ -97,8 +97,8 @@ def gap(log_ratio, mask, dtype):
 def gap_limit(dtype, temperature):
     """
     The largest gap that rounding may cause, in nats. In float32 most tokens have about 1e-5; 1.5e-4
-    was seen once, for one unlikely token of 16,000. Below temperature 1 the limit grows: there
-    log-probs are of logits / temperature, so the logits' rounding errors are divided by it, too.
+    was seen once, for one unlikely token of 16,000. A temperature below 1 divides the
+    logits' rounding errors, so it divides the limit, too.
     """
     return {"float64": 1e-10, "float32": 5e-4}.get(dtype, 0.02) / min(temperature, 1.0)
 
@@ -113,7 +113,7 @@ def peak_memory_mib(device):
 
 
 # -------------------------------------------------------------------------------------------------
-# what a run prints: a line of 80 columns an iteration, one of 100 an evaluation, and two samples
+# what a run prints: a line of 80 columns for an iteration; figures and samples for an evaluation
 
 # the columns of an iteration's line: name -> metric, format (z: no -0.00)
 COLUMNS = {
@@ -146,9 +146,9 @@ def short(x, form):
 
 
 def evaluation_lines(iteration, record, samples):
-    """The lines of an evaluation: its figures, and two of its samples, each time two others."""
-    # totals, those by source are in the log; `thinks` of a policy that does not think says
-    # nothing. \xa0: a blank at which no line breaks
+    """The lines of an evaluation: its figures, and two samples, drawn anew each time."""
+    # the figures of a single source are only in the log; `thinks` is left out where it is 0.
+    # \xa0: a blank at which no line breaks
     figures = [f"{name[5:]}\xa0{short(x, f'z.{3 if abs(x) < 1 else 2}f')}"
                for name, x in record.items()
                if re.fullmatch("eval/(reward/)?[^/]+", name) and (x or name != "eval/thinks")]
@@ -162,12 +162,12 @@ def evaluation_lines(iteration, record, samples):
 
             prompt = last_question(prompt)
         end = "" if sample["finished"] else " [cut off]"
-        lines += [f"    > {cut(prompt, 74)}",
-                  f"      {cut(sample['text'], 74 - len(end)) or '[empty]'}{end}"]
+        lines += [f"    > {one_line(prompt, 74)}",
+                  f"      {one_line(sample['text'], 74 - len(end)) or '[empty]'}{end}"]
     return "\n".join(lines)
 
 
-def cut(text, width):
+def one_line(text, width):
     """A text as one line of at most `width` letters: of a longer one the beginning and the end."""
     text = " ".join(visible(text).split())
     half = (width - 5) // 2

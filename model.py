@@ -34,7 +34,7 @@ class Model(nn.Module):
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
     must_fetch = False  # True: its weights are split, or in the CPU's memory: options/shards.py
     compiled = None  # `trunk` as torch.compile makes it
-    unit = 1.0  # how many scores the scalar head's 1 is: see `follow`
+    unit = 1.0  # how many scores the scalar head's 1 is: see `update_unit`
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
@@ -110,12 +110,12 @@ class Model(nn.Module):
             linear = F.linear(states.to(weight.dtype), weight).squeeze(-1)
             return self.unit * linear + self.score_shift
 
-    def follow(self, scores, state):
+    def update_unit(self, scores, state):
         """The unit for a batch with these scores (B,): 1, but for a newly drawn value head."""
         if self.new_head:
-            from options.new_head import follow
+            from options.new_head import update_unit
 
-            follow(self, scores, state)
+            update_unit(self, scores, state)
         return self.unit
 
     def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):

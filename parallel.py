@@ -313,9 +313,9 @@ def audit(models, frozen, iteration):
         if bad.any():
             i = int(bad.nonzero()[0])
             values = torch.stack(all_gather(table[i, column])).tolist()  # COLLECTIVE
-            # a checksum is odd where it is not that of more than half of the ranks
-            odd = [value if column else 2 * values.count(value) <= len(values) for value in values]
-            who = " and ".join(f"rank {rank}" for rank, x in enumerate(odd) if x)
+            # a rank is named whose checksum is not that of more than half of the ranks
+            bad_ranks = [x if column else 2 * values.count(x) <= len(values) for x in values]
+            who = " and ".join(f"rank {rank}" for rank, x in enumerate(bad_ranks) if x)
             raise Stop(f"iteration {iteration}: {what.format(names[i], who)} ({int(bad.sum())} "
                        "parameters in all); the last checkpoint is good")
 
@@ -359,7 +359,7 @@ def whole(t):
     return t.detach().cpu().contiguous()
 
 
-def fill(t, tensor):
+def copy_into(t, tensor):
     """Copy a whole tensor into t; into a sharded one, this rank's part of it."""
     if is_shard(t):
         from torch.distributed.tensor import distribute_tensor

@@ -251,7 +251,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
     # 2) score, before any update: the log-probs of policy and reference, and the values
     scores = shape_scores(batch)  # (B,)
-    unit = value_model.follow(scores, run.state)  # 1, or a new head's
+    unit = value_model.update_unit(scores, run.state)  # 1, or a new head's
     parts = (mb for index in minibatches(iteration) for mb in my_micro_batches(batch, index))
     forward_batch(  # COLLECTIVE
         batch, logprob_models | dict(values=value_model), forward, parts, device)

@@ -88,15 +88,15 @@ def prompt_row(row):
 
 def dialogue(row, *completions):
     """{"prompt", and each of the fields `completions`}: all strings, or all lists of messages."""
-    made = {field: text_or_messages(row, field) for field in ("prompt", *completions)}
+    texts = {field: text_or_messages(row, field) for field in ("prompt", *completions)}
     for field in completions:
-        if type(made[field]) is not type(made["prompt"]):
+        if type(texts[field]) is not type(texts["prompt"]):
             raise BadInput(f"'prompt' and {field!r} must both be strings, or both messages")
-        if isinstance(made[field], list):
+        if isinstance(texts[field], list):
             from options.chats import check_learned
 
-            check_learned(made[field], field)
-    return made
+            check_learned(texts[field], field)
+    return texts
 
 
 def text_or_messages(row, field):
@@ -258,10 +258,10 @@ def say_length(what, rows, steps, max_iters, batch_size):
 def say_prompts(train_rows, eval_rows, per_iteration, max_iters):
     """Say how often a run takes its prompts, and how many of the held-out ones are among them."""
     say_length("prompts", train_rows, "iterations", max_iters, per_iteration)
-    known = {bytes(ids) for ids in train_rows.ids}
-    both = sum(bytes(ids) in known for ids in eval_rows.ids)
-    if both:
-        say(f"warning: {both} of {len(eval_rows)} prompts of eval_path are also trained on: what "
+    trained_on = {bytes(ids) for ids in train_rows.ids}
+    shared = sum(bytes(ids) in trained_on for ids in eval_rows.ids)
+    if shared:
+        say(f"warning: {shared} of {len(eval_rows)} prompts of eval_path are also trained on: what "
             "they show may be learned by heart")
 
 

@@ -196,7 +196,7 @@ def add_scores(batch, terms):
     for _, name, function in terms:
         if function is None:  # a model's
             parallel.check_finite({f"reward/{name}": batch[f"reward/{name}"]})
-            batch[f"reward/{name}"] = alike_for_equal_texts(batch[f"reward/{name}"], batch)
+            batch[f"reward/{name}"] = same_score_for_same_text(batch[f"reward/{name}"], batch)
     rewards = [(weight, batch[f"reward/{name}"]) for weight, name, _ in terms]
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
     parallel.check_finite(dict(scores=scores))
@@ -210,7 +210,7 @@ def last_real(mask):
     return (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
 
 
-def alike_for_equal_texts(scores, batch):
+def same_score_for_same_text(scores, batch):
     """
     The scores (B,), made exactly equal where two responses to one prompt are equal. The last bits
     of a model's output depend on the other rows of the micro-batch: 0.1234567 or 0.1234568. A group

@@ -101,14 +101,14 @@ def pair_row(row, *fields):
     The prompt and these fields of a data row. Of a pair two more numbers are kept: `margin`, from 0
     on, by which the chosen one is better; and `confidence`, the probability that it is the better.
     """
-    made = dialogue(row, *fields)
+    kept = dialogue(row, *fields)
     for name, largest in (("margin", 1e30), ("confidence", 1.0)):
         if row.get(name) is not None:
             if type(row[name]) not in (int, float) or not 0 <= row[name] <= largest:
                 raise BadInput(f"field {name!r} must be a number from 0 to {largest:g}, found "
                                f"{row[name]!r}")
-            made[name] = float(row[name])
-    return made
+            kept[name] = float(row[name])
+    return kept
 
 
 def encode(rows, fields, model):
@@ -177,15 +177,15 @@ def preference_loss(difference, probability=1.0):
 def calibration_error(probabilities, bins=10):
     """
     The expected calibration error of a reward model's probabilities (n,) that the chosen answer of
-    a pair is the better one (Guo et al., arXiv 1706.04599, equation 3). Below 1/2 it is a wrong
-    guess, of confidence 1 - probability. In each of the bins from 1/2 to 1 the error is |mean
+    a pair is the better one (Guo et al., arXiv 1706.04599, equation 3). One below 1/2 is a wrong
+    guess, with the confidence 1 - probability. In each of the bins from 1/2 to 1 the error is |mean
     confidence - share of right guesses|; the result is the mean over all guesses. With 0.9, 0.9 and
     0.1: three guesses of confidence 0.9, 2/3 of them right, so 0.233.
     """
-    sure = torch.maximum(probabilities, 1 - probabilities)  # (n,)
+    confidence = torch.maximum(probabilities, 1 - probabilities)  # (n,)
     right = (probabilities > 0.5).double() + 0.5 * (probabilities == 0.5)
-    number = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)  # (n,), of each guess's bin
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, number, sure.double() - right)
+    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)  # (n,), its number
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of, confidence.double() - right)
     return gaps.abs().sum().item() / len(probabilities)
 
 
@@ -250,8 +250,8 @@ if teacher:
     weights = {"loss/score": score_coef, "loss/preference": preference_coef}
 
 
-def right(scores):
-    """(n,): whether the chosen one of each pair scores higher, scores (n, 2); a tie counts half."""
+def chosen_wins(scores):
+    """Whether the chosen one of each pair scores higher, scores (n, 2) -> (n,); a tie is 0.5."""
     chosen, rejected = scores.unbind(1)  # (n,) each
     return (chosen > rejected).double() + 0.5 * (chosen == rejected)
 
@@ -259,13 +259,13 @@ def right(scores):
 def pair_metrics(scores):
     """
     Metrics of scores (n, 2) of the held-out pairs. loss: without margins, smoothing and centring.
-    accuracy: the share of the pairs in which the chosen one scores higher, see `right`.
+    accuracy: the share of the pairs in which the chosen one scores higher, see chosen_wins.
     calibration_error: the distance from the truth of sigmoid(difference of the scores), the
     probability that the chosen one is better.
     """
     difference = scores[:, 0] - scores[:, 1]  # (n,)
     return {"eval/loss": preference_loss(difference).mean().item(),
-            "eval/accuracy": right(scores).mean().item(),
+            "eval/accuracy": chosen_wins(scores).mean().item(),
             "eval/calibration_error": calibration_error(difference.sigmoid())}
 
 
@@ -319,7 +319,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         losses = losses_of(scores, wanted.view(-1, len(targets[0])))  # (b,) each
         total = sum(weights[name] * loss.sum() for name, loss in losses.items())
         (run.loss_scale * total / batch_size).backward()
-        figures = losses | ({"train/accuracy": right(scores)} if k == 2 else {})
+        figures = losses | ({"train/accuracy": chosen_wins(scores)} if k == 2 else {})
         for name, x in figures.items():
             before, count = sums.get(name, (0.0, 0))
             sums[name] = [before + x.sum().item(), count + len(part)]

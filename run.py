@@ -76,7 +76,7 @@ class Run:
 
             self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
         self.trained = {name: models[name] for name in optimizers}
-        self.made = {name: settings_of(optimizer) for name, optimizer in optimizers.items()}
+        self.made_with = {name: settings_of(optimizer) for name, optimizer in optimizers.items()}
         stepped = {p for optimizer in optimizers.values() for group in optimizer.param_groups
                    for p in group["params"]}
         own = {p: name for name, model in models.items() for p in model.parameters()}
@@ -170,7 +170,7 @@ class Run:
         TypeError by the name of what a checkpoint cannot have.
         """
         plain = "iteration" not in self.state and all(
-            type(optimizer) is torch.optim.AdamW and settings_of(optimizer) == self.made[name]
+            type(optimizer) is torch.optim.AdamW and settings_of(optimizer) == self.made_with[name]
             for name, optimizer in self.optimizers.items())
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             if plain and repr(json.loads(json.dumps(self.state))) == repr(self.state):

@@ -6,13 +6,13 @@ other ranks sample meanwhile.
 
 A version is the number of the iteration that begins with these weights. The batch of iteration k is
 always sampled by version max(k - staleness, 0), so the texts depend on nothing but the keys. A
-checkpoint has the batches that are there when it is saved: the run that resumes could not sample
-them again.
+checkpoint has the batches that are sampled already: the run that resumes has no older weights to
+sample them again.
 
 Where the version is older than the iteration, old_logprobs are the sampler's own log-probs: the
-ratio of PPO and GRPO is then the policy of now / the policy that sampled. With importance_cap the
-policy that begins the update reads the batch: the ratio is to this policy, and the older one gives
-a weight (formulas.importance_weights).
+ratio of PPO and GRPO is then the current policy / the policy that sampled. With importance_cap
+old_logprobs are those of the policy that begins the update, as without staleness; the older policy
+only gives a weight (formulas.importance_weights).
 
 A reward model that rm.py has not trained needs a shift before its first score is logged. So the
 first batch is sampled before the first evaluation (options/centring.py).
@@ -26,8 +26,9 @@ from rewards import lacks_shift
 
 class Ahead:
     """
-    A script's rollouts, sampled ahead. rollout: the script's function. config: all keys. rows: of
-    the data; rows_of: a function, iteration -> the numbers of its rows. terms: of the rewards.
+    A script's rollouts, sampled ahead. rollout: the script's function, here rollout_now. config:
+    all keys. rows: the data's; rows_of: a function, iteration -> the numbers of its rows. terms:
+    of the rewards.
     Raises BadInput.
     """
 
@@ -36,7 +37,7 @@ class Ahead:
         if system.sampler == "vllm" and system.staleness and not importance_cap:
             raise BadInput("sampler = 'vllm' with staleness: the ratio would be to vLLM's "
                            "log-probs, which are rounded differently; type --importance_cap=2")
-        self.now, self.run, self.staleness = rollout, run, system.staleness
+        self.rollout_now, self.run, self.staleness = rollout, run, system.staleness
         self.rows, self.rows_of, self.importance_cap = rows, rows_of, importance_cap
         self.config, self.terms = config, terms
         self.batches, self.version = {}, {}  # of iterations: the batch, and its version
@@ -59,10 +60,10 @@ class Ahead:
             due = [k for k in range(iteration, last + 1) if k not in self.version]
             self.version |= dict.fromkeys(due, iteration)
             self.fetch(iteration, due)  # COLLECTIVE
-            self.run.enter("score")  # the models read it
+            self.run.enter("score")
             batch = dict(self.batches[iteration])
         else:  # held-out prompts, and refills: by the newest policy
-            batch = self.now(purpose, iteration, rows, row_numbers, **more)  # COLLECTIVE
+            batch = self.rollout_now(purpose, iteration, rows, row_numbers, **more)  # COLLECTIVE
         age = iteration - self.version.get(iteration, iteration)
         if age > 0 and purpose != "eval":
             batch["age"] = torch.full_like(batch["index"], age)  # (B,)
@@ -71,9 +72,10 @@ class Ahead:
         return batch
 
     def fetch(self, iteration, due):
-        """A collective: have the batches of the iterations `due`, by the weights of now."""
+        """A collective: sample the batches of the iterations `due`, by the current weights."""
         for k in due:
-            self.batches[k] = self.now("rollout", k, self.rows, self.rows_of(k))  # COLLECTIVE
+            self.batches[k] = self.rollout_now(  # COLLECTIVE
+                "rollout", k, self.rows, self.rows_of(k))
 
     def tensors(self):
         """{"ITERATION.VERSION.NAME": tensor} of the batches that older weights have sampled."""

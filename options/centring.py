@@ -31,7 +31,7 @@ def center(ahead):
     if shift is not None:
         set_shift(shift)
     if run.iteration == 0:
-        batch = ahead.now("rollout", 0, ahead.rows, ahead.rows_of(0))  # COLLECTIVE
+        batch = ahead.rollout_now("rollout", 0, ahead.rows, ahead.rows_of(0))  # COLLECTIVE
         ahead.batches[0], ahead.version[0] = batch, 0
     if shift is None:
         scores, finished = batch["reward/reward_model"], batch["finished"]  # (B,) each

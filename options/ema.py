@@ -61,7 +61,7 @@ class MovingAverage:
         if not tensors:
             return self.begin()
         for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
-            parallel.fill(like(average, p), tensors[name])
+            parallel.copy_into(like(average, p), tensors[name])
 
 
 def exchange(model, others):

@@ -41,7 +41,7 @@ def put_into_state(run):
                         "give it back as it is; keep numbers, texts, truths, None, lists, or dicts "
                         "by text, such as x.item() or list(x)")
     run.state["run/optimizers"] = {
-        name: values_of(name, run.models[name], optimizer, run.made[name])  # COLLECTIVE
+        name: values_of(name, run.models[name], optimizer, run.made_with[name])  # COLLECTIVE
         for name, optimizer in run.optimizers.items()}
 
 

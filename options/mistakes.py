@@ -300,7 +300,7 @@ def no_tokenizer(path, error):
         f"{path}: no usable tokenizer ({first_line(error)[:300]})")
 
 
-def odd_tensors(report, hf, head, path):
+def wrong_tensors(report, hf, head, path):
     """
     Of a file whose tensors are not those of the model `hf`: some are missing, have another shape,
     or are not the model's; or it has another head. report: transformers', of a load.

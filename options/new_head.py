@@ -9,7 +9,7 @@ import torch
 
 
 @torch.no_grad()
-def follow(model, scores, state):
+def update_unit(model, scores, state):
     """
     Give the value model the unit for a batch with these scores (B,), before its values are read.
     state: run.state, which keeps the unit and what it follows.

@@ -8,14 +8,14 @@ import os
 import torch
 
 import parallel
-from load import auto_class, dtypes, read_model, settings_of, settle
+from load import auto_class, dtypes, read_model, config_and_arguments, freeze_or_train
 from model import Model
 
 
 def load_part(path, name, system, device, head, trained, adapter, seed):
     """
-    A collective where zero_stage splits the model: the Model of a folder, settled. The arguments:
-    see load.load; adapter: what the key lora says of it.
+    A collective where zero_stage splits the model: the Model of a folder, frozen or
+    trained. The arguments: see load.load; adapter: what the key lora says of it.
     """
     if not (adapter or parallel.needs_weights(name)):  # ranks of another role have the weights
         return outline(path, head, system).requires_grad_(trained)
@@ -27,7 +27,7 @@ def load_part(path, name, system, device, head, trained, adapter, seed):
     else:
         # one that gets 4 bits is read to the CPU, and goes to the GPU matrix by matrix
         model = read_model(path, head, system, "cpu" if small else device, seed)
-        settle(model, system, trained, adapter)
+        freeze_or_train(model, system, trained, adapter)
     if small:
         from options.four_bits import quantize
 
@@ -43,9 +43,9 @@ def outline(path, head, system):
         from options.lora import lowest_base
 
         path = lowest_base(path)
-    config, how = settings_of(path, head, system)
+    config, arguments = config_and_arguments(path, head, system)
     with torch.device("meta"):
-        hf = auto_class(head).from_config(config, **how)
+        hf = auto_class(head).from_config(config, **arguments)
     with contextlib.suppress(OSError):  # a folder may have none; read_model's has it, too
         hf.generation_config = GenerationConfig.from_pretrained(path)
     return Model(hf, head, path)

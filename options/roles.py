@@ -127,7 +127,7 @@ class Apart(Ahead):
                                "the trainers")
             if this_rank.role == "generate":
                 for name, t in tensors.items():
-                    parallel.fill(own[name], t)  # COLLECTIVE where it is sharded
+                    parallel.copy_into(own[name], t)  # COLLECTIVE where it is sharded
                 for name, wanted in fields.get("sums", {}).items():
                     if int(checksum(parallel.whole(own[name]))) != wanted:  # COLLECTIVE, too
                         raise Stop(f"iteration {fields['due'][0]}: policy, parameter {name} of the "
@@ -143,7 +143,7 @@ class Apart(Ahead):
             for k in fields["due"]:
                 self.run.iteration = k
                 try:
-                    batch = self.now("rollout", k, self.rows, self.rows_of(k))  # COLLECTIVE
+                    batch = self.rollout_now("rollout", k, self.rows, self.rows_of(k))  # COLLECTIVE
                     send(to, batch, **fields | dict(due=[k], sums={}))
                 except Stop as e:
                     send(to, {}, error=str(e))

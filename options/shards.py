@@ -19,13 +19,13 @@ import torch.nn as nn
 import parallel
 from configurator import of_model
 from errors import BadInput
-from load import dtypes, read_model, settle
+from load import dtypes, read_model, freeze_or_train
 from options.fork_state import inner
 from options.layers import layers_of
 from options.parts import outline
 from options.recompute import recompute
 from options.sixteen_bits import matrices_of
-from parallel import alone, comm_device, fill, from_rank, is_shard, my_part, rank_and_size
+from parallel import alone, comm_device, copy_into, from_rank, is_shard, my_part, rank_and_size
 from ranks import this_rank
 
 # --------------------------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ def offload_of(system, name, trained, is_head=False):
 
 def load_split(path, name, system, device, head, trained, adapter, seed):
     """
-    load.load's read_model and settle, but the model is split over the ranks if its stage says so (a
-    collective), or waits in the CPU's memory if it is frozen and offload says so.
+    load.load's read_model and freeze_or_train, but the model is split over the ranks if its stage
+    says so (a collective), or waits in the CPU's memory if it is frozen and offload says so.
     """
     whole = trained and not adapter  # with LoRA the model itself is frozen
     stage, offload = stage_of(system, name), offload_of(system, name, trained)
@@ -73,7 +73,7 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
                        f"--offload={name}=optimizer")
     if not splits(stage, whole):
         model = read_model(path, head, system, "cpu" if offload == "params" else device, seed)
-        settle(model, system, trained, adapter)
+        freeze_or_train(model, system, trained, adapter)
         if offload == "params" and device.type != "cpu":
             wait_on_cpu(model, device)
         return model
@@ -82,12 +82,12 @@ def load_split(path, name, system, device, head, trained, adapter, seed):
 
     def read_whole():
         read.append(read_model(path, head, system, "cpu", seed))
-        settle(read[0], system, trained, adapter)
+        freeze_or_train(read[0], system, trained, adapter)
         return [name for name, p in read[0].named_parameters() if not p.requires_grad]
 
     frozen, model = alone(read_whole), outline(path, head, system)  # COLLECTIVE
     if not whole:  # a trained model keeps its 32 bits
-        settle(model, system, False, adapter)
+        freeze_or_train(model, system, False, adapter)
     model.requires_grad_(whole)
     for frozen_name in frozen:
         model.get_parameter(frozen_name).requires_grad_(False)
@@ -177,7 +177,7 @@ def fill_from_rank_0(model, whole):
         else:
             sent = source.to(parallel.comm_device(), t.dtype).contiguous()
         dist.broadcast(sent, group_src=0, group=this_rank.group)  # COLLECTIVE
-        fill(t, sent)
+        copy_into(t, sent)
     facts = [whole.new_head, whole.score_shift] if whole else [0.0, 0.0]
     facts = torch.tensor(facts, dtype=torch.float64, device=parallel.comm_device())
     dist.broadcast(facts, group_src=0, group=this_rank.group)  # COLLECTIVE
@@ -336,7 +336,7 @@ def fill_by_name(optimizer, model, tensors):
             continue
         if t.shape == p.shape and is_shard(p):
             whole, t = t, torch.empty_like(p, dtype=t.dtype, requires_grad=False)
-            fill(t, whole)
+            copy_into(t, whole)
         inner(optimizer).state[p][key] = my_part(t).cpu() if on_cpu else t.to(p.device)
 
 

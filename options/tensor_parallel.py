@@ -19,7 +19,7 @@ from errors import BadInput, first_line
 from load import auto_class
 from model import Model
 from options.sixteen_bits import matrices_of
-from parallel import fill, is_shard
+from parallel import copy_into, is_shard
 
 
 def check_ranks(system):
@@ -97,4 +97,4 @@ def copy_weights_into(split, policy):
     for name, part in split.hf.named_parameters():
         p = policy.hf.get_parameter(name)
         W = p.full_tensor() if is_shard(p) else p.detach()  # COLLECTIVE
-        fill(part, policy.merged(name, W).to(part.dtype))
+        copy_into(part, policy.merged(name, W).to(part.dtype))

@@ -13,7 +13,7 @@ from checkpoint import cut_logs, damage, find_checkpoint, list_checkpoints, save
 from tiny import (assert_one_line, assert_same_run, at, keys_of, read_log, read_weights, run, well,
                   write)
 
-STEPS = "sync", "aside", "write_json", "cut_logs", "save_file", "append"
+STEPS = "sync", "move_aside", "write_json", "cut_logs", "save_file", "append"
 
 
 def dies_at(number):

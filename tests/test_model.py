@@ -218,7 +218,7 @@ def test_a_new_value_heads_unit_follows_the_scores(tmp_path, dtype):
         model, state, values = load_value_model("policy", policy, None, system, CPU), {}, []
         drawn = model.hf.score.weight.detach().clone()
         for scores, unit in batches:
-            assert model.follow(torch.tensor(scores).double(), state) == unit, (name, state)
+            assert model.update_unit(torch.tensor(scores).double(), state) == unit, (name, state)
             state = json.loads(json.dumps(state))  # as in a run that has resumed
             with torch.no_grad():
                 values.append(model.scores(tokens, last))

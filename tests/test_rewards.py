@@ -9,7 +9,7 @@ from grading import answers
 from grading.answers import accuracy, behind_thoughts, thinks, whole_responses
 from load import load
 from prompts import Rows, prompt_row, read_rows
-from rewards import (add_scores, alike_for_equal_texts, check_rows, lacks_shift, last_real,
+from rewards import (add_scores, same_score_for_same_text, check_rows, lacks_shift, last_real,
                      reward_terms, score_batch, score_sequences)
 from tiny import jsonl, keys_of, keys_of_system, read_log, well, write
 
@@ -158,7 +158,7 @@ def test_equal_texts_have_equal_scores():
     batch = dict(tokens=tokens, slot=torch.tensor([0, 0, 0, 1, 0]),
                  lengths=torch.tensor([2, 2, 2, 2, 1]))
     scores = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
-    assert torch.equal(alike_for_equal_texts(scores, batch), scores[[0, 0, 2, 3, 4]])
+    assert torch.equal(same_score_for_same_text(scores, batch), scores[[0, 0, 2, 3, 4]])
 
 
 def test_where_a_score_is_read(world):

@@ -27,7 +27,7 @@ import torch
 import parallel
 import ranks
 from batches import texts_of
-from checkpoint import list_checkpoints, number_of
+from checkpoint import list_checkpoints, iteration_of
 from configurator import read_json, write_text
 from errors import BadInput, visible
 from gae import compute_gae
@@ -53,7 +53,7 @@ def show(run, iteration, out, watch, trust_code):
                        "--out=FILE.html")
     before = None
     while watch:  # in a process of its own: a script runs once in each
-        newest = [number_of(folder) for folder in list_checkpoints(run)][-1:]
+        newest = [iteration_of(folder) for folder in list_checkpoints(run)][-1:]
         if newest and newest != before:
             subprocess.run([sys.executable, os.path.join(ROOT, "tools", "explain.py"),
                             *(arg for arg in sys.argv[1:] if not arg.startswith("--watch"))],
@@ -88,7 +88,7 @@ def replay(run, iteration, trust_code):
             trust_code and os.path.isfile(os.path.join(ROOT, name)) and "/" not in name):
         raise BadInput(f"{file} has script = {name!r}, which this would run; only a script that "
                        f"lies in {ROOT} can be run, and if you trust it: type --trust_code=True")
-    checkpoints = {number_of(folder): folder for folder in list_checkpoints(run)}
+    checkpoints = {iteration_of(folder): folder for folder in list_checkpoints(run)}
     if iteration < 0:
         iteration = min(max(checkpoints, default=0), keys["max_iters"] - 1)
     if iteration >= keys["max_iters"]:

@@ -237,16 +237,16 @@ def read_fake(path, head, system, device="cpu", seed=0, layers=0, meta=False):
     """load.read_model, of which only the config.json is read; meta: without numbers."""
     (check_folder if os.path.isdir(path) else check_name)(path)
     path = lora.lowest_base(path)
-    config, how = load.settings_of(path, head, system)
-    if how["attn_implementation"] != "eager":  # a fake tensor has no other kernels
-        how["attn_implementation"] = "sdpa"
+    config, arguments = load.config_and_arguments(path, head, system)
+    if arguments["attn_implementation"] != "eager":  # a fake tensor has no other kernels
+        arguments["attn_implementation"] = "sdpa"
     if layers:
         text = config.get_text_config()
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     with torch.device("meta" if meta else device):
-        return Model(load.auto_class(head).from_config(config, **how), head, path)
+        return Model(load.auto_class(head).from_config(config, **arguments), head, path)
 
 
 def tokenizer_of(path, system, read=load.load_tokenizer):

@@ -269,9 +269,9 @@ def left_by(folder):
 
 def newest(folder):
     """The iteration of the newest good checkpoint, 0 if there is none."""
-    from checkpoint import damage, list_checkpoints, number_of
+    from checkpoint import damage, list_checkpoints, iteration_of
 
-    return max((number_of(f) for f in list_checkpoints(f"{folder}/out") if damage(f) is None),
+    return max((iteration_of(f) for f in list_checkpoints(f"{folder}/out") if damage(f) is None),
                default=0)
 
 

@@ -133,5 +133,5 @@ def test_a_role_that_differs_ends_the_run(world, tmp_path):
                  before=lambda rank: sys.argv.extend(["--learning_rate=0.5"] * (rank == 2)))
     assert result.codes[2] == 2 and "other settings" in result.err[2], result
     result = run("grpo.py", tmp_path / "copy", own, ranks=3,
-                 before=patched("parallel", "fill", after(drift), rank=1))
+                 before=patched("parallel", "copy_into", after(drift), rank=1))
     assert 0 not in result.codes and "policy, parameter" in result.err[1], result
