@@ -1,17 +1,20 @@
 """
-PPO on the toy, in 60 lines behind those that load the four models: ppo.py without ranks, keys,
-batches and checks. A response goes through each model alone, in the tokens that were sampled.
-It samples the texts of `python ppo.py config/arithmetic_ppo.py --dtype=float64`, and has its
-figures (a test compares them). nano/ppo.py adds, in 350 lines that import nothing of quartet, what
-a run on a machine of its own needs: batches, ranks, keys and checkpoints.
+PPO on the toy, in 60 lines between those that load the four models and those that print: ppo.py
+without ranks, keys, batches and checks. A response goes through each model alone, in the tokens
+that were sampled. It samples the texts of `python ppo.py config/arithmetic_ppo.py --dtype=float64`,
+and has its figures (a test compares them). nano/ppo.py adds, in 350 lines that import nothing of
+quartet, what a run on a machine of its own needs: batches, ranks, keys and checkpoints.
 
     bash runs/quickstart.sh           # once, for the SFT model and the reward model
     python course/ppo_in_60_lines.py [iterations]
+
+mine.py calls `iteration` with a student's functions in the place of those that are its arguments.
 """
 import copy
 import json
 import os
 import sys
+from types import SimpleNamespace as Row
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -38,11 +41,6 @@ with open("data/arithmetic/rl_train.jsonl", encoding="utf-8") as f:
 
 
 # here the 60 lines begin
-def logprobs(model, tokens, begin):  # of the response's tokens: each is chosen by the state before
-    logits = model(tokens[None]).logits[0, begin - 1:-1]
-    return logits.log_softmax(-1).gather(-1, tokens[begin:, None])[:, 0]
-
-
 def scalars(model, tokens):  # a number at each token, through the head of a reward or value model
     states = model.base_model(tokens[None]).last_hidden_state[0]
     return model.score(states)[:, 0] + model.config.score_shift
@@ -58,8 +56,26 @@ def sample(prompt, uniforms):  # one token after the other, until the EOS
     return tokens
 
 
-for it in range(int(sys.argv[1]) if len(sys.argv) > 1 else ITERATIONS):
-    rows = []  # one for each response
+def logprobs(model, tokens):  # of each token but the first: it is chosen by the state before it
+    return model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+
+
+def gae(rewards, values):
+    advantages, advantage, next_value = torch.zeros_like(values), 0.0, 0.0
+    for t in reversed(range(len(values))):
+        delta = rewards[t] + GAMMA * next_value - values[t]
+        advantage = delta + GAMMA * LAM * advantage
+        advantages[t], next_value = advantage, values[t]
+    return advantages
+
+
+def policy_loss(new, old, advantages):  # the mean over the tokens of a response
+    ratio = (new - old).exp()
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
+
+
+def iteration(it, B=B, logprobs=logprobs, k1=torch.sub, gae=gae, policy_loss=policy_loss):
+    rows, losses, count = [], 0.0, 0  # a row for each response
     with torch.no_grad():
         numbers = permutation(len(prompts), SEED, "epoch", 0)[it * B:(it + 1) * B].tolist()
         noise = response_uniforms(SEED, "rollout", it, range(B), MAX_NEW)
@@ -67,40 +83,36 @@ for it in range(int(sys.argv[1]) if len(sys.argv) > 1 else ITERATIONS):
             tokens, n = sample(prompt, uniforms), len(prompt)
             ended = tokens[-1] == tokenizer.eos_token_id
             score = scalars(reward_model, tokens)[-1] if ended else torch.tensor(-1.0)
-            old, values = logprobs(policy, tokens, n), scalars(value_model, tokens)[n - 1:-1]
-            kl = old - logprobs(ref_policy, tokens, n)  # k1
-            rewards = -KL_COEF * kl
+            values = scalars(value_model, tokens)[n - 1:-1]
+            old, ref = (logprobs(model, tokens)[n - 1:] for model in (policy, ref_policy))
+            rewards = -KL_COEF * k1(old, ref)
             rewards[-1] += score
-            advantages, advantage, next_value = torch.zeros_like(values), 0.0, 0.0
-            for t in reversed(range(len(values))):  # GAE
-                delta = rewards[t] + GAMMA * next_value - values[t]
-                advantage = delta + GAMMA * LAM * advantage
-                advantages[t], next_value = advantage, values[t]
-            rows.append(dict(tokens=tokens, n=n, old=old, values=values, kl=kl, score=score,
-                             advantages=advantages, returns=advantages + values))
-        a = torch.cat([row["advantages"] for row in rows])  # whitened over all tokens
-        for row in rows:
-            row["advantages"] = (row["advantages"] - a.mean()) / (a.var(correction=0) + 1e-8).sqrt()
-    pg_sum = vf_sum = count = 0.0
+            advantages = gae(rewards, values)
+            rows.append(Row(tokens=tokens, n=n, score=score, old=old, kl=k1(old, ref),
+                            values=values, advantages=advantages, returns=advantages + values))
+        a = torch.cat([row.advantages for row in rows])
     for epoch in range(2):
-        order = permutation(B, SEED, "minibatches", it, epoch)
-        for step in order.tensor_split(2):
-            count += (tokens := sum(len(rows[i]["old"]) for i in step))
-            for i in step:
-                row = rows[i]
-                ratio = (logprobs(policy, row["tokens"], row["n"]) - row["old"]).exp()
-                pg_loss = torch.max(-row["advantages"] * ratio,
-                                    -row["advantages"] * ratio.clamp(1 - CLIP, 1 + CLIP)).sum()
-                values = scalars(value_model, row["tokens"])[row["n"] - 1:-1]
-                kept = row["values"] + (values - row["values"]).clamp(-CLIP, CLIP)
-                vf_loss = 0.5 * torch.max((values - row["returns"])**2,
-                                          (kept - row["returns"])**2).sum()
-                ((pg_loss + vf_loss) / tokens).backward()
-                pg_sum, vf_sum = pg_sum + pg_loss.item(), vf_sum + vf_loss.item()
+        for step in permutation(B, SEED, "minibatches", it, epoch).tensor_split(2):
+            total = sum(len(rows[i].old) for i in step)
+            for row in (rows[i] for i in step):
+                new = logprobs(policy, row.tokens)[row.n - 1:]
+                values = scalars(value_model, row.tokens)[row.n - 1:-1]
+                white = (row.advantages - a.mean()) / (a.var(correction=0) + 1e-8).sqrt()
+                kept = row.values + (values - row.values).clamp(-CLIP, CLIP)
+                errors = torch.max((values - row.returns)**2, (kept - row.returns)**2)
+                pair = torch.stack([policy_loss(new, row.old, white), 0.5 * errors.mean()])
+                (pair.sum() * len(new) / total).backward()
+                losses, count = losses + pair.detach() * len(new), count + len(new)
             for optimizer, lr in zip(optimizers, (1e-4, 3e-4), strict=True):
                 optimizer.param_groups[0]["lr"] = lr * (1 - it / ITERATIONS)
                 optimizer.step()
                 optimizer.zero_grad()
-    score, kl = (sum(row[x].sum().item() for row in rows) / B for x in ("score", "kl"))
-    print(f"iteration {it}  score {score:.7f}  kl {kl:.7f}  policy loss {pg_sum / count:.7f}  "
-          f"value loss {vf_sum / count:.7f}", flush=True)
+    means = {name: sum(getattr(row, name).sum().item() for row in rows) / B
+             for name in ("score", "old", "kl", "advantages")}  # of a response
+    return means | dict(zip(("policy loss", "value loss"), (losses / count).tolist(), strict=True))
+
+
+# here they end
+if __name__ == "__main__":
+    for it in range(int(sys.argv[1]) if len(sys.argv) > 1 else ITERATIONS):
+        print(it, "  ".join(f"{x} {figure:.7f}" for x, figure in iteration(it).items()), flush=True)

@@ -47,10 +47,6 @@ MISTAKES = {
     "the temperature is used twice": lambda logits, ids, c: right(logits / c, ids, c),
     "you take the likeliest token; the text's own is wanted":
         lambda logits, ids, c: (logits[:-1] / c).log_softmax(-1).amax(-1),
-    "these are the entropies of the rows; the log-prob of one token of each is wanted":
-        lambda logits, ids, c: torch.distributions.Categorical(logits=logits[:-1] / c).entropy(),
-    "your sums go over all rows: each row has a softmax of its own": lambda logits, ids, c:
-        pick(logits[:-1] / c - (logits[:-1] / c).flatten().logsumexp(0), ids[1:]),
 }
 BIG = {
     "there is a small number such as 1e-8 inside your logarithm: it hides how unlikely a token is. "

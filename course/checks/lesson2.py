@@ -37,29 +37,16 @@ def pushes(logits, words):
 
 
 EXACT = {
-    "this goes downhill: the sign is wrong": lambda logits, rewards: -exact(logits, rewards),
     "you differentiate p as if it were one logit: raising a word's logit lowers all other words, "
     "so J is subtracted from each reward": lambda logits, rewards: logits.softmax(0) * rewards,
     "the factor p is missing: a word that is never said has no gradient":
         lambda logits, rewards: rewards - (logits.softmax(0) * rewards).sum(),
-    "you differentiate each p_k in its own logit alone, p (1 - p); p_k falls with the other "
-    "logits, too": lambda logits, rewards: logits.softmax(0) * (1 - logits.softmax(0)) * rewards,
     "you subtract the mean of the rewards, where each word counts the same; J weighs the words by "
     "their probabilities": lambda logits, rewards: logits.softmax(0) * (rewards - rewards.mean()),
     "this is the mean over the words, divided by V; the probabilities are the weights already":
         lambda logits, rewards: exact(logits, rewards) / len(logits),
-    "you subtract J without its factor p": lambda logits, rewards:
-        logits.softmax(0) * rewards - (logits.softmax(0) * rewards).sum(),
-    "this is p * reward, summed or not: the expected reward itself, and not its gradient":
-        lambda logits, rewards: (logits.softmax(0) * rewards).sum(),
-    "p is squared: one factor p is too many":
-        lambda logits, rewards: logits.softmax(0) * exact(logits, rewards),
-    "you differentiate in p, and not in the logits: there the gradient is the rewards":
-        lambda logits, rewards: rewards,
 }
 SAMPLED = {
-    "the sign is wrong: this is the gradient of a loss, and J shall rise":
-        lambda logits, words, r, b: -sampled(logits, words, r, b),
     "you add up the samples; take their mean": lambda logits, words, r, b:
         ((r - b)[:, None] * pushes(logits, words)).sum(0),
     "you add the baseline; subtract it": lambda logits, words, r, b:
@@ -68,8 +55,6 @@ SAMPLED = {
     "the gradient of log p of a word is 1 at that word *minus p* at all words; you left out the "
     "probabilities": lambda logits, words, r, b: ((r - b)[:, None] * torch.eye(
         len(logits), dtype=torch.float64)[words]).mean(0),
-    "you subtract the baseline from the gradient, and not from the reward":
-        lambda logits, words, r, b: (r[:, None] * pushes(logits, words)).mean(0) - b,
     "you took the gradient of p, and not of log p: words that are rarely said would count less "
     "twice, as they are rarely sampled, too": lambda logits, words, r, b: (
         ((r - b) * logits.softmax(0)[words])[:, None] * pushes(logits, words)).mean(0),
@@ -77,16 +62,10 @@ SAMPLED = {
         sampled(logits, words, r, b) * len(words) / (len(words) - 1),
     "you divide by the size of the vocabulary; divide by the number of samples":
         lambda logits, words, r, b: sampled(logits, words, r, b) * len(words) / len(logits),
-    "you divide by both, the samples and the vocabulary; divide by the number of samples alone":
-        lambda logits, words, r, b: sampled(logits, words, r, b) / len(logits),
     "you multiply the mean reward by the mean gradient; each sample's gradient has *its own* "
     "reward": lambda logits, words, r, b: (r - b).mean() * pushes(logits, words).mean(0),
     "you subtract the mean of these rewards; the baseline is an argument":
         lambda logits, words, r, b: sampled(logits, words, r, r.mean()),
-    "you subtract the mean of these rewards, too; the baseline is the one that is given":
-        lambda logits, words, r, b: sampled(logits, words, r, b + r.mean()),
-    "the rewards are not in it: this is the mean gradient of log p alone":
-        lambda logits, words, r, b: pushes(logits, words).mean(0),
 }
 CHECKS = {
     "exact_gradient": SimpleNamespace(

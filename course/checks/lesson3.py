@@ -37,7 +37,7 @@ def loop(r, v, mask, gamma, lam, delta=lambda r, v, after, gamma: r + gamma * af
             if gaps:  # a step of reward 0 and value 0
                 advantage, after = gamma * after + decay(gamma, lam) * advantage, 0.0
             if reset:
-                advantage, after = 0.0, after if reset == "advantage" else 0.0
+                advantage = after = 0.0
             continue
         if column:
             after = v[t + 1] if t + 1 < len(r) else 0.0
@@ -79,37 +79,14 @@ MISTAKES = {
     "you multiply rewards and values by the mask, and count each gap as steps of time; leave the "
     "gap out": lambda r, v, mask, gamma, lam: loop(
         r * mask, v * mask, mask, gamma, lam, everywhere=True),
-    "a gap ends your sum: the advantage behind it belongs to the token before it":
-        mistake(reset="advantage"),
     "a gap ends your response: the value and the advantage behind it belong to the token before it":
-        mistake(reset="both"),
-    "you read the value of the next column, and a gap sets the advantage to 0; with \"next\" the "
-    "next True token is meant": mistake(column=True, reset="advantage"),
+        mistake(reset=True),
     "these are the deltas alone, as with lam = 0: the advantage of the next is missing":
         mistake(decay=lambda gamma, lam: 0.0),
-    "lam is 1 in yours, and gamma is missing before the advantage of the next":
-        mistake(decay=lambda gamma, lam: 1.0),
     "gamma is missing everywhere": lambda r, v, mask, gamma, lam: right(r, v, mask, 1.0, lam),
-    "you multiply the advantage of the next by 1 - lam":
-        mistake(decay=lambda gamma, lam: gamma * (1 - lam)),
-    "gamma and lam have changed places":
-        lambda r, v, mask, gamma, lam: right(r, v, mask, lam, gamma),
-    "the signs in delta are the wrong way round: reward + gamma * value of the next - value":
-        mistake(delta=lambda r, v, after, gamma: r - gamma * after + v),
-    "gamma stands before the token's own value, too; only the next one is a step away":
-        mistake(delta=lambda r, v, after, gamma: r + gamma * (after - v)),
     "delta has no values at all: these are the discounted rewards to come":
         mistake(delta=lambda r, v, after, gamma: r),
-    "your advantages are whitened; that is done later, over the whole batch": lambda r, v, mask,
-        gamma, lam: whitened(right(r, v, mask, gamma, lam), mask),
-    "the tokens' advantages are right, and stand side by side; put each into its own column, and 0 "
-    "where the mask is False": lambda *a: right(*a)[a[2]],
 }
-
-
-def whitened(x, mask):
-    mean, deviation = x[mask].mean(), x[mask].std(correction=0)
-    return torch.where(mask, (x - mean) / (deviation + 1e-8), 0.0)
 
 
 CHECKS = {"gae": SimpleNamespace(right=right, MISTAKES=MISTAKES, CASES=[

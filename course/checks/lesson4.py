@@ -44,16 +44,6 @@ def mistake(**how):
     return lambda *arguments: loss(*arguments, **how)
 
 
-def dual(bound):
-    """A loss of a bad token that does not rise above bound * -advantage, dual clip."""
-    def mistake(new, old, advantages, mask, c):
-        plain = -advantages * (new - old).exp()
-        losses = torch.maximum(plain, -advantages * (new - old).exp().clamp(1 - c, 1 + c))
-        return torch.where(advantages < 0, losses.minimum(-advantages * bound), losses)[mask].mean()
-
-    return mistake
-
-
 def rows(x, mask):
     return torch.stack([row[m].mean() for row, m in zip(x, mask, strict=True)]).mean()
 
@@ -71,41 +61,20 @@ MISTAKES = {
     "you take the mean of the rows' means: a token of a short response counts more":
         mistake(mean=rows),
     "you add up the tokens; take their mean": mistake(mean=lambda x, mask: x[mask].sum()),
-    "the sign is wrong: a loss falls when the gain rises": lambda *arguments: -loss(*arguments),
     "the sign of the advantage is wrong: this lowers the probability of good tokens":
         mistake(sign=1),
     "your ratio is upside down: new over old": mistake(ratio=lambda new, old: (old - new).exp()),
     "the ratio is exp(logprob - old_logprob); the exp is missing":
         mistake(ratio=lambda new, old: new - old),
-    "the ratio of probabilities is exp of the *difference* of log-probs, not their quotient":
-        mistake(ratio=lambda new, old: new / old),
     "the range is one of the ratio, 1 - cliprange to 1 + cliprange; you keep its logarithm within "
     "-cliprange and cliprange": mistake(clip=lambda r, c: r.log().clamp(-c, c).exp()),
     "you keep the ratio within -cliprange and cliprange; it is near 1, so that is a range around 1":
         mistake(clip=lambda r, c: r.clamp(-c, c)),
     "you clip above only; below 1 - cliprange a bad token has nothing more to gain, either":
         mistake(clip=lambda r, c: r.clamp(max=1 + c)),
-    "you clip below only; above 1 + cliprange a good token has nothing more to gain, either":
-        mistake(clip=lambda r, c: r.clamp(min=1 - c)),
-    "the lower edge is 1 - cliprange; yours is 1 / (1 + cliprange)":
-        mistake(clip=lambda r, c: r.clamp(1 / (1 + c), 1 + c)),
     "you clip advantage * ratio; the ratio alone is kept within the range": lambda new, old, a,
         mask, c: loss(new, old, a, mask, c, losses=lambda plain, clipped: torch.maximum(
             plain, -(a * (new - old).exp()).clamp(1 - c, 1 + c))),
-    "you clip the loss; the ratio alone is kept within the range": lambda new, old, a, mask, c:
-        loss(new, old, a, mask, c, losses=lambda plain, clipped: torch.maximum(
-            plain, plain.clamp(1 - c, 1 + c))),
-    "you take 1 + the difference of log-probs for the ratio; that is near for small ones, but the "
-    "ratio is exp": mistake(ratio=lambda new, old: 1 + new - old),
-    "you take the mean over the rows of their sums; divide by the number of all True tokens":
-        mistake(mean=lambda x, mask: (x * mask).sum() / len(x)),
-    "your advantages are whitened; they come whitened, and are used as they are": lambda new, old,
-        a, mask, c: loss(new, old, (a - a[mask].mean()) / a[mask].std(), mask, c),
-    "there is no ratio: this is REINFORCE's loss": mistake(
-        ratio=lambda new, old: new, losses=lambda plain, clipped: plain),
-} | {
-    f"for a bad token your loss ends at a ratio of {bound}: that is dual clip, another algorithm's":
-        dual(bound) for bound in (2.0, 3.0, 4.0, 5.0)
 }
 
 
@@ -126,8 +95,6 @@ GRADIENT = {
         lambda r, a, c: ~((a < 0) & (r > 1 + c) | (a > 0) & (r < 1 - c)) & (a != 0),
     "you look at one side only, above 1 + cliprange":
         lambda r, a, c: ~((a > 0) & (r > 1 + c)) & (a != 0),
-    "you look at one side only, below 1 - cliprange":
-        lambda r, a, c: ~((a < 0) & (r < 1 - c)) & (a != 0),
     "you say where the clip takes the gradient away; and an advantage of 0 has no gradient":
         lambda r, a, c: (a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c),
     "you compare the logarithm of the ratio with cliprange; the range is one of the ratio":
@@ -135,11 +102,6 @@ GRADIENT = {
     "you look at the ratio alone; the sign of the advantage decides which side is stopped; and an "
     "advantage of 0 has no gradient": lambda r, a, c: (r - 1).abs() > c,
     "you look at the advantage alone; the ratio decides, too": lambda r, a, c: a != 0,
-    "beyond the range a token has a gradient where the clip would make its loss smaller: above for "
-    "a bad token, below for a good one": lambda r, a, c: ((r - 1).abs() < c) & (a != 0),
-    "inside of the range a bad token has a gradient, too": lambda r, a, c: (a > 0) & (r < 1 + c),
-    "inside of the range a token has a gradient, too": lambda r, a, c: (
-        (a > 0) & (r < 1 - c) | (a < 0) & (r > 1 + c)),
 }
 RATIOS = torch.tensor([0.5, 0.5, 0.9, 0.9, 1.1, 1.1, 1.5, 1.5, 1.5, 0.5,
                        1.21, 1.21, 0.81, 0.81, 1.0]).double()

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import torch
 from pairs import pairs
-from torch.nn.functional import logsigmoid
 
 DRAWN = torch.Generator().manual_seed(6)
 
@@ -27,23 +26,10 @@ MISTAKES = {
     "you add up the pairs; take their mean": lambda c, r: right(c, r) * len(c),
     "the logarithm is missing: this is the mean probability that the chosen one wins":
         lambda c, r: (c - r).sigmoid().mean(),
-    "the sign is wrong: a loss is minus the log-probability": lambda c, r: -right(c, r),
     "you take the loss of the mean difference; take the mean of the pairs' losses":
         lambda c, r: right(c.mean()[None], r.mean()[None]),
-    "this is the loss of a margin without a sigmoid: -(chosen - rejected) has no end":
-        lambda c, r: (r - c).mean(),
     "you take each score's sigmoid; the sigmoid of the *difference* is wanted":
         lambda c, r: -(c.sigmoid() - r.sigmoid()).mean(),
-    "you take the difference of two logsigmoids; the logsigmoid of the difference is wanted":
-        lambda c, r: (logsigmoid(r) - logsigmoid(c)).mean(),
-    "you take each score's own loss; the sigmoid of the *difference* is wanted":
-        lambda c, r: -(logsigmoid(c) + logsigmoid(-r)).mean(),
-    "this is the loss of a hinge, max(0, 1 - difference); -log(sigmoid(difference)) is wanted":
-        lambda c, r: (1 - (c - r)).clamp(min=0).mean(),
-    "this is a softmax over all scores; each pair is a comparison of its own":
-        lambda c, r: -(c - torch.cat([c, r]).logsumexp(0)).mean(),
-    "one loss a pair is not wanted, but their mean":
-        lambda c, r: -logsigmoid(c - r),
 }
 BIG = {
     "there is a small number such as 1e-8 inside your logarithm: there the loss has no slope, and "

@@ -25,7 +25,7 @@ def right(scores, group_size, kind):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def groups(change, kinds=KINDS, baseline=None):
+def groups(change, kinds=KINDS):
     """A mistake of some kinds: change(groups (n, G), centred (n, G), kind) -> (n, G)."""
     def mistake(scores, group_size, kind):
         g = scores.view(-1, group_size)
@@ -36,29 +36,11 @@ def groups(change, kinds=KINDS, baseline=None):
     return mistake
 
 
-def interleaved(scores, group_size, kind):
-    """The responses to a prompt are taken to be `number of prompts` places apart."""
-    n = len(scores) // group_size
-    order = torch.arange(len(scores)).view(group_size, n).T.flatten()
+def reordered(scores, group_size, kind, view, size):
+    """Right, if the responses to a prompt stood in the rows of view."""
+    order = torch.arange(len(scores)).view(*view).T.flatten()
     found = torch.empty_like(scores)
-    found[order] = right(scores[order], group_size, kind)
-    return found
-
-
-def sized(scores, group_size, kind):
-    return right(scores, len(scores) // group_size, kind)
-
-
-def across(scores, group_size, kind):
-    order = torch.arange(len(scores)).view(-1, group_size).T.flatten()
-    found = torch.empty_like(scores)
-    found[order] = right(scores[order], len(scores) // group_size, kind)
-    return found
-
-
-def last_left_out(scores, group_size, kind):
-    found = right(scores, group_size, kind)
-    found[-group_size:] = 0
+    found[order] = right(scores[order], size, kind)
     return found
 
 
@@ -69,52 +51,28 @@ MISTAKES = {
         groups(lambda g, x, kind: x / g.std(1, keepdim=True), ["grpo"]),
     "grpo: 1e-4 is wanted beside the deviation; yours is smaller, such as 1e-8":
         groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-8), ["grpo"]),
-    "grpo: the 1e-4 stands beside the deviation, and not under its root":
-        groups(lambda g, x, kind: x / (g.var(1, keepdim=True) + 1e-4).sqrt(), ["grpo"]),
-    "maxrl: without the 1e-4 a group of scores of 0 is 0 / 0: NaN":
-        groups(lambda g, x, kind: x / g.mean(1, keepdim=True), ["maxrl"]),
     "maxrl: 1e-4 is wanted beside the mean; yours is smaller, such as 1e-8":
         groups(lambda g, x, kind: x / (g.mean(1, keepdim=True) + 1e-8), ["maxrl"]),
     "you compare with all responses; compare with those to the same prompt":
         groups(lambda g, x, kind: right(g.flatten(), g.numel(), kind).view_as(g)),
-    "you divide by the deviation of all scores; of the group's is wanted":
-        groups(lambda g, x, kind: x / (g.std() + 1e-4), ["grpo"]),
     "your groups are mixed up: the responses to a prompt stand side by side, view(-1, group_size)":
-        interleaved,
+        lambda x, size, kind: reordered(x, size, kind, (size, -1), size),
     "you have taken view(group_size, -1) for groups, and means along its rows: a group has then as "
-    "many scores as there are prompts. view(-1, group_size)": sized,
+    "many scores as there are prompts. view(-1, group_size)":
+        lambda x, size, kind: right(x, len(x) // size, kind),
     "your mean goes over the prompts (axis 0 of view(-1, group_size)); over a group's responses is "
-    "wanted, axis 1": across,
-    "you subtract the mean of all scores; of the group's is wanted":
-        groups(lambda g, x, kind: (g - g.mean()) / (g.std(1, keepdim=True) + 1e-4), ["grpo"]),
-    "the last group is left out: it is 0": last_left_out,
-    "the last group is left out": lambda scores, size, kind: right(scores, size, kind)[:-size],
-    "one advantage a group is not enough: each response has its own": lambda scores, size, kind:
-        right(scores, size, kind)[::size],
+    "wanted, axis 1":
+        lambda x, size, kind: reordered(x, size, kind, (-1, size), len(x) // size),
     "rloo: your mean contains the response itself": groups(lambda g, x, kind: x, ["rloo"]),
     "rloo: you divide by the deviation; RLOO does not": groups(lambda g, x, kind: x * g.shape[1] / (
         g.shape[1] - 1) / (g.std(1, keepdim=True) + 1e-4), ["rloo"]),
     "dr_grpo: you divide by the deviation; Dr. GRPO does not, and that is its point":
         groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-4), ["dr_grpo"]),
-    "maxrl: you divide by the deviation; MaxRL divides by the group's mean":
-        groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-4), ["maxrl"]),
     "grpo: the division by the deviation is missing": groups(lambda g, x, kind: x, ["grpo"]),
     "maxrl: the division by the mean is missing": groups(lambda g, x, kind: x, ["maxrl"]),
     "maxrl: the mean is not subtracted": groups(
         lambda g, x, kind: g / (g.mean(1, keepdim=True) + 1e-4), ["maxrl"]),
-    "maxrl: you divide by the root of the mean; divide by the mean": groups(
-        lambda g, x, kind: x / (g.mean(1, keepdim=True).sqrt() + 1e-4), ["maxrl"]),
-    "rloo: divide the sum of the others by their number, group_size - 1, and not by group_size":
-        groups(lambda g, x, kind: g - (g.sum(1, keepdim=True) - g) / g.shape[1], ["rloo"]),
-    "rloo: you subtract the sum of the others; take their mean": groups(
-        lambda g, x, kind: g - (g.sum(1, keepdim=True) - g), ["rloo"]),
-    "rloo: you subtract the mean of all scores, too, times n / (n - 1)": groups(
-        lambda g, x, kind: g - g.sum(1, keepdim=True) / (g.shape[1] - 1), ["rloo"]),
-    "dr_grpo: you divide by the group's mean; that is MaxRL": groups(
-        lambda g, x, kind: x / (g.mean(1, keepdim=True) + 1e-4), ["dr_grpo"]),
     "dr_grpo: the group's mean is not subtracted": groups(lambda g, x, kind: g, ["dr_grpo"]),
-    "grpo: you divide by the variance; take its root":
-        groups(lambda g, x, kind: x / (g.var(1, keepdim=True) + 1e-4), ["grpo"]),
     "grpo: the mean of the group is not subtracted: with scores of 0 and more nothing is punished":
         groups(lambda g, x, kind: g / (g.std(1, keepdim=True) + 1e-4), ["grpo"]),
 }
@@ -146,20 +104,9 @@ WEIGHTS = {
         wrong_weights("dr_grpo", lambda n, m: 1 / n.max() / len(n)),
     "dr_grpo: divide by the number of responses, too":
         wrong_weights("dr_grpo", lambda n, m: 1 / m),
-    "dr_grpo: a response's own length must not be in it, or long wrong answers are punished less":
-        wrong_weights("dr_grpo", lambda n, m: 1 / n / len(n)),
     "these are the weights of whole responses; of each of its tokens is wanted, so divide by its "
     "length": lambda n, kind, m: weights(n, kind, m) * n,
     "these are the divisors; the weight is 1 / them": lambda n, kind, m: 1 / weights(n, kind, m),
-    "dapo: divide by the number of tokens that there are, and not by that of the longest rows":
-        wrong_weights("dapo", lambda n, m: 1 / (n.max() * len(n))),
-    "dapo: divide by the number of tokens that there are; max_length is Dr. GRPO's":
-        wrong_weights("dapo", lambda n, m: 1 / (m * len(n))),
-    "dapo: one divisor, the number of tokens; you divide by the number of responses, too":
-        wrong_weights("dapo", lambda n, m: 1 / n.sum() / len(n)),
-    "dr_grpo: max_length is a constant; you divide by the number of tokens of this batch":
-        wrong_weights("dr_grpo", lambda n, m: 1 / n.sum()),
-    "dr_grpo: divide by max_length, too": wrong_weights("dr_grpo", lambda n, m: 1 / len(n)),
 }
 FLAT = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.25, 0.5, 0.0,
                      0.0, 1.0, 0.0, 0.0, 0.5]).double()
