@@ -3,10 +3,12 @@ What people really type wrong, of scripts and of tools: one line, with exit code
 written. (More in tests/: test_scripts.py, test_configurator.py.)
 """
 import contextlib
+import itertools
 import json
 import os
 import pty
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -394,11 +397,13 @@ def test_a_reward_that_fails_in_an_import_is_said_with_its_own_line(files):
         reward(dict(completions=["a"], rows=[{}], prompts=["b"]))
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_help_fits_the_terminal(width):
-    for script in "ppo.py", "sft.py", "tools/eval.py":
-        said = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True,
-                              cwd=ROOT, env=dict(os.environ, COLUMNS=str(width)), check=True).stdout
+def test_help_fits_the_terminal(tmp_path):
+    for script, width in itertools.product(("ppo.py", "sft.py", "tools/eval.py"),
+                                           (40, 60, 80, 200)):
+        columns = partial(os.environ.update, COLUMNS=str(width))
+        ended = Started(script, ["--help"], str(tmp_path), before=lambda _, do=columns: do()).wait()
+        assert ended.codes == [0], ended
+        (said,) = ended.out
         words = {word for word in said.split() if len(word) + 8 > width}  # of paths
         assert all(len(line) <= min(width, 80) or words.intersection(line.split())
                    for line in said.splitlines()), said
@@ -497,25 +502,25 @@ def test_a_hub_is_asked_once_and_then_its_cache(tmp_path, monkeypatch, way):
     hub.answers.cache_clear()
 
 
-def torchrun_in_a_terminal(keys, until=None):
+def in_a_terminal(main, until=None):
     """
-    The words that a terminal shows of grpo.py on two ranks under torchrun, whose keys are typed;
-    behind the words `until` torchrun gets a Ctrl-C. It is a fork, which has torch already.
+    The words that a terminal shows of main(), which starts ranks; behind the words `until` it gets
+    a Ctrl-C. It is a fork, which has torch already. And its exit code.
     """
     pid, terminal = pty.fork()
     if pid == 0:
-        from torch.distributed.run import main
-
         os.chdir(ROOT)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            main(["--nproc_per_node=2", "grpo.py", *typed(keys)])
+            main()
         finally:
             traceback.print_exc()
             os._exit(1)
-    # the run waits for the end of torchrun, also of one that has ended and that nobody waits for
-    threading.Thread(target=os.waitpid, args=(pid, 0)).start()
+    # the run waits for the end of its parent, also of one that has ended and nobody waits for
+    ended = []
+    waits = threading.Thread(target=lambda: ended.append(os.waitpid(pid, 0)[1]))
+    waits.start()
     shown = b""
     with contextlib.suppress(OSError):  # the last process that has the terminal is gone
         while True:
@@ -524,14 +529,25 @@ def torchrun_in_a_terminal(keys, until=None):
                 os.kill(pid, signal.SIGINT)
                 until = None
     os.close(terminal)
-    return shown.decode().split()
+    waits.join()
+    return shown.decode().split(), os.waitstatus_to_exitcode(*ended)
 
 
-def test_the_last_lines_under_torchrun_are_the_runs(world, tmp_path):
+def test_the_last_line_under_torchrun_is_the_runs(world, tmp_path):
+    """By runs/ranks.py, which runs/*.sh use, also after Ctrl-C, and then nothing follows it."""
+    def torchrun():
+        from torch.distributed.run import main
+
+        main(["--nproc_per_node=1", "grpo.py", *typed(keys | dict(reward_functions="acuracy"))])
+
+    def our_own():
+        sys.argv = ["runs/ranks.py", "2", "grpo.py", *typed(keys)]
+        runpy.run_path("runs/ranks.py", run_name="__main__")
+
     keys = keys_of(world, "grpo.py", out_dir=f"{tmp_path}/out", max_iters=1000)
-    words = torchrun_in_a_terminal(keys | dict(reward_functions="acuracy"))
-    assert "grpo.py: error: reward_functions = 'acuracy'" in " ".join(words[-40:])
-    words = torchrun_in_a_terminal(keys, "iter 1 of 1000")
-    assert any("SignalException" in word for word in words)
-    assert re.fullmatch(r"saved before iteration \d+; the same command goes on there",
-                        " ".join(words[-10:])), words[-20:]
+    words, code = in_a_terminal(torchrun)
+    assert code and "grpo.py: error: reward_functions = 'acuracy'" in " ".join(words[-40:])
+    words, code = in_a_terminal(our_own, "iter 1 of 1000")
+    assert code == 130 and re.fullmatch(
+        r"saved before iteration \d+; the same command goes on there", " ".join(words[-10:])), words
+    assert "Traceback" not in words

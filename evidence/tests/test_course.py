@@ -225,7 +225,7 @@ def test_60_lines_have_the_figures_of_ppo_and_mine_has_those_of_the_60_lines(tmp
     """Of two iterations, with small models and batches in the place of the toy's."""
     clinic.write_toy(str(tmp_path))
     common = dict(device_type="cpu", dtype="float64", checkpoint_interval=0)
-    well("sft.py", tmp_path, clinic.SFT | dict(out_dir="out/arithmetic_sft", max_iters=100))
+    well("sft.py", tmp_path, clinic.SFT | dict(out_dir="out/arithmetic_sft", max_iters=40))
     rows = read_jsonl(tmp_path / "rl.jsonl")
     pairs = jsonl(tmp_path / "pairs.jsonl", [
         dict(prompt=row["prompt"], chosen=row["answer"], rejected="8") for row in rows])

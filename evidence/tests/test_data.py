@@ -10,7 +10,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from fractions import Fraction
 
@@ -333,13 +332,16 @@ def test_thinking_longer_by_itself(tmp_path):
                          target=target, completion=demonstrate(rng, numbers, target)))
     data, out = jsonl(tmp_path / "rows.jsonl", rows), str(tmp_path / "out")
     write_byte_tokenizer(str(tmp_path / "tokenizer"))
+    os.symlink(f"{ROOT}/data", tmp_path / "data")  # the config names the rule in it
     for script, keys in (
             ("sft", dict(tokenizer_path=str(tmp_path / "tokenizer"), train_path=data, val_path="",
-                         context=64, d_model=64, d_ff=256, max_iters=250, learning_rate=5e-3)),
+                         context=64, d_model=64, d_ff=256, max_iters=250, learning_rate=5e-3,
+                         micro_batch_size=64)),
             ("grpo", dict(policy_path=out + "/sft/policy", prompts_path=data, eval_path="",
-                          max_new_tokens=40, max_iters=10))):
-        subprocess.run([sys.executable, f"{script}.py", f"config/search_{script}.py",
-                        *typed(keys | dict(out_dir=f"{out}/{script}"))], cwd=ROOT, check=True)
+                          max_new_tokens=40, max_iters=8))):
+        ended = Started(f"{script}.py", [f"{ROOT}/config/search_{script}.py", *typed(
+            keys | dict(out_dir=f"{out}/{script}"))], str(tmp_path)).wait()
+        assert ended.codes == [0], ended
     records = read_jsonl(out + "/grpo/log.jsonl")
     for figure in ("objective/reward/solved", "objective/length"):
         values = [record[figure] for record in records if figure in record]

@@ -221,7 +221,7 @@ def test_an_iteration_has_the_keys_that_the_run_had_then(world, tmp_path):
     log = read_jsonl(f"{out}/log.jsonl")
     assert [record["iteration"] for record in log] == [0, 1, 2, 3, 4, 5]
     assert [x for x in os.listdir(out) if x.startswith("checkpoint-")] == ["checkpoint-000005"]
-    for iteration in range(5):
+    for iteration in (0, 2, 4):
         result = explain(tmp_path, run="out", iteration=iteration, out="a.json")
         assert result.codes == [0] and "warning" not in result.out[0], result
         compared = re.search(r"all (\d+) figures are those of", result.out[0])

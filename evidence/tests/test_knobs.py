@@ -17,8 +17,9 @@ from model import Model
 from parallel import flatten_gradients
 from run import make_optimizer
 from safetensors.torch import load_file
-from tiny import (ROOT, Started, assert_same_run, assert_stopped, at, jsonl, keys_of, read_log,
-                  read_weights, run, typed, well)
+from tiny import (ROOT, Started, assert_same_run, assert_stopped, at, jsonl, keys_of,
+                  keys_of_system, read_log, read_weights, run, typed, well)
+from tokenizer import load_tokenizer
 
 SPLITS = hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans")
 AWAY = "policy=params,value=params,ref=params,reward=params"
@@ -109,12 +110,12 @@ def test_shards_and_ranks_and_a_stop_change_nothing(world, tmp_path, name):
 def test_bfloat16_weights_on_two_ranks_are_resumed_to_the_bit(world, tmp_path, more):
     """And an average between two of their numbers is saved as it is, beside the policy's own."""
     keys = keys_of(world, "grpo.py", dtype="bfloat16", master_weights=False, checkpoint_interval=1,
-                   ema_decay=0.7, **more)
+                   ema_decay=0.7, max_iters=2, **more)
     whole = well("grpo.py", tmp_path / "whole", keys, ranks=2)
     assert_stopped(run("grpo.py", tmp_path, keys, ranks=2, before=at(1, signal.SIGTERM, 1)),
                    tmp_path)
     assert_same_run(whole, well("grpo.py", tmp_path, keys, ranks=2), ("policy", "ema_policy"))
-    last = f"{whole}/checkpoint-000003"
+    last = f"{whole}/checkpoint-000002"
     trained, average = read_weights(f"{last}/policy"), read_weights(f"{whole}/ema_policy")
     assert {t.dtype for t in trained.values()} == {torch.bfloat16}
     assert any((t != t.bfloat16()).any() for t in average.values())
@@ -193,6 +194,7 @@ def test_the_llama_config_on_eight_ranks(tmp_path):
         reward_path=others.make(tmp_path / "reward", "llama3.2", head="scalar"), warmup_iters=0,
         prompts_path=jsonl(tmp_path / "prompts.jsonl", chats), batch_size=16, max_new_tokens=6,
         eval_path=jsonl(tmp_path / "val.jsonl", chats[:9]), max_iters=1, device_type="cpu")
+    load_tokenizer(str(keys["policy_path"]), keys_of_system())  # compiles its template, for all
     for ranks in (8, 1):
         ended = Started("ppo.py", [f"{ROOT}/config/llama.py", *typed(keys), "--out_dir=out"],
                         tmp_path / f"{ranks}", ranks).wait()

@@ -167,7 +167,6 @@ def test_what_fits_does_and_what_does_not_is_named(script, bounds, more, llama, 
     limit = max(free["reading"], free["update"]) + 1  # MiB
     result, peaks, found = ask(gpu_gb=limit / 1024)
     assert peaks == free and tuple(found) == bounds and all(found.values())
-    _, least, _ = ask(**{name: 1 for name in bounds})
     for phase, name in zip(("update", "rollout"), bounds, strict=False):
         # with it the phase fits; with a third more it does not
         assert ask(**{name: found[name]})[1][phase] <= limit
@@ -177,6 +176,9 @@ def test_what_fits_does_and_what_does_not_is_named(script, bounds, more, llama, 
         assert (over in result.out[0]) == (free[phase] > limit)
     if script == "ppo.py":
         assert free["rollout"] > limit  # 256 rows at once
+    if script != "rm.py":
+        return
+    _, least, _ = ask(**{name: 1 for name in bounds})
     too_small = ask(gpu_gb=(least["update"] - 1) / 1024)[0].out[0]
     assert re.search(r"update does not fit into .* even with one row: .*gradient_check", too_small)
-    assert [s in too_small for s in ("the largest", "0 s: loading")] == [False, True]
+    assert "the largest" not in too_small and re.search(r"\d s: loading", too_small)

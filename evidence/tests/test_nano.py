@@ -148,12 +148,21 @@ def test_other_keys(world, script, name, tmp_path):
     assert_moved(world.policy, quartet)
 
 
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """{script: (keys, the folder of a run with them on two ranks)}, which nobody kills."""
+    runs = {script: (keys_for(world, script, max_iters=3, checkpoint_interval=1),
+                     tmp_path_factory.mktemp(script)) for script in ("ppo", "grpo")}
+    for script, (keys, folder) in runs.items():
+        nano(script, folder / "whole", keys, ranks=2)
+    return runs
+
+
 @pytest.mark.parametrize("script", ["ppo", "grpo"])
 @pytest.mark.parametrize("when", ["in a rollout", "while it saves", "behind a checkpoint"])
-def test_a_killed_run_ends_in_the_same_bits(world, script, when, tmp_path):
+def test_a_killed_run_ends_in_the_same_bits(whole, script, when, tmp_path):
     """Rank 1, or rank 0 that writes the checkpoint, is gone; then the same command again."""
-    keys = keys_for(world, script, max_iters=4, checkpoint_interval=1)
-    nano(script, tmp_path / "whole", keys, ranks=2)
+    keys, uncut = whole[script]
 
     def kill(rank):
         module, name, nth = {
@@ -179,7 +188,7 @@ def test_a_killed_run_ends_in_the_same_bits(world, script, when, tmp_path):
     assert -signal.SIGKILL in cut.codes and not os.path.exists(tmp_path / "cut/out/policy"), cut
     again = nano(script, tmp_path / "cut", keys, ranks=2)
     assert json.loads(again.out[0].splitlines()[0])["iteration"] in (1, 2)
-    assert_same_weights(*(f"{tmp_path}/{name}/out" for name in ("whole", "cut")), script, 0.0)
+    assert_same_weights(f"{uncut}/whole/out", f"{tmp_path}/cut/out", script, 0.0)
 
 
 def test_what_goes_wrong_stops_the_run(world, tmp_path):
