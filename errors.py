@@ -83,9 +83,9 @@ def translated(error):
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
     if isinstance(error, ImportError) and re.match(r"(options|grading)\b", error.name or ""):
-        line = error.name if "." in error.name else (  # the folder alone: the import names the file
-            traceback.extract_tb(error.__traceback__)[-1].line)
-        folder, file = re.search(r"(\w+)(?:\.| import )(\w+)", line).groups()
+        line = traceback.extract_tb(error.__traceback__)[-1].line  # it names the file, or RULES do
+        folder, file = re.search(r"(options|grading)(?:\.| import )(\w+|\*)",
+                                 f"{error.name} {line} {error.name}.*").groups()
         return BadInput(f"{'an input is wrong, and ' * (file == 'mistakes')}this run needs "
                         f"{folder}/{file}.py; type mkdir -p {ROOT}/{folder}; cp QUARTET/{folder}/"
                         f"{file}.py {ROOT}/{folder}/ (QUARTET: what this is a copy of)")

@@ -362,7 +362,7 @@ def fill_adapter(model, folder):
         if not saved[name].isfinite().all():
             raise BadInput(f"{folder}: tensor {name!r} holds NaN or infinite numbers")
         own[name].data.copy_(saved[name])
-    if notes:  # in the settings, too: rewards.center_scores asks whether it is known
+    if notes:  # in the settings, too: rewards.lacks_shift asks whether it is known
         model.score_shift = notes["score_shift"]
         model.hf.config.update(notes)
     model.new_head = False

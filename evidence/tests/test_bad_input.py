@@ -414,7 +414,8 @@ def test_help_fits_the_terminal(tmp_path):
 
 LACKS = """
 import os, errors
-for line in "from options.a import b", "from options import a", "from grading.a import b":
+for line in ("from options.a import b", "from options import a", "from grading.a import b",
+             "import pkgutil; pkgutil.resolve_name('grading.a:b')"):
     open("c.py", "w").write(f"import errors\\n{line}\\n")
     try:
         import c
@@ -424,14 +425,20 @@ for line in "from options.a import b", "from options import a", "from grading.a 
 
 
 def test_a_copy_that_lacks_a_file_names_it(tmp_path):
-    """Where its folder is there, and where all of it is missing; with what brings it."""
+    """
+    Where its folder is there, and where all of it is missing; with what brings it. Of a rule, whose
+    file a table names, that is the whole folder.
+    """
     shutil.copy(f"{ROOT}/errors.py", tmp_path)
-    for _ in range(2):
+    for folder in (["options", "grading"], []):
         said = subprocess.run([sys.executable, "-c", LACKS], cwd=tmp_path, check=True, text=True,
                               capture_output=True, env=dict(os.environ, PYTHONPATH="")).stdout
-        for line, at in zip(said.splitlines(), ("options", "options", "grading"), strict=True):
-            assert f"needs {at}/a.py; type mkdir -p ./{at}; cp QUARTET/{at}/a.py ./{at}/" in line
-        os.makedirs(tmp_path / "options", exist_ok=True)
+        files = "options/a", "options/a", "grading/a", "grading/*" if folder else "grading/a"
+        for line, file in zip(said.splitlines(), files, strict=True):
+            at = os.path.dirname(file)
+            assert f"needs {file}.py; type mkdir -p ./{at}; cp QUARTET/{file}.py ./{at}/" in line
+        for name in folder:
+            os.makedirs(tmp_path / name)
     other = ModuleNotFoundError("No module named 'options_of_mine'", name="options_of_mine")
     assert errors.translated(other) is other
 
