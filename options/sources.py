@@ -305,8 +305,10 @@ def files_of_split(files, folder, split, source):
     place = set_name if os.path.isdir(set_name) else "DIR"
     get = "" if place == set_name else (
         f"hf download {set_name} --repo-type=dataset --local-dir=DIR, and then ")
+    # HumanEval/train.jsonl is the train split of a set, train/dev.jsonl is held out
+    own = rf"^(.*/)?(?={re.escape(split)}([-_]?\d|[/.-]))"
     odd = [] if held_out(split) else [
-        file for file in wanted if held_out(file[len(folder or ""):])]
+        file for file in wanted if held_out(re.sub(own, "", file[len(folder or ""):]))]
     if odd:
         good = [file for file in wanted if file not in odd]
         meant = "if you mean it, " * (not good)
@@ -337,7 +339,7 @@ def held_out(name):
     have one, latest.jsonl has none.
     """
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower()
-    return re.search(r"\b((val|valid|validation|dev|test|testing|eval|evaluation)(set)?"
+    return re.search(r"\b((val|valid|validation|dev|test|testing|eval|evaluation) ?(set|data)?"
                      r"|(held|hold) ?out)\b", words)
 
 
