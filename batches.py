@@ -14,7 +14,7 @@ stands in the token's column, and one mask says which tokens the policy sampled.
 
 B responses, R = max_new_tokens, T = R + the tokens of the batch's longest prompt. A micro-batch is
 b of the rows and the W columns that these use. float is the dtype of the log-probs: float32, or
-float64. In the order in which an iteration writes them:
+float64. The columns, in the order in which an iteration writes them:
 
     column            shape   dtype  written by               read by
     tokens            (B, T)  int64  as_batch                 texts_of, model.response_logprobs
@@ -59,7 +59,7 @@ def as_batch(prompts, responses, logprobs, lengths, finished, width, pad_id, sam
     The first columns of a batch, of b prompts and their responses.
 
     prompts: lists of token ids. responses, ..., finished: as `rollout.decode` returns them. width:
-    the tokens of the longest prompt, on whichever rank it is: so T = width + R is the same on all.
+    the tokens of the longest prompt of all ranks, so that all have the same T = width + R.
     sampled: (b, R) bool, the tokens that the policy sampled; None: all. more: {column: (b, R)}.
     """
     (b, R), device = responses.shape, responses.device
@@ -90,7 +90,7 @@ def texts_of(batch, rows, tokenizer):
     lists with an entry for each response: rows, prompts, completions; and dialogues, where a
     response has several turns.
     """
-    tokens, mask = batch["tokens"].cpu(), batch["response_mask"].cpu()  # one wait for a GPU
+    tokens, mask = batch["tokens"].cpu(), batch["response_mask"].cpu()
     numbers = batch["row"].tolist()
     texts = dict(rows=[rows[number] for number in numbers],
                  prompts=[tokenizer.decode(rows.ids[number]) for number in numbers])
@@ -131,7 +131,7 @@ def forward_batch(batch, models, forward, micro_batches, device):
 # -------------------------------------------------------------------------------------------------
 # micro-batches
 
-MAX_PADDING = 256  # tokens: to compute these takes about as long as another micro-batch
+MAX_PADDING = 256  # tokens: more would take longer than another micro-batch
 
 
 def deal_rows(lengths, micro_batch_size, micro_batch_tokens=0):
@@ -181,15 +181,15 @@ def micro_batches(batch, index, micro_batch_size, micro_batch_tokens=0):
         the second:       1 2            row 1, W = 2
     """
     (_, T), lengths = batch["tokens"].shape, batch["lengths"][index].tolist()
-    made = []  # to make one, the CPU waits for a GPU, so all are made before the training begins
+    found = []  # to cut one, the CPU waits for a GPU: so all are cut before the training begins
     for part in deal_rows(lengths, micro_batch_size, micro_batch_tokens):
         rows = index[torch.tensor(part, dtype=torch.int64, device=index.device)]
         W = max([lengths[i] for i in part], default=2)
         mb = {name: x[rows, :W] if x.shape[1:] == (T,) else x[rows] for name, x in batch.items()}
-        if not part:  # a sharded model needs the forward of all ranks: of a text without responses
+        if not part:  # one text without a response: a sharded model needs a forward on every rank
             mb |= {name: mb[name].new_zeros(1, W) for name in ("tokens", "response_mask")}
-        made.append(mb)
-    return made
+        found.append(mb)
+    return found
 
 
 def right_pad(sequences, pad_id):

@@ -48,10 +48,10 @@ LOCK_WAIT = 30  # seconds: the time in which a run that was asked to stop can sa
 LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 # keys of all scripts that must be the same when a run resumes
 MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
-# all names that a run writes in out_dir, and later replaces or deletes; no others are touched
+# all names that a run writes, replaces or deletes in out_dir; it touches no others
 OURS = re.compile(r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|"
                   r"reward_model)(_adapter)?)|\.new-\w+|config\.json|(log|samples|rollouts)\.jsonl")
-lock_file = None  # it is open, and so locked, as long as this process lives
+lock_file = None  # open, and so locked, until this process ends
 
 
 def open_folder(out_dir, config, must_match, token_ids, max_iters, models, trained):
@@ -59,8 +59,8 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     A collective: create out_dir and lock it, or check that it has the same run: the same values of
     the keys must_match, the same token_ids (a hash of all that the run trains on), and the same
     weights of the models, {name: Model}, that are not in trained. Returns (folder, state) of the
-    checkpoint to resume from; folder is None if there is none. The state also has, if there is any,
-    "run/over": the run has ended, and "run/evaluated": see cut_logs. Raises BadInput.
+    checkpoint to resume from; folder is None if there is none. The state may
+    also have "run/over", if the run has ended, and "run/evaluated", see cut_logs. Raises BadInput.
     """
     frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
               if name not in trained}
@@ -89,7 +89,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
     folder, state = find_checkpoint(out_dir)
     logs = [log for log in LOGS if os.path.isfile(os.path.join(out_dir, log))
             and os.path.getsize(os.path.join(out_dir, log))]
-    # if not: nothing can be lost, also where a kill has left an empty log
+    # otherwise nothing can be lost: a kill has left an empty log, at most
     if folder or logs or {*names} - {*unfinished, *LOGS, "config.json"}:
         before = dict(script=config["script"]) | before
         for key in ("script", *must_match):
@@ -200,8 +200,8 @@ def lines_of(file):
 
 def cut_logs(out_dir, iteration):
     """
-    Delete the lines of iterations that will be logged again. An evaluation of this very iteration
-    stays, for it was one of these weights: returns its figures.
+    Delete the lines of iterations that will be logged again. The evaluation of this iteration
+    stays, because the run resumes with the weights that it evaluated. Returns its figures.
     """
     figures = {}
     for file in (os.path.join(out_dir, name) for name in LOGS):
@@ -254,15 +254,15 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
             remove(move_aside(old, ".gone-"))  # so no half-deleted folder has its name
 
     if not alone(lambda: damage(final) is None and read_json(f"{final}/state.json") == state):
-        put_in_place(write, final)  # else it is there: saved just now, or the run has resumed here
+        put_in_place(write, final)  # otherwise it is there: saved just now, or resumed from
     alone(delete_older)
 
 
 def save_final(out_dir, name, model, dtype="auto", **about):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
-    merged into it, and also saved in out_dir/name_adapter. dtype: auto, as computed, or float32, or
-    bfloat16: it loses changes below 1/512 of a weight, which may be most. about: options/cards.py.
+    merged into it, and also saved in out_dir/name_adapter. dtype: auto (as
+    computed), float32 or bfloat16 (loses changes below 1/512 of a weight). about: options/cards.py.
     """
     def write(folder):
         hf, tensors = model.hf, {}
@@ -279,7 +279,7 @@ def save_final(out_dir, name, model, dtype="auto", **about):
             kind = reduce(torch.promote_types, {  # the widest: transformers gives it to all others
                 tensors[n].dtype for n, _ in hf.named_parameters()
                 if not any(part in n for part in hf._keep_in_fp32_modules_strict or ())})
-            # transformers would only write on rank 0 of all ranks; with roles the first of a role
+            # transformers would let only rank 0 of all ranks write; this is rank 0 of its role
             hf.should_save_on_this_rank = lambda is_main_process: True
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
@@ -319,7 +319,7 @@ def optimizer_tensors(model, optimizer):
 
 
 def settings_of(optimizer):
-    """What an optimizer's groups hold beside parameters and lr, and its own values, as repr."""
+    """The settings of an optimizer's groups, without parameters and lr, and its own; as repr."""
     own = vars(optimizer) | vars(getattr(optimizer, "optim", optimizer))  # ZeRO stage 1 wraps it
     return ([{k: repr(x) for k, x in group.items() if k not in ("params", "lr")}
              for group in optimizer.param_groups],
@@ -378,7 +378,7 @@ def load_checkpoint(folder, models, optimizers, more=()):
         for key, t in read_tensors(os.path.join(folder, name), "model"):
             if key not in own or own[key].shape != t.shape:
                 raise BadInput(f"{folder}: {key} is no tensor of this model; give the same model")
-            if own[key].dtype != t.dtype:  # then states have 32 bits at least, as new ones
+            if own[key].dtype != t.dtype:  # the states get at least 32 bits, as new ones have
                 wide = torch.promote_types(own[key].dtype, torch.float32)
             parallel.copy_into(own.pop(key), t)
         if own:

@@ -13,8 +13,8 @@ A config file is Python; each public name in it must be a key of the script, als
 A key's comment is read by the program, too; these parts of it are checked:
 
     [>= 1], [> 0], [0..1], [a | b | c]   at its end: the values that are allowed
-    with tools: ...                      the key has no effect unless the key tools is set, too: to
-                                         anything but 0 and False or, of texts, the default
+    with tools: ...                      the key has no effect unless the key tools is set, too:
+                                         not to 0 or False and, as a text, not to its default
     instead of max_iters: ...            not both keys may be set in one place
     * ..., + ...                         for the reader: most runs set it; docs/algorithms.md#KEY
 
@@ -43,13 +43,13 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
-# the [ranges] that a comment may end with: whether a value is in one
+# a [range] that a comment may end with -> is a value allowed by it?
 RANGES = {
     r"([^\[\]]*\|[^\[\]]*)": lambda value, words: value in words.split(" | "),
     r"(\S+)\.\.(\S+)": lambda value, low, high: float(low) <= value <= float(high),
     r">= (\S+)": lambda value, low: value >= float(low),
     r"> (\S+)": lambda value, low: value > float(low)}
-OF_OTHERS = r"(\* )?with \w|instead of "  # such a comment: the key depends on another one
+OF_OTHERS = r"(\* )?with \w|instead of "  # how the comment of a key begins that needs another key
 # what a user reads, and not the names of Python's types
 WORDS = {bool: "True or False", int: "a whole number", float: "a number below 1e30",
          str: "a text in quotes"}
@@ -82,7 +82,7 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     for name, value in defaults.items():
         more[name] = more[name]._replace(default=value)
     shown = list(more)[:list(more).index(until)] if until else more
-    keys = own | {name: more[name] for name in shown} | own  # of a key in both the script's counts
+    keys = own | {name: more[name] for name in shown} | own  # the script's key before a shared one
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         from options.help import print_help
@@ -157,8 +157,8 @@ def read_keys(file):
 
 def run_config_file(path, keys):
     """
-    {key: value} of a config file, which is run. Raises BadInput; for another program before any of
-    it is run.
+    Run a config file -> {key: value}. Raises BadInput; a program that is no config file is refused
+    before it runs.
     """
     namespace = {"__file__": path}
     try:
@@ -169,7 +169,7 @@ def run_config_file(path, keys):
         check_names(names, keys, path)
         lines = [target.id for node in ast.parse(text).body if isinstance(node, ast.Assign)
                  for target in node.targets if getattr(target, "id", "_")[0] != "_"]  # key = ...
-        # Python would take data for a program, too; and of two lines for a key one has no effect
+        # some data are valid Python, too; and of two lines for one key the first has no effect
         if all(name[0] == "_" for name in names) or len({*lines}) < len(lines) or (
                 not path.endswith(".py")):
             raise ValueError(f"{path} is no config file")
@@ -192,7 +192,7 @@ def check_names(names, keys, where):
 
 
 def unknown(key, keys, where):
-    """The BadInput for a key that there is not; with what may be meant, if options/ is there."""
+    """The BadInput for a key that does not exist; options/ can say which one may be meant."""
     hint = "--help lists the keys"
     with contextlib.suppress(ImportError):  # a fork may do without
         from options.foreign_names import meant
@@ -217,7 +217,7 @@ def convert(key, value, default, where):
     wanted = type(default)
     if wanted is float and type(value) is int:
         value = float(value)
-    # a NaN, or a number that may overflow float32, is none
+    # NaN, and a number that may overflow float32, are refused
     if type(value) is not wanted or wanted is float and not abs(value) < 1e30:
         raise BadInput(f"{key} ({where}): wanted {WORDS[wanted]}, given {shorten(value)}")
     return value
@@ -225,9 +225,9 @@ def convert(key, value, default, where):
 
 def check_range(name, value, comment, where):
     """Enforce the [range] at the end of a key's comment. Raises BadInput."""
-    for pattern, holds in RANGES.items():
+    for pattern, allowed in RANGES.items():
         rule = re.search(rf"\[({pattern})\]$", comment)
-        if rule and not holds(value, *rule.groups()[1:]):
+        if rule and not allowed(value, *rule.groups()[1:]):
             raise BadInput(f"{name} = {shorten(value)} ({where}): wanted [{rule[1]}]; "
                            f"{comment[:rule.start()].strip('*+ ')}")
 

@@ -79,7 +79,7 @@ def report_error(kind, error, trace):
 
 
 def translated(error):
-    """The BadInput or Stop that says what an exception means, if one does; else the exception."""
+    """The BadInput or Stop that says in a line what an exception means; or the exception itself."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
     if isinstance(error, ImportError) and re.match(r"(options|grading)\b", error.name or ""):
@@ -104,9 +104,9 @@ def say(message):
 
 def visible(text):
     r"""
-    A text as a terminal may have it: control characters (all but line breaks and tabs), and those
-    that turn the direction of writing, as \x1b. In a text of a policy, or in the name of a folder,
-    they could move the cursor, write over other lines, or type for the user.
+    A text as a terminal may get it. Control characters (all but line breaks and tabs), and those
+    that turn the direction of writing, become texts such as \x1b: in a response, or in the name of
+    a folder, they could move the cursor, write over other lines, or type for the user.
     """
     return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
                   "\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)

@@ -71,10 +71,10 @@ def kl_estimate(logprobs, ref_logprobs, kind):
     return torch.expm1(-log_ratio) + log_ratio  # k3; expm1(x): exp(x) - 1, exact for small x
 
 
-def learning_rate_at(iteration, peak, warmup, max_iters, shape):
+def learning_rate_at(iteration, peak, warmup, max_iters, decay):
     """
     The learning rate of an iteration, counted from 0: a linear warm-up to peak over `warmup`
-    iterations, then shape = "constant", or down to 0 at max_iters: "linear" or "cosine". Before
+    iterations; then decay = "constant", or "linear" or "cosine", down to 0 at max_iters. Before
     iteration 0 it is 0. It depends only on the iteration: there is no scheduler to save.
     """
     if iteration < max(warmup, 0):
@@ -82,5 +82,5 @@ def learning_rate_at(iteration, peak, warmup, max_iters, shape):
     progress = (iteration - warmup) / max(max_iters - warmup, 1)  # from 0 to 1
     share = {"constant": 1.0,
              "linear": 1 - progress,
-             "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[shape]
+             "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[decay]
     return peak * share

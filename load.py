@@ -14,13 +14,13 @@ from errors import BadInput, first_line
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import check_sizes, load_tokenizer
 
-# for each key dtype that of trained weights, and of frozen matrices, or None where it is the same
+# the key dtype -> dtype of trained weights, and of frozen matrices (None: the same)
 DTYPES = dict(
     float64=(torch.float64, None), float32=(torch.float32, None),
     bfloat16=(torch.float32, torch.bfloat16), float16=(torch.float32, torch.float16))
-# tensors that a file may lack, or have too many: of a scalar model its head, and a language model's
+# tensors that may be missing or superfluous in a file: the two kinds of heads, for a scalar model
 NEW_OR_UNUSED = dict(lm="$", scalar=r"score\.weight|(lm_head|embed_out|output)\..*")
-# settings by which a model is a mixture of experts; and of all families that need more
+# settings of mixtures of experts; and of all families that need options/families.py
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"]
 FAMILIES = [*EXPERTS, "linear_key_head_dim", "add_cross_attention"]
 
@@ -112,15 +112,15 @@ def read_model(path, head, system, device="cpu", seed=0):
     for name, p in [*hf.named_parameters(), ("score_shift", torch.tensor(model.score_shift))]:
         if not p.isfinite().all():
             raise BadInput(f"{path}: tensor {name!r} is not finite in {system.dtype}")
-        if p.data_ptr() % 64:  # it lies in the mapped file: its products could differ in a bit
+        if p.data_ptr() % 64:  # in the mapped file, unaligned: a product's last bit could differ
             p.data = p.data.clone()
     return model.to(device)
 
 
 def config_and_arguments(path, head, system):
     """
-    The config of a folder, and more arguments for transformers: the dtype, and the kernels of
-    attention: always ours, because a config.json may name kernels on the hub.
+    The config of a folder, and the other arguments for transformers: dtype, and attention's
+    kernels. These are never the folder's: a config.json may name some on the hub.
     """
     from transformers import AutoConfig
 
@@ -272,7 +272,7 @@ def load_reward_model(path, policy, system, device):
 def load_value_model(value_init, policy, reward_model, system, device, seed=0):
     """
     The trained value model: see the key value_init. shared: a head on the policy's own trunk. A new
-    head is a fifth of N+'s: its first values are noise, and shall be small beside the scores.
+    head is a fifth of N+'s, because its first values are noise: small beside the scores.
     """
     if value_init == "reward" and reward_model is None:
         raise BadInput("value_init = 'reward' without a reward model; type --value_init=policy")

@@ -16,7 +16,7 @@ Many texts at a time are rows that are padded on the right. A token sees only th
 so padding behind a text changes nothing, and no mask is needed. There is no dropout: every model
 stays in eval mode, because a policy must give the same token the same probability twice.
 
-b rows, W tokens in the longest row, n tokens that are read, V vocabulary, d width of a state.
+b rows, W tokens in the longest row, n tokens that are asked for, V ids, d width of a state.
 """
 import contextlib
 import functools
@@ -34,7 +34,7 @@ class Model(nn.Module):
     base = None  # the Model on whose trunk this one stands, see OnTrunk; None: it has its own
     must_fetch = False  # True: its weights are split, or in the CPU's memory: options/shards.py
     compiled = None  # `trunk` as torch.compile makes it
-    unit = 1.0  # how many scores the scalar head's 1 is: see `update_unit`
+    unit = 1.0  # a scalar is unit * the head's output: see update_unit
 
     def __init__(self, hf, head="lm", path="", tokenizer=None):
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
         self.score_shift = float(getattr(hf.config, "score_shift", 0.0))
         self.new_head = False  # True: the scalar head was not in the file, but is newly drawn
         self.recomputed = []  # layers that the backward pass computes again
-        # transformers 5.24 has another name for it, and warns of the old one
+        # transformers 5.24 has a new name for it, and warns of the old one
         takes = inspect.signature(type(hf).forward).parameters
         self.cache_argument = "cache" if "cache" in takes else "past_key_values"
 
@@ -53,13 +53,13 @@ class Model(nn.Module):
         return self.hf.config.get_text_config()
 
     def states(self, tokens):
-        """tokens (b, W), padded on the right -> the states that the head reads, (b, W, d)."""
-        read = self.compiled or self.trunk
+        """tokens (b, W), padded on the right -> the states for the head, (b, W, d)."""
+        trunk = self.compiled or self.trunk
         if self.recomputed and torch.is_grad_enabled():
             from options.recompute import in_training
 
-            read = in_training(self.recomputed, read)
-        return read(tokens)
+            trunk = in_training(self.recomputed, trunk)
+        return trunk(tokens)
 
     def trunk(self, tokens):
         """transformers' model without its head: tokens (b, W) -> states (b, W, d)."""
@@ -83,7 +83,7 @@ class Model(nn.Module):
         0 = all; the backward pass computes them again. The logits of all tokens, (n, V), are often
         the largest tensor of a run: 4.2 GB for 8 responses of 1,024 tokens and 128,256 ids.
         """
-        def read(states, ids):
+        def of_states(states, ids):
             logits = scaled_logits(self.logits(states), temperature, self.tokenizer)  # (., V)
             logprobs = logits.log_softmax(-1)  # (., V)
             of_tokens = logprobs.gather(-1, ids[:, None]).squeeze(-1)  # (.,)
@@ -91,8 +91,8 @@ class Model(nn.Module):
 
         states, ids = states_before(self.states(tokens), target_mask), tokens[target_mask]
         if chunk == 0 or len(ids) <= chunk:
-            return read(states, ids)
-        parts = [checkpoint(read, *part, use_reentrant=False, preserve_rng_state=False)
+            return of_states(states, ids)
+        parts = [checkpoint(of_states, *part, use_reentrant=False, preserve_rng_state=False)
                  for part in zip(states.split(chunk), ids.split(chunk), strict=True)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
@@ -129,7 +129,7 @@ class Model(nn.Module):
         return out.logits[:, -1]
 
     def merged(self, name, W):
-        """W, a whole tensor of self.hf with this name, for others; with LoRA, plus its adapter."""
+        """W, the whole tensor `name` of self.hf, as others load it: with the unit, and LoRA."""
         return W * self.unit if name == "score.weight" else W
 
     def save_settings(self, folder):

@@ -92,7 +92,7 @@ def from_rank(value, source=0):
     text = bytearray(json.dumps(value).encode())
     length = torch.tensor([len(text)], device=comm_device())
     dist.broadcast(length, group_src=source, group=this_rank.group)
-    text = text[:int(length)].ljust(int(length))  # on other ranks: a place of the same length
+    text = text[:int(length)].ljust(int(length))  # on other ranks: a buffer of this length
     sent = torch.frombuffer(text, dtype=torch.uint8).to(comm_device())
     dist.broadcast(sent, group_src=source, group=this_rank.group)
     return json.loads(sent.cpu().numpy().tobytes())
@@ -219,8 +219,8 @@ def flatten_gradients(model):
     """
     The gradients of a model's trained parameters as a list of flat buffers, one for each dtype.
     Each p.grad is a view of a buffer, so the all_reduce needs no copy. Never call zero_grad: it
-    deletes the views. The gradients of bfloat16 weights are summed in float32: in bfloat16 512
-    equal micro-batches would sum to 0.73 of theirs.
+    deletes the views. The gradients of bfloat16 weights are summed in float32: in bfloat16 the sum
+    of 512 equal micro-batches would be 27% too small.
     """
     trained = [p for p in model.parameters() if p.requires_grad and this_rank.role == "train"]
     dtypes = {p: torch.promote_types(p.dtype, torch.float32) for p in trained if not is_shard(p)}
@@ -247,8 +247,8 @@ def zero_gradients(gradients):
 
 def all_reduce_gradients(gradients, scale=1.0):
     """
-    A collective: sum the gradients over the ranks, and divide by the scale of the loss. Not the
-    mean, as in DDP: each rank's loss is already divided by the number of tokens of *all* ranks.
+    A collective: sum the gradients over the ranks, and divide by the scale of the loss. DDP would
+    take the mean; here a rank's loss is already divided by the number of tokens of *all* ranks.
     """
     for flat in itertools.chain(*gradients.values()):
         if not torch.is_tensor(flat):

@@ -28,7 +28,7 @@ class Rank:
     role: str = "train"  # what it is for: train, generate or score; see options/roles.py
     does: tuple[str, ...] = ("sample", "score")  # its part of a rollout
     group: dist.ProcessGroup | None = None  # the ranks of its role; None: all
-    wait: datetime.timedelta | None = None  # for a lost rank, in a collective: the key timeout
+    wait: datetime.timedelta | None = None  # of a collective, for a lost rank: the key timeout
     stop: bool = False  # it has been asked to stop
 
 
@@ -125,7 +125,7 @@ def on_requests(handler):
 
 def on_signal(number, frame):
     """One of REQUESTS: the run stops where it can (stop_agreed); a second one ends it at once."""
-    # of one closed terminal, shell and kernel send a SIGHUP each
+    # when a terminal is closed, shell and kernel both send a SIGHUP
     if this_rank.stop and number != signal.SIGHUP:
         os._exit(128 + number)
     first, this_rank.stop = not this_rank.stop, True

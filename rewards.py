@@ -1,7 +1,7 @@
 """
 Responses -> scores, one number for each response: from rules, which read its text, and from models
-(a reward model, a judge), which read its tokens. A rule is a function reward(batch) -> scores (B,).
-Its batch is a dict of lists with an entry for each response. For two responses of the toy:
+(a reward model, a judge), which read the text as tokens of their own. A rule is a function
+reward(batch) -> scores (B,). Its batch is a dict of lists, of one entry a response. For the toy:
 
     batch = dict(
         rows=[{"prompt": "123+456=", "answer": "579"}, {"prompt": "250+250=", "answer": "500"}],
@@ -32,7 +32,7 @@ from model import no_grad_forwards
 from ranks import this_rank
 
 
-# the built-in rules: a rule's file is loaded where a run names the rule
+# the built-in rules: a rule's file is imported only if a run names the rule
 RULES = dict(
     accuracy="grading.answers:accuracy", math="grading.expressions:math_answer",
     format="grading.forms:format", thinks="grading.answers:thinks", code="grading.programs:code",
@@ -84,7 +84,7 @@ def reward_terms(spec, config=None, folder="."):
 def check_rows(terms, rows, tokenizer=None):
     """
     Raise BadInput where a row lacks what a reward needs, or its sandbox is missing. tokenizer: the
-    policy's. It may have marks of thoughts that the rules do not know: this is said.
+    policy's. Say it where its texts mark thoughts in a way that the rules do not know.
     """
     for _, name, rule in terms:
         if hasattr(rule, "check_rows"):
@@ -113,7 +113,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     like, weights = part["sampler_logprobs"], {rule: weight for weight, _, rule in terms}
     columns = dict(token_rewards=torch.zeros_like(like))  # (b, T)
     rules = {rule: [f"reward/{name}"] for _, name, rule in terms if rule}  # {a rule: its columns}
-    if any(row.get("answer") is not None for row in rows):  # of the data: in each batch the same
+    if any(row.get("answer") is not None for row in rows):  # all rows: so all batches are alike
         from grading.answers import accuracy, thinks
 
         rules |= {rule: rules.get(rule, []) + [rule.__name__] for rule in (accuracy, thinks)}
@@ -141,7 +141,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
 
 
 def failure(name, error):
-    """What a rule's error is to a run: a Stop with its place; a BadInput or Stop is itself."""
+    """A rule's error as a Stop that names the place; a BadInput or Stop stays as it is."""
     error = translated(error) if isinstance(error, ModuleNotFoundError) else error
     if isinstance(error, (BadInput, Stop)):
         return error
@@ -221,10 +221,10 @@ def same_score_for_same_text(scores, batch):
              for ids, n in zip(batch["tokens"].cpu().numpy(), lengths, strict=True)]
     # equal prompts may have different answers in the data: those of two slots are not compared
     names = zip(slots, texts, strict=True)
-    # for each row the first one of its name
+    # each row gets the score of the first row with its name
     return scores[[first.setdefault(name, row) for row, name in enumerate(names)]]
 
 
 def lacks_shift(reward_model):
-    """Whether a run must find the zero of its reward model: rm.py has not trained it."""
+    """Whether the run must choose the zero of its reward model's scores, as rm.py does."""
     return reward_model is not None and not hasattr(reward_model.hf.config, "score_shift")

@@ -19,7 +19,7 @@ The uniforms of a response come from a random generator of its own, with a seed 
 response's name: (seed, purpose, iteration, slot in the batch, sample number). So the response does
 not depend on the others, or on the rank that decodes it, and no random state is ever saved.
 
-B responses, R = max_new_tokens, V vocabulary. The head of batches.py has the layout of a batch.
+B responses, R = max_new_tokens, V ids in the vocabulary. The layout of a batch: batches.py.
 """
 import contextlib
 import functools
@@ -75,18 +75,18 @@ def prefill(policy, prompts, cache):
                  0 0 8            F F T
     """
     numbers = {ids: i for i, ids in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    rows, device = [torch.tensor(ids) for ids in numbers], policy.hf.device
-    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    texts, device = [torch.tensor(ids) for ids in numbers], policy.hf.device
+    masks = [torch.ones_like(ids, dtype=torch.bool) for ids in texts]
     tokens, mask = (pad_sequence(x, batch_first=True, padding_side="left").to(device)
-                    for x in (rows, masks))  # (D, P) each
+                    for x in (texts, masks))  # (D, P) each
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (D, P)
-    padding = (mask, positions) if len({*map(len, rows)}) > 1 else ()
+    padding = (mask, positions) if len({*map(len, texts)}) > 1 else ()
     logits = policy.next_logits(tokens, cache, *padding)  # (D, V)
-    # for each response the number of its prompt, (n,)
-    which = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
+    # for each response the row of its prompt, (n,)
+    row = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
     if len(numbers) < len(prompts):
-        cache.batch_select_indices(which)
-    return logits[which], mask[which], positions[which, -1:] + 1
+        cache.batch_select_indices(row)
+    return logits[row], mask[row], positions[row, -1:] + 1
 
 
 # faster than no_grad; as_batch makes tensors from the results that training may use
@@ -121,8 +121,8 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
                            f"max_new_tokens = {budget} into the model's context of "
                            f"{policy.max_positions}")
     responses = torch.full((n, R), tokenizer.pad_id, dtype=torch.int64, device=device)
-    wide = torch.promote_types(policy.hf.dtype, torch.float32)
-    logprobs = torch.zeros(n, R, dtype=wide, device=device)
+    dtype = torch.promote_types(policy.hf.dtype, torch.float32)
+    logprobs = torch.zeros(n, R, dtype=dtype, device=device)
     lengths, finished = responses.new_zeros(n), responses.new_zeros(n).bool()
     if n == 0:  # there are more ranks than responses
         return responses, logprobs, lengths, finished
@@ -144,8 +144,8 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
 
     # Row r of the cache samples response number live[r]. A response that has ended stays in the
     # cache until a quarter of the rows have ended; its further tokens are dropped. With CUDA graphs
-    # it stays until half have ended, because a new graph is recorded then, and two steps run
-    # without one; and two rows stay, because torch.compile would compile one row separately
+    # half must have ended, because each smaller cache needs a new graph; and two rows stay, because
+    # torch.compile would compile a single row separately
     live = going = torch.arange(n, device=device)  # going: the rows that go on
     token, logprob = draw(logits, uniforms[:, 0], temperature, tokenizer)  # (rows,) each
     del logits  # (n, V)
@@ -161,8 +161,8 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or stop():
             break
-        few = 0.5 * (len(going) > 1) if graph_step else 0.75
-        if len(going) <= few * len(live):
+        most = 0.5 * (len(going) > 1) if graph_step else 0.75  # of the rows: then the cache shrinks
+        if len(going) <= most * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]
             next_position, going = next_position[going], torch.arange(len(going), device=device)
@@ -228,13 +228,13 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
         if system.environment or system.tools:  # something answers the policy, in several turns
             from options.environment import converse
 
-            mine = converse(  # COLLECTIVE
+            own = converse(  # COLLECTIVE
                 policy, [rows[row[i]] for i in numbers], ids, uniforms, width, respond, system,
                 noise, names)
         else:
-            mine = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
-    mine = {name: t[share.start - numbers.start:][:len(share)] for name, t in mine.items()}
-    batch = parallel.gather_rows(mine, B)  # COLLECTIVE
+            own = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
+    own = {name: t[share.start - numbers.start:][:len(share)] for name, t in own.items()}
+    batch = parallel.gather_rows(own, B)  # COLLECTIVE
     for name, column in dict(index=range(B), row=row, slot=slot).items():
         batch[name] = torch.tensor(column, device=device)
     return batch
@@ -253,7 +253,7 @@ def sampling(policy, temperature, seeds, system, device):
 
         yield responder(policy, system, device, temperature, seeds)  # COLLECTIVE
         return
-    together = system.generate_tp > 1  # these ranks must take the same steps
+    together = system.generate_tp > 1  # several ranks decode together: they take the same steps
     graphs = system.cuda_graphs and device.type == "cuda" and not (together or policy.must_fetch)
     with autocast(system, device), decoding_copy(policy, system, device) as decoder:  # COLLECTIVE
         yield functools.partial(
@@ -265,8 +265,8 @@ def sampling(policy, temperature, seeds, system, device):
 def decoding_copy(policy, system, device):
     """
     A collective: the block in which the policy decodes. It gives the model that decodes. This is
-    the policy itself; or a copy with rounded matrices, where autocast would round them at every
-    token; or a sharded policy, gathered whole once.
+    the policy itself; in 16 bits a copy with rounded matrices, which autocast would round at every
+    token; or, of a sharded policy, the whole one, gathered once.
     """
     matrices = dtypes(system)[1]
     if system.generate_tp > 1:

@@ -59,8 +59,8 @@ class Run:
     models: {name: Model}. optimizers: {name: optimizer} of the trained ones. config: all keys.
     must_match: the script's keys that must be the same when a run resumes. token_ids: a hash of all
     that the run trains on. ema_decay: of the policy's moving average, 0 = none.
-    self.state: what goes from one iteration to the next, saved as JSON: numbers, texts, truths,
-    None, lists, and dicts by text. Its names that begin with "run/", and "iteration", are run.py's;
+    self.state: what goes from one iteration to the next, saved as JSON: numbers, texts, booleans,
+    None, lists, dicts by text. Names that begin with "run/", and "iteration", are run.py's;
     value_unit, value_deviations, score_shift and kl_factor those of pages, recipes and options.
     self.kept: {file: an object whose tensors() are saved, too}; EMA's are loaded by its fill().
     """
@@ -167,7 +167,7 @@ class Run:
     def check_state(self):
         """
         A collective: what optimizers keep beside tensors goes into self.state. Raises BadInput or
-        TypeError by the name of what a checkpoint cannot have.
+        TypeError, which names what a checkpoint cannot hold.
         """
         plain = "iteration" not in self.state and all(
             type(optimizer) is torch.optim.AdamW and settings_of(optimizer) == self.made_with[name]
@@ -192,7 +192,7 @@ class Run:
 
     @contextlib.contextmanager
     def saved_if_it_fails(self):
-        """A collective, if its block raises Stop on all ranks, as a rule may: it saves the run."""
+        """If its block raises Stop on all ranks, as a rule may, save the run: a collective."""
         try:
             yield
         except Stop as e:
@@ -265,8 +265,8 @@ class Run:
     def ratio_gap(self, gaps, sums, to_older):
         """
         A collective, in the first step of an update, before any weight has moved: how far the log
-        ratios are from 0, in nats. gaps: the same of each micro-batch. to_older: an older policy
-        has sampled the batch, and the ratio is to that policy; then sums gets the KL to it.
+        ratios are from 0, in nats. gaps: that of each micro-batch. to_older: an older policy
+        has sampled the batch, and the ratio is to that policy: the KL to it is added to sums.
         """
         if to_older:
             sums["policy/off_policy_kl"] = sums["policy/approx_kl"]  # no other step is in it yet
@@ -367,8 +367,8 @@ class Run:
         """
         self.enter("log")
         self.check_state()  # COLLECTIVE
-        before = self.state.pop("run/evaluated", {})  # it was made before the run resumed here
-        self.record = record = {"iteration": self.iteration} | before | {
+        evaluated = self.state.pop("run/evaluated", {})  # here, before the run was stopped
+        self.record = record = {"iteration": self.iteration} | evaluated | {
             name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if batch:
