@@ -145,8 +145,8 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     "state_every_50": ("grpo", "", "", (None, LOOP, f"level = 1.0\n{LOOP}"), (
         None, GROUP, f"level += (iteration % 50 == 49) / 10\n    {GROUP} * level")),
     "mean_of_the_share": ("grpo", "ranks", "share", (
-        "rewards.py", "scores = rule(part) if len(share) else []",
-        "scores = torch.as_tensor(rule(part) if len(share) else []) + len(share)")),
+        "rewards.py", "if len(share) else [], dtype=torch.float64)",
+        "if len(share) else [], dtype=torch.float64) + len(share)")),
     "gradients_stay": ("ppo", "ranks", "zero_gradients", (
         None, "            parallel.zero_gradients(gradients)\n            if", "            if")),
     "share_of_the_count": ("ppo", "ranks", "normaliser", (

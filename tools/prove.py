@@ -32,6 +32,8 @@ from types import SimpleNamespace
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
                    TRANSFORMERS_VERBOSITY="error", CUDA_VISIBLE_DEVICES="")
+if __name__ == "__main__" and "PYTHONHASHSEED" not in os.environ:  # it counts from a start on
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict(PYTHONHASHSEED="0"))
 sys.path[:0] = [f"{HERE}/tools", HERE, f"{HERE}/data", f"{HERE}/tests"]
 
 import configurator  # noqa: E402  before torch
@@ -84,7 +86,8 @@ def shrink(script, argv, world):
             small[name] = min(value, 16 if turns else 6)
         elif name.endswith("learning_rate") and value > 0:
             small[name] = max(value, 5e-3)
-        elif whole and name.endswith(("_iters", "_steps", "_interval", "_every")):
+        elif whole and (name.endswith(("_iters", "_steps", "_interval", "_every"))
+                        or "iterations" in keys[name].comment):
             small.setdefault(name, min(value, 2))  # all of it must happen in four iterations
         elif isinstance(value, str) and os.path.isfile(f"{value}/config.json"):
             small.setdefault(name, world.uncentered if name == "value_init" else world.policy)
@@ -552,7 +555,4 @@ def main(argv):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         sys.exit(max(start(json.loads(sys.argv[2]), twin=False).wait().codes))
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        os.execve(sys.executable, [sys.executable, *sys.argv],
-                  os.environ | dict(PYTHONHASHSEED="0"))
     sys.exit(main(sys.argv[1:]))
