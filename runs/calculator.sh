@@ -4,13 +4,13 @@
 #   bash runs/calculator.sh [seed]
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-few_threads
+choose_ranks
 
 remove out/calculator_{sft,grpo,ppo}
 step data/calculator/prepare.py
-step sft.py config/calculator_sft.py --seed="$seed"
-step grpo.py config/calculator_grpo.py --seed="$seed"
-step ppo.py config/calculator_ppo.py --seed="$seed"
+on_ranks sft.py config/calculator_sft.py --seed="$seed"
+on_ranks grpo.py config/calculator_grpo.py --seed="$seed"
+on_ranks ppo.py config/calculator_ppo.py --seed="$seed"
 step tools/sample.py --policy_path=out/calculator_grpo/policy \
     --prompts=data/calculator/rl_val.jsonl --limit=4 --seed="$seed" --trust_code=True
 step tools/plot.py --runs=out/calculator_grpo,out/calculator_ppo --out=out/calculator.png

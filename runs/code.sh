@@ -9,12 +9,12 @@ if ! command -v bwrap >/dev/null; then
 fi
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-few_threads
+choose_ranks
 
 remove out/code_sft out/code_grpo
 step data/code/prepare.py
-step sft.py config/code_sft.py --seed="$seed"
-step grpo.py config/code_grpo.py --seed="$seed"
+on_ranks sft.py config/code_sft.py --seed="$seed"
+on_ranks grpo.py config/code_grpo.py --seed="$seed"
 step tools/sample.py --policy_path=out/code_grpo/policy \
     --prompts=data/code/rl_val.jsonl --limit=4 --seed="$seed"
 step tools/plot.py --runs=out/code_grpo --out=out/code_grpo.png

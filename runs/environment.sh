@@ -4,25 +4,65 @@
 # install, too. $QUARTET_PYTHON: an interpreter that has them all; then it installs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# A script may set `shares`: of each step, in order, its part of the whole time, roughly. Then a line
+# says which step this is, and how long all of them will still take, told by those that have run here
+shares=() number=0 took=0 known=0
+place() {
+    local left=0 share
+    for share in "${shares[@]:$((number - 1))}"; do left=$((left + share)); done
+    [ ${#shares[@]} = 0 ] || printf 'step %s of %s' "$number" ${#shares[@]}
+    # rounded up, so that it never says 0
+    [ "$known" -lt 10 ] || printf ', about %s minute(s) left' "$((took * left / known / 60 + 1))"
+    [ ${#shares[@]} = 0 ] || echo
+}
+# typed LINE COMMAND: print the line that one would type, and run the command
+typed() {
+    local began=$SECONDS
+    number=$((number + 1))
+    printf '\n'
+    place
+    printf '\033[1m$ %s\033[0m\n' "$1"
+    "${@:2}"
+    took=$((took + SECONDS - began)) known=$((known + ${shares[$((number - 1))]:-0}))
+}
 # a step: a command that you could type yourself; it is printed before it runs
-step() { printf '\n\033[1m$ python %s\033[0m\n' "$*"; "$PYTHON" "$@"; }
-# make PATH COMMAND: a step, unless what it makes is there
-make() { if [ -e "$1" ]; then echo "$1 is there"; else step "${@:2}"; fi; }
+step() { typed "python $*" "$PYTHON" "$@"; }
+# the same on $RANKS ranks
+on_ranks() {
+    if [ "${RANKS:-1}" = 1 ]; then step "$@"; return; fi
+    typed "torchrun --nproc_per_node=$RANKS $*" "$PYTHON" runs/ranks.py "$RANKS" "$@"
+}
+# make PATH COMMAND: a step, unless what it makes is there. COMMAND: for python, or on_ranks ...
+make() {
+    if [ -e "$1" ]; then
+        number=$((number + 1))
+        echo "$1 is there"
+    elif [ "$2" = on_ranks ]; then
+        "${@:2}"
+    else
+        step "${@:2}"
+    fi
+}
 # remove PATH ...: what an earlier run has left; with it nothing would be done, or the run refused
 remove() {
     for old in "$@"; do
         if [ -e "$old" ]; then echo "removing $old of an earlier run"; rm -rf "$old"; fi
     done
 }
-# go_on_or_begin FILE PATH ...: FILE is there from the first step to the last one, and has the seed.
-# Where it has another one, or is not there, the paths of an earlier run are removed
+# go_on_or_begin FILE PATH ...: FILE is there from the first step to the last one, and has the seed
+# and the number of ranks, which a run keeps. Where it has another seed, or is not there, the paths of
+# an earlier run are removed
 go_on_or_begin() {
-    if [ "$(cat "$1" 2>/dev/null)" = "$seed" ]; then
-        echo "going on where it was stopped; to begin anew: rm $1"
+    local began_with ranks
+    read -r began_with ranks < <(cat "$1" 2>/dev/null) || true
+    if [ "$began_with" = "$seed" ]; then
+        choose_ranks "${ranks:-1}"
+        echo "going on where it was stopped, on $RANKS rank(s); to begin anew: rm $1"
     else
+        choose_ranks
         remove "$@"
         mkdir -p out
-        echo "$seed" > "$1"
+        echo "$seed $RANKS" > "$1"
     fi
 }
 # Ctrl-C reaches the step, too, which saves and exits 0: without this the next step would begin
@@ -47,6 +87,17 @@ few_threads() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}"
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 }
+# choose_ranks [NUMBER]: on how many ranks a script trains, one thread each: NUMBER, or $RANKS, or two
+# where there are two cores (more than two have not been measured). Where they do not meet, as where
+# the machine's own name leads nowhere: one
+choose_ranks() {
+    RANKS="${1:-${RANKS:-$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))}}"
+    if [ "$RANKS" != 1 ] && ! "$PYTHON" runs/ranks.py "$RANKS" 2>/dev/null; then
+        echo "$RANKS ranks do not meet within 10 s on this machine; so there is one"
+        RANKS=1
+    fi
+    if [ "$RANKS" = 1 ]; then few_threads; else export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
+}
 # packages of the system, where this user may install some: as root, on Debian and Ubuntu
 install_packages() {
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
@@ -54,6 +105,10 @@ install_packages() {
         apt-get update -qq && apt-get install -y -qq "$@" >/dev/null
     fi
 }
+if ! [[ "${RANKS-1}" =~ ^[1-9][0-9]?$ ]]; then
+    echo "$(basename "$0"): wanted RANKS=1 or another number of ranks, given RANKS='$RANKS'" >&2
+    exit 2
+fi
 if [ -n "${QUARTET_PYTHON:-}" ]; then
     PYTHON="$QUARTET_PYTHON"
     return

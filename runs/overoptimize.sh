@@ -11,14 +11,14 @@ if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
          "bash runs/quickstart.sh $seed" >&2
     exit 2
 fi
-few_threads
+choose_ranks
 remove out/pairs_{40,250,2000}{,_rm}
 step data/arithmetic/pairs.py --mistakes=0.3 --name=noisy --seed="$seed"
 for pairs in 40 250 2000; do
     head -n $pairs data/arithmetic/noisy_train.jsonl > data/arithmetic/noisy_$pairs.jsonl
-    step rm.py config/arithmetic_rm.py --train_path=data/arithmetic/noisy_$pairs.jsonl \
+    on_ranks rm.py config/arithmetic_rm.py --train_path=data/arithmetic/noisy_$pairs.jsonl \
         --out_dir=out/pairs_${pairs}_rm --seed="$seed"
-    step ppo.py config/arithmetic_ppo.py config/arithmetic_overoptimize.py --eval_interval=1 \
+    on_ranks ppo.py config/arithmetic_ppo.py config/arithmetic_overoptimize.py --eval_interval=1 \
         --reward_path=out/pairs_${pairs}_rm/reward_model --out_dir=out/pairs_$pairs \
         --max_iters=20 --learning_rate=1e-4 --value_learning_rate=3e-4 --seed="$seed"
 done

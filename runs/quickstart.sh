@@ -5,25 +5,28 @@
 # Every step is a command that you could type yourself; it is printed before it runs. After Ctrl-C
 # the same command goes on. After its end, or with another seed, it begins anew, and first deletes
 # the folders of the earlier run; to begin anew after Ctrl-C: rm out/quickstart_seed.
+# RANKS=1: on one process, as README's table; else on two where there are two cores.
 # SFT, PAIRS, RM, PPO: more keys of the steps, as PPO="--max_iters=40 --kl_coef=0".
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 resumes="the same command goes on from there"
-few_threads
 
 unfinished=out/quickstart_seed
 go_on_or_begin $unfinished out/arithmetic_{sft,rm,ppo} out/arithmetic_ppo.html
 began=$SECONDS
+shares=(2 45 4 8 2 33 2 4)  # of the steps below, in seconds of a quiet machine
 step data/arithmetic/prepare.py
-make out/arithmetic_sft/policy sft.py config/arithmetic_sft.py --seed="$seed" ${SFT:-}
+make out/arithmetic_sft/policy on_ranks sft.py config/arithmetic_sft.py --seed="$seed" ${SFT:-}
 # where rm.py has begun, its pairs are complete
 make out/arithmetic_rm data/arithmetic/pairs.py --seed="$seed" ${PAIRS:-}
-make out/arithmetic_rm/reward_model rm.py config/arithmetic_rm.py --seed="$seed" ${RM:-}
+make out/arithmetic_rm/reward_model on_ranks rm.py config/arithmetic_rm.py --seed="$seed" ${RM:-}
 echo; echo "Before PPO:"
 step tools/sample.py --policy_path=out/arithmetic_sft/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
     --reward_path=out/arithmetic_rm/reward_model --seed="$seed"
-make out/arithmetic_ppo/policy ppo.py config/arithmetic_ppo.py --seed="$seed" ${PPO:-}
+echo; echo "The curves while it runs, in another terminal:"
+echo "  $PYTHON tools/plot.py --runs=out/arithmetic_ppo --out=out/live.html --watch=5"
+make out/arithmetic_ppo/policy on_ranks ppo.py config/arithmetic_ppo.py --seed="$seed" ${PPO:-}
 echo; echo "After PPO, the same prompts and the same noise:"
 step tools/sample.py --policy_path=out/arithmetic_ppo/policy \
     --prompts=data/arithmetic/rl_val.jsonl --limit=6 \
@@ -42,8 +45,8 @@ Talk to the policy; type 123+456=
 Watch the score rise while the accuracy falls:
   python ppo.py config/arithmetic_ppo.py config/arithmetic_overoptimize.py
   python tools/plot.py --runs=out/arithmetic_ppo,out/arithmetic_overoptimize --out=out/both.png
-The same run on two processes:
-  torchrun --nproc_per_node=2 ppo.py config/arithmetic_ppo.py --out_dir=out/two_ranks
+The same run on three processes:
+  torchrun --nproc_per_node=3 ppo.py config/arithmetic_ppo.py --out_dir=out/three_ranks
 Read the algorithm downward:
   less ppo.py
 END

@@ -8,17 +8,14 @@
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 resumes="the same command goes on from there"
-export OMP_NUM_THREADS=1
-# one process a core, at most two: for so small a model that is faster than one with two threads
-ranks="-m torch.distributed.run --standalone --nproc_per_node=$(($(getconf _NPROCESSORS_ONLN) < 2 ? 1 : 2))"
 
 unfinished=out/search_seed
 go_on_or_begin $unfinished out/search_{sft,grpo,ppo} out/search.{html,png}
 began=$SECONDS
 step data/search/prepare.py
-make out/search_sft/policy $ranks sft.py config/search_sft.py --seed="$seed" ${SFT:-}
-make out/search_grpo/policy $ranks grpo.py config/search_grpo.py --seed="$seed" ${GRPO:-}
-make out/search_ppo/policy $ranks ppo.py config/search_ppo.py --seed="$seed" ${PPO:-}
+make out/search_sft/policy on_ranks sft.py config/search_sft.py --seed="$seed" ${SFT:-}
+make out/search_grpo/policy on_ranks grpo.py config/search_grpo.py --seed="$seed" ${GRPO:-}
+make out/search_ppo/policy on_ranks ppo.py config/search_ppo.py --seed="$seed" ${PPO:-}
 for run in sft grpo ppo; do
     echo; echo "After $run, the same prompts and the same noise:"
     step tools/sample.py --policy_path=out/search_$run/policy --prompts=data/search/rl_val.jsonl \

@@ -14,7 +14,7 @@ out=out/smollm2 data=data/gsm_symbolic tokens=192 dtype=bfloat16 limit=0
 [ -n "${MODEL:-}" ] || { MODEL=HuggingFaceTB/SmolLM2-135M-Instruct; [ ! -d $out ] || MODEL=$out; }
 runs=(grpo ppo ppo_rm)
 if [ -n "${CPU:-}" ]; then
-    few_threads
+    choose_ranks
     out=out/sums data=data/sums tokens=48 dtype=float32 runs=(grpo ppo) limit=100
     ! grep -qs amx_bf16 /proc/cpuinfo || dtype=bfloat16  # 1.7 times as fast there
     SFT="--train_path=$data/sft_train.jsonl --max_iters=12 --batch_size=16 --dtype=$dtype ${SFT:-}"
@@ -27,7 +27,7 @@ if [ -n "${CPU:-}" ]; then
 elif ! [ -e $data/rl_new.jsonl ]; then
     "$PYTHON" -m pip install --no-deps reasoning-gym==0.1.25
 fi
-train() { make "${out}_$1" "${@:2}" --seed="$seed" --out_dir="${out}_${1%%/*}"; }
+train() { make "${out}_$1" on_ranks "${@:2}" --seed="$seed" --out_dir="${out}_${1%%/*}"; }
 
 make $data/rl_new.jsonl $data/prepare.py
 train sft/policy sft.py config/smollm2_sft.py --init_from="$MODEL" ${SFT:-}

@@ -120,12 +120,12 @@ def test_pairs_are_right_over_wrong_but_for_the_mistakes(world, tmp_path):
     assert 3 <= swapped <= 19
 
 
-def noting(folder, after=""):
-    """A python that only notes what it is asked to run, in the file `said`."""
+def noting(folder, after="", ranks="1"):
+    """A python that only notes what it is asked to run, in the file `said`; and the environment."""
     python = folder / "python"
     python.write_text(f'#!/bin/bash\nprintf "%q " "$@" >> said; echo >> said\n{after}')
     python.chmod(0o755)
-    return ENV | {"QUARTET_PYTHON": str(python)}
+    return ENV | {"QUARTET_PYTHON": str(python), "RANKS": ranks}
 
 
 def hears_ctrl_c():
@@ -148,13 +148,18 @@ def test_each_step_of_a_script_is_a_command_that_there_is(tmp_path, script, step
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "bwrap").chmod(0o755)
-    env = noting(tmp_path) | dict(SFT="--max_iters=9", PAIRS="--pairs=10 --samples=2",
+    env = noting(tmp_path, ranks="3") | dict(SFT="--max_iters=9", PAIRS="--pairs=10 --samples=2",
                                   RM="--max_iters=9", PPO="--max_iters=9 --lora=2")
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     result = bash(tmp_path, *f"runs/{script}".split(), env=env)
     assert result.returncode == 0, result
     said = [shlex.split(line) for line in (tmp_path / "said").read_text().split("\n") if line]
-    said = [args for args in said if args[0] != "-" and not args[0].startswith("out/")]
+    on_ranks = [args[2:] for args in said if args[:2] == ["runs/ranks.py", "3"]]
+    assert [] in on_ranks or script.startswith("vllm")  # they have tried to meet
+    said = [args[2:] if args[0] == "runs/ranks.py" else args for args in said]
+    said = [args for args in said if args and args[0] != "-" and not args[0].startswith("out/")]
+    assert script.startswith("vllm") or {args[0] for args in on_ranks if args} == {
+        args[0] for args in said} & {"sft.py", "rm.py", "ppo.py", "grpo.py"}
     assert len(said) == steps, said
     more = sum({"--max_iters=9", "--pairs=10", "--lora=2"} & {*args} != set() for args in said)
     assert more == (4 if script == "quickstart.sh" else 0), said
@@ -176,6 +181,31 @@ def test_quickstart_deletes_what_the_readme_says(tmp_path):
     assert len(os.listdir(tmp_path / "out")) == 4 and not (tmp_path / "said").exists()
     assert bash(tmp_path, "runs/quickstart.sh", env=env).returncode == 0
     assert os.listdir(tmp_path / "out") == ["arithmetic_grpo"]
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_the_number_of_ranks_is_kept(tmp_path, meets):
+    """By a run that goes on; by another seed it is typed, or found. And ranks that do not meet."""
+    shutil.copytree(f"{ROOT}/runs", tmp_path / "runs")
+    env = noting(tmp_path, "" if meets else '[[ "$*" != "runs/ranks.py "? ]]')
+    (tmp_path / "out").mkdir()
+
+    def quickstart(seed, **more):
+        (tmp_path / "said").unlink(missing_ok=True)
+        result = bash(tmp_path, "runs/quickstart.sh", str(seed), env=env | more)
+        assert result.returncode == 0, result
+        found = re.findall(r"(?m)^runs/ranks.py (\d+) sft.py", (tmp_path / "said").read_text())
+        assert result.stdout.count("$ torchrun --nproc_per_node") == 3 * len(found)
+        assert ("do not meet" in result.stdout) == (not meets and more.get("RANKS") != "1")
+        assert "step 2 of 8\n" in result.stdout and "--watch" in result.stdout
+        return found
+
+    (tmp_path / "out" / "quickstart_seed").write_text("5 3\n")
+    assert quickstart(5, RANKS="2") == ["3"] * meets
+    assert quickstart(5, RANKS="2") == ["2"] * meets
+    assert quickstart(5, RANKS="1") == []
+    wrong = bash(tmp_path, "runs/quickstart.sh", "5", env=env | dict(RANKS="two"))
+    assert wrong.returncode == 2 and "RANKS='two'" in wrong.stderr and wrong.stdout == ""
 
 
 # a python that leaves what each step leaves, and a Ctrl-C in its call number $STOP, which ends well
