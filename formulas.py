@@ -25,7 +25,7 @@ def masked_whiten(x, mask):
     """
     x (B, T), shifted and scaled to mean 0 and standard deviation 1 over all places where mask is
     True; 0 where it is False (N+ detail 25; the variance is the population's, as in OpenRLHF). x is
-    the batch of all ranks: if each rank whitened its own share, each would have another objective.
+    the batch of all ranks, so that all have one objective; its size is about 1, for the 1e-8.
     """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)

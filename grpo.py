@@ -90,7 +90,7 @@ kl_in = "loss"  # the KL enters the loss of each token, or the score of the resp
 kl_estimator = "k3"  # + Schulman's; k1 if kl_in = "reward"; k2 has the KL's gradient [k1 | k2 | k3]
 num_iterations = 1  # passes over the batch, mu [1..1000]
 num_minibatches = 1  # + optimizer steps a pass [>= 1]
-micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
+micro_batch_size = 8  # most rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio below 1 - this [> 0]
 cliprange_high = 0.2  # nor above 1 + this (clip-higher: DAPO has 0.28) [> 0]
 entropy_coef = 0.0  # weight of an entropy bonus in the policy loss [>= 0]
@@ -150,8 +150,8 @@ if "reward_model" in reward_names:
 train_rows, eval_rows = (read_prompts(path, system.fields) for path in (prompts_path, eval_path))
 for rows in filter(len, (train_rows, eval_rows)):
     check_rows(terms, rows, policy.tokenizer)  # they have what the rewards need
-    encode_prompts(rows, models, max_new_tokens, system)  # rows.ids
-held_out = rows_to_evaluate(len(eval_rows), eval_size, seed)  # their numbers
+    encode_prompts(rows, models, max_new_tokens, system)  # their rows.ids
+held_out = rows_to_evaluate(len(eval_rows), eval_size, seed)  # numbers of eval_rows
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), num_prompts)
 
 optimizers = dict(
@@ -176,7 +176,7 @@ logprob_models = dict(old_logprobs=policy, ref_logprobs=ref_policy)  # {column: 
 
 
 def forward(model, mb):
-    """At each response token, (b, W): a model's log-prob and entropy."""
+    """A model's log-probs of the response tokens, (b, W); and entropies."""
     with autocast(system, device):
         return response_logprobs(model, mb, temperature, system.head_chunk, entropy_coef > 0)
 
@@ -213,8 +213,8 @@ def shape_scores(batch):
 
 def find_flat(batch):
     """The groups whose scores, or rewards refill_by, are equal, (B / G,): they teach nothing."""
-    compared = batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)  # (B,)
-    return flat_groups(compared, group_size)
+    scores = batch[f"reward/{refill_by}"] if refill_by else shape_scores(batch)  # (B,)
+    return flat_groups(scores, group_size)
 
 
 def evaluate():
@@ -226,8 +226,8 @@ def evaluate():
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
 
-# batches that are there early: sampled ahead; by ranks of their own; or the first one, to find the
-# zero of a reward model that rm.py has not trained
+# batches that come early: with staleness or roles; and the first one, to choose the zero of a
+# reward model that rm.py has not trained
 if system.staleness > 0 or system.roles or lacks_shift(reward_model):
     from options.ahead import ahead_of
     ahead = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)
@@ -247,7 +247,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.log(record)  # COLLECTIVE
         break
 
-    # 1) rollout: the policy answers. The function goes on to 2) score: answers get scores
+    # 1) rollout: the policy answers. The same call begins 2) score: the answers get scores
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
     flat = find_flat(batch)  # (B / G,): groups with nothing to compare
     if max_refills > 0:
@@ -324,7 +324,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
                 gaps.append(gap(logprobs - mb["old_logprobs"], mb["response_mask"], system.dtype))
 
-            if steps == 0:  # the ratio is 1; but not to an older policy, whose batch has an age
+            if steps == 0:  # the ratio must be 1, unless an older policy has sampled the batch
                 ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks

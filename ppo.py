@@ -83,7 +83,7 @@ lam = 0.95  # + lambda of GAE [0..1]
 # 4) update
 ppo_epochs = 4  # passes over the batch [1..1000]
 num_minibatches = 1  # + optimizer steps a pass [>= 1]
-micro_batch_size = 8  # rows scored or trained at once; only memory depends on it [>= 1]
+micro_batch_size = 8  # most rows scored or trained at once; only memory depends on it [>= 1]
 cliprange = 0.2  # no gain from a ratio beyond 1 +- this [> 0]
 cliprange_value = 0.2  # + how far a value may move, in val/unit; 0 = no clipping [>= 0]
 vf_coef = 0.1  # weight of the value loss (matters with value_init=shared, grad_clip) [> 0]
@@ -147,8 +147,8 @@ models["value_model"] = value_model = load_value_model(
 train_rows, eval_rows = (read_prompts(path, system.fields) for path in (prompts_path, eval_path))
 for rows in filter(len, (train_rows, eval_rows)):
     check_rows(terms, rows, policy.tokenizer)  # they have what the rewards need
-    encode_prompts(rows, models, max_new_tokens, system)  # rows.ids
-held_out = rows_to_evaluate(len(eval_rows), eval_size, seed)  # their numbers
+    encode_prompts(rows, models, max_new_tokens, system)  # their rows.ids
+held_out = rows_to_evaluate(len(eval_rows), eval_size, seed)  # numbers of eval_rows
 config["max_iters"] = max_iters = run_length(max_iters, system.epochs, len(train_rows), batch_size)
 
 value_lr = value_learning_rate or learning_rate
@@ -178,7 +178,7 @@ logprob_models = dict(old_logprobs=policy, ref_logprobs=ref_policy)  # {column: 
 
 
 def forward(model, mb):
-    """At each response token, (b, W): the value model's value, or another's log-prob, entropy."""
+    """The value model's values of the response tokens, (b, W); or log-probs, and entropies."""
     with autocast(system, device):
         if model is value_model:
             return response_values(model, mb)
@@ -224,8 +224,8 @@ def evaluate():
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
 
-# batches that are there early: sampled ahead; by ranks of their own; or the first one, to find the
-# zero of a reward model that rm.py has not trained
+# batches that come early: with staleness or roles; and the first one, to choose the zero of a
+# reward model that rm.py has not trained
 if system.staleness > 0 or system.roles or lacks_shift(reward_model):
     from options.ahead import ahead_of
     ahead = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)
@@ -245,7 +245,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         run.log(record)  # COLLECTIVE
         break
 
-    # 1) rollout: the policy answers. The function goes on to 2) score: answers get scores
+    # 1) rollout: the policy answers. The same call begins 2) score: the answers get scores
     batch = rollout("rollout", iteration, train_rows, rows_of(iteration))  # COLLECTIVE
     mask = batch["response_mask"]  # (B, T)
 
@@ -264,13 +264,13 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)
     rewards = -kl_coef * kl  # (B, T)
     non_score_reward = rewards.sum(1).mean()  # the KL alone; other terms of the reward come below
-    # what a rule or an environment has given to a token is a part of the score, and stays there
+    # the part of the score that a rule or an environment gave to a token stays at this token
     rewards[batch["index"], last_real(mask)] += scores - batch["token_rewards"].sum(1)
     rewards += batch["token_rewards"]
     rlhf_reward = rewards.sum(1).mean()
     advantages, returns = compute_gae(rewards, batch["values"], mask, gamma, lam)
     batch["returns"] = returns  # (B, T), as the advantages
-    batch["advantages"] = masked_whiten(advantages / unit, mask)  # mean 0, deviation 1 over all
+    batch["advantages"] = masked_whiten(advantages / unit, mask)  # mean 0, deviation 1
     parallel.check_finite(dict(rewards=rewards, returns=returns, advantages=batch["advantages"]))
 
     # 4) update: policy and value model each have a loss, an optimizer and a learning rate
@@ -326,7 +326,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
                     "policy/approx_kl": kl_estimate(mb["old_logprobs"], logprobs, "k3")})
                 gaps.append(gap(logprobs - mb["old_logprobs"], m, system.dtype))
 
-            if steps == 0:  # the ratio is 1; but not to an older policy, whose batch has an age
+            if steps == 0:  # the ratio must be 1, unless an older policy has sampled the batch
                 ratio_gap = run.ratio_gap(  # COLLECTIVE
                     gaps, sums, to_older="age" in batch and importance_cap == 0)
             # from here on the gradients are the same on all ranks

@@ -45,7 +45,7 @@ missing_eos_penalty = 0.0  # the score of a response that never ends is minus th
 kl_coef = 0.04  # weight of the KL to the reference
 num_iterations = 1  # passes over the batch
 num_minibatches = 1  # optimizer steps a pass
-micro_batch_size = 8  # rows scored or trained at once; only memory depends on it
+micro_batch_size = 8  # most rows scored or trained at once; only memory depends on it
 cliprange = 0.2  # no gain from a ratio below 1 - this
 cliprange_high = 0.2  # nor above 1 + this
 max_iters = 500  # iterations
@@ -160,13 +160,13 @@ def sample(prompts, uniforms):
     for t in range(max_new_tokens):
         logits = policy(tokens, attention_mask=mask, position_ids=position, use_cache=True,
                         logits_to_keep=1, **{min(argument): cache}).logits[:, -1]
-        known = scaled(logits).log_softmax(-1)  # (n, V)
+        log_probs = scaled(logits).log_softmax(-1)  # (n, V), of all tokens
         # the first token whose cumulated probability, in whole numbers, is above the uniform
-        cdf = (known.exp() * 2.0**40).long().cumsum(1)
+        cdf = (log_probs.exp() * 2.0**40).long().cumsum(1)
         tokens = torch.searchsorted(cdf, (uniforms[:, t] * cdf[:, -1]).long()[:, None], right=True)
         going = ended == 0  # a response that has ended goes on beside the others, and is not kept
         responses[going, t] = tokens[going, 0]
-        logprobs[going, t] = known.gather(1, tokens)[going, 0].to(logprobs)
+        logprobs[going, t] = log_probs.gather(1, tokens)[going, 0].to(logprobs)
         lengths[going] = t + 1
         ended |= torch.isin(tokens[:, 0], torch.tensor(sorted(ends), device=device))
         if ended.all():
@@ -185,8 +185,8 @@ def score(texts, ended):
         sequences.append(torch.tensor(ids, device=device))
     for i in range(0, len(texts), micro_batch_size):
         part = sequences[i:i + micro_batch_size]
-        read = scalars(reward_model, rnn.pad_sequence(part, batch_first=True))
-        scores += [row[len(ids) - 1] for row, ids in zip(read, part, strict=True)]
+        rows = scalars(reward_model, rnn.pad_sequence(part, batch_first=True))  # (b, W)
+        scores += [row[len(ids) - 1] for row, ids in zip(rows, part, strict=True)]
     return torch.stack(scores)
 
 def rollout(iteration):
@@ -265,18 +265,18 @@ elif shift is None:  # a reward model of others: its first scores become 0 on av
 audit()  # COLLECTIVE
 
 for iteration in range(start, max_iters):
-    # 1) rollout: the policy answers, and the reward model gives each answer a score
+    # 1) rollout: the policy answers. The same call begins 2) score: the answers get scores
     batch = rollout(iteration)  # COLLECTIVE
     mask = batch["response_mask"]  # (B, T)
 
-    # 2) read: log-probs of policy and reference, before any update
-    readers = dict(old_logprobs=(logprobs_of, policy), ref_logprobs=(logprobs_of, ref_policy))
-    read = {name: torch.zeros(mask.shape, dtype=policy.dtype, device=device) for name in readers}
+    # 2) score, before any update: the log-probs of policy and reference
+    sources = dict(old_logprobs=(logprobs_of, policy), ref_logprobs=(logprobs_of, ref_policy))
+    columns = {x: torch.zeros(mask.shape, dtype=policy.dtype, device=device) for x in sources}
     with torch.no_grad():
         for mb in micro_batches(batch, batch["index"]):
-            for name, (forward, model) in readers.items():
-                read[name][mb["index"], :mb["tokens"].shape[1]] = forward(model, mb)
-    batch |= {name: all_reduce(x) for name, x in read.items()}  # COLLECTIVE
+            for name, (forward, model) in sources.items():
+                columns[name][mb["index"], :mb["tokens"].shape[1]] = forward(model, mb)
+    batch |= {name: all_reduce(x) for name, x in columns.items()}  # COLLECTIVE
     gap = (batch["sampler_logprobs"] - batch["old_logprobs"]).abs().max().item()
     limit = (1e-10 if dtype == "float64" else 5e-4) / min(temperature, 1)
     assert gap <= limit, f"sampled and read, log-probs differ by {gap:.1g} nats: a mask? dropout?"
