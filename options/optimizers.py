@@ -37,12 +37,14 @@ def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
         fused=this_rank.role == "train")  # others never step
     if narrow or of_model(system.optim, name) not in ("", "adamw"):
         kind, settings = other_optimizer(model, system, name, lr, betas, eps)
-    make = functools.partial(kind, groups if groups[1:] else groups[0]["params"], **settings)
+    own = ":" in of_model(system.optim, name)  # a user's class may take no groups
+    whole = own and len(groups) == 1
+    make = functools.partial(kind, groups[0]["params"] if whole else groups, **settings)
     if system.zero_stage or system.offload:
         from options.shards import optimizer_of
 
         make = functools.partial(optimizer_of, model, name, system, groups, kind, settings)
-    if ":" not in of_model(system.optim, name):
+    if not own:
         return make()
     try:
         optimizer = make()
