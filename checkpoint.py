@@ -49,8 +49,8 @@ LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 # keys of all scripts that must be the same when a run resumes
 MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
 # all names that a run writes, replaces or deletes in out_dir; it touches no others
-OURS = re.compile(r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|"
-                  r"reward_model)(_adapter)?)|\.new-\w+|config\.json|(log|samples|rollouts)\.jsonl")
+OURS = (r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|reward_model|%s)"
+        r"(_adapter)?)|\.new-\w+|config\.json|(log|samples|rollouts)\.jsonl")  # %s: of a fork
 lock_file = None  # open, and so locked, until this process ends
 
 
@@ -77,10 +77,10 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
 
 def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=()):
     """open_folder, on rank 0."""
-    contents_of(out_dir, config)  # before anything is written
+    contents_of(out_dir, config, trained)  # before anything is written
     os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)
-    before, names = contents_of(out_dir, config)  # again: another run may have had the lock
+    before, names = contents_of(out_dir, config, trained)  # again: another may have had the lock
     unfinished = [name for name in names if name[0] == "."]  # of a save that was killed
     for name in unfinished:
         final = os.path.join(out_dir, name.partition("-")[2])
@@ -121,14 +121,14 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
     return folder, state | ({"run/evaluated": evaluated} if evaluated else {})
 
 
-def contents_of(out_dir, config):
+def contents_of(out_dir, config, trained=("policy",)):
     """
     (config of the run in out_dir or {}, names of all that it has written). Raises BadInput where
     such names are no run's, or where this run would replace its own models or data.
     """
-    before, top = {}, os.path.realpath(out_dir)
+    before, top, ours = {}, os.path.realpath(out_dir), re.compile(OURS % "|".join(trained))
     there = {*(os.listdir(top) if os.path.isdir(top) else ())} - {".lock"}
-    names = sorted(filter(OURS.fullmatch, there))
+    names = sorted(filter(ours.fullmatch, there))
     with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
     lost = [f"{name}, which is no run's" for name in names if "out_dir" not in before]
@@ -139,7 +139,7 @@ def contents_of(out_dir, config):
             check_place(out_dir, "out_dir" in before)
     for key, path in paths_in(config):
         inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
-        if os.path.exists(path) and (inner == os.curdir or OURS.fullmatch(inner)):
+        if os.path.exists(path) and (inner == os.curdir or ours.fullmatch(inner)):
             lost.append(f"{key} = {path!r}")
     if lost:
         raise BadInput(f"out_dir = {out_dir!r} would replace {lost[0]}; choose another --out_dir")

@@ -2,6 +2,7 @@
 What a fork keeps from one iteration to the next: an optimizer of its own, and run.state. A run that
 was stopped must go on with all of it; what a checkpoint cannot have is refused by its name.
 """
+import os
 import signal
 from collections import defaultdict, deque
 
@@ -10,8 +11,8 @@ import torch
 
 from errors import BadInput
 from options.fork_state import checked
-from tiny import (assert_one_line, assert_same_run, assert_stopped, at, keys_of, keys_of_system,
-                  read_log, run, well, write)
+from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
+                  keys_of_system, read_log, read_weights, run, well, write)
 
 
 class Odd(torch.optim.Optimizer):
@@ -392,3 +393,72 @@ def test_a_tensor_of_another_shape_is_refused(world, key, odd):
         tensors["weight." + key] = torch.ones(1)
     with pytest.raises(BadInput, match="weight." + key):
         list(checked("x", model, optimizer, tensors.items()))
+
+
+FIFTH = {  # in ppo.py: what stands there, and what a fork puts in front of it
+    "run = Run(  # COLLECTIVE\n": """\
+models["critic"] = critic = load(
+    f"{policy_path}/../reward", "reward", system, device, head="scalar", trained=True)
+optimizers["critic"] = make_optimizer(critic, "reward", system, 1e-2, (beta1, beta2), adam_eps)
+""",
+    "    sums = {}  # {metric: (sum, count)}, measured": '    lrs["critic"] = 1e-2\n',
+    "                # the value model: squared error, with": """\
+                guessed = response_values(critic, mb)  # (b, W)
+                (masked_sum((guessed - mb["index"][:, None]) ** 2, m) / token_count).backward()
+                add_up(sums, m, {"loss/critic": (guessed - mb["index"][:, None]) ** 2})
+"""}
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """The folder of a copy of the repository in which ppo.py trains a fifth model."""
+    for name in os.listdir(ROOT):
+        if not name.startswith((".", "ppo.py", "out")):
+            os.symlink(f"{ROOT}/{name}", tmp_path / name)
+    with open(f"{ROOT}/ppo.py", encoding="utf-8") as f:
+        text = f.read().replace("from load import ", "from load import load, ", 1)
+    for place, more in FIFTH.items():
+        assert text.count(place) == 1, place
+        text = text.replace(place, more + place)
+    write(tmp_path / "ppo.py", text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(zero_stage="3")])
+def test_a_fifth_model_that_is_trained(world, fork, layout):
+    """Saved, resumed, audited, the same on two ranks; its folder has a card, and is the run's."""
+    models, keys = ("policy", "value_model", "critic"), keys_of(world, "ppo.py", **layout)
+    script, first = f"{fork}/ppo.py", 1 + bool(layout)
+    whole = well(script, fork / "whole", keys, ranks=first)
+    cut = run(script, fork / "cut", keys, ranks=first, before=at(1, signal.SIGKILL))
+    assert 0 not in cut.codes, cut
+    cut = run(script, fork / "cut", keys, ranks=first, before=at(2, signal.SIGTERM))
+    assert_stopped(cut, fork / "cut")
+    assert_same_run(whole, well(script, fork / "cut", keys, ranks=first), models)
+    log = [record["loss/critic"] for record in read_log(whole) if "loss/critic" in record]
+    with open(f"{whole}/critic/README.md", encoding="utf-8") as f:
+        assert "# critic" in f.read() and len(log) == 3 and log[0] != log[2]
+    assert read_weights(f"{whole}/critic").keys() == read_weights(world.reward).keys()
+    if layout:
+        return
+    assert_same_run(whole, well(script, fork / "two", keys, ranks=2), models, 1e-9)
+    # what is there is the run's: it may go on, and be none of its inputs, nor another's work
+    again = keys | dict(reward_path=f"{fork}/whole/out/critic")
+    assert_one_line(run(script, fork / "whole", again), "ppo.py", "reward_path", "out_dir")
+    os.makedirs(fork / "other/out/critic")
+    assert_one_line(run(script, fork / "other", keys), "ppo.py", "critic", "no run's")
+
+    def drifts(rank):
+        import parallel
+
+        audit = parallel.audit
+
+        def changed(models, frozen, iteration):
+            if iteration == 2 and rank == 1:
+                next(models["critic"].parameters()).data.add_(1e-9)
+            return audit(models, frozen, iteration)
+
+        parallel.audit = changed
+
+    result = run(script, fork / "drift", keys | dict(sync_check_interval=1), ranks=2, before=drifts)
+    assert_one_line(result, "ppo.py", "critic", "rank", code=1)
