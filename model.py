@@ -203,10 +203,12 @@ def scaled_logits(logits, temperature=1.0, tokenizer=None):
     """
     The logits of the distribution that is sampled, trained and compared: logits (..., V) /
     temperature, in at least float32; -inf from the tokenizer's vocab_size on. The sampler and all
-    log-probs use this function, so they mean the same distribution.
+    log-probs use this function, so they mean the same distribution. Temperature 0 counts as 1.
     """
+    if getattr(temperature, "ndim", 0):
+        raise TypeError(f"temperature must be one number, not a tensor {tuple(temperature.shape)}")
     logits = at_least_float32(logits)
-    if temperature != 1.0:
+    if temperature not in (0, 1):
         logits = logits / temperature
     if tokenizer is not None and tokenizer.vocab_size < logits.shape[-1]:
         column = torch.arange(logits.shape[-1], device=logits.device)  # (V,)

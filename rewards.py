@@ -20,13 +20,12 @@ rule may also give each token a number, (B, T): their sum is the score (options/
 import math
 import pkgutil
 import time
-import traceback
 
 import torch
 
 import parallel
 from batches import right_pad, texts_of
-from errors import BadInput, Stop, first_line, place_of, translated
+from errors import BadInput
 from load import autocast
 from model import no_grad_forwards
 from ranks import this_rank
@@ -104,14 +103,12 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     """
     if "score" not in this_rank.does:  # ranks of another role will do it
         return
-    B = len(batch["tokens"])
-    share = parallel.share(B)
+    share = parallel.share(B := len(batch["tokens"]))
     part = {name: t[share.start:share.stop] for name, t in batch.items()}  # this rank's rows
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
     part |= texts_of(part, rows, policy.tokenizer) | dict(max_new_tokens=longest)
     part |= dict(tokenizer=policy.tokenizer, limits=dict(timeout=system.code_seconds))
-    like, weights = part["sampler_logprobs"], {rule: weight for weight, _, rule in terms}
-    columns = dict(token_rewards=torch.zeros_like(like))  # (b, T)
+    paid, columns = torch.zeros_like(part["sampler_logprobs"]), {}  # (b, T)
     rules = {rule: [f"reward/{name}"] for _, name, rule in terms if rule}  # {a rule: its columns}
     if any(row.get("answer") is not None for row in rows):  # all rows: so all batches are alike
         from grading.answers import accuracy, thinks
@@ -124,29 +121,23 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
             try:
                 scores = torch.as_tensor(rule(part) if len(share) else [], dtype=torch.float64)
             except Exception as e:  # a rule raises anything
-                raise failure(names[0].removeprefix("reward/"), e) from e
+                from options.failures import of_a_rule
+
+                raise of_a_rule(names[0].removeprefix("reward/"), e) from e
             if scores.dim() == 2:  # a number for each token, which stays there; the sum is scored
-                columns["token_rewards"] += (weights[rule] * scores.nan_to_num()).to(like)
+                weight = sum(weight for weight, _, each in terms if each is rule)
+                paid += (weight * scores.nan_to_num()).to(paid)
                 scores = scores.sum(1)
-            columns |= dict.fromkeys(names, scores.to(like))
+            columns |= dict.fromkeys(names, scores.to(paid))
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
-            reward_model, part, B, micro_batch_size, system, device).to(like)
+            reward_model, part, B, micro_batch_size, system, device).to(paid)
     if "judge" in [name for _, name, _ in terms]:
         from options.judging import judge_scores
 
-        columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(like)
-    batch |= parallel.gather_rows(columns, B)  # COLLECTIVE
+        columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(paid)
+    batch |= parallel.gather_rows(columns | dict(token_rewards=paid), B)  # COLLECTIVE
     add_scores(batch, terms)
-
-
-def failure(name, error):
-    """A rule's error as a Stop that names the place; a BadInput or Stop stays as it is."""
-    error = translated(error) if isinstance(error, ModuleNotFoundError) else error
-    if isinstance(error, (BadInput, Stop)):
-        return error
-    place = place_of(traceback.extract_tb(error.__traceback__))
-    return Stop(f"reward {name!r} failed{place}: {first_line(error)}")
 
 
 def model_scores(reward_model, part, total, micro_batch_size, system, device):
@@ -160,9 +151,8 @@ def model_scores(reward_model, part, total, micro_batch_size, system, device):
     sequences = tokenizer.encode_scored(
         [row["prompt"] for row in part["rows"]], texts, part["finished"].tolist(),
         reward_model.max_positions)
-    at_once = micro_batch_size
-    if system.micro_batch_tokens:
-        at_once = max(system.micro_batch_tokens // part["tokens"].shape[1], 1)
+    at_once = micro_batch_size if system.micro_batch_tokens == 0 else max(
+        system.micro_batch_tokens // part["tokens"].shape[1], 1)
     # every rank runs as many forwards as the rank with the most rows: models may be sharded
     forwards = math.ceil(math.ceil(total / parallel.rank_and_size()[1]) / at_once)
     with autocast(system, device), no_grad_forwards([reward_model], device):
@@ -201,8 +191,7 @@ def add_scores(batch, terms):
     scores = sum(weight * torch.where(x.isnan(), 0, x) for weight, x in rewards)
     parallel.check_finite(dict(scores=scores))
     counted = [x for weight, x in rewards if weight] or [x for _, x in rewards]
-    nothing = torch.stack(counted).isnan().all(0)  # (B,)
-    batch["scores"] = scores.masked_fill(nothing, math.nan)
+    batch["scores"] = scores.masked_fill(torch.stack(counted).isnan().all(0), math.nan)  # (B,)
 
 
 def last_real(mask):

@@ -178,7 +178,7 @@ def draw(logits, uniform, temperature, tokenizer=None):
     One token for each row by inverse CDF: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) and
     their log-probs (B,). Temperature 0 takes the most likely one; its log-prob is of temperature 1.
     """
-    logprobs = scaled_logits(logits, temperature or 1.0, tokenizer).log_softmax(-1)  # (B, V)
+    logprobs = scaled_logits(logits, temperature, tokenizer).log_softmax(-1)  # (B, V)
     token = logprobs.argmax(-1) if temperature == 0 else choose(logprobs.exp(), uniform)  # (B,)
     return token, logprobs.gather(-1, token[:, None]).squeeze(-1)
 

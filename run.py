@@ -308,12 +308,9 @@ class Run:
             if overflowed(self, good):
                 return {}
         if not good:
-            name = next(name for name, norm in norms.items() if not math.isfinite(norm))
-            bad = [n for n, p in self.trained[name].named_parameters()
-                   if p.grad is not None and not parallel.my_part(p.grad).isfinite().all()]
-            raise Stop(f"iteration {self.iteration}: the gradient of {name}'s "
-                       f"{(bad + ['norm (overflow)'])[0]} is not finite; stopped before the step. "
-                       "Lower the learning rate, or look at this iteration's scores and data")
+            from options.failures import of_a_gradient
+
+            raise of_a_gradient(self, norms)
         for name, lr in lrs.items():
             for group in self.optimizers[name].param_groups:
                 group["lr"] = lr
@@ -382,9 +379,11 @@ class Run:
             tokens = int(batch["response_mask"].sum())
             finished = record["objective/finished"]
             self.state.setdefault("run/finished", finished)  # of the first iteration
-            # the shares of the batch that have ended, have a score, and differ in their group
+            # the shares of the batch that have ended, have a score, differ in their group, and
+            # whether there was a gradient
             shares = (finished, record.get("objective/scored", 1.0),
-                      1 - record.get("objective/flat_groups", 0.0))
+                      1 - record.get("objective/flat_groups", 0.0),
+                      record.get("policy/grad_norm") != 0)
         if tokens:
             record["time/iteration"] = sum(self.times.values())
             working = sum(t for x, t in self.times.items() if x not in ("eval", "checkpoint"))
@@ -408,4 +407,4 @@ class Run:
             with contextlib.suppress(ImportError):  # a fork may do without
                 from options.alarms import say_what_is_wrong
 
-                say_what_is_wrong(record, self.state, self.iteration)
+                say_what_is_wrong(record, self.state, self.iteration, batch)

@@ -1,17 +1,23 @@
 """
-What a run warns of when an iteration teaches little: a policy that is broken, and what keeps most
-of a batch from teaching. run.py asks when responses do not end, have no reward, or groups are flat.
+What a run warns of when an iteration teaches little: a policy that is broken, what keeps most of a
+batch from teaching, and a policy without a gradient. run.py asks when responses do not end, have no
+reward, groups are flat, or the gradient is 0.
 """
 from errors import say
 
 
-def say_what_is_wrong(record, state, iteration):
+def say_what_is_wrong(record, state, iteration, batch=None):
     """
     Say it once, in one line, and of what is lost again where it has doubled; state keeps what has
     been said. record: an iteration's figures. state: the run's; "run/finished" is the share of
-    responses that ended at first.
+    responses that ended at first. batch: the iteration's.
     """
     broken, lost = how_broken(record, state["run/finished"]), what_is_lost(record)
+    if batch and has_no_gradient(record, state, batch):
+        lost["gradient"] = 1.0, (
+            "the policy's gradient is exactly 0, though responses have advantages: in a page that "
+            "was changed, look for old_logprobs that are the policy's own of this step (they need "
+            ".detach()), or for a loss that does not reach the policy")
     lost = {name: (share, line) for name, (share, line) in lost.items()
             if share >= 2 * state["run/said"].get(name, 0.0)}
     # a policy that is broken loses the rest, too
@@ -26,6 +32,18 @@ def say_what_is_wrong(record, state, iteration):
                           "responses ended"]
     if parts:
         say(f"{warning}iteration {iteration}: {nothing}{'; '.join(parts)}")
+
+
+def has_no_gradient(record, state, batch):
+    """
+    Whether the last step of an iteration had the gradient 0 where tokens that are trained on have
+    advantages, and no clip has taken it away. Not in float16, where an overflow has no norm.
+    """
+    if (state["run/loss_scale"], state["run/clean_steps"]) != (2.0**16, 0):  # of float16
+        return False
+    figures = [record.get(f"policy/{name}", 1) for name in ("grad_norm", "clipfrac")]
+    trained = batch.get("counted", batch["response_mask"]) & (batch.get("advantages", 0) != 0)
+    return figures == [0, 0] and record.get("policy/steps", 0) > 0 and bool(trained.any())
 
 
 def how_broken(record, finished):

@@ -1,13 +1,15 @@
 """
 What an exception of Python's or torch's means for a user: a full disk, too little memory, a folder
-where one may not write, another rank that is lost. errors.py asks when a program ends by one.
+where one may not write, another rank that is lost. errors.py asks when a program ends by one. And
+what a run says of a rule that fails, and of a gradient that is not finite.
 """
 import errno
+import math
 import os
 import re
 import traceback
 
-from errors import BadInput, Lost, Stop, first_line
+from errors import BadInput, Lost, Stop, first_line, place_of, translated
 
 # the functions that read a folder of somebody's, their argument `path`. In it anything may be
 # wrong, and libraries raise anything, Rust's even a panic that is no Exception
@@ -23,6 +25,27 @@ def meaning_of(error, phase):
                     "rollout_batch_size, or the model's size")
     its = lost(error, phase) if isinstance(error, RuntimeError) else None
     return its or of_a_folder(error)
+
+
+def of_a_rule(name, error):
+    """A rule's error as a Stop that names the place; a BadInput or Stop stays as it is."""
+    error = translated(error) if isinstance(error, ModuleNotFoundError) else error
+    if isinstance(error, (BadInput, Stop)):
+        return error
+    place = place_of(traceback.extract_tb(error.__traceback__))
+    return Stop(f"reward {name!r} failed{place}: {first_line(error)}")
+
+
+def of_a_gradient(run, norms):
+    """The Stop of a step whose norms, {model: number}, are not all finite."""
+    import parallel  # not at the top: a program may ask what an error means before torch is there
+
+    name = next(name for name, norm in norms.items() if not math.isfinite(norm))
+    bad = [n for n, p in run.trained[name].named_parameters()
+           if p.grad is not None and not parallel.my_part(p.grad).isfinite().all()]
+    return Stop(f"iteration {run.iteration}: the gradient of {name}'s "
+                f"{(bad + ['norm (overflow)'])[0]} is not finite; stopped before the step. "
+                "Lower the learning rate, or look at this iteration's scores and data")
 
 
 def of_a_folder(error):

@@ -13,9 +13,10 @@ import inspect
 import math
 
 from errors import BadInput, Stop, first_line, shorten
+from options.failures import of_a_rule
 from options.time_limit import Late, in_time
 from options.user_code import load_function
-from rewards import BUILT_IN, failure
+from rewards import BUILT_IN
 
 GIVEN = ("prompts", "completions", "completion_ids")  # beside the columns of the data
 
@@ -58,7 +59,7 @@ def load_reward(named, folder, where):
         except KeyboardInterrupt:
             raise  # in a tool; a run hears Ctrl-C itself
         except BaseException as e:  # the user's code raises anything
-            raise failure(name, e) from e
+            raise of_a_rule(name, e) from e
 
     if parameters is not None:
         reward.check_rows = functools.partial(check_fields, parameters, name)

@@ -11,6 +11,7 @@ import re
 import sys
 
 import pytest
+import torch
 import transformers
 from options.alarms import how_broken, say_what_is_wrong, what_is_lost
 from metrics import COLUMNS, evaluation_lines, iteration_line
@@ -185,6 +186,30 @@ def test_what_most_of_a_batch_is_lost_to(figures, named, words):
     said = " ".join(line for _, line in found.values())
     assert [*found] == named and all(word in said for word in words)
     assert ("too " in said) == any("too " in word for word in words)
+
+
+NO_GRADIENT = {"objective/finished": 1.0, "objective/length": 9, "policy/steps": 4,
+               "policy/grad_norm": 0.0, "policy/clipfrac": 0.0, "loss/policy": 0.1}
+TAUGHT = dict(advantages=torch.ones(2, 3), response_mask=torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("figures, columns, state, said", [
+    ({}, {}, {}, True), ({"policy/grad_norm": 1e-30}, {}, {}, False),
+    ({"policy/steps": 0}, {}, {}, False),  # nothing was to be learned
+    ({"policy/clipfrac": 0.3}, {}, {}, False),  # the clip may have taken it away
+    ({}, dict(advantages=torch.zeros(2, 3)), {}, False),
+    ({}, dict(response_mask=torch.zeros(2, 3, dtype=torch.bool)), {}, False),
+    ({}, dict(counted=torch.zeros(2, 3, dtype=torch.bool)), {}, False),
+    ({}, {}, {"run/clean_steps": 7}, False),  # float16
+    ({}, {}, {"run/loss_scale": 2.0**15}, False)])
+def test_a_policy_without_a_gradient(capsys, figures, columns, state, said):
+    """It is said once."""
+    state = {"run/finished": 1.0, "run/broken": "", "run/said": {}, "run/loss_scale": 2.0**16,
+             "run/clean_steps": 0} | state
+    for _ in range(2):
+        say_what_is_wrong(NO_GRADIENT | figures, state, 3, TAUGHT | columns)
+    lines = capsys.readouterr().out.splitlines()
+    assert ["iteration 3" in line and "exactly 0" in line for line in lines] == [True] * said
 
 
 def test_an_iteration_is_one_line(capsys):

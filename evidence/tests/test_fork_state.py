@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from errors import BadInput
+from gae import compute_gae
+from model import scaled_logits
 from options.fork_state import checked
+from rollout import draw
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
                   keys_of_system, read_log, read_weights, run, well, write)
 
@@ -409,26 +412,27 @@ optimizers["critic"] = make_optimizer(critic, "reward", system, 1e-2, (beta1, be
 """}
 
 
-@pytest.fixture
-def fork(tmp_path):
-    """The folder of a copy of the repository in which ppo.py trains a fifth model."""
+def changed(folder, script, places):
+    """A copy of the repository, and there a script: {what stands in it: what shall stand there}."""
     for name in os.listdir(ROOT):
-        if not name.startswith((".", "ppo.py", "out")):
-            os.symlink(f"{ROOT}/{name}", tmp_path / name)
-    with open(f"{ROOT}/ppo.py", encoding="utf-8") as f:
-        text = f.read().replace("from load import ", "from load import load, ", 1)
-    for place, more in FIFTH.items():
+        if not name.startswith((".", "out", script)):
+            os.symlink(f"{ROOT}/{name}", folder / name)
+    with open(f"{ROOT}/{script}", encoding="utf-8") as f:
+        text = f.read()
+    for place, other in places.items():
         assert text.count(place) == 1, place
-        text = text.replace(place, more + place)
-    write(tmp_path / "ppo.py", text)
-    return tmp_path
+        text = text.replace(place, other)
+    return write(folder / script, text)
 
 
 @pytest.mark.parametrize("layout", [dict(), dict(zero_stage="3")])
-def test_a_fifth_model_that_is_trained(world, fork, layout):
+def test_a_fifth_model_that_is_trained(world, tmp_path, layout):
     """Saved, resumed, audited, the same on two ranks; its folder has a card, and is the run's."""
+    fork = tmp_path
     models, keys = ("policy", "value_model", "critic"), keys_of(world, "ppo.py", **layout)
-    script, first = f"{fork}/ppo.py", 1 + bool(layout)
+    first = 1 + bool(layout)
+    script = changed(fork, "ppo.py", {place: more + place for place, more in FIFTH.items()} | {
+        "from load import autocast": "from load import load, autocast"})
     whole = well(script, fork / "whole", keys, ranks=first)
     cut = run(script, fork / "cut", keys, ranks=first, before=at(1, signal.SIGKILL))
     assert 0 not in cut.codes, cut
@@ -462,3 +466,32 @@ def test_a_fifth_model_that_is_trained(world, fork, layout):
 
     result = run(script, fork / "drift", keys | dict(sync_check_interval=1), ranks=2, before=drifts)
     assert_one_line(result, "ppo.py", "critic", "rank", code=1)
+
+
+WITHOUT = {  # a page without a gradient of the policy: the losses are of log-probs of this step
+    "grpo.py": {'logprobs, mb["old_logprobs"], mb["advantages"], m,':
+                'logprobs, logprobs, mb["advantages"], m,'},
+    "ppo.py": {'ratio = (logprobs - mb["old_logprobs"]).exp()':
+               'ratio = (logprobs - logprobs).exp()'}}
+
+
+@pytest.mark.parametrize("script", WITHOUT)
+def test_a_policy_without_a_gradient_is_said_once(world, tmp_path, script):
+    keys = keys_of(world, script, kl_coef=0, max_iters=3, eval_path="")
+    for page, times in ((changed(tmp_path, script, WITHOUT[script]), 1), (script, 0)):
+        result = run(page, tmp_path / str(times), keys)
+        said = [line for line in result.out[0].splitlines() if "exactly 0" in line]
+        assert result.codes == [0] and len(said) == times, result
+        assert not said or said[0].startswith("warning: iteration 0")
+
+
+@pytest.mark.parametrize("name, call", [
+    ("gamma", lambda x: compute_gae(x, x, x > 0, 1.0, x[:, :1])),
+    ("lam", lambda x: compute_gae(x, x, x > 0, 1.0, x[0])),
+    ("temperature", lambda x: scaled_logits(x, x[:, :1])),
+    ("temperature", lambda x: draw(x, x[0], x[0]))])
+def test_a_tensor_in_the_place_of_a_number_is_named(name, call):
+    """Some shapes would give numbers that are silently wrong, as a lam (B, 1) where B = T."""
+    with pytest.raises(TypeError, match=rf"{name}.*\(4,"):
+        call(torch.ones(4, 4))
+    assert torch.equal(scaled_logits(torch.ones(1, 2), torch.tensor(2.0)), torch.full((1, 2), 0.5))
