@@ -6,6 +6,9 @@ The models are random ones of transformers with a width of 16, saved in float64.
 then come two markers, EOS, padding, and four ids that must never be sampled, nor counted. A run is
 a fork of this process: torch is there already, and it takes half a second.
 """
+import functools
+import glob
+import importlib
 import json
 import os
 import runpy
@@ -157,6 +160,12 @@ def build(folder):
     return world
 
 
+def several_turns(world):
+    """Keys of a run in which the policy talks with an environment."""
+    return dict(environment=world.talks, chat_template=world.template, policy_path=world.chatty,
+                max_turns=3, max_new_tokens=16)
+
+
 def typed(keys):
     return [f"--{key}={value}" for key, value in keys.items()]
 
@@ -279,3 +288,86 @@ def at(iteration, action, rank=0):
         prompts.batch_rows = batch_rows
 
     return before
+
+
+def rooms_of(root):
+    """The modules of the root that are no scripts."""
+    paths = [path for path in sorted(glob.glob(f"{root}/*.py"))
+             if "configure(globals()" not in open(path, encoding="utf-8").read()]
+    return [importlib.import_module(os.path.basename(path)[:-3]) for path in paths]
+
+
+def wrap(rooms, name, first=None, then=None):
+    """
+    The rooms' function of this name gets a part before it, first(*args), and one behind it,
+    then(result, *args), whose result, if it has one, takes the place of the function's.
+    """
+    def new(*args, **more):
+        if first:
+            first(*args)
+        result = f(*args, **more)
+        other = then(result, *args) if then else None
+        return result if other is None else other
+
+    for home in rooms:
+        f = vars(home).get(name)
+        if getattr(f, "__module__", "") == getattr(home, "__module__", home.__name__):
+            functools.update_wrapper(new, f)
+            for room in rooms:
+                for other in [n for n, x in vars(room).items() if x is f]:
+                    setattr(room, other, new)
+            return
+
+
+class Runs:
+    """Runs of a script, two at a time, each in a folder of its own: start(spec) begins one."""
+
+    def __init__(self, start, script, keys, folder, how):
+        self.start, self.script, self.keys = start, script, keys
+        self.folder, self.how = folder, how
+        self.waiting, self.going, self.ended = {}, {}, {}
+
+    def ask(self, name, keys=(), how=(), ranks=1, after="", where=""):
+        """
+        A run will be made. keys: what is typed, too. how: for start. after: the run that must
+        have ended before it. where: the run whose folder it goes on in.
+        """
+        self.waiting[name] = dict(
+            script=self.script, keys=self.keys | dict(keys), how=self.how | dict(how), ranks=ranks,
+            after=after, folder=f"{self.folder}/{where or name}")
+
+    def get(self, name):
+        """A run that has ended: its codes, log, weights; what it said; the notes of each rank."""
+        while name not in self.ended:
+            for other, (started, end, spec) in list(self.going.items()):
+                codes = started.poll(kill=time.time() > end)
+                if codes is not None:
+                    del self.going[other]
+                    self.ended[other] = read(spec["folder"], codes)
+            for other, spec in list(self.waiting.items()):
+                if len(self.going) < 2 and (not spec["after"] or spec["after"] in self.ended):
+                    self.going[other] = self.start(spec), time.time() + 120, self.waiting.pop(other)
+            time.sleep(0.01)
+        return self.ended[name]
+
+    def close(self):
+        for started, _, _ in self.going.values():
+            started.poll(kill=True)
+
+
+def read(folder, codes):
+    """What a run has left: codes, log, weights; what it said last; the notes of each rank."""
+    def lines(name):
+        paths = [f"{folder}/{name}-{rank}" for rank in range(len(codes))]
+        return [open(path).read().splitlines() if os.path.exists(path) else [] for path in paths]
+
+    said = next((said[-1] for said in lines("stderr") if said), f"nothing; exit codes {codes}")
+    run = SimpleNamespace(codes=codes, said=said[:400], log=[], weights={}, notes=[
+        [json.loads(line) for line in noted] for noted in lines("notes")])
+    if os.path.exists(f"{folder}/out/log.jsonl"):
+        run.log = read_log(f"{folder}/out")
+    for path in sorted(glob.glob(f"{folder}/out/*/model.safetensors")):
+        model = os.path.dirname(path)
+        run.weights |= {f"{os.path.basename(model)}/{name}": t
+                        for name, t in read_weights(model).items()}
+    return run

@@ -15,12 +15,10 @@ wrong command; 3 if the small run cannot be made. What it cannot see: a formula 
 same way everywhere (for that: tests/by_hand.py), and what other keys than yours would do.
 """
 import contextlib
-import glob
 import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +31,8 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
                    TRANSFORMERS_VERBOSITY="error", CUDA_VISIBLE_DEVICES="")
 if __name__ == "__main__" and "PYTHONHASHSEED" not in os.environ:  # it counts from a start on
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict(PYTHONHASHSEED="0"))
+    os.execve(sys.executable, [sys.executable, *sys.argv],
+              os.environ | dict(PYTHONHASHSEED="0", PYTHONUNBUFFERED="1"))
 sys.path[:0] = [f"{HERE}/tools", HERE, f"{HERE}/data", f"{HERE}/tests"]
 
 import configurator  # noqa: E402  before torch
@@ -41,7 +40,7 @@ import small_world  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from errors import BadInput  # noqa: E402
-from prove_seen import before, rooms_of  # noqa: E402
+from prove_seen import before  # noqa: E402
 from prove_words import (CAUSES, CHANGED, EXACT, LOOKS, MAY_DIFFER, NOTES, PIECES,  # noqa: E402
                          PROMISES, REFUSED)
 
@@ -75,7 +74,8 @@ def shrink(script, argv, world):
         policy_path=world.policy, ref_path=world.older, judge_path=world.policy,
         reward_path=world.reward, teacher=world.reward)
     if turns:
-        small |= several_turns(world) | dict(environment=own.get("environment") or world.talks)
+        small |= small_world.several_turns(world)
+        small["environment"] = own.get("environment") or world.talks
     for name, value in own.items():
         whole = type(value) is int
         if name in ("ref_path", "judge_path", "reward_path", "teacher") and not value:
@@ -103,11 +103,6 @@ def shrink(script, argv, world):
             if x != keys[name].default and name != "out_dir"}, now
 
 
-def several_turns(world):
-    return dict(environment=world.talks, chat_template=world.template, policy_path=world.chatty,
-                max_turns=3, max_new_tokens=16)
-
-
 def rows_of(path, own, kind, world):
     """A file of a few rows of the run's own file, their texts short; or of the world's rows."""
     with contextlib.suppress(Exception):  # whatever is wrong with it, a run will say it
@@ -116,8 +111,8 @@ def rows_of(path, own, kind, world):
             with open(path, encoding="utf-8") as f:
                 path = small_world.write(f"{world.root}/first.jsonl",
                                          "".join(itertools.islice(f, 300)))
-        read_rows = next(vars(room)["read_rows"] for room in rooms_of(HERE) if "read_rows" in vars(
-            room))
+        read_rows = next(vars(room)["read_rows"] for room in small_world.rooms_of(HERE)
+                         if "read_rows" in vars(room))
         rows = sorted(read_rows(os.path.abspath(path), dict, own.get("fields", "")),
                       key=lambda row: len(str(row.get("prompt"))))
         rows = [dict(rows[i * (len(rows) - 1) // 11]) for i in range(12)]  # of all lengths
@@ -140,41 +135,6 @@ def root_of(script):
 # -------------------------------------------------------------------------------------------------
 # runs, and what comes of them
 
-class Runs:
-    """Small runs, two at a time, each in a folder of its own."""
-
-    def __init__(self, script, keys, folder, how):
-        self.script, self.keys, self.folder, self.how = script, keys, folder, how
-        self.waiting, self.going, self.ended = {}, {}, {}
-
-    def ask(self, name, keys=(), how=(), ranks=1, after="", where=""):
-        """
-        A run will be made. keys: what is typed, too. how: for prove_seen. after: the run that must
-        have ended before it. where: the run whose folder it goes on in.
-        """
-        self.waiting[name] = dict(
-            script=self.script, keys=self.keys | dict(keys), how=self.how | dict(how), ranks=ranks,
-            after=after, folder=f"{self.folder}/{where or name}")
-
-    def get(self, name):
-        """A run that has ended: its codes, log, weights; what it said; the notes of each rank."""
-        while name not in self.ended:
-            for other, (started, end, spec) in list(self.going.items()):
-                codes = started.poll(kill=time.time() > end)
-                if codes is not None:
-                    del self.going[other]
-                    self.ended[other] = read(spec["folder"], codes)
-            for other, spec in list(self.waiting.items()):
-                if len(self.going) < 2 and (not spec["after"] or spec["after"] in self.ended):
-                    self.going[other] = start(spec), time.time() + 120, self.waiting.pop(other)
-            time.sleep(0.01)
-        return self.ended[name]
-
-    def close(self):
-        for started, _, _ in self.going.values():
-            started.poll(kill=True)
-
-
 def start(spec, twin=True):
     """Start a run; one that is elsewhere in another Python, which has other hashes of texts."""
     if twin and "elsewhere" in spec["how"]:
@@ -190,24 +150,6 @@ def start(spec, twin=True):
     return small_world.Started(
         spec["script"], small_world.typed(dict(out_dir=f"{spec['folder']}/out") | spec["keys"]),
         spec["folder"], spec["ranks"], before(spec["folder"], spec["how"], root_of(spec["script"])))
-
-
-def read(folder, codes):
-    """What a run has left."""
-    def lines(name):
-        paths = [f"{folder}/{name}-{rank}" for rank in range(len(codes))]
-        return [open(path).read().splitlines() if os.path.exists(path) else [] for path in paths]
-
-    said = next((said[-1] for said in lines("stderr") if said), f"nothing; exit codes {codes}")
-    run = SimpleNamespace(codes=codes, said=said[:400], log=[], weights={}, notes=[
-        [json.loads(line) for line in noted] for noted in lines("notes")])
-    if os.path.exists(f"{folder}/out/log.jsonl"):
-        run.log = small_world.read_log(f"{folder}/out")
-    for path in sorted(glob.glob(f"{folder}/out/*/model.safetensors")):
-        model = os.path.dirname(path)
-        run.weights |= {f"{os.path.basename(model)}/{name}": t
-                        for name, t in small_world.read_weights(model).items()}
-    return run
 
 
 def differs(a, b, tolerance):
@@ -296,7 +238,7 @@ def checks_of(keys, world, deep):
             for i, at, number in ((1, first, signal.SIGTERM), (2, second, signal.SIGKILL))} | {
             name: dict(keys=typed, where=name, how=dict(state=1), after=f"{name} 2")}
 
-    bases = dict(turns=several_turns(world) | dict(
+    bases = dict(turns=small_world.several_turns(world) | dict(
         reward_functions=f"{keys.get('reward_functions')},0.5*environment"))
     bases |= dict(long={name: x for name, x in dict(
         max_iters=12, num_minibatches=2, ppo_epochs=2, num_iterations=2).items() if name in keys},
@@ -365,7 +307,8 @@ class Verdicts:
 
     def leave_out(self, name, promise, run):
         self.untried[name] = run.said
-        self.say(f"not tried  {PROMISES[promise]} ({name}): {run.said}")
+        self.say(textwrap.fill(f"not tried  {PROMISES[promise]} ({name}): {run.said}", 100,
+                               subsequent_indent=" " * 8, break_on_hyphens=False))
 
     def describe(self, promise, found, base, run):
         """How a promise is broken, in lines."""
@@ -392,7 +335,7 @@ class Verdicts:
         if kind != "gradient" or found["step"]:  # those of the last step are there in a right fork
             lost.pop("gradients", 0)
         lines += [f"where it resumes, `{name}` is not as in the run that was not stopped: "
-                  f"{a[:40]}, resumed {b[:40]}" for name, (a, b) in [*lost.items()][:4]]
+                  f"{a[:60]}, resumed {b[:60]}" for name, (a, b) in [*lost.items()][:4]]
         for name, other in self.found.items():
             if other and not lost and all(other.get(x) == found.get(x) for x in PLACE):
                 return [*lines, f"the same place as above ({name}): likely the same mistake"]
@@ -421,7 +364,7 @@ def lost_names(base, run):
             then = whole.get(x["iteration"], {})
             found |= {name: (then[name], value) for name, value in x["names"].items()
                       if then.get(name, value) != value  # a name that each iteration binds anew:
-                      and {then[name][0], value[0]} != {"(", "{"}}
+                      and {then[name][0], value[0]} not in ({"(", "{"}, {"(", "["})}
         fresh = x["kind"] == "begin" or fresh and x["kind"] != "state"
     return dict(sorted(found.items(), key=lambda x: ("." in x[0], x[0])))
 
@@ -443,7 +386,8 @@ def prove(script, argv, folder, only="", deep=False, say=print):
     world = small_world.build(f"{folder}/world")
     typed, keys = shrink(script, argv, world)
     verdicts = Verdicts(say)
-    runs = Runs(script, typed, folder, dict(temperature=keys.get("temperature", 1.0)))
+    runs = small_world.Runs(start, script, typed, folder,
+                            dict(temperature=keys.get("temperature", 1.0)))
     runs.ask("base", how=dict(state=1))
     checks = {name: check for name, check in checks_of(keys, world, deep).items()
               if only in ("", name, check[2])}
@@ -536,16 +480,14 @@ def main(argv):
             raise BadInput(f"{files[0]} does not call the rooms: it has no line 'from run import'")
     if only and only not in PROMISES:
         raise BadInput(f"--only={only}: the promises are {', '.join(PROMISES)}")
-    began, folder = time.time(), tempfile.mkdtemp(prefix="prove-")
-    try:
-        verdicts, runs = prove(script, [arg for arg in argv if arg not in (*own, files[0])], folder,
-                               only, "--deep" in own)
-    except CannotRun as e:
-        print(f"prove.py: error: the small run fails; type what it needs as --key=value, such as "
-              f"--prompts_path=FILE with rows of your fields; {e}", file=sys.stderr)
-        return 3
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    began, argv = time.time(), [arg for arg in argv if arg not in (*own, files[0])]
+    with tempfile.TemporaryDirectory(prefix="prove-", ignore_cleanup_errors=True) as folder:
+        try:
+            verdicts, runs = prove(script, argv, folder, only, "--deep" in own)
+        except CannotRun as e:
+            print(f"prove.py: error: the small run fails: {e}; what it lacks can be typed, such as "
+                  "--prompts_path=FILE with rows of your fields", file=sys.stderr)
+            return 3
     broken = [name for name, found in verdicts.found.items() if found and not found["note"]]
     print(f"{len(verdicts.found)} checks, {len(broken)} found something broken; {len(runs.ended)} "
           f"runs in {time.time() - began:.0f} s")

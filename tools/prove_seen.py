@@ -8,7 +8,6 @@ can be seen at once.
 """
 import contextlib
 import functools
-import glob
 import importlib
 import json
 import os
@@ -19,6 +18,7 @@ import time
 
 import small_world
 import torch
+from small_world import rooms_of, wrap
 
 
 def before(folder, how, root):
@@ -43,35 +43,6 @@ def before(folder, how, root):
         see(rooms, f"{folder}/notes-{rank}", how, root)
 
     return prepare
-
-
-def rooms_of(root):
-    """The modules of the root that are no scripts."""
-    paths = [path for path in sorted(glob.glob(f"{root}/*.py"))
-             if "configure(globals()" not in open(path, encoding="utf-8").read()]
-    return [importlib.import_module(os.path.basename(path)[:-3]) for path in paths]
-
-
-def wrap(rooms, name, first=None, then=None):
-    """
-    The rooms' function of this name gets a part before it, first(*args), and one behind it,
-    then(result, *args), whose result, if it has one, takes the place of the function's.
-    """
-    def new(*args, **more):
-        if first:
-            first(*args)
-        result = f(*args, **more)
-        other = then(result, *args) if then else None
-        return result if other is None else other
-
-    for home in rooms:
-        f = vars(home).get(name)
-        if getattr(f, "__module__", "") == getattr(home, "__module__", home.__name__):
-            functools.update_wrapper(new, f)
-            for room in rooms:
-                for other in [n for n, x in vars(room).items() if x is f]:
-                    setattr(room, other, new)
-            return
 
 
 # -------------------------------------------------------------------------------------------------
@@ -289,12 +260,13 @@ def shown(x, depth=0):
     if type(x).__name__ in ("Generator", "Random"):
         return str(hash(str(x.get_state().tolist() if hasattr(x, "get_state") else x.getstate())))
     if isinstance(x, (list, tuple, set, frozenset)) or type(x).__name__ == "deque":
-        x = dict(enumerate(sorted(x, key=str) if isinstance(x, (set, frozenset)) else x))
-    elif getattr(x, "__module__", "") == "__main__":  # what hangs on a class or function
+        many = sorted(x, key=str) if isinstance(x, (set, frozenset)) else x
+        return f"[{', '.join(str(shown(y, depth + 1)) for y in many)}]" if depth < 4 else None
+    if getattr(x, "__module__", "") == "__main__":  # what hangs on a class or function
         x = {key: y for key, y in vars(x).items() if "__" not in key and not callable(y)}
     elif not isinstance(x, dict) and not callable(x) and home not in (
             "torch", "transformers", "tokenizers", "functools", "builtins"):
         x = vars(x)
     if isinstance(x, dict) and depth < 4:
-        return str({str(key): shown(y, depth + 1) for key, y in x.items()})
+        return str({str(key): shown(y, depth + 1) for key, y in x.items()}).replace("'", "")
     return None
