@@ -248,7 +248,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
 
     def delete_older():
         folders = list_checkpoints(out_dir)
-        # one of a later iteration is damaged: otherwise the run would have resumed from it
+        # a checkpoint of a later iteration is damaged, or the run would have resumed from it
         kept = [f for f in folders if iteration_of(f) <= iteration][-keep:]
         for old in (f for f in folders if f not in kept):
             remove(move_aside(old, ".gone-"))  # so no half-deleted folder has its name
@@ -360,7 +360,7 @@ def find_checkpoint(out_dir):
 
 def list_checkpoints(out_dir):
     """The checkpoint folders of a run, oldest first."""
-    # not glob, for which a folder that it cannot read is empty
+    # not glob, which finds nothing, and no error, in a folder that it may not read
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
     names = [name for name in names if re.fullmatch(r"checkpoint-\d{6,}", name)]
     return [os.path.join(out_dir, name) for name in sorted(names, key=iteration_of)]

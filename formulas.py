@@ -37,9 +37,9 @@ def importance_weights(mb, cap):
     The factor of each token's policy loss, (b, W), where the sampler's probabilities q differ a
     little from the probabilities p of the training forward, as in 16 bits. It is min(p / q, cap),
     truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025), without a gradient; 1 if cap = 0. PPO's ratio is another one:
-    the policy's probability now, divided by p, both by the training forward (decoupled PPO, arXiv
-    2505.24298).
+    off-policy RL training", 2025), without a gradient; 1 if cap = 0. PPO's ratio is another
+    number: the policy's probability now, divided by p, both by the training forward (as in
+    decoupled PPO, arXiv 2505.24298).
 
     mb: old_logprobs, log p; sampler_logprobs, log q; (b, W) each. For q = 0.2, 0.5 and p = 0.3, 0.4
     the weights are 1.5, 0.8, and with cap = 1.3 they are 1.3, 0.8.

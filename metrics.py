@@ -168,7 +168,7 @@ def evaluation_lines(iteration, record, samples):
 
 
 def one_line(text, width):
-    """A text as one line of at most `width` letters: of a longer one the beginning and the end."""
+    """A text as one line of at most `width` letters; a longer one loses its middle."""
     text = " ".join(visible(text).split())
     half = (width - 5) // 2
     return text if len(text) <= width else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"

@@ -185,7 +185,7 @@ def response_values(value_model, mb):
 
 
 def in_rows(x, mask):
-    """x, n numbers, put in order where mask (b, W) is True (n times); 0 elsewhere."""
+    """x (n,) -> (b, W): its numbers in order where the mask is True, n times; 0 elsewhere."""
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 

@@ -50,7 +50,7 @@ def init(system):
             raise Lost("torchrun has ended before this rank began; type the same command again")
     choose_kernels(system.deterministic)
     device = choose_device(system.device_type)
-    if system.report_to:  # before the run has loaded its models, and made its folder
+    if system.report_to:  # checked before models are loaded and a folder is made
         from options.trackers import names_in
 
         names_in(system.report_to)

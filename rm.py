@@ -260,8 +260,8 @@ def pair_metrics(scores):
     """
     Metrics of scores (n, 2) of the held-out pairs. loss: without margins, smoothing and centring.
     accuracy: the share of the pairs in which the chosen one scores higher, see chosen_wins.
-    calibration_error: the distance from the truth of sigmoid(difference of the scores), the
-    probability that the chosen one is better.
+    calibration_error: that of sigmoid(difference of the scores), as the probability that the
+    chosen one is better.
     """
     difference = scores[:, 0] - scores[:, 1]  # (n,)
     return {"eval/loss": preference_loss(difference).mean().item(),

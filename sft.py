@@ -40,7 +40,7 @@ max_tokens = 0  # * longest prompt and completion together, 0 = the model's cont
 
 # model
 init_from = "scratch"  # * a model folder or hub name; scratch: a new model of the sizes below
-# of a scratch model: a folder, or an encoding such as tiktoken:gpt2; other models bring their own
+# scratch: a folder with a tokenizer, or an encoding such as tiktoken:gpt2
 tokenizer_path = "data/arithmetic/tokenizer"
 family = "gpt2"  # scratch: the architecture [gpt2 | llama]
 n_layer = 2  # scratch: layers [1..1000]
@@ -110,8 +110,8 @@ else:
 
 def load_rows(path):
     """
-    Rows of a file; rows.ids are (ids, trained) of each prompt and completion: trained is True on
-    the tokens that the loss counts. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and
+    Rows of a file; rows.ids are (ids, mask) of each prompt and completion: the mask is True on the
+    tokens that the loss counts. The toy's "1+2=" and "3" make [49, 43, 50, 61, 51, EOS] and
     [F, F, F, F, T, T].
     """
     limit = min(policy.max_positions, max_tokens or policy.max_positions)
@@ -134,16 +134,16 @@ say_length("demonstrations", train_rows, "steps", max_iters, batch_size)
 
 
 def my_micro_batches(examples):
-    """This rank's micro-batches of examples that all ranks have: lists of (ids, trained)."""
+    """This rank's micro-batches of examples that all ranks have: lists of (ids, mask)."""
     lengths = [len(ids) for ids, _ in examples]
     for part in deal_rows(lengths, micro_batch_size, system.micro_batch_tokens):
         yield [examples[i] for i in part]
 
 
 def completion_logprobs(examples):
-    """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, trained)."""
+    """Log-probs of the n trained tokens of b examples, (n,). examples: b of (ids, mask)."""
     tokens, _ = right_pad([ids for ids, _ in examples], policy.tokenizer.pad_id)  # (b, W)
-    target_mask, _ = right_pad([trained for _, trained in examples], 0)  # (b, W)
+    target_mask, _ = right_pad([mask for _, mask in examples], 0)  # (b, W)
     with autocast(system, device):
         return policy.logprobs(tokens.to(device), target_mask.bool().to(device),
                                chunk=system.head_chunk)[0]
@@ -151,7 +151,7 @@ def completion_logprobs(examples):
 
 def count_trained(examples):
     """How many trained tokens some examples have together."""
-    return sum(sum(trained) for _, trained in examples)
+    return sum(sum(mask) for _, mask in examples)
 
 
 def evaluate():

@@ -62,7 +62,7 @@ def read_folder(path):
     if hf.eos_token_id is None or len(hf.get_vocab()) < 3:
         raise BadInput(f"{path}: its tokenizer is empty, or has no EOS token; copy a tokenizer's "
                        "files there, and set eos_token in its tokenizer_config.json")
-    # transformers' own class reads tokenizer.json as it is; many families' make it anew
+    # transformers' general class reads tokenizer.json as it is; many families have others
     if type(hf).__name__ != "TokenizersBackend" or "[INST]" in hf.get_vocab() or (
             {"add_prefix_space", "fix_mistral_regex"} & hf.init_kwargs.keys()):
         from options.tokenizer_kinds import use_parts_of_file
@@ -143,8 +143,8 @@ class Tokenizer:
     def match_model(self, model, path):
         """
         Make the tokenizer fit the model: what ends a response in the settings of a language model
-        ends it here, too. Raises BadInput if an id has no embedding in the model, unless no text
-        needs the id: Gemma 3 1B has a token for images, but reads no images.
+        ends it here, too. Raises BadInput if an id that texts may have has no embedding
+        in the model. Gemma 3 1B has none for the id of images, which it does not read.
         """
         if model.head == "lm":
             for settings in filter(None, (model.hf.generation_config, model.config)):
