@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of, read_log,
-                  run, typed, well, write)
+from tiny import (ROOT, Started, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
+                  read_log, run, typed, well, write)
 
 SCRIPTS = {"ppo.py": ("policy", "value_model"), "grpo.py": ("policy",), "sft.py": ("policy",),
            "rm.py": ("reward_model",)}
@@ -39,18 +39,17 @@ def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, sc
 
 def test_as_it_is_typed(world, tmp_path):
     """The toy's SFT from scratch; and PPO by torchrun, which begins where the SFT has ended."""
-    def typed_in(*command):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                              timeout=100)
-        assert done.returncode == 0, done.stderr
-
     keys = dict(max_iters=2, batch_size=8, device_type="cpu", n_layer=1, d_model=32, n_head=2,
                 context=64, out_dir=f"{tmp_path}/sft", tokenizer_path=world.policy,
                 train_path=world.sft_train, val_path=world.sft_val)
-    typed_in("sft.py", "config/arithmetic_sft.py", *typed(keys))
+    sft = Started("sft.py", [f"{ROOT}/config/arithmetic_sft.py", *typed(keys)], str(tmp_path))
+    assert sft.wait().codes == [0]
     keys = keys_of(world, "ppo.py", policy_path=f"{tmp_path}/sft/policy", dtype="float32",
                    device_type="cpu", max_iters=1, out_dir=f"{tmp_path}/ppo")
-    typed_in("-m", "torch.distributed.run", "--nproc_per_node=2", "ppo.py", *typed(keys))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+                           "ppo.py", *typed(keys)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, done.stderr
     first, last = read_log(f"{tmp_path}/ppo")
     assert first["objective/kl"] == 0 == first["policy/ratio_gap"]  # before any update
     assert first["policy/sampler_gap"] < 1e-4

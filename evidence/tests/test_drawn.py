@@ -7,7 +7,7 @@ import os
 import pytest
 import test_by_hand_options as with_options
 
-MORE = int(os.environ.get("QUARTET_DRAWN", 6))
+MORE = int(os.environ.get("QUARTET_DRAWN", 4))
 world = with_options.world  # a fixture
 
 
