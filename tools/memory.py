@@ -68,6 +68,9 @@ LESS = dict(  # what makes a phase smaller when even one row of it does not fit
 # sum is scattered, and gathered. In the first group the whole tensor is the first argument
 LINKS = dict(allreduce_=2, _allgather_base_=1, broadcast_=1, _reduce_scatter_base_=1)
 WHOLE_IS_FIRST = "allreduce_", "_allgather_base_", "broadcast_"
+# of one row, and of as many as there are, whatever the configuration says
+FEWEST = dict(micro_batch_size=1, micro_batch_tokens=0, rollout_batch_size=1)
+MOST = dict(micro_batch_size=10**6, micro_batch_tokens=0, rollout_batch_size=0)
 BEGAN = time.monotonic()
 
 
@@ -151,7 +154,7 @@ class Tracker(MemTracker):
             return 1.0
         if func is aten.nonzero.default:
             return torch.empty(self.chosen, args[0].dim(), dtype=torch.int64)
-        if func is aten.index.Tensor and args[1][0].dtype == torch.bool:
+        if func is aten.index.Tensor and getattr(args[1][0], "dtype", None) == torch.bool:
             where = torch.empty(self.chosen, args[1][0].dim(), dtype=torch.int64)
             args = args[0], list(where.unbind(1))
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -211,16 +214,20 @@ def without_files(layers=0):
 
 
 @contextlib.contextmanager
-def fake_tensors(ranks):
-    """In this block tensors are fake, and so are model files; it gives the Tracker."""
+def fake_tensors(ranks, layers=0):
+    """
+    In this block tensors are fake, and so are model files; it gives the Tracker. layers: see
+    without_files.
+    """
     from transformers import masking_utils
     from transformers.integrations import moe
 
     mesh = shards.mesh_of_ranks(CPU) if ranks > 1 else None  # it needs numbers
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_files())
+        stack.enter_context(without_files(layers))
         stack.enter_context(replaced(
-                (shards, "outline", read_fake), (Model, "to_empty", lambda self, device: self),
+                (shards, "outline", functools.partial(read_fake, layers=layers)),
+                (Model, "to_empty", lambda self, device: self),
                 (shards, "mesh_of_ranks", lambda device: mesh), (shards, "alone", lambda f: f()),
                 (shards, "fill_from_rank_0", lambda *args: None),
                 # transformers takes fake tensors for a trace, in which it keeps masks that a run
@@ -242,9 +249,10 @@ def read_fake(path, head, system, device="cpu", seed=0, layers=0, meta=False):
         arguments["attn_implementation"] = "sdpa"
     if layers:
         text = config.get_text_config()
+        for name, value in vars(text).items():  # such as layer_types
+            if isinstance(value, list) and len(value) == text.num_hidden_layers:
+                setattr(text, name, value[:layers])
         text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
     with torch.device("meta" if meta else device):
         return Model(load.auto_class(head).from_config(config, **arguments), head, path)
 
@@ -396,20 +404,21 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, found):
 
 
 @contextlib.contextmanager
-def dry_run(script, config):
+def dry_run(script, config, layers=0):
     """
     In this block the run is there, of fake tensors: (rows, models, step). rows: of rank 0, {model:
     {column: bytes}}. step(key=value, ...), with these keys in the place of the configuration's:
     (rows that decode, rows of a micro-batch), {(phase, what is at work): (peak in bytes, Count)},
-    and the bytes of a token's keys and values.
+    and the bytes of a token's keys and values. layers: of each model, 0 = all.
     """
-    system, moved = SimpleNamespace(**config), 0
+    system, moved, ended = SimpleNamespace(**config), 0, contextlib.ExitStack()
     if system.world_size > 1:  # a group of ranks that are not there
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=system.world_size)
-    with fake_tensors(system.world_size) as tracker:
-        say_progress("loading the models")
+        ended.callback(dist.destroy_process_group)
+    with ended, fake_tensors(system.world_size, layers) as tracker:
+        say_progress(f"loading the models{f', {layers} layers of each' if layers else ''}")
         models = build(script, config)
         rows, made = equip(models, config)
         for name, model in models.items() if system.offload and system.device_type != "cpu" else ():
@@ -428,8 +437,6 @@ def dry_run(script, config):
             return (n, b), found, tracker.cache
 
         yield rows, models, step
-    if system.world_size > 1:
-        dist.destroy_process_group()
 
 
 def predict(script, config):
@@ -454,8 +461,8 @@ def fitting(script, config, step):
         return fits
     # by a straight line between the peaks of the fewest and of the most rows. A peak is the
     # highest of several lines: so it is not above that one, and what is found does fit
-    few, low, _ = step(micro_batch_size=1, micro_batch_tokens=0, rollout_batch_size=1)
-    many, high, _ = step(micro_batch_size=10**6, micro_batch_tokens=0, rollout_batch_size=0)
+    few, low, _ = step(**FEWEST)
+    many, high, _ = step(**MOST)
     for phase in dict.fromkeys(phase for phase, _ in low):
         least, most = (max(p for (of, _), (p, _) in at.items() if of == phase)
                        for at in (low, high))

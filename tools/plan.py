@@ -134,44 +134,6 @@ def check_fit(script, config, fits, cards):
                            f"type --{name}={most * each}")
 
 
-def total(script, config, count, P, mean, speed):
-    """The limit of an iteration, in seconds."""
-    found = work.least_of(work.work_of(script, config, count, P, mean), speed)
-    return sum(seconds for seconds, _ in found.values())
-
-
-def with_most(script, config, fits):
-    """These keys with as many rows as fit."""
-    *_, P, R = memory.sizes_of(script, config)
-    rows = min(fits[phase][0] for phase in ("reading", "update"))
-    most = dict(rollout_batch_size=fits["rollout"][0]) if "rollout" in fits else {}
-    return config | most | dict(micro_batch_tokens=rows * (P + R))
-
-
-def helpful(script, config, count, fits, P, mean, speed):
-    """[(seconds saved, keys to type)] of the four keys that save some, the best first."""
-    now, most = total(script, config, count, P, mean, speed), with_most(script, config, fits)
-    found = []
-    for key in ("rollout_batch_size", "micro_batch_tokens"):
-        if most.get(key, config.get(key)) != config.get(key):
-            after = config | {key: most[key]}
-            found.append((now - total(script, after, count, P, mean, speed), {key: most[key]}))
-    others = [dict(zero_stage=x) for x in ("", "2", "3")
-              if config["world_size"] > 1 and x != config["zero_stage"]]
-    others.append(dict(head_chunk=0 if config["head_chunk"] else 1024))
-    for other in others:
-        with memory.dry_run(script, config | other) as run:
-            fits = memory.fitting(script, config | other, run[2])
-            if not all(rows for rows, _ in fits.values()):
-                continue
-            count = work.counted(script, run, P, mean)
-        after = with_most(script, config | other, fits)
-        keys = {key: after[key] for key in (*other, "rollout_batch_size", "micro_batch_tokens")
-                if key in after}
-        found.append((now - total(script, after, count, P, mean, speed), keys))
-    return sorted((x for x in found if x[0] > 0.002 * now), key=lambda pair: -pair[0])
-
-
 def report(script, config, own, card, P, means, counts, speed, took):
     """Print the table of phases, and what an iteration and the run take."""
     works = [work.work_of(script, config, counts[mean], P, mean) for mean in means]
@@ -256,14 +218,18 @@ def main(argv):
           f"iteration, prompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
           f"{longest}", flush=True)
     with memory.dry_run(script, config) as run:
-        fits = memory.fitting(script, config, run[2])
-        check_fit(script, config, fits, f"{number} x {name}")
-        counts = {mean: work.counted(script, run, P, mean) for mean in means}
+        depths = work.depths_of(run[1])
+        _, found, _ = run[2]() if card else ((), {}, 0)
+        if any(peak > config["gpu_gb"] * 2**30 for peak, _ in found.values()):
+            check_fit(script, config, memory.fitting(script, config, run[2]), f"{number} x {name}")
+    run = work.dry_run_by_lines(script, config, depths, [(P, mean) for mean in means])
+    fits = memory.fitting(script, config, run[2])
+    counts = {mean: work.counted(script, run, P, mean) for mean in means}
     speed = speed_of(card, config)
     took = measure.on_ranks(argv, script, config, P, means[0]) if own["measure"] else {}
     report(script, config, own, card, P, means, counts, speed, took)
     if fits:
-        found = helpful(script, config, counts[means[0]], fits, P, means[0], speed)
+        found = work.helpful(script, config, counts[means[0]], fits, P, means[0], speed, depths)
         print("\nan iteration's limit with other keys, and as many rows as fit:" if found else
               "\nNeither rollout_batch_size, micro_batch_tokens, zero_stage nor head_chunk lowers "
               "the limit.")

@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from tools.memory import SHORT, dry_run, read_run
+from options.layers import layers_of
+from tools.memory import (FEWEST, MOST, SHORT, Count, dry_run, fitting, read_run, say_progress,
+                          sizes_of)
 
 
 class Phase(NamedTuple):
@@ -89,12 +91,86 @@ def counted(script, run, P, mean):
     token's keys and values, numbers_of each model, and its row of the table of memory.
     """
     rows, models, step = run
-    one = dict(micro_batch_size=1, micro_batch_tokens=0, rollout_batch_size=1)
-    sizes = dict(max_prompt_tokens=P, max_new_tokens=mean) if script in ("ppo", "grpo") else dict(
-        max_tokens=P + mean)
-    _, found, cache = step(**one, **sizes)
+    _, found, cache = step(**one_row(script, P, mean))
     return ({key: count for key, (_, count) in found.items()}, cache,
-            {name: numbers_of(model) for name, model in models.items()}, rows)
+            {name: model if isinstance(model, tuple) else numbers_of(model)
+             for name, model in models.items()}, rows)
+
+
+def one_row(script, P, mean):
+    """The keys of a step with one row of these lengths."""
+    return FEWEST | (dict(max_prompt_tokens=P, max_new_tokens=mean) if script in ("ppo", "grpo")
+                     else dict(max_tokens=P + mean))
+
+
+# -------------------------------------------------------------------------------------------------
+# deep models by two shallow ones
+
+
+def depths_of(models):
+    """
+    (few, more, {name: all}): a straight line from what models of so few layers and of so many more
+    take leads to what all layers take, because what is added is the same again and again. None
+    where that is not so, or models are not deep.
+    """
+    begin, period, deep = 2, 1, {}
+    for name, model in models.items():
+        text = model.config.get_text_config()
+        types = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+        kinds = [(kind, *((n, p.shape) for n, p in layer.named_parameters())) for kind, layer in
+                 zip(types, layers_of(model), strict=False)]
+        if model.base is not None or len(kinds) != text.num_hidden_layers:
+            return None  # models that share layers
+        same = [(1 + max((i for i in range(len(kinds) - p) if kinds[i] != kinds[i + p]),
+                         default=-1), p) for p in range(1, 9)]
+        first, p = min(same, key=lambda pair: pair[0] + 2 * pair[1])
+        begin, period = max(begin, first), math.lcm(period, p)
+        deep[name] = len(kinds)
+    step = max(period, 2)
+    few = [n for n in range(begin, begin + period)
+           if not any((layers - n) % period for layers in deep.values())]
+    if not few or 2 * (few[0] + step) > min(deep.values()):
+        return None
+    return few[0], few[0] + step, deep
+
+
+def dry_run_by_lines(script, config, depths, lengths):
+    """
+    Like dry_run, but through models of few layers and lines to all, see depths_of; step takes the
+    keys of memory.fitting and of one_row(script, *lengths[i]). In the place of models numbers_of
+    them. A peak by a line can be too low, where with few layers another moment is the highest.
+    """
+    wanted = [one_row(script, *both) for both in lengths] + [FEWEST, MOST] * bool(config["gpu_gb"])
+    taken = []
+    for layers in depths[:2] if depths else (0,):
+        with dry_run(script, config, layers) as (rows, models, step):
+            taken.append((rows, {name: numbers_of(model) for name, model in models.items()},
+                          [step(**keys) for keys in wanted]))
+    (rows, numbers, runs), (rows2, numbers2, runs2) = taken[0], taken[-1]
+    few, more, deep = depths or (0, 1, dict.fromkeys(numbers, 0))
+
+    def line(low, high, name):
+        """All layers of a model; a rollout, and the optimizers' step, go by the policy's."""
+        deepest = max(deep.values())
+        return low + (high - low) / (more - few) * (
+            deep.get(name, deep.get("policy", deepest)) - few)
+
+    def peak(low, high, name):
+        """The other models may be deeper, or less deep."""
+        return line(low, high, name) + sum(
+            line(sum(rows[n].values()), sum(rows2[n].values()), n)
+            - line(sum(rows[n].values()), sum(rows2[n].values()), name) for n in rows)
+
+    found = {}
+    for keys, (sizes, at, cache), (_, at2, cache2) in zip(wanted, runs, runs2, strict=True):
+        found[str(keys)] = sizes, {key: (
+            peak(at[key][0], at2[key][0], key[1]),
+            Count(*(line(x, y, key[1]) for x, y in zip(at[key][1], at2[key][1], strict=True))))
+            for key in at}, line(cache, cache2, "policy")
+    rows = {n: {c: line(rows[n][c], rows2[n][c], n) for c in rows[n]} for n in rows}
+    numbers = {n: tuple(line(x, y, n) for x, y in zip(numbers[n], numbers2[n], strict=True))
+               for n in numbers}
+    return rows, numbers, lambda **keys: found[str(keys)]
 
 
 def work_of(script, config, count, P, mean):
@@ -178,6 +254,52 @@ def limits(script, keys, P, mean, device):
     found = dict(rollout=least["sampling"], update=least["update"],
                  score=least.get("scoring", 0) + least["reading"])
     return found | dict(iteration=sum(found.values())), work
+
+
+# -------------------------------------------------------------------------------------------------
+# four keys that may help
+
+
+def total(script, config, count, P, mean, speed):
+    """The limit of an iteration, in seconds."""
+    found = least_of(work_of(script, config, count, P, mean), speed)
+    return sum(seconds for seconds, _ in found.values())
+
+
+def with_most(script, config, fits):
+    """These keys with as many rows as fit. fits: of memory.fitting."""
+    *_, P, R = sizes_of(script, config)
+    rows = min(fits[phase][0] for phase in ("reading", "update"))
+    most = dict(rollout_batch_size=fits["rollout"][0]) if "rollout" in fits else {}
+    return config | most | dict(micro_batch_tokens=rows * (P + R))
+
+
+def helpful(script, config, count, fits, P, mean, speed, depths):
+    """[(seconds saved, keys to type)] of the four keys that save some, the best first."""
+    now, most = total(script, config, count, P, mean, speed), with_most(script, config, fits)
+    found = []
+    for key in ("rollout_batch_size", "micro_batch_tokens"):
+        if most.get(key, config.get(key)) != config.get(key):
+            after = config | {key: most[key]}
+            found.append((now - total(script, after, count, P, mean, speed), {key: most[key]}))
+    others = [dict(zero_stage=x) for x in ("", "2", "3")
+              if config["world_size"] > 1 and x != config["zero_stage"]]
+    others.append(dict(head_chunk=0 if config["head_chunk"] else 1024))
+    for other in others:
+        say_progress("with " + " ".join(f"--{key}={value}" for key, value in other.items()))
+        with contextlib.redirect_stdout(None):
+            static, *_ = dry_run_by_lines(script, config | other | dict(gpu_gb=0), depths, [])
+            if sum(sum(row.values()) for row in static.values()) > config["gpu_gb"] * 2**30:
+                continue  # it does not fit before any row is there
+            run = dry_run_by_lines(script, config | other, depths, [(P, mean)])
+        fits = fitting(script, config | other, run[2])
+        if all(rows for rows, _ in fits.values()):
+            after = with_most(script, config | other, fits)
+            keys = {key: after[key] for key in (
+                *other, "rollout_batch_size", "micro_batch_tokens") if key in after}
+            count = counted(script, run, P, mean)
+            found.append((now - total(script, after, count, P, mean, speed), keys))
+    return sorted((x for x in found if x[0] > 0.002 * now), key=lambda pair: -pair[0])
 
 
 # -------------------------------------------------------------------------------------------------

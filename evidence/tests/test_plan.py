@@ -8,8 +8,8 @@ import transformers
 from byte_tokenizer import write_byte_tokenizer
 from evidence.bench import keys_of, make_models
 from tiny import ROOT, Started, jsonl, read_jsonl, typed, write
-from tools.memory import dry_run, read_run
-from tools.work import counted
+from tools.memory import MOST, dry_run, read_run
+from tools.work import counted, depths_of, dry_run_by_lines
 from torch.utils.flop_counter import FlopCounterMode
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -47,6 +47,33 @@ def test_a_text_costs_what_torch_counts_of_a_real_model(family, more, tmp_path):
 
 def plan(folder, *argv):
     return Started("tools/plan.py", list(map(str, argv)), str(folder)).wait()
+
+
+def test_deep_models_are_lines_through_shallow_ones(tmp_path):
+    """Layers of two kinds in turns, two ranks, a deeper reward model: as the whole models are."""
+    for name, layers in (("policy", 8), ("scores", 10)):
+        transformers.Gemma3TextConfig(**SMALL | dict(num_hidden_layers=layers), head_dim=16,
+                                      num_key_value_heads=2, sliding_window=8, num_labels=1,
+                                      layer_types=["sliding_attention", "full_attention"] * (
+                                          layers // 2)).save_pretrained(tmp_path / name)
+    script, config = read_run(["grpo.py", *typed(dict(
+        policy_path=tmp_path / "policy", reward_path=tmp_path / "scores", batch_size=8,
+        reward_functions="reward_model", max_new_tokens=12, max_prompt_tokens=8, kl_coef=0,
+        world_size=2, gpu_gb=1, group_size=2))])
+    with dry_run(script, config) as run:
+        depths = depths_of(run[1])
+        whole = counted(script, run, 4, 6), run[2](**MOST)
+    assert depths == (2, 4, dict(policy=8, reward_model=10))
+    run = dry_run_by_lines(script, config, depths, [(4, 6)])
+    assert run[0] == whole[0][3] and run[1] == whole[0][2]
+    (counts, cache, *_), (counts2, cache2, *_) = counted(script, run, 4, 6), whole[0]
+    assert cache == cache2
+    assert counts == {key: pytest.approx(count) for key, count in counts2.items()}
+    (rows, found, _), (rows2, found2, _) = run[2](**MOST), whole[1]
+    assert rows == rows2 and found.keys() == found2.keys()
+    for phase in ("rollout", "reading", "update"):
+        assert max(found[key][0] for key in found if key[0] == phase) == pytest.approx(
+            max(found2[key][0] for key in found if key[0] == phase), rel=0.02), phase
 
 
 def rows_of(text):
