@@ -69,10 +69,11 @@ print(check.verdict(logprobs, lesson1.CHECKS["logprobs"]))""",),
 
 def notebook(cells):
     """Texts and tuples, as a notebook that has not been run: a dict."""
-    made = [dict(cell_type="code", id=f"cell{i}", metadata={}, source=cell[0].strip("\n"),
-                 execution_count=None, outputs=[]) if isinstance(cell, tuple) else
-            dict(cell_type="markdown", id=f"cell{i}", metadata={}, source=cell.strip("\n"))
-            for i, cell in enumerate(cells)]
+    made = []
+    for i, cell in enumerate(cells):
+        code = dict(execution_count=None, outputs=[]) if isinstance(cell, tuple) else {}
+        made.append(dict(cell_type="code" if code else "markdown", id=f"cell{i}", metadata={},
+                         source="".join(cell).strip("\n")) | code)
     kernel = dict(name="python3", display_name="Python 3", language="python")
     return dict(cells=made, nbformat=4, nbformat_minor=5, metadata=dict(kernelspec=kernel))
 

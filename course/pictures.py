@@ -25,17 +25,13 @@ from formulas import kl_estimate  # noqa: E402
 BLUE, ORANGE, GREEN, GREY = "C0", "C1", "C2", "0.6"
 
 
-def save(figure, name):
-    figure.savefig(os.path.join(HERE, "pictures", f"{name}.svg"), metadata={"Date": None})
-
-
 def draw(name, width, height, columns=1):
     """A decorator: the function draws into axes, and the picture is saved under a name."""
     def with_axes(function):
         figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained",
                                     squeeze=False)
         function(*axes[0])
-        save(figure, name)
+        figure.savefig(os.path.join(HERE, "pictures", f"{name}.svg"), metadata={"Date": None})
 
     return with_axes
 

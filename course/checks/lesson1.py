@@ -35,18 +35,12 @@ MISTAKES = {
     "larger": lambda logits, ids, c: pick((logits[:-1] * c).log_softmax(-1), ids[1:]),
     "you do not use the temperature":
         lambda logits, ids, c: pick(logits[:-1].log_softmax(-1), ids[1:]),
-    "you divide the log-probs by the temperature; divide the logits, before the softmax, or the "
-    "probabilities do not add up to 1":
-        lambda logits, ids, c: pick(logits[:-1].log_softmax(-1), ids[1:]) / c,
     "you return logits; subtract the logarithm of the sum of all exp(logit): log_softmax":
         lambda logits, ids, c: pick(logits[:-1] / c, ids[1:]),
     "your softmax goes over the text; it must go over the vocabulary, the last dimension":
         lambda logits, ids, c: pick((logits[:-1] / c).log_softmax(0), ids[1:]),
     "this is minus the log-prob: a loss, such as F.cross_entropy, has the other sign":
         lambda logits, ids, c: -right(logits, ids, c),
-    "the temperature is used twice": lambda logits, ids, c: right(logits / c, ids, c),
-    "you take the likeliest token; the text's own is wanted":
-        lambda logits, ids, c: (logits[:-1] / c).log_softmax(-1).amax(-1),
 }
 BIG = {
     "there is a small number such as 1e-8 inside your logarithm: it hides how unlikely a token is. "

@@ -39,8 +39,6 @@ def pushes(logits, words):
 EXACT = {
     "you differentiate p as if it were one logit: raising a word's logit lowers all other words, "
     "so J is subtracted from each reward": lambda logits, rewards: logits.softmax(0) * rewards,
-    "the factor p is missing: a word that is never said has no gradient":
-        lambda logits, rewards: rewards - (logits.softmax(0) * rewards).sum(),
     "you subtract the mean of the rewards, where each word counts the same; J weighs the words by "
     "their probabilities": lambda logits, rewards: logits.softmax(0) * (rewards - rewards.mean()),
     "this is the mean over the words, divided by V; the probabilities are the weights already":
@@ -55,17 +53,10 @@ SAMPLED = {
     "the gradient of log p of a word is 1 at that word *minus p* at all words; you left out the "
     "probabilities": lambda logits, words, r, b: ((r - b)[:, None] * torch.eye(
         len(logits), dtype=torch.float64)[words]).mean(0),
-    "you took the gradient of p, and not of log p: words that are rarely said would count less "
-    "twice, as they are rarely sampled, too": lambda logits, words, r, b: (
-        ((r - b) * logits.softmax(0)[words])[:, None] * pushes(logits, words)).mean(0),
     "you divide by n - 1, as in a variance; a mean is divided by n": lambda logits, words, r, b:
         sampled(logits, words, r, b) * len(words) / (len(words) - 1),
-    "you divide by the size of the vocabulary; divide by the number of samples":
-        lambda logits, words, r, b: sampled(logits, words, r, b) * len(words) / len(logits),
     "you multiply the mean reward by the mean gradient; each sample's gradient has *its own* "
     "reward": lambda logits, words, r, b: (r - b).mean() * pushes(logits, words).mean(0),
-    "you subtract the mean of these rewards; the baseline is an argument":
-        lambda logits, words, r, b: sampled(logits, words, r, r.mean()),
 }
 CHECKS = {
     "exact_gradient": SimpleNamespace(

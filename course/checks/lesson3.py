@@ -12,9 +12,9 @@ def case(mask, gamma, lam):
     return rewards, values, mask, gamma, lam
 
 
-def right(rewards, values, mask, gamma, lam, part="advantage", last_value=0.0):
+def right(rewards, values, mask, gamma, lam, part="advantage"):
     found = torch.zeros(len(rewards), dtype=torch.float64)
-    advantage, next_value = 0.0, last_value
+    advantage = next_value = 0.0
     for t in reversed(mask.nonzero().flatten().tolist()):
         delta = rewards[t] + gamma * next_value - values[t]
         advantage = delta + gamma * lam * advantage
@@ -25,14 +25,11 @@ def right(rewards, values, mask, gamma, lam, part="advantage", last_value=0.0):
 
 def loop(r, v, mask, gamma, lam, delta=lambda r, v, after, gamma: r + gamma * after - v,
          decay=lambda gamma, lam: gamma * lam, everywhere=False, gaps=False, column=False,
-         forward=False, reset=False, bootstrap=False):
+         reset=False):
     """The loop with one of its parts wrong."""
     found, advantage, after = torch.zeros(len(r), dtype=torch.float64), 0.0, 0.0
-    if bootstrap:
-        after = v[mask.nonzero().max()]
     last = len(r) - 1 if everywhere else int(mask.nonzero().max())
-    steps = range(last + 1) if forward else range(last, -1, -1)
-    for t in steps:
+    for t in range(last, -1, -1):
         if not (mask[t] or everywhere):
             if gaps:  # a step of reward 0 and value 0
                 advantage, after = gamma * after + decay(gamma, lam) * advantage, 0.0
@@ -68,22 +65,12 @@ MISTAKES = {
     "delta lacks the next value": mistake(delta=lambda r, v, after, gamma: r - v),
     "these are the returns, advantage + value; wanted are the advantages":
         lambda *arguments: right(*arguments, part="return"),
-    "you go forward in time; begin with the last token, which needs no other":
-        mistake(forward=True),
-    "behind the last token the value is 0; you took that of the last column":
-        lambda r, v, mask, gamma, lam: right(r, v, mask, gamma, lam, last_value=v[-1]),
-    "behind the last token the value is 0; you took its own value":
-        mistake(bootstrap=True),
     "you compute with padding and gaps, and apply the mask only at the end: what stands there is "
     "already in the tokens before": lambda *a: loop(*a, everywhere=True) * a[2],
-    "you multiply rewards and values by the mask, and count each gap as steps of time; leave the "
-    "gap out": lambda r, v, mask, gamma, lam: loop(
-        r * mask, v * mask, mask, gamma, lam, everywhere=True),
     "a gap ends your response: the value and the advantage behind it belong to the token before it":
         mistake(reset=True),
     "these are the deltas alone, as with lam = 0: the advantage of the next is missing":
         mistake(decay=lambda gamma, lam: 0.0),
-    "gamma is missing everywhere": lambda r, v, mask, gamma, lam: right(r, v, mask, 1.0, lam),
     "delta has no values at all: these are the discounted rewards to come":
         mistake(delta=lambda r, v, after, gamma: r),
 }

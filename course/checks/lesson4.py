@@ -68,13 +68,8 @@ MISTAKES = {
         mistake(ratio=lambda new, old: new - old),
     "the range is one of the ratio, 1 - cliprange to 1 + cliprange; you keep its logarithm within "
     "-cliprange and cliprange": mistake(clip=lambda r, c: r.log().clamp(-c, c).exp()),
-    "you keep the ratio within -cliprange and cliprange; it is near 1, so that is a range around 1":
-        mistake(clip=lambda r, c: r.clamp(-c, c)),
     "you clip above only; below 1 - cliprange a bad token has nothing more to gain, either":
         mistake(clip=lambda r, c: r.clamp(max=1 + c)),
-    "you clip advantage * ratio; the ratio alone is kept within the range": lambda new, old, a,
-        mask, c: loss(new, old, a, mask, c, losses=lambda plain, clipped: torch.maximum(
-            plain, -(a * (new - old).exp()).clamp(1 - c, 1 + c))),
 }
 
 
@@ -91,17 +86,10 @@ GRADIENT = {
     "an advantage of 0 has no gradient": lambda r, a, c: ~(
         (a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c)),
     "the other way round: you say where it is 0": lambda r, a, c: ~gradient(r, a, c),
-    "you have the two sides the wrong way round: a good token is stopped above, a bad one below":
-        lambda r, a, c: ~((a < 0) & (r > 1 + c) | (a > 0) & (r < 1 - c)) & (a != 0),
-    "you look at one side only, above 1 + cliprange":
-        lambda r, a, c: ~((a > 0) & (r > 1 + c)) & (a != 0),
     "you say where the clip takes the gradient away; and an advantage of 0 has no gradient":
         lambda r, a, c: (a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c),
     "you compare the logarithm of the ratio with cliprange; the range is one of the ratio":
         lambda r, a, c: gradient(1 + r.log(), a, c),
-    "you look at the ratio alone; the sign of the advantage decides which side is stopped; and an "
-    "advantage of 0 has no gradient": lambda r, a, c: (r - 1).abs() > c,
-    "you look at the advantage alone; the ratio decides, too": lambda r, a, c: a != 0,
 }
 RATIOS = torch.tensor([0.5, 0.5, 0.9, 0.9, 1.1, 1.1, 1.5, 1.5, 1.5, 0.5,
                        1.21, 1.21, 0.81, 0.81, 1.0]).double()

@@ -26,8 +26,6 @@ MISTAKES = {
     "you add up the pairs; take their mean": lambda c, r: right(c, r) * len(c),
     "the logarithm is missing: this is the mean probability that the chosen one wins":
         lambda c, r: (c - r).sigmoid().mean(),
-    "you take the loss of the mean difference; take the mean of the pairs' losses":
-        lambda c, r: right(c.mean()[None], r.mean()[None]),
     "you take each score's sigmoid; the sigmoid of the *difference* is wanted":
         lambda c, r: -(c.sigmoid() - r.sigmoid()).mean(),
 }

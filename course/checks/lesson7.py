@@ -70,9 +70,6 @@ MISTAKES = {
         groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-4), ["dr_grpo"]),
     "grpo: the division by the deviation is missing": groups(lambda g, x, kind: x, ["grpo"]),
     "maxrl: the division by the mean is missing": groups(lambda g, x, kind: x, ["maxrl"]),
-    "maxrl: the mean is not subtracted": groups(
-        lambda g, x, kind: g / (g.mean(1, keepdim=True) + 1e-4), ["maxrl"]),
-    "dr_grpo: the group's mean is not subtracted": groups(lambda g, x, kind: g, ["dr_grpo"]),
     "grpo: the mean of the group is not subtracted: with scores of 0 and more nothing is punished":
         groups(lambda g, x, kind: g / (g.std(1, keepdim=True) + 1e-4), ["grpo"]),
 }
