@@ -1,7 +1,7 @@
 """
 Makes notebooks. pip install ".[dev]" -c requirements.lock brings what runs them.
 
-    python course/notebook.py       # first_hour.ipynb, and runs it, after `bash runs/quickstart.sh`
+    python course/notebook.py       # runs first_hour.ipynb again, after `bash runs/quickstart.sh`
     python course/notebook.py 3     # lesson3.ipynb from lesson3.md and exercise3.py, to be run
 
 A notebook is run as Jupyter does it: in its own folder, course/. So the first cell goes up.
@@ -13,58 +13,18 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FILE = os.path.join(HERE, "first_hour.ipynb")
-UP = """import os
-import sys
-if not os.path.exists("runs"):
-    os.chdir("..")  # Jupyter has begun in course/
-sys.path[:0] = ["course", "."]
-os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
-os.environ["QUARTET_PYTHON"] = sys.executable  # nothing is installed
-%matplotlib inline"""
-# texts; a tuple is a code cell, where ! begins a command of the shell
-CELLS = [
-    "# The first hour\n\nOnce, in quartet's folder: `pip install -r requirements.txt notebook -c "
-    "requirements.lock`, and then `jupyter notebook course/first_hour.ipynb`.",
-    (UP,),
-    "The next cell makes the data and the models, in three to six minutes on two CPU cores. What "
-    "is there already is not made again.",
-    ("""if os.path.exists("out/arithmetic_ppo/policy"):
-    print("the models are there")
-else:
-    !bash runs/quickstart.sh 2>&1 | grep -E "^(iter|eval|saved)"
-""",),
-    "![four models](../assets/models.svg)\n\nA small model has learned to add from careless "
-    "demonstrations. Three in ten think first, and these are right. Each token is drawn:\n\n"
-    "![sampling](pictures/sampling.svg)",
-    ('!python tools/sample.py --policy_path=out/arithmetic_sft/policy --prompt="123+456=" '
-     '--samples=4',),
-    "PPO has found out that thinking pays. Every number of one of its responses:",
-    ('!python tools/explain.py --run=out/arithmetic_ppo --prompt="123+456=" | head -n 24',),
-    "The log has a record an iteration. The score is what PPO trains on. The accuracy is what we "
-    "want; the reward model has never seen it. The KL is what the policy pays for.",
-    ("""import json
-import matplotlib.pyplot as plt
-records = [json.loads(line) for line in open("out/arithmetic_ppo/log.jsonl")]
-records = [record for record in records if "objective/scores" in record]
-figure, axes = plt.subplots(1, 3, figsize=(11, 2.8), layout="constrained")
-for i, name in enumerate(("scores", "accuracy", "kl")):
-    axes[i].plot([record["objective/" + name] for record in records])
-    axes[i].set(title=name, xlabel="iteration")
-plt.show()""",),
-    "The same as a page with the samples. Open `out/arithmetic_ppo.html` in a browser.",
-    ("!python tools/plot.py --runs=out/arithmetic_ppo --out=out/arithmetic_ppo.html",),
-    "An exercise of lesson 1, with a mistake in it: which row of the logits is of which token?",
-    ("""import check
-from checks import lesson1
 
-def logprobs(logits, ids, temperature):
-    rows = (logits[1:] / temperature).log_softmax(-1)
-    return rows.gather(-1, ids[1:, None])[:, 0]
 
-print(check.verdict(logprobs, lesson1.CHECKS["logprobs"]))""",),
-    "Mend it, and go on with [lesson 1](lesson1.md); `python course/notebook.py 1` makes a "
-    "notebook of it.",
-]
+def first_hour():
+    """The notebook of the first hour, a dict; its cells are written in Jupyter."""
+    with open(FILE, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def begins():
+    """The first code cell of each notebook: it goes up from course/."""
+    return "".join(next(cell["source"] for cell in first_hour()["cells"]
+                        if cell["cell_type"] == "code"))
 
 
 def notebook(cells):
@@ -82,7 +42,7 @@ def lesson(number):
     """The cells of a lesson: its blocks of commands are code, then the exercise and its check."""
     with open(f"{HERE}/lesson{number}.md", encoding="utf-8") as f:
         parts = re.split(r"\n\n((?:    .*\n|\n(?=    ))+)", f.read())
-    cells = [(UP,)]
+    cells = [(begins(),)]
     for i, part in enumerate(parts):
         lines = [line[4:] for line in part.split("\n")]
         if i % 2 == 0:
@@ -122,12 +82,12 @@ def run(made, timeout=1200):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1] not in "12345678":
-        sys.exit(f"notebook.py: wanted a lesson from 1 to 8, given {sys.argv[1]}")
-    for number in sys.argv[1:]:
-        FILE = f"{HERE}/lesson{number}.ipynb"
-    book = notebook(lesson(number)) if sys.argv[1:] else run(notebook(CELLS))
-    with open(FILE, "w", encoding="utf-8") as f:
+    number = "".join(sys.argv[1:])
+    if number and number not in "123456789":
+        sys.exit(f"notebook.py: wanted a lesson from 1 to 9, given {number}")
+    book = notebook(lesson(number)) if number else run(first_hour())
+    file = f"{HERE}/lesson{number}.ipynb" if number else FILE
+    with open(file, "w", encoding="utf-8") as f:
         json.dump(book, f, indent=1)
         f.write("\n")
-    print(f"made {FILE}; next: jupyter notebook {FILE}")
+    print(f"made {file}; next: jupyter notebook {file}")
