@@ -5,7 +5,7 @@ Checks the exercises of the course, and says what is wrong in the words of the m
     python course/check.py 3      # one lesson
     pytest course                 # all, as tests
 
-checks/lessonN.py has, for each function, CASES (arguments), `right` (the function, in plain loops)
+checks/lessonN.py has, for each function, CASES (arguments), `right` (the function)
 and MISTAKES: {what is wrong: a function that makes this mistake}. Some have more: LARGE, cases of
 large numbers, in whose words a function that overflows is told; `gradient_of`, the places of the
 arguments in which the result must have a gradient; `parts`, names of the result's rows. Try first,
@@ -179,8 +179,7 @@ def explain(check, cases, results, mistakes, related=True):
         return f": {words}"
     columns = {}  # by the name of a part: its results, the right ones, and each mistake's
     for i, case in enumerate(cases):
-        answer = split(check, case, results[i])
-        right = split(check, case, wanted[i])
+        answer, right = (split(check, case, x[i]) for x in (results, wanted))
         for name in answer.keys() & right.keys():
             column = columns.setdefault(name, ([], [], {words: [] for words in theirs}))
             column[0].append(answer[name])

@@ -21,12 +21,6 @@ def first_hour():
         return json.load(f)
 
 
-def begins():
-    """The first code cell of each notebook: it goes up from course/."""
-    return "".join(next(cell["source"] for cell in first_hour()["cells"]
-                        if cell["cell_type"] == "code"))
-
-
 def notebook(cells):
     """Texts and tuples, as a notebook that has not been run: a dict."""
     made = []
@@ -42,7 +36,7 @@ def lesson(number):
     """The cells of a lesson: its blocks of commands are code, then the exercise and its check."""
     with open(f"{HERE}/lesson{number}.md", encoding="utf-8") as f:
         parts = re.split(r"\n\n((?:    .*\n|\n(?=    ))+)", f.read())
-    cells = [(begins(),)]
+    cells = [("".join(first_hour()["cells"][1]["source"]),)]  # it goes up from course/
     for i, part in enumerate(parts):
         lines = [line[4:] for line in part.split("\n")]
         if i % 2 == 0:

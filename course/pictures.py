@@ -1,7 +1,4 @@
-"""
-Draws the pictures of the course, as SVG, for slides: python course/pictures.py. A seventh, of the
-four models, is assets/models.svg.
-"""
+"""Draws the pictures of the course, as SVG: python course/pictures.py"""
 import os
 import sys
 

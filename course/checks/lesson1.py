@@ -11,17 +11,12 @@ def case(length, vocabulary, temperature):
     return logits, torch.randint(vocabulary, (length,), generator=DRAWN), temperature
 
 
-def right(logits, ids, temperature):
-    found = []
-    for t in range(len(ids) - 1):  # row t speaks of the token behind token t
-        scaled = [x / temperature for x in logits[t].tolist()]
-        total = torch.tensor(scaled, dtype=torch.float64).logsumexp(0)
-        found.append(scaled[int(ids[t + 1])] - total)
-    return torch.stack(found)
-
-
 def pick(rows, ids):
     return rows[range(len(ids)), ids]
+
+
+def right(logits, ids, temperature):  # row t speaks of the token behind token t
+    return pick((logits[:-1] / temperature).log_softmax(-1), ids[1:])
 
 
 MISTAKES = {

@@ -12,21 +12,10 @@ def case(mask, gamma, lam):
     return rewards, values, mask, gamma, lam
 
 
-def right(rewards, values, mask, gamma, lam, part="advantage"):
-    found = torch.zeros(len(rewards), dtype=torch.float64)
-    advantage = next_value = 0.0
-    for t in reversed(mask.nonzero().flatten().tolist()):
-        delta = rewards[t] + gamma * next_value - values[t]
-        advantage = delta + gamma * lam * advantage
-        found[t] = advantage if part == "advantage" else advantage + values[t]
-        next_value = values[t]
-    return found
-
-
 def loop(r, v, mask, gamma, lam, delta=lambda r, v, after, gamma: r + gamma * after - v,
          decay=lambda gamma, lam: gamma * lam, everywhere=False, gaps=False, column=False,
          reset=False):
-    """The loop with one of its parts wrong."""
+    """GAE; or with one of its parts wrong."""
     found, advantage, after = torch.zeros(len(r), dtype=torch.float64), 0.0, 0.0
     last = len(r) - 1 if everywhere else int(mask.nonzero().max())
     for t in range(last, -1, -1):
@@ -41,6 +30,10 @@ def loop(r, v, mask, gamma, lam, delta=lambda r, v, after, gamma: r + gamma * af
         advantage = delta(r[t], v[t], after, gamma) + decay(gamma, lam) * advantage
         found[t], after = advantage, v[t]
     return found
+
+
+def right(rewards, values, mask, gamma, lam):
+    return loop(rewards, values, mask, gamma, lam)
 
 
 def mistake(**how):
@@ -64,7 +57,7 @@ MISTAKES = {
         mistake(delta=lambda r, v, after, gamma: r + gamma * after),
     "delta lacks the next value": mistake(delta=lambda r, v, after, gamma: r - v),
     "these are the returns, advantage + value; wanted are the advantages":
-        lambda *arguments: right(*arguments, part="return"),
+        lambda *a: loop(*a) + a[1] * a[2],
     "you compute with padding and gaps, and apply the mask only at the end: what stands there is "
     "already in the tokens before": lambda *a: loop(*a, everywhere=True) * a[2],
     "a gap ends your response: the value and the advantage behind it belong to the token before it":

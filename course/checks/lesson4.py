@@ -1,5 +1,4 @@
 """What lesson 4's functions should return, and what they return by each typical mistake."""
-import math
 from types import SimpleNamespace
 
 import torch
@@ -23,21 +22,16 @@ def far():
     return ratio.log() - 1.5, torch.full_like(ratio, -1.5), signs, signs != 0, 0.2
 
 
-def right(logprobs, old_logprobs, advantages, mask, cliprange):
-    total, count = 0.0, 0
-    for i, t in mask.nonzero().tolist():
-        ratio, advantage = math.exp(logprobs[i, t] - old_logprobs[i, t]), advantages[i, t]
-        kept = min(max(ratio, 1 - cliprange), 1 + cliprange)
-        total, count = total + max(-advantage * ratio, -advantage * kept), count + 1
-    return total / count
-
-
 def loss(new, old, advantages, mask, c, ratio=lambda new, old: (new - old).exp(),
          losses=torch.maximum, mean=lambda x, mask: x[mask].mean(), sign=-1,
          clip=lambda r, c: r.clamp(1 - c, 1 + c)):
-    """The loss with one of its parts wrong."""
+    """The loss; or with one of its parts wrong."""
     r = ratio(new, old)
     return mean(losses(sign * advantages * r, sign * advantages * clip(r, c)), mask)
+
+
+def right(logprobs, old_logprobs, advantages, mask, cliprange):
+    return loss(logprobs, old_logprobs, advantages, mask, cliprange)
 
 
 def mistake(**how):
@@ -74,10 +68,7 @@ MISTAKES = {
 
 
 def gradient(ratio, advantages, c):
-    found = []
-    for r, a in zip(ratio.tolist(), advantages.tolist(), strict=True):
-        found.append(a != 0 and not (a > 0 and r > 1 + c) and not (a < 0 and r < 1 - c))
-    return torch.tensor(found)
+    return (advantages > 0) & (ratio < 1 + c) | (advantages < 0) & (ratio > 1 - c)
 
 
 GRADIENT = {

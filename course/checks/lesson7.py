@@ -12,17 +12,10 @@ def drawn(n):
 
 
 def right(scores, group_size, kind):
-    found = []
-    for first in range(0, len(scores), group_size):
-        group = scores[first:first + group_size].tolist()
-        mean = sum(group) / group_size
-        variance = sum((x - mean) ** 2 for x in group) / (group_size - 1)
-        for i, x in enumerate(group):
-            others = [y for j, y in enumerate(group) if j != i]
-            found.append({"grpo": (x - mean) / (variance**0.5 + 1e-4), "dr_grpo": x - mean,
-                          "rloo": x - sum(others) / len(others),
-                          "maxrl": (x - mean) / (mean + 1e-4)}[kind])
-    return torch.tensor(found, dtype=torch.float64)
+    g = scores.view(-1, group_size)
+    x, mean = g - g.mean(1, keepdim=True), g.mean(1, keepdim=True)
+    return {"grpo": x / (g.std(1, keepdim=True) + 1e-4), "dr_grpo": x,
+            "rloo": x * group_size / (group_size - 1), "maxrl": x / (mean + 1e-4)}[kind].flatten()
 
 
 def groups(change, kinds=KINDS):
