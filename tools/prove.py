@@ -454,7 +454,7 @@ def look(base, keys, verdicts, only):
             raise CannotRun(base.said)
         lines = [f"the run itself says: {base.said}"]
     kls = [record["objective/kl"] for record in base.log if "objective/kl" in record]
-    if keys.get("kl_coef", 0) > 0 and len(kls) > 1 and not any(kls):
+    if not lines and keys.get("kl_coef", 0) > 0 and len(kls) > 1 and not any(kls):
         lines.append(LOOKS["kl"])
     if only in ("", "trained") or {*base.codes} != {0}:
         verdicts.tell("trained", "trained", "", dict(kind="look") if lines else None, lines)
