@@ -147,6 +147,16 @@ def test_the_clinic(tmp_path):
     assert code == 0 and "2 of 2" in said, said
 
 
+def test_the_slides_have_each_command_of_the_hour():
+    pages = [open(f"{ROOT}/course/{name}", encoding="utf-8").read()
+             for name in ("README.md", "slides.html")]
+    plan = re.findall(r"(?m)^\| \d+ \|.*", pages[0])
+    commands = [x for row in plan for x in re.findall("`(python [^`]+)`", row)]
+    assert len(commands) == 5 and all(x in pages[1] for x in commands)
+    for path in re.findall(r'(?:src|href)="([^"#]+)"', pages[1]):
+        assert os.path.exists(f"{ROOT}/course/{path}"), path
+
+
 def test_answers_with_a_slip(tmp_path):
     """The line is told; capitals, empty lines and spaces do not matter."""
     file = tmp_path / "answers.txt"
