@@ -221,6 +221,7 @@ def test_each_command_of_the_docs_fits_its_script(monkeypatch):
     shared = read_keys("config/keys.py")
     for page in ["README.md", *glob.glob("docs/*.md")]:
         text = open(page, encoding="utf-8").read() if os.path.exists(page) else ""  # not in a fork
-        for command in re.findall(r"(?m)^    (?:.* )?((?:ppo|grpo|sft|rm)\.py [^\n]+)", text):
+        for command in re.findall(
+                r"(?m)^    (?!.*tools/)(?:.* )?((?:ppo|grpo|sft|rm)\.py [^\n]+)", text):
             script, *argv = shlex.split(command, comments=True)
             read_arguments(read_keys(script) | shared, argv)
