@@ -205,7 +205,7 @@ def scaled_logits(logits, temperature=1.0, tokenizer=None):
     temperature, in at least float32; -inf from the tokenizer's vocab_size on. The sampler and all
     log-probs use this function, so they mean the same distribution. Temperature 0 counts as 1.
     """
-    if getattr(temperature, "ndim", 0):
+    if torch.is_tensor(temperature) and temperature.ndim:
         raise TypeError(f"temperature must be one number, not a tensor {tuple(temperature.shape)}")
     logits = at_least_float32(logits)
     if temperature not in (0, 1):

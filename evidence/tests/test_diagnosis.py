@@ -19,7 +19,27 @@ from tiny import ROOT, of_copy, read_jsonl, run, well
 
 sys.path.insert(0, f"{ROOT}/course")
 clinic = importlib.import_module("clinic")  # it has the toy, and some of the faults
-GRPO, PPO = clinic.GRPO, clinic.PPO
+GRPO, PPO = (keys | dict(reward_functions="accuracy") for keys in (clinic.GRPO, clinic.PPO))
+REWARDS = """
+import random
+
+def longer(batch):
+    return [len(text) / 10 for text in batch["completions"]]
+
+def same(batch):
+    return [1.0 for text in batch["completions"]]
+
+def nothing(batch):  # a number that has nothing to do with the text
+    return [random.Random(text + str(i)).random() for i, text in enumerate(batch["completions"])]
+
+def two(batch):  # one answer for all prompts
+    return [float(text == "2") for text in batch["completions"]]
+
+def other_rows(batch):  # right or not, in another order than the texts
+    texts, rows = batch["completions"], batch["rows"]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    return [float(texts[i].split("</think>")[-1] == rows[i]["answer"]) for i in order]
+"""
 with open(f"{ROOT}/docs/diagnosis.md", encoding="utf-8") as page:
     TABLE = page.read().partition("## The runs")[2]
 ROWS = dict(re.findall(r"^\| (.+?) \| (`.+) \|$", TABLE, re.MULTILINE))
@@ -31,7 +51,7 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "a learning rate 1,000 times too small": (PPO | dict(learning_rate=3e-6), None),
     "a reward that is always 1": (GRPO | dict(reward_functions="mine.py:same"), None),
     "a reward of length, `kl_coef` = 1e-9": (
-        PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=4), None),
+        PPO | dict(reward_functions="mine.py:longer", kl_coef=1e-9, max_iters=5), None),
     "a reward that does not read the text": (
         GRPO | dict(reward_functions="mine.py:nothing"), None),
     "a reward for one answer to all prompts": (
@@ -44,7 +64,7 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
     "old log-probs of now": (GRPO, (
         "grpo.py", 'logprobs, mb["old_logprobs"], mb', "logprobs, logprobs.detach(), mb")),
     "a mask without the EOS": (GRPO | dict(max_iters=1), (
-        "batches.py", "< lengths[:, None]", "< (lengths - finished.long())[:, None]")),
+        "batches.py", "sampled = t < lengths", "sampled = t < (lengths - finished.long())")),
     "gradients that are never set to 0": (PPO, (
         "ppo.py", "parallel.zero_gradients(gradients)", "pass")),
     "`min` in the place of `max`, PPO of six passes": (PPO | dict(ppo_epochs=6, max_iters=2), (
@@ -57,7 +77,7 @@ RUNS = {  # name on the page: keys; a line (file, old, new) that is wrong
         GRPO | dict(reward_functions="mine.py:other_rows"), None),
     "a sampler of another temperature, bfloat16": (GRPO | dict(
         dtype="bfloat16", max_iters=1), (
-        "rollout.py", "temperature or 1.0, tok", "0.7 * temperature, tok")),
+        "rollout.py", "(logits, temperature, tok", "(logits, 0.7 * temperature, tok")),
 }
 
 BREAK = ["a learning rate 100 times too large"]  # the run itself says it
@@ -69,6 +89,8 @@ def toy(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("toy"))
     assert transformers.GPT2LMHeadModel  # imported once, before the forks
     clinic.write_toy(folder)
+    with open(f"{folder}/mine.py", "w", encoding="utf-8") as f:
+        f.write(REWARDS)
     well("sft.py", folder, clinic.SFT)
     return folder
 
