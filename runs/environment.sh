@@ -11,8 +11,8 @@ place() {
     local left=0 share
     for share in "${shares[@]:$((number - 1))}"; do left=$((left + share)); done
     [ ${#shares[@]} = 0 ] || printf 'step %s of %s' "$number" ${#shares[@]}
-    # rounded up, so that it never says 0
-    [ "$known" -lt 10 ] || printf ', about %s minute(s) left' "$((took * left / known / 60 + 1))"
+    # in minutes, as the lines of a run; rounded up, so that it never says 0
+    [ "$known" -lt 10 ] || printf ', about %s min left' "$((took * left / known / 60 + 1))"
     [ ${#shares[@]} = 0 ] || echo
 }
 # typed LINE COMMAND: print the line that one would type, and run the command
