@@ -42,7 +42,7 @@ float64. The columns, in the order in which an iteration writes them:
     counted           (B, T)  bool   grpo                     grpo
     weights           (B, T)  float  grpo                     grpo
 
-index: the number of the row, 0 to B - 1. row: that of the data row which the response answers.
+index: the number of the row, 0 to B - 1. row: that of the data row whose prompt it answers.
 slot: the place of that data row in the iteration. turn_rewards: what an environment pays for a
 turn, at its last token. age: how many updates the policy has made since it sampled the batch.
 token_rewards: the part of the scores that stands at single tokens. counted: the sampled tokens that

@@ -59,8 +59,8 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     A collective: create out_dir and lock it, or check that it has the same run: the same values of
     the keys must_match, the same token_ids (a hash of all that the run trains on), and the same
     weights of the models, {name: Model}, that are not in trained. Returns (folder, state) of the
-    checkpoint to resume from; folder is None if there is none. The state may
-    also have "run/over", if the run has ended, and "run/evaluated", see cut_logs. Raises BadInput.
+    checkpoint to resume from; folder is None if there is none. The state may also have "run/over",
+    if the run has ended, and "run/evaluated", see cut_logs. Raises BadInput.
     """
     frozen = {getattr(model, "folder", model.path): name for name, model in models.items()
               if name not in trained}
@@ -261,8 +261,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
 def save_final(out_dir, name, model, dtype="auto", **about):
     """
     A collective: write a finished model to out_dir/name, complete or not at all. A LoRA adapter is
-    merged into it, and also saved in out_dir/name_adapter. dtype: auto (as
-    computed), float32 or bfloat16 (loses changes below 1/512 of a weight). about: options/cards.py.
+    merged into it, and also saved in out_dir/name_adapter. dtype: auto (as computed), float32, or
+    bfloat16 (loses changes below 1/512 of a weight). about: see options/cards.py.
     """
     def write(folder):
         hf, tensors = model.hf, {}
@@ -318,12 +318,18 @@ def optimizer_tensors(model, optimizer):
             for key, x in optimizer.state.get(p, {}).items() if torch.is_tensor(x)}
 
 
+def inner(optimizer):
+    """The optimizer that has this rank's states: at ZeRO stage 1 it is in a wrapper of torch's."""
+    wrapped = type(optimizer).__module__.startswith("torch.")
+    return getattr(optimizer, "optim", optimizer) if wrapped else optimizer
+
+
 def settings_of(optimizer):
     """The settings of an optimizer's groups, without parameters and lr, and its own; as repr."""
-    own = vars(optimizer) | vars(getattr(optimizer, "optim", optimizer))  # ZeRO stage 1 wraps it
     return ([{k: repr(x) for k, x in group.items() if k not in ("params", "lr")}
              for group in optimizer.param_groups],
-            {k: repr(x) for k, x in own.items() if k not in ("state", "param_groups")})
+            {k: repr(x) for k, x in vars(inner(optimizer)).items()
+             if k not in ("state", "param_groups")})
 
 
 def write_tensors(folder, stem, tensors):

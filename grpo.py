@@ -46,7 +46,7 @@ from metrics import add_up, gap, mean_of, summarize
 from model import response_logprobs
 from prompts import (batch_rows, encode_prompts, hash_of_ids, permutation, read_prompts,
                      rows_to_evaluate, run_length, say_prompts)
-from rewards import same_score_for_same_text, check_rows, lacks_shift, reward_terms, score_batch
+from rewards import check_rows, lacks_shift, reward_terms, same_score_for_same_text, score_batch
 from rollout import sample_batch
 from run import Run, make_optimizer
 

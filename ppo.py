@@ -279,6 +279,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
         policy=learning_rate_at(iteration, learning_rate, warmup_iters, max_iters, lr_decay),
         value_model=learning_rate_at(iteration, value_lr, value_warmup_iters, max_iters,
                                      value_lr_decay))
+    value_range = (cliprange_value or torch.inf) * unit  # how far a value may move, in scores
     sums = {}  # {metric: (sum, count)}, measured during the update
     steps = 0  # made so far; before the first one the ratio is 1
     for epoch in range(ppo_epochs):
@@ -309,7 +310,7 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
 
                 # the value model: squared error, with the new value kept near the old one
                 values = forward(value_model, mb)  # (b, W)
-                change, value_range = values - mb["values"], (cliprange_value or torch.inf) * unit
+                change = values - mb["values"]
                 clipped_values = mb["values"] + change.clamp(-value_range, value_range)
                 vf_losses1 = (values - mb["returns"]) ** 2
                 vf_losses2 = (clipped_values - mb["returns"]) ** 2

@@ -103,7 +103,8 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     """
     if "score" not in this_rank.does:  # ranks of another role will do it
         return
-    share = parallel.share(B := len(batch["tokens"]))
+    B = len(batch["tokens"])
+    share = parallel.share(B)
     part = {name: t[share.start:share.stop] for name, t in batch.items()}  # this rank's rows
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
     part |= texts_of(part, rows, policy.tokenizer) | dict(max_new_tokens=longest)

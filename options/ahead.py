@@ -28,8 +28,7 @@ class Ahead:
     """
     A script's rollouts, sampled ahead. rollout: the script's function, here rollout_now. config:
     all keys. rows: the data's; rows_of: a function, iteration -> the numbers of its rows. terms:
-    of the rewards.
-    Raises BadInput.
+    of the rewards. Raises BadInput.
     """
 
     def __init__(self, rollout, run, config, system, rows, rows_of, terms):

@@ -11,18 +11,13 @@ import re
 import torch
 
 import parallel
+from checkpoint import inner
 from configurator import read_json
 from errors import BadInput, shorten
 
 # these keep all in state and in groups; of other classes one looks for tensors at other places
 KNOWN = "torch.", "bitsandbytes.", "options."
 FULL = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance", "state1", "state2"
-
-
-def inner(optimizer):
-    """The optimizer that has this rank's states: at ZeRO stage 1 it is in a wrapper of torch's."""
-    wrapped = type(optimizer).__module__.startswith("torch.")
-    return getattr(optimizer, "optim", optimizer) if wrapped else optimizer
 
 
 def put_into_state(run):

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
+from checkpoint import inner
 from configurator import of_model
 from errors import BadInput
-from load import dtypes, read_model, freeze_or_train
-from options.fork_state import inner
+from load import dtypes, freeze_or_train, read_model
 from options.layers import layers_of
 from options.parts import outline
 from options.recompute import recompute
