@@ -32,8 +32,8 @@ from checkpoint import (LOGS, append, load_checkpoint, open_folder, save_checkpo
                         save_final, settings_of)
 from configurator import of_model
 from errors import BadInput, Stop, say
-from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
-                     summarize)
+from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, made_on,
+                     peak_memory_mib, summarize)
 from prompts import inputs_hash
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
@@ -368,6 +368,8 @@ class Run:
         self.record = record = {"iteration": self.iteration} | evaluated | {
             name: as_number(name, x) for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
+        if self.iteration == 0:
+            record |= made_on(self.device)
         if batch:
             # two runs that sampled the same tokens have the same hash
             text = batch["tokens"].cpu().numpy().tobytes()
