@@ -116,7 +116,7 @@ def peak_memory_mib(device):
 
 
 def made_on(device):
-    """What a log's figures hang on beside its keys: the device, torch, and the commit of quartet."""
+    """What a log's figures hang on beside its keys: the device, torch, quartet's commit."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
