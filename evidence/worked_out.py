@@ -11,14 +11,14 @@ import torch
 
 import by_hand
 import test_by_hand_options as with_options
-from by_hand import decode, encode, flat, is_flat, mean, seen
+from by_hand import decode, encode, flat, is_flat, mean, seen, there
 from test_by_hand import GRPO, PPO
 from tiny import ANSWERS, PROMPTS
 
 clipped_surrogate, grpo_update = by_hand.clipped_surrogate, by_hand.grpo_update
-ppo_update = by_hand.ppo_update
+ppo_update, ppo_losses = by_hand.ppo_update, by_hand.ppo_losses
 models_of, summary = by_hand.models_of, by_hand.summary
-judge, sample = by_hand.judge, by_hand.sample
+judge, sample, noise_of = by_hand.judge, by_hand.sample, by_hand.noise_of
 prompts_of, minibatches_of = by_hand.prompts_of, by_hand.minibatches_of
 kl_estimate = by_hand.kl_estimate
 find_group_advantages, grpo_losses = by_hand.find_group_advantages, by_hand.grpo_losses
@@ -215,7 +215,8 @@ def losses_of_tokens(c, models, r, weight):
         loss, bound = surrogate(c, log_ratios[t], r.advantages[t])
         seen[bound] += 1
         return loss, bound
-    return add_losses(c, models, r, weight, loss_of, lambda ratio, x: -x)
+    kl_of = (lambda ratio, x: -x) if c.kl_coef else None
+    return add_losses(c, models, r, weight, loss_of, kl_of)
 
 
 def unsolved_prompts(c, iteration, count, n):
@@ -508,6 +509,76 @@ def by_turns(c, groups):
             r.advantage = any(r.advantages)
 
 
+def compared(scores):
+    """Each minus the mean of all, over their deviation; None is no score."""
+    known = there(scores)
+    if is_flat(known):
+        return [0.0] * len(scores)
+    unit = statistics.stdev(known) + 1e-4
+    return [0.0 if x is None else (x - mean(known)) / unit for x in scores]
+
+
+def by_steps(c, groups):
+    """What ends at a token or behind it counts for it, and the rest of the score does."""
+    for group in groups:
+        of_steps = iter(compared([x for r in group for x in r.paid if x]))
+        of_rest = compared([r.score - sum(r.paid) for r in group])
+        for r, rest in zip(group, of_rest, strict=True):
+            own = [next(of_steps) if x else 0.0 for x in r.paid]
+            r.judged, r.advantages = r.score, [rest + sum(own[t:]) for t in range(len(own))]
+            r.advantage = any(r.advantages)
+            seen["steps"] += sum(x != 0 for x in own) > 1
+
+
+def noise_of_a_tree(c, purpose, iteration, slot, which):
+    shared, own = (noise_of(c, purpose, iteration, slot, n)
+                   for n in (which - which % c.branches, which))
+    return shared[:c.trunk] + own[c.trunk:]
+
+
+def of_trees(c, groups):
+    find_group_advantages(c, groups)
+    for group in groups:
+        trees = [group[i:i + c.branches] for i in range(0, len(group), c.branches)]
+        scores = [[r.judged for r in tree] for tree in trees]
+        values = [mean(there(x)) if there(x) else None for x in scores]
+        for tree, of_trunk, own in zip(trees, compared(values), map(compared, scores), strict=True):
+            for r, of_branch in zip(tree, own, strict=True):
+                r.advantages = [of_trunk if t < c.trunk else of_branch for t in range(len(r.own))]
+                r.advantage = any(r.advantages)
+                seen["ends in the trunk"] += len(r.own) <= c.trunk
+                seen["trunk against branch"] += of_trunk * of_branch < 0
+                seen["no score"] += r.judged is None
+
+
+def by_length_of_response(c, batch):
+    """VAPO: the returns are those of c.lam, the advantages of a lambda of each response's own."""
+    figures, c.batch = find_advantages(c, batch), batch
+    for r in batch:
+        lam = max(1 - 1 / (c.lam_alpha * len(r.own)), 0.0)
+        seen["lambda 0" if lam == 0 else "lambda above 0"] += 1
+        r.advantages, _ = by_hand.advantages_and_returns(
+            [x / r.unit for x in r.rewards], r.values, c.gamma, lam)
+    middle, deviation = centre_and_width(flat(r.advantages for r in batch))
+    for r in batch:
+        r.advantages = [(x - middle) / deviation for x in r.advantages]
+    return figures
+
+
+def losses_and_imitation(c, models, r, tokens):
+    figures = ppo_losses(c, models, r, tokens)
+    right = sum(len(x.own) for x in c.rows if x.score > 0)
+    seen["right" if r.score > 0 else "wrong"] += 1
+    if r.score > 0:
+        logprobs, _ = by_hand.logprobs_of(models.policy, r.prompt, r.response, c.temperature, r.own)
+        (-c.positive_coef * sum(logprobs) / right).backward()
+    return figures
+
+
+def clipped_higher(ratio, advantage, low, _):
+    return clipped_surrogate(ratio, advantage, low, 0.28)
+
+
 def losses_of_turns(c, models, r, weight):
     return losses_of_one_step(c, models, r, weight, r.advantages, False)
 
@@ -611,6 +682,25 @@ CASES |= {
         GRPO | ONE_STEP | dict(off_policy_limit=0.1),
         dict(grpo_losses=deepseek_losses, grpo_update=deepseek_update),
         ["left out", "worse, and kept", "good"]),
+    "VAPO": (
+        ["value_first", "vapo"], [], "ppo", PPO | dict(
+            lam=1.0, lam_alpha=0.3, positive_coef=0.3, value_first=1, max_iters=4, gamma=0.9,
+            mix=[(1.0, "letters")], missing_eos_penalty=0.5, value_init="policy"),
+        dict(ppo_update=value_learns_first, find_advantages=by_length_of_response,
+             ppo_losses=losses_and_imitation, minibatches_of=rows_with_tokens,
+             clipped_surrogate=clipped_higher),
+        ["waits", "learns", "lambda 0", "lambda above 0", "right", "wrong", "above", "below"]),
+    "process_supervision": (
+        ["process_supervision"], [], "grpo", with_options.GRPO | ONE_STEP | dict(
+            turns=3, mix=[(0.7, "environment"), (0.5, "letters")], missing_eos_penalty=0.3,
+            batch_size=8, group_size=4, max_new_tokens=14, seed=1),
+        dict(find_group_advantages=by_steps, grpo_losses=losses_of_turns), ["steps", "no end"]),
+    "trees": (
+        ["trees"], [], "grpo", FREE | dict(
+            trunk=2, branches=2, batch_size=8, group_size=4, mix=[(1.0, "some")]),
+        dict(noise_of=noise_of_a_tree, find_group_advantages=of_trees,
+             grpo_losses=losses_of_tokens),
+        ["ends in the trunk", "trunk against branch", "no score", "above", "below"]),
     "turn_credit": (
         ["turn_credit"], [], "grpo", with_options.GRPO | ONE_STEP | dict(
             turns=3, mix=[(0.7, "environment"), (0.5, "letters")], missing_eos_penalty=0.3,
