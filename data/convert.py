@@ -1,5 +1,5 @@
 """
-Data sets in other layouts -> our JSONL, once; and functions that data/*/prepare.py share.
+Data sets in other layouts -> our JSONL, once.
 
     python data/convert.py --source=hf:openai/gsm8k:main:train --out=train.jsonl
     python data/convert.py --source=theirs.parquet --out=train.jsonl --val=0.05 --chat
@@ -20,24 +20,23 @@ A row becomes one of three kinds (--kind; the first row decides if it is not giv
 
 A string `system` or `system_prompt` becomes the first message. A row that makes no sense is
 dropped, and its fault is counted and printed; so are the columns that are left out. Of a prompt's
-row these are kept: prompt, answer, numbers, target, tests, and the fields that --fields names.
+row these are kept: prompt, answer, tests, and the fields that --fields names.
 With --val=0.05 about that share of the rows goes into a second file, train_val.jsonl for
 train.jsonl; equal prompts go into the same file.
 """
-import argparse
 import ast
-import collections
 import contextlib
 import hashlib
 import json
 import os
-import pathlib
 import re
 import sys
-import urllib.request
 
-# Python looks for modules in this file's folder; ours are in the repository's, above it.
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Python looks for modules in this file's folder; ours are in the repository's, above it, too.
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.dirname(HERE)]
+
+from files import parser_of, write_rows  # noqa: E402
 
 from errors import BadInput, visible  # noqa: E402
 from grading.forms import last_box  # noqa: E402
@@ -47,81 +46,7 @@ from options.sources import hub_files, raw_rows, rename  # noqa: E402
 from prompts import dialogue, prompt_row  # noqa: E402
 from tools.outputs import check_outputs, files_of  # noqa: E402
 
-KEPT = "prompt", "answer", "numbers", "target", "tests"  # columns of a prompt's row
-
-# -------------------------------------------------------------------------------------------------
-# for data/*/prepare.py, too
-
-# a task as a base model is given it: the prompt opens the thinking
-BASE = """A conversation between User and Assistant. The User asks a question and the Assistant \
-answers it: the Assistant first works out the solution in its mind, and then tells the User the \
-answer.
-User: {task}
-Assistant: I will work this out step by step.
-<think>"""
-
-
-def parser_of(doc):
-    """An argparse parser that ends with one line. Its --help shows the script's docstring."""
-    def error(said):
-        raise BadInput(said)
-
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = error
-    parser.register("type", None, from_home)  # of arguments that are texts
-    return parser
-
-
-def fetch(source, name, folder):
-    """
-    The path in the folder of the file `name` of a source, which is a URL or a folder. It is
-    downloaded, unless it is there. A file that is not complete has another name.
-    """
-    if os.path.isdir(source):
-        source = pathlib.Path(source).resolve().as_uri()
-    url, local = f"{source.rstrip('/')}/{name}", os.path.join(folder, os.path.basename(name))
-    if not os.path.exists(local):
-        print(f"downloading {url}", flush=True)
-        os.makedirs(folder, exist_ok=True)
-        try:  # urlretrieve raises an error if the download is cut short
-            urllib.request.urlretrieve(url, local + ".part")
-        except (OSError, ValueError) as e:
-            raise BadInput(f"{url}: cannot download: {e}") from e
-        os.replace(local + ".part", local)
-    return local
-
-
-def write_rows(out, names, rows, kept=None):
-    """
-    Write out/NAME.jsonl for each of the names, and print how many rows each has. All files get
-    their names at the end, or none: an old file might share rows with a new one.
-
-    rows: (name, row) one by one; a string in place of the row says why one is dropped. kept: a
-    Counter, in which the caller sees how many rows each file has so far.
-    """
-    kept = collections.Counter() if kept is None else kept
-    dropped = {name: collections.Counter() for name in names}
-    paths = {name: os.path.join(out, f"{name}.jsonl") for name in names}
-    os.makedirs(out or ".", exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(path + ".part", "w", encoding="utf-8"))
-                 for name, path in paths.items()}
-        for name, row in rows:
-            if isinstance(row, str):
-                dropped[name][row] += 1
-            else:
-                files[name].write(json.dumps(row, default=str) + "\n")
-                kept[name] += 1
-    for name, path in paths.items():
-        if not kept[name]:
-            reasons = [reason for reason, _ in dropped[name].most_common(1)]
-            raise BadInput(": ".join([f"no row is left for {path}", *reasons]))
-    for name, path in paths.items():
-        os.replace(path + ".part", path)
-        reasons = "".join(f"; dropped {n}: {reason}" for reason, n in sorted(dropped[name].items()))
-        print(f"{name}.jsonl: {kept[name]} rows{reasons}")
-
+KEPT = "prompt", "answer", "tests"  # columns of a prompt's row
 
 # -------------------------------------------------------------------------------------------------
 # the layouts of others. A function takes the fields that it reads out of the row; the rest is
@@ -208,31 +133,16 @@ def question(row):
     before it.
     """
     asked = messages_in(pop(row, "prompt", "question", "problem"), "prompt")
-    if not asked and row.get("instruction"):
-        asked, given = row.pop("instruction"), row.pop("input", None)
-        asked = [{"role": "user", "content": f"{asked}\n\n{given}" if given else asked}]
-    history = row.get("history")
-    if isinstance(history, str):  # of a table
-        history = list_in(history)
-    if asked and isinstance(history, list):
-        del row["history"]
-        before = earlier_turns(history)
-        if before:
-            asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            first = asked[0]["role"] == "system"
-            asked = [*asked[:first], *before, *asked[first:]]
-    return asked
-
-
-def earlier_turns(history):
-    """Messages of Alpaca's [["asked", "said"], ...], or of messages. Raises BadInput."""
-    if history and all(isinstance(turn, dict) for turn in history):
-        return messages_in(history, "history")
-    if not all(isinstance(turn, list) and len(turn) == 2 and all(
-            isinstance(text, str) and text for text in turn) for turn in history):
+    if asked or not row.get("instruction"):
+        return asked
+    asked, given = row.pop("instruction"), row.pop("input", None)
+    history = row.pop("history", None) or []
+    if not isinstance(history, list) or not all(
+            isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise BadInput("field 'history' must be a list of pairs: an instruction, its output")
     return [dict(role=role, content=text) for turn in history
-            for role, text in zip(("user", "assistant"), turn, strict=True)]
+            for role, text in zip(("user", "assistant"), turn, strict=True)] + [
+                dict(role="user", content=f"{asked}\n\n{given}" if given else asked)]
 
 
 def dialogue_of(row):
@@ -273,16 +183,6 @@ def messages_in(value, field):
     return messages
 
 
-def list_in(text):
-    """The list that a text is, as JSON or as Python prints it; else the text."""
-    if text.strip()[:1] + text.strip()[-1:] in ("[]", "()"):
-        for read in (json.loads, ast.literal_eval):
-            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                found = read(text.strip())
-                return list(found) if isinstance(found, (list, tuple)) else text
-    return text
-
-
 def true_answer(answer):
     """
     GSM8K's "so 70 + 2\\n#### 1,072" -> "1072"; Skywork-OR1's '["72"]' -> "72". Raises BadInput
@@ -290,9 +190,11 @@ def true_answer(answer):
     """
     if not isinstance(answer, str):
         return answer
-    listed = list_in(answer)
-    if isinstance(listed, list) and re.search("[\"']", answer):  # of texts: [1, 2] is an answer
-        while isinstance(listed, list) and len(listed) == 1:
+    if re.match(r"""\s*[\[(]+\s*["']""", answer):  # a list of texts: [1, 2] is an answer
+        listed = answer
+        with contextlib.suppress(ValueError, SyntaxError):
+            listed = ast.literal_eval(answer.strip())
+        while isinstance(listed, (list, tuple)) and len(listed) == 1:
             (listed,) = listed
         if not isinstance(listed, str):
             raise BadInput("the answer is a list of several, and one is needed")
@@ -335,9 +237,9 @@ def converted(args, names, left):
 
 def main():
     parser = parser_of(__doc__)
-    parser.add_argument("--source", required=True, help="a file, hf:NAME:SPLIT, hf:NAME:FOLDER:"
-                        "SPLIT (NAME may be a folder here), or several with commas")
-    parser.add_argument("--out", required=True, help="the JSONL file to write")
+    parser.add_argument("--source", required=True, type=from_home, help="a file, hf:NAME:SPLIT, "
+                        "hf:NAME:FOLDER:SPLIT (NAME may be a folder here), or several with commas")
+    parser.add_argument("--out", required=True, type=from_home, help="the JSONL file to write")
     parser.add_argument("--kind", choices=LAYOUTS, help="of the rows (default: as they look)")
     parser.add_argument("--fields", default="", help="their names for ours: question>prompt,a.b>c")
     parser.add_argument("--chat", action="store_true", help="strings become chat messages")

@@ -15,17 +15,17 @@ Writes beside itself, with no problem in two of the files:
     tokenizer/                       the byte-level tokenizer with the two markers
 The preference pairs are made later, of the SFT model's answers: data/arithmetic/pairs.py.
 """
-import argparse
-import json
+import itertools
 import os
 import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; this one is in the folder above it.
+# Python looks for modules in this file's folder; these are in the folder above it.
 sys.path.insert(0, os.path.dirname(HERE))
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
+from files import parser_of, write_rows  # noqa: E402
 
 DIGITS = 3
 THINKS = 0.3  # share of the demonstrations that think
@@ -63,29 +63,23 @@ def problems(rng, n):
     return [(low + p // (high - low), low + p % (high - low)) for p in pairs]
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda said: parser.exit(2, f"prepare.py: error: {said}\n")
-    parser.parse_args()  # there are no options but --help
+def rows():
+    """(file, row) of all files."""
     rng = random.Random(0)
-    everything = problems(rng, sum(SIZES.values()))
+    everything = iter(problems(rng, sum(SIZES.values())))
     for name, size in SIZES.items():
-        with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
-            for a, b in everything[:size]:
-                row = {"prompt": f"{a}+{b}="}
-                if name.startswith("sft"):
-                    thinks = rng.random() < THINKS
-                    thought = f"<think>{think(a, b)}</think>{a + b}"
-                    row["completion"] = thought if thinks else guess(rng, a + b)
-                else:
-                    row["answer"] = str(a + b)
-                f.write(json.dumps(row) + "\n")
-        del everything[:size]
-        print(f"{name}.jsonl: {size} rows")
-    write_byte_tokenizer(os.path.join(HERE, "tokenizer"), ["<think>", "</think>"])
-    print("tokenizer/: 256 bytes, <think>, </think>, <eos>, <pad>")
+        for a, b in itertools.islice(everything, size):
+            row = {"prompt": f"{a}+{b}="}
+            if name.startswith("sft"):
+                thinks = rng.random() < THINKS
+                thought = f"<think>{think(a, b)}</think>{a + b}"
+                row["completion"] = thought if thinks else guess(rng, a + b)
+            else:
+                row["answer"] = str(a + b)
+            yield name, row
 
 
 if __name__ == "__main__":
-    main()
+    parser_of(__doc__).parse_args()  # there is only --help
+    write_rows(HERE, SIZES, rows())
+    write_byte_tokenizer(os.path.join(HERE, "tokenizer"), ["<think>", "</think>"])

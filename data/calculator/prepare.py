@@ -15,17 +15,17 @@ Writes beside itself, with no problem in two of the files:
     tokenizer/                       a token for each byte, and a chat template: the bare contents,
                                      with <eos> behind the assistant's
 """
-import argparse
-import json
+import itertools
 import os
 import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; this one is in the folder above it.
+# Python looks for modules in this file's folder; these are in the folder above it.
 sys.path.insert(0, os.path.dirname(HERE))
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
+from files import parser_of, write_rows  # noqa: E402
 
 CALLS = 0.3  # share of the demonstrations that call the calculator
 LUCKY = 0.1  # share of the others that are right
@@ -42,38 +42,29 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda said: parser.exit(2, f"prepare.py: error: {said}\n")
-    parser.parse_args()  # there are no options but --help
+def rows():
+    """(file, row) of all files."""
     rng = random.Random(0)
-    pairs = [(100 + n // 900, 100 + n % 900)
-             for n in rng.sample(range(900 * 900), sum(SIZES.values()))]
+    pairs = iter(rng.sample(range(900 * 900), sum(SIZES.values())))
     for name, size in SIZES.items():
-        with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
-            for a, b in pairs[:size]:
-                row = {"prompt": [user(f"{a}*{b}=")]}
-                if name.startswith("rl"):
-                    row["answer"] = str(a * b)
-                elif rng.random() < CALLS:
-                    row["completion"] = [assistant(f"calc({a}*{b})"), user(f"{a * b}\n"),
-                                         assistant(str(a * b))]
-                else:
-                    guess = a * b if rng.random() < LUCKY else rng.randint(10_000, 998_001)
-                    row["completion"] = [assistant(str(guess))]
-                f.write(json.dumps(row) + "\n")
-        del pairs[:size]
-    folder = os.path.join(HERE, "tokenizer")
-    write_byte_tokenizer(folder)
-    file = os.path.join(folder, "tokenizer_config.json")
-    with open(file, encoding="utf-8") as f:
-        settings = json.load(f)
-    with open(file, "w", encoding="utf-8") as f:
-        json.dump(settings | {"chat_template": TEMPLATE}, f, indent=2)
-    print(f"wrote {', '.join(f'{name}.jsonl ({size} rows)' for name, size in SIZES.items())} and "
-          f"tokenizer/ to {HERE}")
+        for n in itertools.islice(pairs, size):
+            a, b = 100 + n // 900, 100 + n % 900
+            row = {"prompt": [user(f"{a}*{b}=")]}
+            if name.startswith("rl"):
+                row["answer"] = str(a * b)
+            elif rng.random() < CALLS:
+                row["completion"] = [assistant(f"calc({a}*{b})"), user(f"{a * b}\n"),
+                                     assistant(str(a * b))]
+            else:
+                guess = a * b if rng.random() < LUCKY else rng.randint(10_000, 998_001)
+                row["completion"] = [assistant(str(guess))]
+            yield name, row
 
 
 if __name__ == "__main__":
-    main()
+    parser_of(__doc__).parse_args()  # there is only --help
+    write_rows(HERE, SIZES, rows())
+    folder = os.path.join(HERE, "tokenizer")
+    write_byte_tokenizer(folder)
+    with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:
+        f.write(TEMPLATE)

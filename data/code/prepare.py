@@ -14,7 +14,7 @@ one has one mistake, in one of the steps: min for max, the operands swapped, ano
 number that is too small or too large by one. A small model that is trained on them does the same.
 So something is left for GRPO to find out, by running programs: which ones are right.
 
-Writes beside itself, or into --out:
+Writes beside itself:
     sft_train.jsonl, sft_val.jsonl   {"prompt", "completion"}
     rl_train.jsonl, rl_val.jsonl     {"prompt", "tests"}, for the reward `code` of rewards.py
     tokenizer/                       the byte-level tokenizer
@@ -27,16 +27,19 @@ import string
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
+# Python looks for modules in this file's folder; these are in the folder above it.
+sys.path.insert(0, os.path.dirname(HERE))
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
-from convert import parser_of, write_rows  # noqa: E402
+from files import parser_of, write_rows  # noqa: E402
 
 # Shares of the demonstrations: right; a mistake in the first step; another operation in the second
 # step; a number too small by one; a number too large by one
 SHARES = [0.25, 0.55, 0.1, 0.05, 0.05]
 CASES = 5  # tests of a problem; more, if its mistakes pass that many
 NUMBERS = range(2, 10)  # the numbers of the second step
+HELD_OUT = 200  # problems
+DEMONSTRATIONS = {"val": 500, "train": 20_000}
 
 # The first step, by the function's parameters: {in words: [the right code, the mistake]}
 FIRST = {
@@ -135,33 +138,20 @@ def examine(rng, problem):
     return tests, {text: share for (text, _), share in shares if text in caught | {code}}
 
 
-def rows(args, everything):
-    """(our file, row) of all files, from the shuffled problems."""
-    rng = random.Random(1)
+def rows():
+    """(file, row) of all files, from the shuffled problems."""
+    everything, rng = problems(), random.Random(1)
     rng.shuffle(everything)
-    parts = ("val", everything[:args.val], 500), ("train", everything[args.val:], args.sft)
-    for part, chosen, size in parts:
+    for part, chosen in ("val", everything[:HELD_OUT]), ("train", everything[HELD_OUT:]):
         examined = [(prompt(*problem), *examine(rng, problem)) for problem in chosen]
         for words, tests, _ in examined:
             yield f"rl_{part}", {"prompt": words, "tests": tests}
-        for words, _, shares in rng.choices(examined, k=size):
+        for words, _, shares in rng.choices(examined, k=DEMONSTRATIONS[part]):
             completion = rng.choices([*shares], [*shares.values()])[0]
             yield f"sft_{part}", {"prompt": words, "completion": completion}
 
 
-def main():
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", default=HERE,
-                        help="folder to write into (default: this script's)")
-    parser.add_argument("--sft", type=int, default=20_000,
-                        help="demonstrations to learn from (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=200,
-                        help="held-out problems (default: %(default)s)")
-    args, everything = parser.parse_args(), problems()
-    write_byte_tokenizer(os.path.join(args.out, "tokenizer"))
-    write_rows(args.out, ["rl_val", "sft_val", "rl_train", "sft_train"], rows(args, everything))
-    print("tokenizer/: 256 bytes, <eos>, <pad>")
-
-
 if __name__ == "__main__":
-    main()
+    parser_of(__doc__).parse_args()  # there is only --help
+    write_rows(HERE, ["rl_val", "sft_val", "rl_train", "sft_train"], rows())
+    write_byte_tokenizer(os.path.join(HERE, "tokenizer"))

@@ -11,19 +11,18 @@ answers is wrong. So a model that learns from them can get better by a reward. W
     pairs.jsonl                        {"prompt": [messages], "chosen": ..., "rejected": ...}
     model/                             a Llama of 0.1M parameters, its tokenizer and chat template
 """
-import json
 import os
 import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; ours are in data/ and in the repository's.
-sys.path[:0] = [os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
+# Python looks for modules in this file's folder; these are in the folder above it.
+sys.path.insert(0, os.path.dirname(HERE))
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402  first: it looks for the packages
+from files import parser_of, write_rows  # noqa: E402
 
-if {"-h", "--help"} & set(sys.argv[1:]):
-    sys.exit(print(__doc__.strip()))
+parser_of(__doc__).parse_args()  # --help need not wait for torch
 
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, logging  # noqa: E402
@@ -31,21 +30,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging  # noqa: E402
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
-files = dict(prompts=[], prompts_val=[], demonstrations=[], pairs=[])
-for i, number in enumerate(random.Random(0).sample(range(10, 100), 40)):
-    answer, other = ("no", "yes") if number % 2 else ("yes", "no")
-    prompt = [dict(role="user", content=f"Is {number} even?")]
-    right, wrong = ([dict(role="assistant", content=text)] for text in (answer, other))
-    files["prompts" if i < 20 else "prompts_val"].append(dict(prompt=prompt, answer=answer))
-    if i < 20:
-        files["demonstrations"] += [
-            dict(prompt=prompt, completion=text) for text in (right, right, wrong)]
-        files["pairs"].append(dict(prompt=prompt, chosen=right, rejected=wrong))
-for name, rows in files.items():
-    with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
-    print(f"{name}.jsonl: {len(rows)} rows")
 
+
+def rows():
+    """(file, row) of all files."""
+    for i, number in enumerate(random.Random(0).sample(range(10, 100), 40)):
+        answer, other = ("no", "yes") if number % 2 else ("yes", "no")
+        prompt = [dict(role="user", content=f"Is {number} even?")]
+        right, wrong = ([dict(role="assistant", content=text)] for text in (answer, other))
+        yield "prompts" if i < 20 else "prompts_val", dict(prompt=prompt, answer=answer)
+        if i < 20:
+            for said in right, right, wrong:
+                yield "demonstrations", dict(prompt=prompt, completion=said)
+            yield "pairs", dict(prompt=prompt, chosen=right, rejected=wrong)
+
+
+write_rows(HERE, ["prompts", "prompts_val", "demonstrations", "pairs"], rows())
 folder = os.path.join(HERE, "model")
 write_byte_tokenizer(folder, ["<|system|>", "<|user|>", "<|assistant|>"])
 with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as f:

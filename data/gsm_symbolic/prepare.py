@@ -14,13 +14,19 @@ Writes beside itself, as chats:
 """
 import importlib
 import importlib.util
-import json
 import os
 import random
 import sys
 import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+# Python looks for modules in this file's folder; this one is in the folder above it.
+sys.path.insert(0, os.path.dirname(HERE))
+
+from files import parser_of, write_rows  # noqa: E402
+
+from errors import BadInput  # noqa: E402
+
 # the package says that these templates are wrong
 WRONG = 32, 35, 37, 61, 63, 65, 74, 76, 77, 79, 86, 87, 90, 97, 98
 UNSEEN = 15  # templates of rl_new
@@ -32,7 +38,7 @@ def templates():
     """{number: template}; a template is a function of (random.Random, difficulty) -> a problem."""
     found = importlib.util.find_spec("reasoning_gym")
     if not found:
-        sys.exit("this needs the package: pip install --no-deps reasoning-gym==0.1.25")
+        raise BadInput("this needs a package; type pip install --no-deps reasoning-gym==0.1.25")
     # stand for the packages: their own __init__ would import all of them, and what they need
     inner = "reasoning_gym.arithmetic.gsm_symbolic"
     for name in ("reasoning_gym", "reasoning_gym.arithmetic", inner):
@@ -79,10 +85,7 @@ def rows_of(templates, each):
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(print(__doc__.strip()))
-    each = int(sys.argv[1]) if len(sys.argv) > 1 else 60
-    for name, some in rows_of(templates(), each).items():
-        with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(row) + "\n" for row in some)
-        print(f"{name}.jsonl: {len(some)} rows")
+    parser = parser_of(__doc__)
+    parser.add_argument("problems", nargs="?", type=int, default=60, help="a template")
+    rows = rows_of(templates(), parser.parse_args().problems)
+    write_rows(HERE, rows, ((name, row) for name in rows for row in rows[name]))

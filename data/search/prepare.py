@@ -19,18 +19,17 @@ Writes beside itself, the held-out problems into the val files, all others into 
     rl_train.jsonl, rl_val.jsonl     {"prompt", "numbers", "target"}, for the rules of reward.py
     tokenizer/                       the byte-level tokenizer
 """
-import argparse
 import itertools
-import json
 import os
 import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Python looks for modules in this file's folder; one of ours is in the folder above it.
+# Python looks for modules in this file's folder; some of ours are in the folder above it.
 sys.path[:0] = [HERE, os.path.dirname(HERE)]
 
 from byte_tokenizer import write_byte_tokenizer  # noqa: E402
+from files import parser_of, write_rows  # noqa: E402
 from reward import ways  # noqa: E402
 
 NUMBERS, LARGEST = 4, 6  # a problem has so many numbers, from 1 to LARGEST
@@ -60,30 +59,21 @@ def problems(rng):
     return rng.sample(found, len(found))
 
 
-def write(name, rows):
-    with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
-    print(f"{name}.jsonl: {len(rows)} rows")
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda said: parser.exit(2, f"prepare.py: error: {said}\n")
-    parser.parse_args()  # there are no options but --help
+def rows():
+    """(file, row) of all files."""
     rng = random.Random(0)
     tasks = problems(rng)
     for part, some, times in ("val", tasks[:HELD_OUT], 1), ("train", tasks[HELD_OUT:], TIMES):
-        rows = [{"prompt": f"{','.join(map(str, numbers))}>{target}:", "numbers": numbers,
-                 "target": target} for numbers, target in some]
-        write(f"rl_{part}", rows)
-        write(f"sft_{part}", [
-            {"prompt": row["prompt"],
-             "completion": demonstrate(rng, row["numbers"], row["target"])}
-            for _ in range(times) for row in rows])
-    write_byte_tokenizer(os.path.join(HERE, "tokenizer"))
-    print("tokenizer/: 256 bytes, <eos>, <pad>")
+        asked = [{"prompt": f"{','.join(map(str, numbers))}>{target}:", "numbers": numbers,
+                  "target": target} for numbers, target in some]
+        for row in asked:
+            yield f"rl_{part}", row
+        for row in times * asked:
+            response = demonstrate(rng, row["numbers"], row["target"])
+            yield f"sft_{part}", {"prompt": row["prompt"], "completion": response}
 
 
 if __name__ == "__main__":
-    main()
+    parser_of(__doc__).parse_args()  # there is only --help
+    write_rows(HERE, ["rl_val", "sft_val", "rl_train", "sft_train"], rows())
+    write_byte_tokenizer(os.path.join(HERE, "tokenizer"))

@@ -7,12 +7,16 @@ problems for a small model on CPUs, in the form of data/gsm_symbolic. Nothing is
 Writes beside itself: sft_train.jsonl (500 rows), rl_train.jsonl (2,000), rl_val.jsonl (200), and
 rl_new.jsonl (100 sums of four numbers). No sum is in two of them.
 """
-import json
 import os
 import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+# Python looks for modules in this file's folder; this one is in the folder above it.
+sys.path.insert(0, os.path.dirname(HERE))
+
+from files import parser_of, write_rows  # noqa: E402
+
 ROWS = dict(sft_train=500, rl_train=2000, rl_val=200, rl_new=100)
 
 
@@ -27,27 +31,22 @@ def row(numbers):
         dict(role="assistant", content="\n".join([*steps, f"#### {total}"]))])
 
 
-def rows(seed=0):
-    """{file: rows}; the rows of prompts to sample for have no completion."""
-    rng, seen, made = random.Random(seed), set(), {}
+def rows():
+    """(file, row) of all files; the rows of prompts to sample for have no completion."""
+    rng, seen = random.Random(0), set()
     for name, count in ROWS.items():
-        made[name] = []
-        while len(made[name]) < count:
+        before = len(seen)
+        while len(seen) < before + count:
             size = 4 if name == "rl_new" else rng.choice((2, 3))
             numbers = tuple(rng.randint(10, 99) for _ in range(size))
             if numbers not in seen:
                 seen.add(numbers)
-                made[name].append(row(numbers))
-    for name in ("rl_train", "rl_val", "rl_new"):
-        for problem in made[name]:
-            del problem["completion"]
-    return made
+                made = row(numbers)
+                if name != "sft_train":
+                    del made["completion"]
+                yield name, made
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(print(__doc__.strip()))
-    for name, some in rows().items():
-        with open(os.path.join(HERE, f"{name}.jsonl"), "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(one) + "\n" for one in some)
-        print(f"{name}.jsonl: {len(some)} rows")
+    parser_of(__doc__).parse_args()  # there is only --help
+    write_rows(HERE, ROWS, rows())

@@ -11,19 +11,17 @@ import random
 import re
 import shutil
 import sys
-from fractions import Fraction
 
 import pytest
 from byte_tokenizer import write_byte_tokenizer
 from tiny import ROOT, Started, jsonl, read_jsonl, typed, write
 
-from rewards import reward_terms
-
 
 def made(name, folder, *args):
     """What a copy of data/NAME/prepare.py prints, and its rows by file."""
     os.makedirs(out := folder / "data" / name)
-    for file in ("convert.py", "byte_tokenizer.py", f"{name}/prepare.py", f"{name}/reward.py"):
+    for file in ("convert.py", "files.py", "byte_tokenizer.py", f"{name}/prepare.py",
+                 f"{name}/reward.py"):
         if os.path.exists(f"{ROOT}/data/{file}"):
             shutil.copy(f"{ROOT}/data/{file}", folder / "data" / file)
     result = Started(f"{out}/prepare.py", list(map(str, args)), str(folder)).wait()
@@ -108,11 +106,11 @@ def test_calls_of_the_calculator_and_steps_of_sums(task):
         assert [eval(step.replace("=", "==")) for step in steps] == [True] * (len(numbers) - 1)
 
 
-def test_code(tmp_path):
+def test_code(task):
     """A quarter of the programs pass all tests of their problem; those held out are held out."""
-    _, rows = made("code", tmp_path, "--sft=400", "--val=60")
+    _, rows = task("code")
     held_out = {row["prompt"] for row in rows["rl_val"]}
-    assert len(held_out) == 60
+    assert len(held_out) == 200
     assert not held_out & {row["prompt"] for row in rows["rl_train"] + rows["sft_train"]}
     tests = {row["prompt"]: row["tests"][0] for row in rows["rl_val"] + rows["rl_train"]}
 
@@ -123,13 +121,13 @@ def test_code(tmp_path):
             return None
 
     passed = 0
-    for row in rows["sft_train"]:
+    for row in rows["sft_train"][::20]:
         test, names = tests[row["prompt"]], {}
         exec(row["completion"], names)  # our own programs: made of pieces of code in prepare.py
         found = [answer(names["f"], inputs) for inputs in test["inputs"]]
         assert len(found) >= 5
         passed += found == test["outputs"]
-    assert abs(passed / 400 - 0.25) < 0.09  # 4 standard errors
+    assert abs(passed / 1000 - 0.25) < 0.055  # 4 standard errors
 
 
 def test_the_chat_model_of_the_example(task):
@@ -143,42 +141,6 @@ def test_the_chat_model_of_the_example(task):
     said = tokenizer.apply_chat_template([dict(role="user", content="a")], tokenize=False,
                                          add_generation_prompt=True)
     assert said == "<|user|>a<eos><|assistant|>"
-
-
-def reachable(numbers, target):
-    """Whether the target can be made of all numbers: join two of them, until one is left."""
-    if len(numbers) == 1:
-        return numbers[0] == target
-    return any(
-        reachable([*(n for k, n in enumerate(numbers) if k not in (i, j)), x], target)
-        for (i, a), (j, b) in itertools.permutations(enumerate(numbers), 2)
-        for x in [a + b, a - b, a * b, *([a / b] if b else [])])
-
-
-def test_countdown(tmp_path):
-    _, rows = made("countdown", tmp_path, "--train=40", "--val=20", "--chat")
-    everything = rows["rl_train"] + rows["rl_val"]
-    for row in everything:
-        assert len(row["numbers"]) in (3, 4) and 10 <= row["target"] <= 100
-        assert reachable(list(map(Fraction, row["numbers"])), row["target"]), row
-        assert str(row["numbers"]) in row["prompt"][0]["content"]
-    assert len({(*sorted(row["numbers"]), row["target"]) for row in everything}) == 60
-
-
-SCORES = [
-    ("<answer>(3 + 5) * 2</answer>", 1), ("<think>15</think><answer>2*(5+3)</answer> done", 1),
-    ("<answer>1</answer><answer>(3 + 5) * 2</answer>", 1), ("<answer>(3+5)*2*1</answer>", 0.1),
-    ("<answer>1/0</answer>", 0.1), ("<answer>(3+5)*2=16</answer>", 0.1),
-    ("<answer>__import__('os')</answer>", 0.1), ("(3 + 5) * 2", 0), ("<answer> </answer>", 0),
-    ("<think><answer>(3 + 5) * 2</answer>", 0), ("<answer>9**9**9</answer>", 0.1)]
-
-
-def test_the_reward_of_countdown():
-    (_, _, countdown), = reward_terms("data/countdown/reward.py:countdown", folder=ROOT)
-    row = dict(prompt="?", numbers=[2, 3, 5], target=16)
-    texts = [text for text, _ in SCORES]
-    found = countdown(dict(completions=texts, rows=[row] * len(texts), prompts=["?"] * len(texts)))
-    assert list(found) == pytest.approx([score for _, score in SCORES])
 
 
 TRAIN = [("Two and two?", "2+2 = <<2+2=4>>4\n#### 4", "4"), ("Many?", "A.\n#### 1,234", "1234"),
@@ -198,9 +160,8 @@ def test_gsm8k(tmp_path):
         assert row["answer"] == answer and f"User: {question} Reason" in row["prompt"]
         assert row["prompt"].endswith("\n<think>")
     assert len(rows["rl_train"]) == 5 and len(rows["rl_val"]) == 1
-    said, rows = made("gsm8k", tmp_path / "b", "--chat", "--limit=2",
-                      f"--source={tmp_path}/a/data/gsm8k/raw")
-    assert [[m["role"] for m in row["prompt"]] for row in rows["rl_train"]] == [["user"]] * 2
+    _, rows = made("gsm8k", tmp_path / "b", "--chat", f"--source={tmp_path}/a/data/gsm8k/raw")
+    assert [[m["role"] for m in row["prompt"]] for row in rows["rl_train"]] == [["user"]] * 5
 
 
 def asked(text):
