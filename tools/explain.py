@@ -3,11 +3,11 @@ One response under the microscope: every number of a PPO or GRPO iteration, toke
 docs/algorithms.md explains one.
 
 python tools/explain.py --run=out/arithmetic_ppo --prompt="123+456="
-python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=579 --out=out/a.png
+python tools/explain.py --run=out/arithmetic_grpo --prompt="123+456=" --answer=579
 
 python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/a.html  # all of it
 
-Nothing is computed by a copy of the algorithm. The tool runs ppo.py or grpo.py itself for one more
+Nothing is computed by a copy of the algorithm. The tool runs the script itself for one more
 iteration, from the run's last checkpoint and with the run's keys, and looks at the variables that
 the script then has. The prompt takes the first place of the iteration's batch; the others are the
 run's own. At the end the script goes over the batch once more without taking a step: its numbers
@@ -27,48 +27,39 @@ import os
 import sys
 
 # Python looks for modules in this file's folder, tools/; ours are in the folder above it.
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402  first: it must be imported before torch
 
-import contextlib  # noqa: E402
-import io  # noqa: E402
-import shutil  # noqa: E402
-import signal  # noqa: E402
 import tempfile  # noqa: E402
 
-import formulas  # noqa: E402
 import metrics  # noqa: E402
 import prompts  # noqa: E402
-import ranks  # noqa: E402
 import rewards  # noqa: E402
 import rollout  # noqa: E402
 from batches import texts_of  # noqa: E402
 from checkpoint import find_checkpoint  # noqa: E402
 from errors import BadInput, visible  # noqa: E402
-from gae import compute_gae  # noqa: E402
 from run import Run  # noqa: E402
 from tools.outputs import PAGES, check_outputs  # noqa: E402
-from tools.runs import config_file_of, config_of, refuse_code, response_of  # noqa: E402
+from tools.iteration import begin_at, columns_of, run_script, script_of, show  # noqa: E402
+from tools.runs import config_of, texts_as_read  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 run = "out/arithmetic_ppo"  # the folder of a run of ppo.py or grpo.py that has a checkpoint
 prompt = "123+456="  # the policy answers it
 answer = ""  # the right answer, where a reward needs it; empty = that of the run's data
 seed = 1  # decides the response: another seed, another response [>= 0]
-out = ""  # the picture, a PNG of the last 64 tokens; empty = only the table
-# or all responses of an iteration, with out a page, .html, or .json; tools/iteration.py
-iteration = -1  # which; -1 = with such an out the one behind the last checkpoint [>= -1]
-watch = 0.0  # seconds: make that page again for each new checkpoint, until Ctrl-C [>= 0]
+# or all responses of an iteration, as a page; tools/iteration.py
+out = ""  # the page, FILE.html; empty = the table of one response
+iteration = -1  # which; -1 = the one behind the last checkpoint [>= -1]
+watch = 0.0  # seconds: make the page again for each new checkpoint, until Ctrl-C [>= 0]
 trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, _ = configure(globals())
 # -------------------------------------------------------------------------------------------------
-if out and not watch:
-    check_outputs("--out", [out], PAGES)
-if iteration >= 0 or watch or out.endswith((".html", ".json")):
-    from tools.iteration import show
-
+if out or watch or iteration >= 0:
+    if not watch:
+        check_outputs("--out", [out], PAGES)
     show(run, iteration, out, watch, trust_code)
     sys.exit()
 
@@ -76,19 +67,18 @@ if iteration >= 0 or watch or out.endswith((".html", ".json")):
 # the run: its script, its keys, its last checkpoint
 
 checkpoint, state = find_checkpoint(run)
-keys = config_of(checkpoint) if checkpoint else {}
-if "cliprange" not in keys:
-    raise BadInput(f"run {run!r} has no checkpoint of ppo.py or grpo.py; give the out_dir of a run "
-                   "that has saved one")
+if not checkpoint:
+    raise BadInput(f"run {run!r} has no checkpoint; give the out_dir of a run that has saved one")
+keys = config_of(checkpoint)
+script = script_of(keys, f"{checkpoint}/config.json", trust_code)
 if keys["roles"] or keys["staleness"]:
     raise BadInput(f"{run} has roles or staleness: its batches are sampled ahead of the update")
-refuse_code(keys, f"{checkpoint}/config.json", trust_code)
-token_ids, _, iteration = keys.pop("token_ids"), keys.pop("script", ""), state["iteration"]
-script, passes = ("grpo", "num_iterations") if "group_size" in keys else ("ppo", "ppo_epochs")
+token_ids, _, iteration = keys.pop("token_ids"), keys.pop("script"), state["iteration"]
+passes = "num_iterations" if "group_size" in keys else "ppo_epochs"
 steps = keys[passes]  # so many passes train; one more looks
 keys |= {passes: steps + 1, "checkpoint_interval": 0, "epochs": 0.0, "report_to": "",
          "eval_interval": max(keys["max_iters"], iteration) + 2}  # no evaluation
-if script == "grpo":
+if "max_refills" in keys:
     keys["max_refills"] = 0  # the group stays, even if all its scores are equal
 if iteration >= keys["max_iters"]:  # the run is over: its learning rate would be 0
     keys |= {name: "constant" for name in ("lr_decay", "value_lr_decay") if name in keys}
@@ -98,7 +88,7 @@ if iteration >= keys["max_iters"]:  # the run is over: its learning rate would b
 # -------------------------------------------------------------------------------------------------
 # one more iteration of it, with a few functions of the house changed
 
-names = {"__name__": "__main__", "__file__": os.path.join(ROOT, f"{script}.py")}  # its variables
+names = {}  # the script's variables
 seen = {}  # column -> (n,): the script's sums of the first response, in its last pass
 encode_prompts, noise, add_up = prompts.encode_prompts, rollout.response_uniforms, metrics.add_up
 take_step = Run.step
@@ -154,45 +144,24 @@ prompts.encode_prompts, metrics.add_up, Run.step, Run.log = (
     encode_with_the_prompt, add_up_and_look, step, end)
 # the run's own seed decides which prompts are in the batch; the noise may have another
 rollout.response_uniforms = lambda _, *rest: noise(seed, *rest)
-ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
 prompts.hash_of_ids = lambda _: token_ids  # the prompts are the run's but for the one asked about
 
 with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-    os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
-    shutil.copy(f"{checkpoint}/config.json", folder)
-    keys["out_dir"] = folder
-    sys.argv[1:] = [config_file_of(keys, folder)]
-    with open(names["__file__"], encoding="utf-8-sig") as f:
-        code = compile(f.read(), names["__file__"], "exec")
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        exec(code, names)
+    begin_at(checkpoint, folder)
+    run_script(script, keys, folder, names)
 
 # -------------------------------------------------------------------------------------------------
 # the table: the first response in the script's variables
 
 batch, mask = names["batch"], names["batch"]["response_mask"]
 tokenizer, group = names["policy"].tokenizer, keys.get("group_size", 1)
-texts = texts_of({name: x[:group] for name, x in batch.items()}, names["train_rows"],
-                         tokenizer)
-said = [response_of(dict(text=text) | ({"messages": texts["dialogues"][i]} if "dialogues" in texts
-                                       else {})) for i, text in enumerate(texts["completions"])]
-tensors = dict(policy=batch["old_logprobs"])  # column -> (B, T)
-if "ref_logprobs" in batch:
-    tensors["ref"] = batch["ref_logprobs"]
-    tensors["KL"] = formulas.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"],
-                                     names["kl_estimator"])
-if script == "ppo":
-    given = names["rewards"], batch["values"], mask, names["gamma"]
-    tensors |= dict(reward=names["rewards"], value=batch["values"],
-                    delta=compute_gae(*given, 0.0)[0], raw=compute_gae(*given, names["lam"])[0],
-                    white=batch["advantages"], ret=batch["returns"])
-else:
-    tensors["advantage"] = batch["advantages"]
+texts = texts_of({name: x[:group] for name, x in batch.items()}, names["train_rows"], tokenizer)
+said = texts_as_read(texts)
 ids = batch["tokens"][0][mask[0]].tolist()
 columns = {"#": list(range(1, len(ids) + 1)),
            "token": ["EOS" if i in tokenizer.eos_ids else ascii(tokenizer.decode([i]))
                      for i in ids]}
-columns |= {name: tensor[0][mask[0]].tolist() for name, tensor in tensors.items()}
+columns |= {name: x[0][mask[0]].tolist() for name, x in columns_of(names).items()}
 # grpo.py makes no step where all advantages are 0: then nothing was seen
 columns |= {name: x.tolist() for name, x in seen.items()}
 
@@ -223,13 +192,13 @@ parts = [f"{weight:g} * {name} {cell(batch[f'reward/{name}'][0].item())}"
 asked = texts["rows"][0]["prompt"]
 leads = [m["content"] for m in asked if m["role"] == "system"] if isinstance(asked, list) else []
 leads = leads or [keys["system_prompt"]] * bool(keys["system_prompt"])
-print(visible(f"one response of {run}: iteration {iteration} of {script}.py, from "
+print(visible(f"one response of {run}: iteration {iteration} of {os.path.basename(script)}, from "
               f"{os.path.basename(checkpoint)}\n\n" + "".join(f"system    {x!r}\n" for x in leads)
               + f"prompt    {prompt!r}\nresponse  {said[0]!r}"))
 print(f"score     {cell(score)} = {' + '.join(parts)}"
       + ("" if batch["finished"][0] else "; cut off at max_new_tokens"))
 print(f"shaped    {cell(names['scores'][0].item())}, the score after penalties\n")
-if script == "grpo":
+if group > 1:
     print_table({
         "#": list(range(1, group + 1)), "score": names["scores"][:group].tolist(),
         "advantage": batch["advantages"][:group, 0].tolist(),
@@ -238,57 +207,3 @@ if script == "grpo":
     print()
 print_table(columns)
 print("\n" + __doc__.rstrip().rpartition("\n\n")[2])  # what the columns are
-
-# -------------------------------------------------------------------------------------------------
-# the picture: one panel above the other, all over the same tokens
-
-if out:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, not a window
-    import matplotlib.pyplot as plt
-
-    columns = {name: cells[-64:] for name, cells in columns.items()}
-    panels = {  # title: the unit of its numbers, and what its curves are
-        "Log-prob of the token": ("nats", dict(
-            policy="when it was sampled", ref="by the reference", new="after the update")),
-        "Penalty and reward": ("nats, score", dict(
-            KL="distance from the reference", reward="-kl_coef * KL, at the end + the score")),
-        "Sum of the rewards to come": ("score", dict(
-            value="as the value model foresees it", ret="as it should foresee it, raw + value")),
-        "Advantage": ("score", dict(
-            delta="by this token", raw="with all later ones", white="raw, whitened over the batch",
-            advantage="of the response against its group")),
-        "Update": ("ratio, loss", dict(
-            ratio="new probability / old", loss="of one more step"))}
-    panels = {title: (unit, {name: is_ for name, is_ in curves.items() if name in columns})
-              for title, (unit, curves) in panels.items()}
-    panels = {title: panel for title, panel in panels.items() if panel[1]}
-    x = range(len(columns["token"]))
-    figure, axes = plt.subplots(len(panels), figsize=(12.8, 1.9 * len(panels)), sharex=True)
-    for axis, (title, (unit, panel)) in zip(axes, panels.items(), strict=True):
-        axis.set_title(f"{title} ({'; '.join(f'{name}: {panel[name]}' for name in panel)})",
-                       fontsize=10, loc="left")
-        axis.set_ylabel(unit, fontsize=9)
-        for name, style in zip(panel, ("o-", "s--", "^:"), strict=False):
-            if name in ("KL", "reward", "delta"):
-                axis.bar(x, columns[name], width=0.4, alpha=0.6, label=name)
-            else:
-                axis.plot(x, columns[name], style, markersize=4, label=name)
-        if "ratio" in panel:
-            clipped = [i for i in x if columns["clip"][i]]
-            axis.plot(clipped, [columns["ratio"][i] for i in clipped], "o", color="C3",
-                      markersize=8, label="clipped")
-        axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05))
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    # parse_math=False: a $ in a text is a dollar
-    axes[-1].set_xticks(x, columns["token"], rotation=90, parse_math=False, fontsize=8,
-                        family="monospace")
-    axes[-1].set_xlabel("the tokens of the response", fontsize=9)
-    figure.suptitle(f"{prompt!r} -> {said[0]!r}, score {score:.2f}"[:110], fontsize=12,
-                    parse_math=False)
-    figure.tight_layout()
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    figure.savefig(out, dpi=110)
-    print(visible(f"\nsaved {out}"))

@@ -1,18 +1,15 @@
 """
-All responses of an iteration, token by token, as a page for a browser or as JSON; for explain.py:
+All responses of an iteration, token by token, as a page for a browser; for explain.py:
 
 python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/seven.html
 python tools/explain.py --run=out/arithmetic_ppo --out=out/live.html --watch=20     # the newest
-python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/seven.json
 
 ppo.py or grpo.py runs again, from the last checkpoint before the iteration, or from the beginning,
 with the keys that the run had then, in a temporary folder; and its variables are looked at. Nothing
-is random but by name, so all numbers are the run's own; they are compared with its log. The JSON is
-for UNIPO, a viewer (poloclub/unipo, docs/canonical_schema.json).
+is random but by name, so all numbers are the run's own; they are compared with its log.
 """
 import contextlib
 import io
-import json
 import math
 import os
 import shutil
@@ -37,7 +34,7 @@ from model import no_grad_forwards, response_logprobs
 from options.again import keys_at
 from run import Run
 from tools.runs import (
-    config_file_of, config_of, fill_page, read_records, refuse_code, response_of)
+    config_file_of, config_of, fill_page, read_records, refuse_code, texts_as_read)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
@@ -45,12 +42,11 @@ PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
 
 def show(run, iteration, out, watch, trust_code):
     """
-    Write the page, or the JSON, of an iteration; -1: the one behind the last checkpoint. watch:
-    again every so many seconds in which there is a new checkpoint, until Ctrl-C.
+    Write the page of an iteration; -1: the one behind the last checkpoint. watch: again every so
+    many seconds in which there is a new checkpoint, until Ctrl-C.
     """
-    if not out.endswith((".html", ".json")):
-        raise BadInput(f"out = {out!r}: of a whole iteration there is a page or JSON; type "
-                       "--out=FILE.html")
+    if not out.endswith(".html"):
+        raise BadInput(f"out = {out!r}: of a whole iteration there is a page: type --out=FILE.html")
     before = None
     while watch:  # in a process of its own: a script runs once in each
         newest = [iteration_of(folder) for folder in list_checkpoints(run)][-1:]
@@ -62,15 +58,27 @@ def show(run, iteration, out, watch, trust_code):
         time.sleep(watch)
     names, record, looks = replay(run, iteration, trust_code)
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    responses = responses_of(names, *looks)
-    if out.endswith(".html"):
-        text = fill_page(PAGE, f"{run}, iteration {record['iteration']}", dict(
-            run=run, script=names["config"]["script"], responses=responses,
-            iteration=record["iteration"]))
-    else:
-        text = json.dumps(for_unipo(names, record, responses), allow_nan=False)
-    write_text(out, text)
-    print(visible(f"saved {out}: {len(responses)} responses of iteration {record['iteration']}"))
+    data = dict(run=run, script=names["config"]["script"], iteration=record["iteration"],
+                responses=responses_of(names, *looks))
+    write_text(out, fill_page(PAGE, f"{run}, iteration {record['iteration']}", data))
+    print(visible(f"saved {out}: {len(data['responses'])} responses of iteration "
+                  f"{record['iteration']}"))
+
+
+def script_of(keys, file, trust_code):
+    """
+    The path of the script that a run's keys, in the config.json `file`, name. Raises BadInput where
+    it is not that of a run of ppo.py or grpo.py, or code that is not trusted would run.
+    """
+    if "cliprange" not in keys:
+        raise BadInput(f"{file} is not of a run of ppo.py or grpo.py; give the out_dir of one")
+    refuse_code(keys, file, trust_code)
+    name = str(keys.get("script"))  # of a fork another one, beside ppo.py
+    if name not in ("ppo.py", "grpo.py") and not (
+            trust_code and os.path.isfile(os.path.join(ROOT, name)) and "/" not in name):
+        raise BadInput(f"{file} has script = {name!r}, which this would run; only a script that "
+                       f"lies in {ROOT} can be run, and if you trust it: type --trust_code=True")
+    return os.path.join(ROOT, name)
 
 
 def replay(run, iteration, trust_code):
@@ -78,16 +86,8 @@ def replay(run, iteration, trust_code):
     Run an iteration again: (the script's variables at its end, its record for the log, [what the
     policy reads before the update, and behind it]). Raises BadInput.
     """
-    file = os.path.join(run, "config.json")
     keys = config_of(run)
-    if "cliprange" not in keys:
-        raise BadInput(f"run {run!r} is no run of ppo.py or grpo.py")
-    refuse_code(keys, file, trust_code)
-    name = str(keys.get("script"))  # of a fork another one, beside ppo.py
-    if name not in ("ppo.py", "grpo.py") and not (
-            trust_code and os.path.isfile(os.path.join(ROOT, name)) and "/" not in name):
-        raise BadInput(f"{file} has script = {name!r}, which this would run; only a script that "
-                       f"lies in {ROOT} can be run, and if you trust it: type --trust_code=True")
+    script = script_of(keys, os.path.join(run, "config.json"), trust_code)
     checkpoints = {iteration_of(folder): folder for folder in list_checkpoints(run)}
     if iteration < 0:
         iteration = min(max(checkpoints, default=0), keys["max_iters"] - 1)
@@ -96,8 +96,7 @@ def replay(run, iteration, trust_code):
     first = max((number for number in checkpoints if number <= iteration), default=0)
     parts = {number: keys_of_tool(part) for number, part in
              keys_by_iteration(run, keys, checkpoints, first, iteration, trust_code).items()}
-    script, keys = os.path.join(ROOT, keys["script"]), parts[max(parts)]
-    names, looks, records = {"__name__": "__main__", "__file__": script}, [], []
+    names, looks, records = {}, [], []
     enter = Run.enter
 
     def enter_and_look(self, phase):
@@ -112,18 +111,15 @@ def replay(run, iteration, trust_code):
             sys.exit()
 
     write_log = Run.log
-    ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
         print(f"computing iterations {first} to {iteration} again", flush=True)
         if first in checkpoints:
-            start = checkpoints[first]
-            os.symlink(os.path.abspath(start), os.path.join(folder, os.path.basename(start)))
-            shutil.copy(f"{start}/config.json", folder)
+            begin_at(checkpoints[first], folder)
         numbers = sorted(parts)
         for number, until in zip(numbers, numbers[1:], strict=False):
             run_until(script, parts[number], until, folder)
         Run.enter, Run.log = enter_and_look, log
-        run_script(script, keys, folder, names)
+        run_script(script, parts[max(parts)], folder, names)
     compare_with_log(run, records[0])
     return names, records[0], looks
 
@@ -173,7 +169,7 @@ def run_until(script, keys, until, folder):
 
     Run.leave_if_stop_asked, Run.log = leave_there, log
     try:
-        run_script(script, keys, folder, {"__name__": "__main__", "__file__": script})
+        run_script(script, keys, folder, {})
         os._exit(0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -181,8 +177,16 @@ def run_until(script, keys, until, folder):
         os._exit(2)
 
 
+def begin_at(checkpoint, folder):
+    """A run in this folder will begin with a checkpoint of another one."""
+    os.symlink(os.path.abspath(checkpoint), os.path.join(folder, os.path.basename(checkpoint)))
+    shutil.copy(f"{checkpoint}/config.json", folder)
+
+
 def run_script(script, keys, folder, names):
-    """Run ppo.py or grpo.py with these keys, in a folder. names: gets its variables."""
+    """Run a script with these keys, in a folder, without a line. names: gets its variables."""
+    ranks.on_signal = signal.default_int_handler  # Ctrl-C ends the tool: there is nothing to save
+    names |= {"__name__": "__main__", "__file__": script}
     argv, sys.argv[1:] = sys.argv[1:], [config_file_of(keys | dict(out_dir=folder), folder)]
     with open(script, encoding="utf-8-sig") as f:
         code = compile(f.read(), script, "exec")
@@ -236,68 +240,39 @@ def look(names):
     return found
 
 
+def columns_of(names):
+    """{name: (B, T)}: the numbers of each token in the variables of a script, see explain.py."""
+    batch = names["batch"]
+    policy, mask = batch["old_logprobs"], batch["response_mask"]
+    columns = dict(policy=policy)
+    if "ref_logprobs" in batch:
+        ref = batch["ref_logprobs"]
+        columns |= dict(ref=ref, KL=kl_estimate(policy, ref, names["kl_estimator"]))
+    if "values" not in batch:
+        return columns | dict(advantage=batch["advantages"])
+    given = names["rewards"], batch["values"], mask, names["gamma"]
+    delta, raw = (compute_gae(*given, lam)[0] for lam in (0.0, names["lam"]))
+    return columns | dict(reward=names["rewards"], value=batch["values"], delta=delta, raw=raw,
+                          white=batch["advantages"], ret=batch["returns"])
+
+
 def responses_of(names, before, after):
     """A dict for each response: its texts, its score and how it came about, lists of its tokens."""
-    batch, tokenizer, terms = names["batch"], names["policy"].tokenizer, names["terms"]
-    mask, old = batch["response_mask"], batch["old_logprobs"]
-    columns = {"log-prob": old, "change": after["logprobs"] - old,
-               "ratio": (after["logprobs"] - old).exp(), "entropy": before["entropy"],
-               "advantage": batch["advantages"]}
-    if "ref_logprobs" in batch:
-        columns |= {"ref": batch["ref_logprobs"],
-                    "KL": kl_estimate(old, batch["ref_logprobs"], names["kl_estimator"])}
-    if "values" in batch:
-        given = names["rewards"], batch["values"], mask, names["gamma"]
-        columns |= {"value": batch["values"], "reward": names["rewards"],
-                    "return": batch["returns"], "raw": compute_gae(*given, names["lam"])[0]}
+    batch, tokenizer = names["batch"], names["policy"].tokenizer
+    mask, change = batch["response_mask"], after["logprobs"] - batch["old_logprobs"]
+    columns = columns_of(names) | dict(
+        change=change, ratio=change.exp(), entropy=before["entropy"])
     texts = texts_of(batch, names["train_rows"], tokenizer)
-    numbers = {name: x.tolist() for name, x in columns.items()}
     made = []
-    for i, (row, sampled) in enumerate(zip(texts["rows"], mask.tolist(), strict=True)):
-        own = [t for t, is_sampled in enumerate(sampled) if is_sampled]
+    for i, (row, text) in enumerate(zip(texts["rows"], texts_as_read(texts), strict=True)):
         ids = batch["tokens"][i][mask[i]].tolist()
-        said = dict(text=texts["completions"][i])
-        if "dialogues" in texts:
-            said["messages"] = texts["dialogues"][i]
         made.append(dict(
             index=i, row=int(batch["row"][i]), prompt=texts["prompts"][i],
-            answer=row.get("answer"), text=response_of(said), score=batch["scores"][i].item(),
+            answer=row.get("answer"), text=text, score=batch["scores"][i].item(),
             shaped=names["scores"][i].item(), finished=bool(batch["finished"][i]),
-            sum=[[weight, name, batch[f"reward/{name}"][i].item()] for weight, name, _ in terms],
-            ids=ids, strings=[tokenizer.decode([token]) for token in ids],
+            sum=[[weight, name, batch[f"reward/{name}"][i].item()]
+                 for weight, name, _ in names["terms"]],
+            strings=[tokenizer.decode([token]) for token in ids],
             ends=[token in tokenizer.eos_ids for token in ids],
-            columns={name: [rows[i][t] for t in own] for name, rows in numbers.items()}))
-    for response in made:  # JSON has no NaN: a reward that does not apply
-        for place in [response, *response["sum"]]:
-            for key, x in place.items() if isinstance(place, dict) else enumerate(place):
-                if isinstance(x, float) and x != x:
-                    place[key] = None
+            columns={name: x[i][mask[i]].tolist() for name, x in columns.items()}))
     return made
-
-
-def for_unipo(names, record, responses):
-    """The iteration in the form of docs/canonical_schema.json of poloclub/unipo."""
-    config, groups = names["config"], {}
-    theirs = {"ref": "ref_log_probs", "KL": "token_kl", "value": "values", "return": "returns",
-              "advantage": "advantages", "log-prob": "old_log_probs", "reward": "rewards"}
-    metrics = {name: x for name, x in record.items() if isinstance(x, (int, float))}
-    for one in responses:
-        columns = one["columns"]
-        tokens = dict(ids=one["ids"], strings=one["strings"], log_probs=[
-            a + b for a, b in zip(columns["log-prob"], columns["change"], strict=True)])
-        tokens |= {theirs[name]: x for name, x in columns.items() if name in theirs}
-        group = groups.setdefault(one["row"], dict(prompt=one["prompt"], responses=[]))
-        group["responses"].append(dict(
-            id=f"step{record['iteration']}_p{one['row']}_sample{len(group['responses'])}",
-            reward=one["score"], response_text=one["text"], response_length=len(one["ids"]),
-            advantage=sum(columns["advantage"]) / max(len(one["ids"]), 1), tokens=tokens))
-    return dict(
-        header=dict(task=config["prompts_path"], dataset=config["prompts_path"],
-                    reward_strategy=config["reward_functions"], algorithm=config["script"][:-3],
-                    totalSteps=config["max_iters"], model_name=config["policy_path"],
-                    reference_model_name=config["ref_path"] or config["policy_path"],
-                    hparams=config),
-        entries=[dict(step=record["iteration"], is_first_step_after_rollout_phase=True,
-                      metrics=metrics | dict(policy_objective=-record["loss/policy"],
-                                             reward=record["objective/scores"]),
-                      prompts=list(groups.values()))])

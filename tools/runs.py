@@ -220,6 +220,13 @@ def response_of(sample):
                     f"[{m['role']}: {m['content'].strip()}]" for m in sample["messages"])
 
 
+def texts_as_read(texts):
+    """[response_of each response] in the texts that batches.texts_of gives."""
+    dialogues = texts.get("dialogues") or [None] * len(texts["completions"])
+    return [response_of(dict(text=text) | (dict(messages=said) if said is not None else {}))
+            for text, said in zip(texts["completions"], dialogues, strict=True)]
+
+
 def fill_page(file, title, data):
     """The text of a page: of `file`, a page without data, with a title and the data as JSON."""
     # Inside <script> the browser only looks for "<": with none of them in the data, no text of a

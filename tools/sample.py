@@ -29,7 +29,7 @@ from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch  # noqa: E402
-from tools.runs import ASKED, as_in_run, response_of, room_behind, system_message_of  # noqa: E402
+from tools.runs import ASKED, as_in_run, room_behind, system_message_of, texts_as_read  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
@@ -72,16 +72,13 @@ def answer(rows, where, first=0):
         if terms:
             score_batch(batch, rows, terms, policy, models["reward_model"], 16, system, device)
         texts = texts_of(batch, rows, policy.tokenizer)
-        for i, text in enumerate(texts["completions"]):
+        for i, text in enumerate(texts_as_read(texts)):
             if i % samples == 0 and (prompt or prompts):
                 asked = texts["rows"][i]["prompt"]
                 print(visible(f"> {asked if isinstance(asked, str) else asked[-1]['content']}"))
-            said = dict(text=text)
-            if "dialogues" in texts:
-                said["messages"] = texts["dialogues"][i]
             cut = "" if batch["finished"][i] else " [cut off]"
             score = f"   (score {batch['scores'][i]:.2f})" if terms else ""
-            print(f"{visible(response_of(said)) or '[empty]'}{cut}{score}", flush=True)
+            print(f"{visible(text) or '[empty]'}{cut}{score}", flush=True)
 
 
 def as_row(text):

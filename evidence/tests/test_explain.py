@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import time
 
-import matplotlib.pyplot  # noqa: F401  once, before the forks
 import by_hand
 import pytest
 import torch
@@ -23,7 +22,9 @@ from tiny import Started, at, jsonl, keys_of, read_jsonl, run, typed, well, writ
 import gae
 from checkpoint import hashes
 from configurator import write_json
+from errors import BadInput
 from prompts import Rows, batch_rows
+from tools.runs import refuse_code
 
 ROOT = os.path.dirname(os.path.abspath(gae.__file__))
 DONE, BATCH = 2, 5  # iterations that the copy of the run has done; responses of one
@@ -68,10 +69,9 @@ def test_the_numbers_of_ppo(world, runs):
     rows = Rows(world.rows["rl_train"])
     prompt = rows[batch_rows(1, DONE, BATCH, rows)[0]]["prompt"]
     before = files_of(runs)
-    result = explain(runs / "explain", run=f"{runs}/ppo/cut", prompt=prompt, out="deep/a.png")
+    result = explain(runs / "explain", run=f"{runs}/ppo/cut", prompt=prompt)
     assert result.codes == [0], result
     assert before == files_of(runs)  # the runs' folders are as they were
-    assert open(f"{runs}/explain/deep/a.png", "rb").read(4) == b"\x89PNG"
     said, columns = result.out[0], table(result.out[0])
     response = eval(re.search(r"^response  (.*)$", said, re.MULTILINE)[1])
     numbers = {name: [float(x) for x in cells] for name, cells in columns.items()
@@ -134,77 +134,71 @@ def test_a_group_of_grpo(runs):
 
 
 def test_nothing_that_a_run_names_is_run_unless_one_says_so(runs, tmp_path):
-    """Each of these would leave a file: as a rule, as an environment, as a script, behind a =."""
-    ran = tmp_path / "ran"
-    evil = tmp_path / "evil.py"
-    evil.write_text(f"open({str(ran)!r}, 'w')\ndef f(*_, **__): return None\nf_2 = f\n")
-    beside = os.path.relpath(evil, ROOT)
+    """A rule, an environment, an optimizer, a script, and a key that would be a line of code."""
+    evil = "/there/evil.py"
     both = [f"{more}{evil}:f{end}" for more in ("", "0.5*", " * ") for end in ("", "*", "*2", ",")]
     attacks = [(key, value) for key in ("environment", "tools", "reward_functions")
                for value in (*both, [f"{evil}:f"], {f"{evil}:f": 1}, f"'{evil}:f*'")]
-    attacks += [("tools", str(evil)), ("environment", "*"), ("optim", f"{evil}:f"),
+    attacks += [("tools", evil), ("environment", "*"), ("optim", f"{evil}:f"),
                 ("optim", f"value=adamw, policy={evil}:f"),
                 (f"environment={evil}:f", ""), (f"tools={evil}:f", "x"), (f"optim={evil}:f*", ""),
-                (f"reward_functions={evil}:f,accuracy", 0), (f"{evil}", ""), ("-", ""), ("", "a")]
-    scripts = [("script", value) for value in (
-        str(evil), beside, "tools/../ppo.py", "./ppo.py", "", "none.py", None, ["ppo.py"], "..",
-        "course/clinic.py")]
+                (f"reward_functions={evil}:f,accuracy", 0), (evil, ""), ("-", ""), ("", "a")]
+    for key, value in attacks:
+        with pytest.raises(BadInput, match="the/config.json"):
+            refuse_code({key: value}, "the/config.json", False)
+    ran = tmp_path / "ran"
+    mine = write(tmp_path / "evil.py", f"open({str(ran)!r}, 'w')\ndef f(*_): return None\n")
     folder, name = shutil.copytree(f"{runs}/ppo/cut", tmp_path / "run"), f"checkpoint-{DONE:06d}"
     keys = json.loads((folder / "config.json").read_text())
-    for number, (key, value) in enumerate(attacks + scripts):
-        sent = json.dumps(keys | {key: value})
-        (folder / "config.json").write_text(sent)
-        (folder / name / "config.json").write_text(sent)
+    for changed, how in (
+            (dict(reward_functions=f"{mine}:f"), {}),
+            (dict(environment=f"{mine}:f"), dict(iteration=1, out="a.html")),
+            (dict(script=mine), {}), (dict(script=os.path.relpath(mine, ROOT)), {}),
+            (dict(script="tools/../ppo.py"), {}), (dict(script=None), {}),
+            (dict(script=mine), dict(trust_code=True))):
+        (folder / "config.json").write_text(json.dumps(keys | changed))
+        (folder / name / "config.json").write_text(json.dumps(keys | changed))
         os.remove(folder / name / "manifest.json")  # a stranger can write any
         write_json(f"{folder}/{name}/manifest.json", hashes(f"{folder}/{name}"))
-        more = dict(iteration=1, out="a.json") if key == "script" or number % 2 else {}
-        result = explain(tmp_path, run=folder, **more)
-        assert result.codes == [2] and result.err[0].count("\n") == 1, (key, value, result)
-        assert "config.json" in result.err[0] and not ran.exists(), (key, value, result)
-    (folder / "config.json").write_text(json.dumps(keys | dict(script=str(evil))))
-    result = explain(tmp_path, run=folder, iteration=1, out="a.json", trust_code=True)
-    assert result.codes == [2] and not ran.exists()
+        result = explain(tmp_path, run=folder, **how)
+        assert result.codes == [2] and result.err[0].count("\n") == 1, (changed, result)
+        assert "config.json" in result.err[0] and not ran.exists(), (changed, result)
 
 
 # all responses of an iteration
 
+def page(folder, **keys):
+    """(what the tool prints, the data of its page)."""
+    result = explain(folder, **keys, out="deep/page.html", trust_code=True)
+    assert result.codes == [0], result
+    with open(folder / "deep/page.html", encoding="utf-8") as f:
+        return result.out[0], json.loads(re.search(r'id="data">(.*?)</script>', f.read(), re.S)[1])
+
+
 @pytest.mark.parametrize("name, iteration, starts", [
     ("ppo", 3, "at its checkpoint"), ("ppo", 1, "at the beginning"), ("grpo", 0, "anew")])
 def test_an_iteration_is_computed_again_to_the_last_digit(runs, tmp_path, name, iteration, starts):
-    """All metrics are those of the log; the columns of the tokens add up to them."""
+    """It says that all metrics are those of the log; the columns of the tokens add up to them."""
     folder = f"{runs}/{name}/out"
     if starts == "at the beginning":  # only the newest checkpoint is left, as by default
         folder = shutil.copytree(folder, f"{tmp_path}/copy")
         for number in (0, 1, 2, 3):
             shutil.rmtree(f"{folder}/checkpoint-{number:06d}", ignore_errors=True)
-    keys = dict(run=folder, iteration=iteration, trust_code=True)
-    result = explain(tmp_path, **keys, out="a.json")
-    assert result.codes == [0], result
-    (entry,) = json.loads((tmp_path / "a.json").read_text())["entries"]
+    said, data = page(tmp_path, run=folder, iteration=iteration)
+    assert "warning" not in said and int(re.search(r"all (\d+) figures are those", said)[1]) > 20
     record = read_jsonl(f"{folder}/log.jsonl")[iteration]
-    found, wanted = ({k: x for k, x in r.items() if not re.match(
-        "time/|mem/|eval/|objective/(texts|score_shift)", k) and not isinstance(x, str)}
-        for r in (entry["metrics"], record))
-    assert {k: found[k] for k in wanted} == wanted and "objective/kl" in wanted
-    responses = [r for prompt in entry["prompts"] for r in prompt["responses"]]
-    rows = [r["tokens"] for r in responses]
-    old, ref = (statistics.fmean(sum(row[f"{of}_log_probs"]) for row in rows)
-                for of in ("old", "ref"))
+    rows = [one["columns"] for one in data["responses"]]
+    old, ref = (statistics.fmean(sum(row[of]) for row in rows) for of in ("policy", "ref"))
     assert old == pytest.approx(-record["objective/entropy"], rel=1e-5)
     assert old - ref == pytest.approx(record["objective/kl"], abs=1e-5)
-    assert statistics.fmean(len(row["ids"]) for row in rows) == record["objective/length"]
-    assert statistics.fmean(r["reward"] for r in responses) == pytest.approx(
+    assert statistics.fmean(len(row["ref"]) for row in rows) == record["objective/length"]
+    assert statistics.fmean(one["score"] for one in data["responses"]) == pytest.approx(
         record["objective/scores"], rel=1e-5)
-    assert all({len(x) for x in row.values()} == {len(row["ids"])} for row in rows)
-    assert explain(tmp_path, **keys, out="deep/page.html").codes == [0]
-    text = (tmp_path / "deep" / "page.html").read_text()
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    for one in data["responses"]:
+    for one, columns in zip(data["responses"], rows, strict=True):
         assert one["score"] == pytest.approx(sum(w * x for w, _, x in one["sum"]), abs=1e-5)
-        assert {len(x) for x in one["columns"].values()} == {len(one["strings"])}
-        change, ratio = one["columns"]["change"], one["columns"]["ratio"]
-        assert ratio == pytest.approx([math.exp(x) for x in change], rel=1e-4)
-        assert any(change) and all(x >= -1e-6 for x in one["columns"]["entropy"])
+        assert {len(x) for x in columns.values()} == {len(one["strings"])}
+        assert columns["ratio"] == pytest.approx([math.exp(x) for x in columns["change"]], rel=1e-4)
+        assert any(columns["change"]) and all(x >= -1e-6 for x in columns["entropy"])
 
 
 def test_an_iteration_has_the_keys_that_the_run_had_then(world, tmp_path):
@@ -222,17 +216,12 @@ def test_an_iteration_has_the_keys_that_the_run_had_then(world, tmp_path):
     assert [record["iteration"] for record in log] == [0, 1, 2, 3, 4, 5]
     assert [x for x in os.listdir(out) if x.startswith("checkpoint-")] == ["checkpoint-000005"]
     for iteration in (0, 2, 4):
-        result = explain(tmp_path, run="out", iteration=iteration, out="a.json")
-        assert result.codes == [0] and "warning" not in result.out[0], result
-        compared = re.search(r"all (\d+) figures are those of", result.out[0])
-        assert int(compared[1]) > 20
-        (entry,) = json.loads((tmp_path / "a.json").read_text())["entries"]
-        for name in ("policy/lr", "loss/policy", "objective/kl"):
-            assert entry["metrics"][name] == log[iteration][name], (iteration, name)
-    log[3]["policy/lr"] *= 2
+        said, _ = page(tmp_path, run="out", iteration=iteration)
+        assert "warning" not in said and int(re.search(r"all (\d+) figures are", said)[1]) > 20
+    log[0]["policy/lr"] *= 2
     jsonl(f"{out}/log.jsonl", log)
-    result = explain(tmp_path, run="out", iteration=3, out="a.json")
-    assert result.codes == [0] and f"there {log[3]['policy/lr']:.6g}" in result.out[0]
+    said, _ = page(tmp_path, run="out", iteration=0)
+    assert f"there {log[0]['policy/lr']:.6g}" in said
 
 
 def test_the_page_of_the_newest_iteration_while_a_run_goes_on(runs, tmp_path):
