@@ -310,6 +310,38 @@ def test_folders_of_others(world, tmp_path):
             read_model(str(tmp_path / name), head, keys_of_system(dtype="float64"))
 
 
+def replacing(pattern, content, times=1):
+    """A tokenizer's rule that writes `content` for what fits, so many times."""
+    rule = dict(type="Replace", pattern=pattern, content=content)
+    return dict(normalizer=dict(type="Sequence", normalizers=[rule] * times))
+
+
+@pytest.mark.parametrize("file, changed", [
+    *(("config.json", each) for each in (
+        dict(n_layer=10**6), dict(num_labels=10**9), dict(text_config=dict(n_layer=10**6)))),
+    *(("tokenizer.json", each) for each in (
+        replacing(dict(String="a"), "a" * 10**6), replacing(dict(Regex="."), "aa", 40)))])
+def test_a_folder_that_asks_for_more_than_any_model_has(world, tmp_path, file, changed):
+    """transformers would build it for hours: a line says so at once."""
+    from load import load
+    from ranks import choose_device
+    from tokenizer import load_tokenizer
+
+    system, device = keys_of_system(dtype="float64"), choose_device("cpu")
+    sent = shutil.copytree(world.policy, tmp_path / "sent")
+    known = json.loads((sent / file).read_text())
+    write(sent / file, json.dumps(known | changed))
+    for read in (lambda: load(str(sent), "policy", system, device),
+                 lambda: load_tokenizer(str(sent), system)):
+        with pytest.raises(BadInput, match=str(sent)):
+            read()
+    # what published folders have is no fault
+    write(sent / file, json.dumps(known | dict(num_labels=1000, vocab_size_per_layer_input=262144)
+                                  if file == "config.json" else
+                                  known | replacing(dict(String=" "), "\u2581", 40)))
+    load_tokenizer(str(sent), system)
+
+
 @pytest.mark.parametrize("template", [
     "{{ '%999999999d' % 1 }}", "{{ 'a' * 99999 * 99 }}", "{{ [1] * 10**12 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"])

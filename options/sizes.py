@@ -1,0 +1,46 @@
+"""
+A folder whose files ask for more than any machine has: more layers or labels than any model, or a
+tokenizer that makes each text many times longer. transformers would build what they say, for hours.
+"""
+import os
+import re
+
+from configurator import read_json
+from errors import BadInput
+
+LARGEST = {"layers?$": 1000, "num_labels$": 10**6}  # the names of a number -> more than any model's
+GROWTH = 10_000  # a text that is so many times longer is an attack
+
+
+def check_sizes(path):
+    """Raise BadInput where the config.json or the tokenizer.json of a folder is such a file."""
+    for part in parts_of(path, "config.json"):
+        for key, n in part.items():
+            if type(n) is int and any(
+                    re.search(name, key) and n > most for name, most in LARGEST.items()):
+                raise BadInput(f"{path}: its config.json says {key} = {n:,}, more than any model "
+                               "has; is it the right file?")
+    growth = 1.0
+    for part in parts_of(path, "tokenizer.json"):
+        if part.get("type") == "Replace":
+            pattern = part.get("pattern")
+            found = pattern.get("String") if isinstance(pattern, dict) else None
+            growth *= max(len(str(part.get("content"))) / len(found or "a"), 1.0)
+    if growth > GROWTH:
+        raise BadInput(f"{path}: its tokenizer.json replaces letters by texts that are together "
+                       f"{growth:,.0f} times as long; give another tokenizer")
+
+
+def parts_of(path, file):
+    """Each JSON object in a file of the folder; none where it is no JSON: its readers say it."""
+    try:
+        parts = [read_json(os.path.join(path, file))]
+    except (OSError, ValueError, RecursionError):
+        return
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            yield part
+            parts += [x for key, x in part.items() if key not in ("vocab", "merges")]
+        elif isinstance(part, list):
+            parts += part
