@@ -3,7 +3,6 @@ What tools/prove.py finds: typical mistakes of people who change ppo.py, grpo.py
 each made in a copy; and right forks, which it must not accuse. Prints the tables of proved.md.
 
     python evidence/proved.py                  # all mistakes, each by the check that must find it
-    python evidence/proved.py --all            # each by all checks: half an hour
     python evidence/proved.py no_mask ref      # those whose names have one of these words
     python evidence/proved.py --forks          # the right forks, by all checks
 """
@@ -22,8 +21,7 @@ import prove  # noqa: E402
 A, R = 'batch["advantages"] = masked_whiten(advantages / unit, mask)', "rewards = -kl_coef * kl"
 PG = "pg_loss = masked_sum(pg_losses, m) / token_count"
 GROUP = "advantages = group_advantages(scores, group_size, scale_by, baseline)"
-LOOP, TOP = "for iteration in run.iterations():", "device = ranks.init(system)"
-STEPS = 'lr_decay)\n    norms = run.step('
+LOOP = "for iteration in run.iterations():"
 MISTAKES = {  # its name: script, the check that finds it, a word that it must say, then edits:
     # file (the script's, if None), text, the text in its place
     "no_mask_whitened": ("ppo", "padding", "advantages", (None, A, (
@@ -32,16 +30,11 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
         '-(mb["advantages"] - (mb["advantages"] * m).sum() / m.sum().clamp(min=1)) * ratio\n'))),
     "mean_of_means": ("grpo", "parts", "gradient", (
         None, 'masked_sum(pg_losses * mb["weights"], m)', "pg_losses[m].sum() / (m.sum() + 1e-9)")),
-    "rows_of_mb": ("ppo", "parts", "gradient", (None, PG, PG.replace("token_count", "len(m)"))),
     "last_column": ("ppo", "trained", "rewards", (
         None, 'rewards[batch["index"], last_real(mask)] += s', "rewards[:, -1] += s")),
     "no_detach": ("grpo", "trained", "exactly 0", (
         None, 'logprobs, mb["old_logprobs"], mb["adv', 'logprobs, logprobs, mb["adv')),
-    "no_gradient": ("ppo", "trained", "exactly 0", (None, PG, PG.replace(
-        "pg_losses, m", "pg_losses.detach() + 0 * logprobs, m"))),
     "randn": ("ppo", "noise", "advantages", (None, A, f"{A} + torch.randn(mask.shape) * mask")),
-    "random": ("grpo", "noise", "random", (
-        None, GROUP, "import random\n    " + GROUP + " * random.random()")),
     "randperm": ("ppo", "noise", "without a name", (
         None, 'permutation(batch_size, seed, "minibatches", iteration, epoch)',
         "torch.randperm(batch_size)")),
@@ -54,22 +47,11 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
         "formulas.py", "def masked_whiten", "MOMENTS = []\n\n\ndef masked_whiten"), (
         "formulas.py", "    variance = masked", "    MOMENTS.append(mean.item())\n    mean = sum("
         "MOMENTS) / len(MOMENTS)\n    variance = masked")),
-    "counter": ("ppo", "resume", "`calls`", (None, LOOP, f"calls = [0]\n{LOOP}"), (
-        None, R, f"calls[0] += 1\n    {R} / calls[0]")),
     "generator": ("grpo", "resume", "`drawn`", (
         None, LOOP, f"drawn = torch.Generator().manual_seed(seed)\n{LOOP}"), (
         None, GROUP, f"{GROUP} * torch.rand((), generator=drawn, dtype=torch.float64)")),
-    "on_a_function": ("grpo", "resume", "find_flat", (None, GROUP, (
-        f"find_flat.seen = getattr(find_flat, 'seen', 0) + 1\n    {GROUP} / find_flat.seen"))),
-    "on_a_class": ("ppo", "resume", "Counter", (
-        None, LOOP, f"class Counter:\n    n = 0\n\n\n{LOOP}"), (
-        None, R, f"Counter.n += 1\n    {R} * Counter.n")),
     "state_tensor": ("ppo", "trained", "run.state['mean']", (
         None, R, f"{R}\n    run.state['mean'] = scores.mean()")),
-    "state_numbers_as_keys": ("grpo", "trained", "run.state['passed']", (
-        None, GROUP, f"{GROUP}\n    run.state['passed'] = {{iteration: 0.5}}")),
-    "state_numpy": ("grpo", "trained", "run.state['x']", (
-        None, GROUP, f"{GROUP}\n    run.state['x'] = scores.mean().numpy()")),
     "no_optimizer": ("ppo", "trained", "value_model", (
         None, "run = Run(", "mine = optimizers.pop('value_model')\nrun = Run(")),
     "optimizer_hides": ("ppo", "trained", "past", (None, "optimizers = dict(", (
@@ -83,10 +65,6 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     "rows_crossed": ("ppo", "parts", "batch[...]", (
         None, '-mb["advantages"] * ratio\n',
         '-batch["advantages"][:len(m), :m.shape[1]] * ratio\n')),
-    "batch_for_mb": ("grpo", "parts", "batch[...]", (
-        None, 'mb["ref_logprobs"], kl_estimator)',
-        'batch["ref_logprobs"][:len(m), :m.shape[1]], kl_estimator)')),
-    "kl_sign_ppo": ("ppo", "kl", "sign", (None, R, "rewards = kl_coef * kl")),
     "kl_sign_grpo": ("grpo", "kl", "sign", (
         None, "pg_loss = pg_loss + kl_loss_coef", "pg_loss = pg_loss - kl_loss_coef")),
     "advantage_sign": ("grpo", "score", "sign", (None, GROUP, GROUP.replace("= g", "= -g"))),
@@ -97,10 +75,6 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
         'token_count = (batch["tokens"][index] != policy.tokenizer.pad_id).sum()')),
     "divided_by_T": ("ppo", "padding", "numel", (
         None, "token_count = mask[index].sum()", "token_count = mask[index].numel()")),
-    "softmax_over_T": ("ppo", "padding", "softmax", (
-        None, A, f"{A}\n    batch['advantages'] = batch['advantages'] * advantages.softmax(1)")),
-    "last_column_maximum": ("grpo", "padding", "maximum", (
-        None, GROUP, f"{GROUP} * (1 + batch['old_logprobs'].mean())")),
     "old_in_place": ("ppo", "ranks", "rank's rows", (
         None, "ratio = (logprobs", 'batch["old_logprobs"][mb["index"], :m.shape[1]] += 0.1 * m\n'
         + " " * 16 + "ratio = (logprobs")),
@@ -119,9 +93,6 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
         None, A, f"{A}\n    spare = torch.empty(9999, dtype=torch.float64)\n    spare[:50] = 1\n"
         "    batch['advantages'] = batch['advantages'] * (1 + spare[:60].abs().clamp(max=9).sum())"
         )),
-    "metric_of_own_rows": ("ppo", "ranks", "mine/far", (
-        None, "    # 5) metrics", "    record['mine/far'] = mb['old_logprobs'].sum().item()\n"
-        "    # 5) metrics")),
     "metric_mean_of_means": ("ppo", "parts", "mine/ratio", (
         None, "gaps.append(", "means = [*means, ratio[m].mean().item()] if steps else [0.0]\n"
         + " " * 16 + "gaps.append("), (
@@ -135,23 +106,11 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
         "gradients['policy'], 0.01)\n            parallel.all_reduce_gradients(")),
     "reference_is_policy": ("ppo", "trained", "objective/kl", (
         None, "load_ref_policy(policy_path, policy, system, device)", "policy")),
-    "column_of_own_rows": ("ppo", "ranks", "extra", (
-        None, "    # 4) update", "    batch['extra'] = torch.zeros_like(batch['values'])\n"
-        "    # 4) update"), (
-        None, "ratio = (logprobs", "batch['extra'][mb['index'], :m.shape[1]] = m.double()\n"
-        + " " * 16 + "ratio = (logprobs"), (
-        None, "    # 5) metrics", "    record['mine/extra'] = batch['extra'].sum().item()\n"
-        "    # 5) metrics")),
-    "state_every_50": ("grpo", "", "", (None, LOOP, f"level = 1.0\n{LOOP}"), (
-        None, GROUP, f"level += (iteration % 50 == 49) / 10\n    {GROUP} * level")),
     "mean_of_the_share": ("grpo", "ranks", "share", (
         "rewards.py", "if len(share) else [], dtype=torch.float64)",
         "if len(share) else [], dtype=torch.float64) + len(share)")),
     "gradients_stay": ("ppo", "ranks", "zero_gradients", (
         None, "            parallel.zero_gradients(gradients)\n            if", "            if")),
-    "share_of_the_count": ("ppo", "ranks", "normaliser", (
-        None, "token_count = mask[index].sum()",
-        "token_count = mask[parallel.share(len(mask))].sum()")),
     # with several turns alone
     "last_by_count": ("ppo", "turns", "rewards", (
         None, 'rewards[batch["index"], last_real(mask)] += s',
@@ -166,24 +125,13 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     # the other scripts
     "mean_of_means_sft": ("sft", "parts", "gradient", (
         None, "loss / token_count", "loss / count_trained(part)")),
-    "mean_of_means_rm": ("rm", "parts", "gradient", (
-        None, "total / batch_size", "total / len(part)")),
     "share_rm": ("rm", "ranks", "gradient", (
         None, "total / batch_size", "total / len(parallel.share(batch_size))")),
-    "variable_sft": ("sft", "resume", "`best`", (None, LOOP, f"best = 1.0\n{LOOP}"), (
-        None, STEPS, "lr_decay) * best\n    best = 0.9 * best + 0.001 * loss_sum\n"
-        "    norms = run.step(")),
-    # formulas that are wrong in the same way everywhere: none of its business
-    "clip_min": ("ppo", "", "", (None, "pg_losses = torch.max(", "pg_losses = torch.min(")),
-    "no_clip": ("ppo", "", "", (None, "pg_losses = torch.max(pg_losses1, pg_losses2)",
-                                "pg_losses = pg_losses1")),
-    "gamma_for_lam": ("ppo", "", "", (None, "mask, gamma, lam)", "mask, lam, gamma)")),
+    # a formula that is wrong in the same way everywhere: none of its business
     "shifted": ("ppo", "", "", (None, A, f"{A}.roll(1, 1) * mask")),
     # nothing is wrong with these
     "mask_forgotten_in_a_sum": ("ppo", "", "", (None, PG, (
         "pg_loss = (pg_losses * m).sum() / token_count"))),
-    "filled_with_nan_later": ("ppo", "", "", (
-        None, A, f"{A}\n    torch.empty_like(advantages).zero_()")),
 }
 
 
@@ -232,12 +180,12 @@ def typed(script, more=()):
     return [f"{HERE}/config/{CONFIGS[os.path.basename(script)]}.py", *more]
 
 
-def try_mistake(name, folder, only=None, more=(), say=lambda text: None):
-    """prove's Verdicts of a mistake, by its one check, or by all."""
+def try_mistake(name, folder, more=()):
+    """prove's Verdicts of a mistake, by its one check; by all, if none can find it."""
     script, check, _, *edits = MISTAKES[name]
     copy_of(f"{folder}/copy", edits, script=script)
-    return prove.prove(f"{folder}/copy/{script}.py", typed(script, more), f"{folder}/runs",
-                       check if only is None else only, say=say)[0]
+    return prove.prove(f"{folder}/copy/{script}.py", typed(script, more), f"{folder}/runs", check,
+                       say=lambda text: None)[0]
 
 
 def broken(verdicts):
@@ -271,7 +219,7 @@ def main(argv):
                     continue
             else:
                 script, _, word, *_ = MISTAKES[name]
-                verdicts = try_mistake(name, folder, "" if "--all" in argv else None)
+                verdicts = try_mistake(name, folder)
         hard, notes = broken(verdicts)
         said = str([x["lines"] for x in [*hard.values(), *notes.values()]])
         named = ("yes" if word in said else "no") if word else "accused" if hard else "-"

@@ -97,8 +97,6 @@ def gae(b, steps="", cut=False):
     rewards, values, mask, last = b.rewards.clone(), b.values, b.mask, b.mask[:, -1]
     if steps == "empty":  # a gap is a step of reward 0 and value 0
         rewards, values, mask = rewards * b.m, values * b.m, b.span
-    elif steps == "gaps":
-        mask = b.span
     elif steps == "all":
         mask = torch.ones_like(mask)
     elif steps == "one more":
@@ -139,10 +137,8 @@ def clip(b, clamp=None, dual=False):
     return graded(lambda x: ppo_lines(b, x, "dual_clip" if dual else "", clamp).pg_loss, b)
 
 
-def clipfrac(b, where="", both=False):
-    found = ppo_lines(b, b.logprobs)
-    clipped = (found.ratio - 1).abs() > EPS if both else found.pg_clipped
-    return (clipped if where == "all" else clipped[b.mask]).double().mean()
+def clipfrac(b):
+    return ppo_lines(b, b.logprobs).pg_clipped[b.mask].double().mean()
 
 
 def dual_clip(b, clamp=None):
@@ -153,7 +149,7 @@ def value_loss(b, rows=False):
     def total(values):
         found = page("ppo.py").lines(
             "change = ", "vf_loss = ", **FORMULAS, values=values, m=b.mask, vf_coef=1.0,
-            value_range=EPS, token_count=b.mask.sum(),
+            value_range=EPS, unit=1.0, token_count=b.mask.sum(),
             mb=dict(values=b.old_values, returns=b.rewards))
         return (found.vf_losses * b.m / b.m.sum(1, keepdim=True)).sum(1).mean() if rows else (
             found.vf_loss)
@@ -179,12 +175,11 @@ def per_token(b, advantages):
     return advantages[:, None].expand_as(b.mask)[b.mask]
 
 
-def grpo(b, epsilon=1e-4, highest=False):
-    if epsilon == 1e-4 and not highest:
+def grpo(b, epsilon=1e-4):
+    if epsilon == 1e-4:
         return per_token(b, groups.group_advantages(b.scores, G))
     deviation = b.scores.view(-1, G).std(1).repeat_interleave(G)
-    below = deviation.clamp(min=epsilon) if highest else deviation + epsilon
-    return per_token(b, groups.group_advantages(b.scores, G, "none") / below)
+    return per_token(b, groups.group_advantages(b.scores, G, "none") / (deviation + epsilon))
 
 
 def dr_grpo(b):
@@ -264,13 +259,13 @@ def aggregation(kind, counted=True):
 
 def token_sum(b, empty=False):
     found = page("grpo.py", "token_sum").lines("weights = ", "weights = ", counted=b.mask,
-                                                       rows=torch.arange(len(b.mask)))
+                                                       index=torch.arange(len(b.mask)))
     share = b.mask.any(1).double().mean() if empty else 1
     return graded(lambda x: (x * found.weights * share)[b.mask].sum(), b)
 
 
 def prompt_mean(b):
-    space = dict(counted=b.mask, rows=torch.arange(len(b.mask)), group_size=G)
+    space = dict(counted=b.mask, index=torch.arange(len(b.mask)), group_size=G)
     found = page("grpo.py", "every_prompt").lines(
         "weights, group = ", "weights = weights / weights.sum", **FORMULAS | space)
     return graded(lambda x: (x * found.weights)[b.mask].sum(), b)
@@ -299,12 +294,7 @@ def gspo(b, kind="seq-mean-token-mean"):
     return grpo_loss(b, kind=kind, loss_type="gspo")
 
 
-def cispo(b, through=False):
-    if through:  # PPO's clipped ratio without the minimum
-        def total(x):
-            ratio = (x - b.old).exp().clamp(0, 1 + HIGH)
-            return (-b.advantages * ratio)[b.mask].mean()
-        return graded(total, b)
+def cispo(b):
     return grpo_loss(b, loss_type="cispo", low=1.0)
 
 
@@ -373,12 +363,12 @@ def entropy(b):
     return page("model.py").entropy_of(b.logits.log_softmax(-1))[b.mask]
 
 
-def sft(b, more=0.0, sums=False):
+def sft(b, more=0.0):
     def total(logprobs):
         run = types.SimpleNamespace(loss_scale=1.0)
         found = page("sft.py").lines("loss = -completion", "loss = -completion", run=run, part=None,
                                      completion_logprobs=lambda part: logprobs[b.mask])
-        return found.loss / (len(b.mask) if sums else b.mask.sum() + more)
+        return found.loss / (b.mask.sum() + more)
     return graded(total, b)
 
 

@@ -12,25 +12,18 @@ CHOICES = {
     "n - 1": (dict(minus=1), "variances are divided by n - 1; in quartet's whitening by n"),
     "eps 1e-5": (dict(epsilon=1e-5), "added to a deviation or a mean; in quartet 1e-4, as in TRL"),
     "eps 1e-6": (dict(epsilon=1e-6), "the same"),
-    "eps 1e-8": (dict(epsilon=1e-8), "the same"),
     "eps 1e-9": (dict(epsilon=1e-9), "the same; it is less than the rounding of float32, by which "
                  "the deviation of equal scores is not 0"),
     "std + 1e-5": (dict(outside=1e-5), "in the place of sqrt(variance + 1e-8)"),
-    "std >= 1e-6": (dict(epsilon=1e-6, highest=True), "the deviation, but at least 1e-6"),
     "by tokens": (dict(tokens=True), "mean and deviation are over tokens, so a long response has "
                   "more say; in quartet over responses"),
     "KL <= 10": (dict(most=10), "an estimate beyond 10 nats is cut, and its gradient is 0"),
     "ratio < e^20": (dict(clamp=20), "a log ratio beyond 20 has no gradient"),
     "dual clip 3": (dict(dual=True), "is always on"),
-    "both sides": (dict(both=True), "counts ratios outside the range on either side, also where "
-                   "the gradient stays"),
-    "all places": (dict(where="all"), "the mean is over the padding, too"),
     "mean of rows": (dict(rows=True), "a mean over rows of means over tokens: a token of a short "
                      "row counts more"),
     "token-mean": (dict(kind="token-mean"), "all tokens weigh the same; the papers have a mean "
                    "over responses (2507.18071, eq. 5; 2511.20347)"),
-    "gaps are steps": (dict(steps="gaps"), "what the policy did not sample is discounted, unless "
-                       "the caller closes the gaps"),
     "gaps are 0": (dict(steps="empty"), "a gap is steps of value 0: so the token before it has "
                    "V = 0 as its next state (1506.02438, eq. 16), and lam fades over it"),
     "reads padding": (dict(steps="all"), "rewards and values of padding and gaps are in the sums: "
@@ -44,12 +37,9 @@ CHOICES = {
     "no cap": (dict(cap=False), "the coefficient moves by more than 20 % if a batch has more "
                "responses than the horizon"),
     "empty rows": (dict(empty=True), "a row without tokens is one of the n of a mean over rows"),
-    "no gradient": (dict(through=True), "a clipped token has none; CISPO's has that of its "
-                    "log-prob (2506.13585, eq. 4)"),
     "own weights": (dict(own=True), "each token keeps its importance weight, by GSPO-token's "
                     "gradient (2507.18071, 4.3); in quartet it has the mean of its response's"),
-    "n + 1e-5": (dict(more=1e-5), "for the number of tokens"),
-    "sum of a row": (dict(sums=True), "a mean over rows of sums over tokens")}
+    "n + 1e-5": (dict(more=1e-5), "for the number of tokens")}
 
 
 def at(b, x):
@@ -337,8 +327,8 @@ def areal(w):
         "SFT": (sft, "n + 1e-5")}
 
 
-def losses(module, token_sum=""):
-    """The losses of TRL, and of ms-swift, which has taken them over. token_sum: a loss_type."""
+def trl_losses(module):
+    """The losses of GRPOTrainer."""
     last = "if self.loss_type in ['grpo', 'sapo']"
 
     def lines(b, kind, first="log_ratio = ", high=LOW, level="token", delta=None, weigh=False,
@@ -375,8 +365,8 @@ def losses(module, token_sum=""):
             advantages=b.advantages, self=Given(epsilon_low=EPS, epsilon_high=EPS)
         ).is_region_clipped).double().mean()
 
-    more = {"seq-mean-token-sum": (mean(token_sum), "empty rows")} if token_sum else {}
-    return more | {
+    return {
+        "seq-mean-token-sum": (mean("luspo"), "empty rows"),
         "clipped loss": (policy(),), "dual clip": (policy(delta=3.0),),
         "clip fraction": (fraction,), "token-mean": (mean("bnpo"),),
         "seq-mean-token-mean": (mean("grpo"), "empty rows"),
@@ -384,37 +374,6 @@ def losses(module, token_sum=""):
         "GSPO, with weights": (policy("grpo", high=HIGH, level="sequence", weigh=True),),
         "GSPO": (policy("grpo", high=HIGH, level="sequence"),),
         "CISPO": (policy("cispo", high=1 + HIGH),), "SAPO": (policy("sapo"),)}
-
-
-def swift(w):
-    trainer = w["swift/rlhf_trainers/grpo_trainer.py"]
-
-    def advantage(second=0.0, **keys):
-        function = w["swift/rl_core/advantage.py"].compute_advantages
-        function.__globals__["nanstd"] = w["swift/utils/torch_utils.py"].nanstd
-        return lambda b: per_token(b, function(
-            torch.stack([b.scores, b.other], 1), torch.tensor([1.0, second]), G, **keys)[0])
-
-    def k3(x, ref, kind):
-        return trainer.lines(
-            "if self.beta != 0.0 and (not self.kl_in", "if self.beta != 0.0", per_token_logps=x,
-            self=Given(beta=1.0, kl_in_reward=False), grpo_batch=Given(ref_per_token_logps=ref)
-        ).per_token_kl
-
-    return losses(trainer) | {
-        **each("k3", k3, "KL <= 10"),
-        "GRPO": (advantage(),), "Dr. GRPO": (advantage(scale_rewards="none"),),
-        "RLOO": (advantage(advantage_estimator="rloo", scale_rewards="none"),),
-        "REINFORCE++ baseline": (advantage(advantage_estimator="reinforce_plus_plus",
-                                         scale_rewards="batch"),),
-        "GDPO": (advantage(0.5, scale_rewards="gdpo"), "eps 1e-8"),
-        "importance weights": (lambda b: at(b, trainer.method(
-            "GRPOTrainer._apply_rollout_importance_sampling")(Given(
-                rollout_importance_sampling_mode="token_truncate",
-                rollout_importance_sampling_threshold=CAP), b.old - b.sampler, b.m)),),
-        "DAPO's length": (lambda b: torch.tensor(w["swift/rewards/orm.py"].method(
-            "SoftOverlong.__call__")(Given(soft_max_length=100, soft_cache_length=20), None,
-                                     response_token_ids=[[0] * n for n in STEPS])),)}
 
 
 def trl(w):
@@ -436,7 +395,7 @@ def trl(w):
             completion_mask=b.m, tool_mask=None, old_per_token_logps=b.old,
             sampling_per_token_logps=b.sampler).vllm_importance_sampling_ratio.expand_as(b.m))
 
-    return losses(trainer, "luspo") | {
+    return trl_losses(trainer) | {
         **each("k3", lambda x, ref, kind: trainer.lines(
             "per_token_kl = ", "per_token_kl = ", per_token_logps=x, ref_per_token_logps=ref
         ).per_token_kl),
@@ -487,58 +446,8 @@ def trl_ppo(w):
         "value loss": (lambda b: graded(lambda x: policy(b, b.old, x).vf_loss, b, "values"),)}
 
 
-def torchrl(w):
-    g = w["torchrl/objectives/llm/grpo.py"]
-
-    def objective(owner, b, x, low=LOW, high=LOW):
-        bounds = torch.log1p(torch.tensor([-low, high], dtype=torch.float64))
-        return g.method(f"{owner}._compute_policy_objective")(
-            Given(_clip_bounds=bounds), x - b.old, b.advantages)
-
-    def policy(*args):
-        return lambda b: graded(lambda x: at(b, objective(args[0], b, x, *args[1:])[0]).mean(), b)
-
-    def gae(b):
-        function = w["torchrl/objectives/value/functional.py"].generalized_advantage_estimate
-        following = torch.nn.functional.pad(b.values[:, 1:], (0, 1))
-        return at(b, function(GAMMA, LAM, *(x[:, :, None] for x in (
-            b.values, following, b.rewards, b.last > 0)))[0][:, :, 0])
-
-    return {
-        "GAE, with gaps": (gae, "gaps are steps"),
-        **each("k3", lambda x, ref, kind: back_of(g, x, ref)),
-        "clipped loss": (policy("GRPOLoss"),),
-        "clip fraction": (lambda b: objective("GRPOLoss", b, b.logprobs)[1],
-                          "both sides", "all places"),
-        "GRPO": (lambda b: per_token(b, torch.cat([
-            g.lines("advantage = (returns", "advantage = (returns", returns=x).advantage
-            for x in b.scores.view(-1, G)])), "std >= 1e-6"),
-        "CISPO": (policy("CISPOLoss", 1.0, HIGH), "no gradient"),
-        "SFT": (lambda b: graded(lambda x: w["torchrl/objectives/llm/sft.py"].sft_loss(
-            (x * b.m).sum(1), "mean"), b), "sum of a row")}
-
-
-def back_of(g, x, ref):
-    """torchrl's k3 is a mean: here of one token at a time."""
-    method = g.method("GRPOLoss._kl_to_ref")
-    return torch.stack([method(Given(), {"_cur_log_prob": p}, ref_log_prob=q, coeff=1.0)[0]
-                        for p, q in zip(x.flatten(), ref.flatten(), strict=True)]).view_as(x)
-
-
-def tinker(w):
-    def centred(b):
-        groups = [Given(get_total_rewards=x.tolist) for x in b.scores.view(-1, G)]
-        return torch.cat(w["tinker_cookbook/rl/data_processing.py"].compute_advantages(groups))
-
-    return {"Dr. GRPO": (lambda b: per_token(b, centred(b)),),
-            "DPO": (lambda b: w["tinker_cookbook/preference/train_dpo.py"].compute_dpo_loss(
-                *b.pairs.T, BETA)[0],)}
-
-
 # column: (its package, its version, its function)
 TRAINERS = {
     "verl": ("verl", "0.9.1", verl), "OpenRLHF": ("openrlhf", "0.11.2", openrlhf),
     "SkyRL": ("skyrl", "0.3.0", skyrl), "AReaL": ("areal", "1.0.4", areal),
-    "ms-swift": ("ms-swift", "4.6.0", swift), "TRL": ("trl", "1.16.0", trl),
-    "TRL's PPO": ("trl", "1.12.0", trl_ppo), "torchrl": ("torchrl", "0.14.0", torchrl),
-    "tinker-cookbook": ("tinker-cookbook", "0.6.1", tinker)}
+    "TRL": ("trl", "1.16.0", trl), "TRL's PPO": ("trl", "1.12.0", trl_ppo)}
