@@ -346,7 +346,7 @@ class Runs:
                     self.ended[other] = read(spec["folder"], codes)
             for other, spec in list(self.waiting.items()):
                 if len(self.going) < 2 and (not spec["after"] or spec["after"] in self.ended):
-                    self.going[other] = self.start(spec), time.time() + 120, self.waiting.pop(other)
+                    self.going[other] = self.start(spec), time.time() + 600, self.waiting.pop(other)
             time.sleep(0.01)
         return self.ended[name]
 
