@@ -135,7 +135,7 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
 }
 
 
-# right forks: their script, what is typed, and what may be noted of them (notes are true of them)
+# right forks: their script, what is typed, and edits; a recipe's diff is applied, too
 FORKS = {
     "ppo.py": ("ppo", []), "grpo.py": ("grpo", []), "sft.py": ("sft", []), "rm.py": ("rm", []),
     "dpo.py": ("recipes/dpo", []),
@@ -149,6 +149,31 @@ FORKS = {
     "turns": ("grpo", [f"{HERE}/config/calculator_grpo.py"]),
     "lora": ("ppo", ["--lora=2", "--gradient_checkpointing=True"]),
     "adafactor": ("grpo", ["--optim=adafactor"]), "muon": ("grpo", ["--optim=muon"]),
+    # recipes that take other keys in a small run; SMALL is the folder of its world
+    "trees": ("grpo", ["--group_size=4", "--trunk=2"]), "vapo": ("ppo", ["--lam_alpha=0.5"]),
+    "process_supervision": ("grpo", ["--reward_functions=accuracy,SMALL/rules.py:steps"]),
+    # what no recipe has: a temperature of each iteration, a second frozen model, a loss with a
+    # count of its own, a baseline in the page's own words, a number that is kept where it survives
+    "heat": ("grpo", [], (None, "    record = {}\n", (
+        "    record, temperature = {}, 1 + 0.1 * iteration\n"))),
+    "anchor": ("grpo", [], (None, "reward_model = None\n", (
+        "models['anchor'] = anchor = load_ref_policy(policy_path, policy, system, device)\n"
+        "reward_model = None\n")), (None, "ref_logprobs=ref_policy)", (
+            "ref_logprobs=ref_policy, anchor_logprobs=anchor)")), (None, GROUP, (
+                "scores = same_score_for_same_text(scores - 0.1 * (batch['old_logprobs'] - batch["
+                f"'anchor_logprobs']).square().sum(1), batch)\n    {GROUP}"))),
+    "auxiliary": ("grpo", [], (None, "            gaps = []", (
+        "            batch['worse'] = mask & (batch['advantages'] < 0)\n"
+        "            worse_count = batch['worse'][index].sum().clamp(min=1)\n"
+        "            gaps = []")), (None, "                (run.loss_scale * pg_loss).backward()", (
+            "                pg_loss = pg_loss + 0.1 * masked_sum(logprobs.exp(), mb['worse']) / "
+            "worse_count\n                (run.loss_scale * pg_loss).backward()"))),
+    "leave_one_out": ("grpo", [], (None, GROUP, (
+        "groups = scores.view(-1, group_size)\n    others = (groups.sum(1, keepdim=True) - groups)"
+        " / (group_size - 1)\n    advantages = (groups - others).flatten()"))),
+    "running_mean": ("ppo", [], (None, R, (
+        "run.state['mean'] = mean = 0.9 * run.state.get('mean', 0.0) + 0.1 * scores.mean().item()\n"
+        f"    scores = scores - mean\n    {R}"))),
 }
 CONFIGS = dict(ppo="arithmetic_ppo", grpo="arithmetic_grpo", sft="arithmetic_sft",
                rm="arithmetic_rm", dpo="arithmetic_dpo")
@@ -188,6 +213,17 @@ def try_mistake(name, folder, more=()):
                        say=lambda text: None)[0]
 
 
+def try_fork(name, folder, only=""):
+    """prove's Verdicts of a right fork. Raises CannotRun."""
+    diff = f"{HERE}/recipes/{name}.diff"
+    recipe = open(diff, encoding="utf-8").read() if os.path.exists(diff) else ""
+    script, more, *edits = FORKS.get(name) or ("ppo" if "+++ b/ppo.py" in recipe else "grpo", [])
+    copy_of(f"{folder}/copy", edits, [name] if recipe else [], script)
+    more = [arg.replace("SMALL", f"{folder}/runs/world") for arg in more]
+    return prove.prove(f"{folder}/copy/{script}.py", typed(script, more), f"{folder}/runs", only,
+                       say=lambda text: None)[0]
+
+
 def broken(verdicts):
     """({check: how it is broken} of promises, the same of notes)."""
     found = {name: x for name, x in verdicts.found.items() if x}
@@ -199,39 +235,30 @@ def main(argv):
     os.chdir(HERE)
     words, began = [word for word in argv if not word.startswith("--")], time.time()
     recipes = [os.path.basename(path)[:-5] for path in sorted(glob.glob(f"{HERE}/recipes/*.diff"))]
-    names = [*FORKS, *recipes] if "--forks" in argv else [*MISTAKES]
+    names = dict.fromkeys([*FORKS, *recipes]) if "--forks" in argv else [*MISTAKES]
     right = 0
-    print("| | script | broken | notes | seconds | names it |\n|---|---|---|---|---|---|")
+    print("| | broken | notes | seconds | names it |\n|---|---|---|---|---|")
     for name in names:
         if words and not any(word in name for word in words):
             continue
         with tempfile.TemporaryDirectory() as folder:
             start = time.time()
             if "--forks" in argv:
-                script, more = FORKS.get(name) or (script_of(name), [])
-                copy_of(f"{folder}/copy", diffs=[name] * (name in recipes))
                 word = ""
                 try:
-                    verdicts = prove.prove(f"{folder}/copy/{script}.py", typed(script, more),
-                                           f"{folder}/runs", say=lambda text: None)[0]
+                    verdicts = try_fork(name, folder)
                 except prove.CannotRun as e:
-                    print(f"| {name} | {script}.py | cannot be run: {e} | | | |")
+                    print(f"| {name} | cannot be run: {e} | | | |")
                     continue
             else:
-                script, _, word, *_ = MISTAKES[name]
-                verdicts = try_mistake(name, folder)
+                word, verdicts = MISTAKES[name][2], try_mistake(name, folder)
         hard, notes = broken(verdicts)
         said = str([x["lines"] for x in [*hard.values(), *notes.values()]])
         named = ("yes" if word in said else "no") if word else "accused" if hard else "-"
         right += named in ("yes", "-")
-        print(f"| {name} | {script}.py | {', '.join(hard)} | {', '.join(notes)} | "
+        print(f"| {name} | {', '.join(hard)} | {', '.join(notes)} | "
               f"{time.time() - start:.0f} | {named} |", flush=True)
     print(f"\n{right} as it should be; {time.time() - began:.0f} seconds")
-
-
-def script_of(recipe):
-    with open(f"{HERE}/recipes/{recipe}.diff", encoding="utf-8") as f:
-        return "ppo" if "+++ b/ppo.py" in f.read() else "grpo"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ All other mistakes and forks are tried by hand: python evidence/proved.py.
 """
 import ast
 import faulthandler
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 
 from conftest import ROOT
 from errors import BadInput
-from evidence.proved import MISTAKES, broken, copy_of, prove, try_mistake, typed
+from evidence.proved import MISTAKES, broken, copy_of, prove, try_fork, try_mistake, typed
 from tiny import write
 
 TRIED = {  # a mistake for each promise; and how many iterations find it
@@ -24,9 +25,13 @@ TRIED = {  # a mistake for each promise; and how many iterations find it
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch, world):
     """No data of this machine's, the tests' own world; and no second Python: it costs seconds."""
+    def build(folder):
+        os.rmdir(folder), os.symlink(world.root, folder)
+        return world
+
     start = prove.start
     monkeypatch.setattr(prove, "start", lambda spec: start(spec, twin=False))
-    monkeypatch.setattr(prove.small_world, "build", lambda folder: world)
+    monkeypatch.setattr(prove.small_world, "build", build)
     monkeypatch.chdir(tmp_path)
     faulthandler.disable()  # in a run it would write into the terminal
     yield
@@ -68,6 +73,14 @@ def test_a_right_fork_is_not_accused(tmp_path):
             "turns, padding", "turns, ranks"} <= verdicts.found.keys()
     assert {0} == {code for name, run in runs.ended.items() for code in run.codes
                    if not name.startswith("resume")}
+
+
+@pytest.mark.parametrize("name, only", [
+    ("vapo", "parts"), ("process_supervision", "ranks"), ("trees", "turns")])
+def test_recipes_that_are_whole_papers(name, only, tmp_path):
+    """By the check that fits best; python evidence/proved.py --forks tries all checks of each."""
+    verdicts = try_fork(name, tmp_path, only)
+    assert broken(verdicts) == ({}, {}) and not verdicts.untried and verdicts.found
 
 
 @pytest.mark.parametrize("typed, code, words", [
