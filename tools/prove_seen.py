@@ -263,7 +263,12 @@ def shown(x, depth=0):
         many = sorted(x, key=str) if isinstance(x, (set, frozenset)) else x
         return f"[{', '.join(str(shown(y, depth + 1)) for y in many)}]" if depth < 4 else None
     if getattr(x, "__module__", "") == "__main__":  # what hangs on a class or function
-        x = {key: y for key, y in vars(x).items() if "__" not in key and not callable(y)}
+        if hasattr(x, "cache_info"):
+            return str(x.cache_info())
+        held = [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+        held = enumerate([*(getattr(x, "__defaults__", None) or ()), *held])
+        x = {key: y for key, y in [*vars(x).items(), *held]
+             if "__" not in str(key) and not callable(y)}
     elif not isinstance(x, dict) and not callable(x) and home not in (
             "torch", "transformers", "tokenizers", "functools", "builtins"):
         x = vars(x)
