@@ -111,7 +111,7 @@ def tokenizer_of(tmp_path):
 
 def environment_of(environment, tokenizer, **keys):
     """The environment of a run with these keys."""
-    system = dict(environment=environment, tools="", max_turns=9, reward_timeout=9)
+    system = dict(environment=environment, tools="", max_turns=9, reward_timeout=90)
     return open_environment(SimpleNamespace(**system | keys), tokenizer)
 
 
