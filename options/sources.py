@@ -27,7 +27,8 @@ from errors import BadInput, first_line, say, shorten
 from options.mistakes import no_file
 from prompts import Rows, permutation, prompt_row
 
-ENDINGS = ".jsonl", ".json", ".csv", ".parquet"
+# the name of a file of rows, and its endings
+FILE = re.compile(r"(.*?)(\.(jsonl|json|csv|parquet)(?:\.gz)?)", re.I | re.S)
 MOST = 64  # sources; of more there are no figures
 
 
@@ -55,10 +56,12 @@ def several_rows(spec, check_row, fields):
                            "commas between several, such as a.jsonl,0.3*b.jsonl")
         before = len(rows)
         for file in hub_files(source) if source.startswith("hf:") else [source]:
-            as_read = numbers_of_pair if re.search(r"(?i)\.csv(\.gz)?$", file) else dict
             for where, row in raw_rows(file):
                 try:
-                    rows.append(check_row(as_read(rename(row, fields))))
+                    row = rename(row, fields)
+                    if re.search(r"(?i)\.csv(\.gz)?$", file):
+                        row = numbers_of_pair(row)
+                    rows.append(check_row(row))
                 except BadInput as e:
                     said = str(e).replace("--source=FILE", f"--source={shlex.quote(source)}")
                     raise BadInput(f"{file}, {where}: {said}") from e
@@ -157,8 +160,7 @@ def names_of(paths):
     {path: name} of some paths or hf:...: the words in which they differ. data/a/train.jsonl and
     data/b/train.jsonl are a and b, hard_val.csv and easy_val.csv are hard and easy.
     """
-    words = {path: re.split("[/:_]+", re.sub(r"(\.(jsonl|json|csv|parquet))?(\.gz)?$", "", path))
-             for path in paths}
+    words = {path: re.split("[/:_]+", re.sub(FILE, r"\1", path)) for path in paths}
     for end in (0, -1):
         while len({some[end] for some in words.values()}) == 1 < min(map(len, words.values())):
             for some in words.values():
@@ -219,11 +221,11 @@ def raw_rows(path):
     """Yield (where, row) of a file, the rows as they are. where: "line 3", or "row 3"."""
     if not os.path.isfile(path):
         raise no_file(path)
-    ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
-    if ending not in ENDINGS:
-        raise BadInput(f"{path}: wanted a file of {', '.join(ENDINGS)}, perhaps with .gz behind it")
-    rows = dict(zip(ENDINGS, (json_rows, json_rows, csv_rows, parquet_rows), strict=True))[ending]
-    yield from rows(path)
+    named = FILE.fullmatch(path)
+    if not named:
+        raise BadInput(f"{path}: wanted a file of .jsonl, .json, .csv or .parquet, perhaps with "
+                       ".gz behind it")
+    yield from dict(csv=csv_rows, parquet=parquet_rows).get(named[3].lower(), json_rows)(path)
 
 
 def json_rows(path):
@@ -293,38 +295,29 @@ def files_of_split(files, folder, split, source):
     Raises BadInput where there are none, where several folders have some, where one has the same
     name in two formats, and where one to train on is held out by its name, as data/val.jsonl.
     """
-    files = sorted(file for file in files
-                   if file.lower().removesuffix(".gz").endswith(ENDINGS) and file[0] != ".")
+    files = sorted(file for file in files if FILE.fullmatch(file) and file[0] != ".")
     inside = [file for file in files if not folder or file.startswith(f"{folder}/")]
     # a word of the path: `train` is one in data/train-00000.parquet, and none in train_sft.jsonl
-    word = rf"(^|[/-]){re.escape(split)}([-_]?\d|[/.-])"
-    wanted = [file for file in inside if re.search(word, file)]
+    word = rf"(?:.*[/-])?(?={re.escape(split)}(?:[-_]?\d|[/.-]))"
+    wanted = [file for file in inside if re.match(word, file)]
     if split == "train" and not any(re.search("(^|[/-])train", file) for file in inside):
         wanted = inside  # a set without splits
-    set_name = source.split(":")[1]
-    place = set_name if os.path.isdir(set_name) else "DIR"
-    get = "" if place == set_name else (
-        f"hf download {set_name} --repo-type=dataset --local-dir=DIR, and then ")
     # HumanEval/train.jsonl is the train split of a set, train/dev.jsonl is held out
-    own = rf"^(.*/)?(?={re.escape(split)}([-_]?\d|[/.-]))"
     odd = [] if held_out(split) else [
-        file for file in wanted if held_out(re.sub(own, "", file[len(folder or ""):]))]
+        file for file in wanted if held_out(re.sub(word, "", file[len(folder or ""):], count=1))]
+    fault, clear = "held out by name", [file for file in wanted if file not in odd]
+    by_name = {}  # data.jsonl and data.csv.gz, train-00000-of-00001.parquet and train.json
+    for file in [] if odd else wanted:
+        name, ending, _ = FILE.fullmatch(file.lower()).groups()
+        other = by_name.setdefault(re.sub(r"-\d+-of-\d+$", "", name), (file, ending))
+        if other[1] != ending:
+            fault, odd, clear = "one name in two formats", [other[0], file], wanted
     if odd:
-        good = [file for file in wanted if file not in odd]
-        meant = "if you mean it, " * (not good)
-        raise BadInput(f"{source} would train on {listed(odd)}, held out by name; {meant}type {get}"
-                       f"the file to train on, {os.path.join(place, (good or odd)[0])}, or several "
-                       "with commas")
-    forms = {}  # {name: {format: file}} of data.jsonl and data.csv.gz, train-00000-of-00001.parquet
-    for file in wanted:
-        name, form = re.fullmatch(r"(.*?)((?:\.(?:jsonl|json|csv|parquet))(?:\.gz)?)",
-                                  file.lower()).groups()
-        forms.setdefault(re.sub(r"-\d+-of-\d+$", "", name), {})[form] = file
-    for some in forms.values():
-        if len(some) > 1:
-            raise BadInput(f"{source} would read {listed([*some.values()])}, one name in several "
-                           f"formats; type {get}the file itself, "
-                           f"{os.path.join(place, min(some.values()))}")
+        name = source.split(":")[1]
+        place, get = (name, "") if os.path.isdir(name) else (
+            "DIR", f" (after hf download {name} --repo-type=dataset --local-dir=DIR)")
+        raise BadInput(f"{source} would read {', '.join(odd[:4])}, {fault}; type the file itself, "
+                       f"{os.path.join(place, (clear or odd)[0])}{get}, or several with commas")
     folders = {os.path.dirname(file) for file in wanted}
     if not wanted or len(folders) > 1 and not folder:
         found = f"it is in the folders {sorted(folders)}" if wanted else f"there are {files}"
@@ -341,11 +334,6 @@ def held_out(name):
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower()
     return re.search(r"\b((val|valid|validation|dev|test|testing|eval|evaluation) ?(set|data)?"
                      r"|(held|hold) ?out)\b", words)
-
-
-def listed(files):
-    """The first names of some files."""
-    return ", ".join(files[:4]) + f" and {len(files) - 4} more" * (len(files) > 4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -386,25 +374,10 @@ def parquet_rows(path):
     except ImportError as e:
         raise BadInput(f"{path}: parquet files are read with pyarrow, which is not installed; type "
                        "pip install pyarrow") from e
-    number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            floats = [field for field in batch.schema if "float" in str(field.type)]
-            for row in batch.to_pylist():
-                number += 1
-                row |= {field.name: shortest(row[field.name], field.type) for field in floats}
-                yield f"row {number}", row
+        batches = parquet.ParquetFile(path).iter_batches()
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield f"row {number}", row
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise BadInput(f"{path}: not a parquet file that can be read ({first_line(e)})") from e
-
-
-def shortest(value, kind):
-    """A parquet value; floats of 32 and 16 bits with few digits, 0.1 for 0.100000001."""
-    import numpy  # pyarrow needs it, too
-
-    if isinstance(value, dict):
-        return {part.name: shortest(value[part.name], part.type) for part in kind}
-    if isinstance(value, list) and hasattr(kind, "value_type"):
-        return [shortest(one, kind.value_type) for one in value]
-    form = {"float": numpy.float32, "halffloat": numpy.float16}.get(str(kind))
-    return float(str(form(value))) if form and value is not None else value
