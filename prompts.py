@@ -200,9 +200,9 @@ def encode_rows(rows, encode, limit, too_long, cut, length=len,
 
         raise of_rows(rows, rows.path, encode, e) from e
     if not all(0 < length(ids) <= limit for ids in encoded):  # some rows do not fit
-        from options.too_long import fit
+        from options.too_long import cut_or_drop
 
-        encoded = fit(rows, encoded, rows.path, limit, too_long, cut, length, limit_key)
+        encoded = cut_or_drop(rows, encoded, limit, too_long, cut, length, limit_key)
     rows.ids = encoded
     for row in rows:
         inputs_hash.update(ascii(row).encode())  # all its fields

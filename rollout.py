@@ -226,11 +226,11 @@ def sample_batch(policy, rows, row_numbers, noise, max_new_tokens, temperature, 
     seeds = response_seeds(*noise, *names)
     with sampling(policy, temperature, seeds, system, device) as respond:  # COLLECTIVE
         if system.environment or system.tools:  # something answers the policy, in several turns
-            from options.environment import converse
+            from options.environment import environment_of
 
-            own = converse(  # COLLECTIVE
-                policy, [rows[row[i]] for i in numbers], ids, uniforms, width, respond, system,
-                noise, names)
+            with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
+                own = environment_of(system, policy.tokenizer).converse(
+                    [rows[row[i]] for i in numbers], ids, uniforms, width, respond, noise, names)
         else:
             own = as_batch(ids, *respond(ids, uniforms), width, policy.tokenizer.pad_id)
     own = {name: t[share.start - numbers.start:][:len(share)] for name, t in own.items()}

@@ -68,7 +68,7 @@ policy, model = (load(path, name, system, device) for path, name in (
 compares = "{first}" in template_text(system.judge_template)
 judge = Judge(model, model.tokenizer, system.judge_path, system.judge_template,
               ("first", "second") if compares else ("response",))
-print(judge.in_words)
+print(judge.in_words())
 rows = read_rows(prompts_path, prompt_row, system.fields)
 rows = encode_prompts(rows, dict(policy=policy), max_new_tokens, system)
 

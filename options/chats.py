@@ -6,7 +6,6 @@ token is plain text: a message cannot end a turn.
 import ast
 import contextlib
 import datetime
-import functools
 import inspect
 import os
 import re
@@ -29,7 +28,8 @@ NOT_LEARNED = "weight", "train", "training", "trainable", "loss", "loss_mask"
 THOUGHTS_APART = "reasoning_content", "reasoning", "thinking"
 LONGEST = 10**6  # letters that a template may write beside the messages: tools, and rules
 SECONDS = 60  # that it may need for a short chat
-# the day that strftime_now is in all templates: Llama 3.2's own, where there is no clock
+# how a template asks for today's date. It is a fixed day: Llama 3.2's own where there is no clock
+TODAY = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 DAY = "2024-07-26"
 
 
@@ -108,7 +108,10 @@ def chats_of(hf, path, system):
     except Late:
         raise BadInput(f"{path}: its chat template needs more than {SECONDS} s for a short chat; "
                        "type --chat_template=FILE") from None
-    chats.say_day()
+    if TODAY.search(chats.template):
+        say(f"{path}: its chat template asks for today's date, which is {chats.day} in every run "
+            "and tool of quartet, so that a run can resume tomorrow; for another day type "
+            "--template_kwargs=strftime_now='2025-01-31'")
     return chats
 
 
@@ -154,6 +157,9 @@ class Chats:
         self.kwargs = {name: x for name, x in kwargs.items() if name != "strftime_now"}
         self.day = kwargs.get("strftime_now", DAY)
         self.template = hf.get_chat_template()
+        if "strftime_now(" in TODAY.sub("", self.template):
+            raise BadInput(f"{path}: its chat template reads the clock by strftime_now, in another "
+                           "way than by a format in quotes; type --chat_template=FILE")
         if found := re.search(r"\d{9,}", self.template):  # a width, or a count: gigabytes
             raise BadInput(f"{path}: its chat template has the number {shorten(found[0])}, and may "
                            "write as many letters; type --chat_template=FILE")
@@ -212,23 +218,14 @@ class Chats:
         behind = self.hf.encode(behind, add_special_tokens=False)
         return set([i for i in behind if i in self.specials()][:1])
 
-    def say_day(self):
-        """Say so where the template writes today's date: in a run this is one fixed day."""
-        if "strftime_now" in self.template:
-            chat, days = [dict(role="user", content="a")], (self.day, "1999-01-01")
-            with contextlib.suppress(Exception):  # it may refuse this chat: then it is said, too
-                if self.write(chat, days[0]) == self.write(chat, days[1]):
-                    return
-            say(f"{self.path}: its chat template writes today's date; in every run and tool of "
-                f"quartet today is {self.day}, so that a run can resume tomorrow; for another day "
-                "type --template_kwargs=strftime_now='2025-01-31'")
-
-    def write(self, messages, day=None, **how):
+    def write(self, messages, **how):
         """What transformers' apply_chat_template makes of messages, on a fixed day: mostly text."""
         how = dict(tokenize=False) | self.kwargs | how
-        template = self.hf.get_chat_template(tools=how.get("tools"))
-        if "strftime_now" in template:  # a fixed one hides transformers'
-            template = fixed_clock(day or self.day) + template
+        # at midnight of the day: transformers' strftime_now reads the clock, and takes the place of
+        # any that is given
+        now = datetime.datetime.fromisoformat(self.day)
+        template = TODAY.sub(lambda date: f"{date[1]}{now.strftime(date[2])}{date[1]}",
+                             self.hf.get_chat_template(tools=how.get("tools")))
         return self.hf.apply_chat_template(messages, chat_template=template, **how)
 
     def specials(self):
@@ -261,10 +258,6 @@ class Chats:
             wanted = text_after(tokenizer, encode_behind(tokenizer, [said])[0])
             same = learned.strip() == wanted.strip() and learned.rstrip().endswith(wanted.rstrip())
             if not same or not end or whole[:len(open_ids)] != open_ids or whole[:len(ids)] != ids:
-                if "<|channel|>" in learned:
-                    raise BadInput(f"{self.path} writes an answer into a channel, as gpt-oss, and "
-                                   "such turns sft.py cannot learn; train it with ppo.py or "
-                                   "grpo.py, which take what it writes itself")
                 raise BadInput(f"the chat template of {self.path} does not write the assistant's "
                                f"{shorten(said)} as it stands, with an end behind it, but "
                                f"{shorten(text_of(self.hf, whole[len(open_ids):end + 1]))}; type "
@@ -340,23 +333,6 @@ def joined(prompt, completion):
         whole = {**last, **first, "content": last["content"] + first["content"]}
         return [*prompt[:-1], whole, *completion[1:]]
     return [*prompt, *completion]
-
-
-@functools.cache
-def fixed_clock(day):
-    """
-    The macro strftime_now(format), in Jinja, of a template for which it is always midnight of this
-    day. transformers' own reads the clock, and takes no other function from outside.
-    """
-    now, codes = datetime.datetime.fromisoformat(day), {}
-    for letter in "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZf":
-        seconds = now.replace(tzinfo=datetime.UTC).timestamp()  # on all hosts the same
-        codes |= {code: f"{seconds:.0f}" if letter == "s" else now.strftime(code)
-                  for code in (f"%{letter}", f"%-{letter}")}
-    parts = [("%%", "\0"), *codes.items(), ("\0", "%")]
-    text = "".join(f" | replace({code!r}, {written!r})" for code, written in parts)
-    # the template's own blanks stay: Jinja takes one line break behind a block away, which is ours
-    return f"{{% macro strftime_now(format) %}}{{{{ format{text} }}}}{{% endmacro %}}\n"
 
 
 def parse_template_kwargs(text):

@@ -22,13 +22,13 @@ one that it has learned from, so it is refused at the start. docs/turns.md has b
 import contextlib
 import copy
 import inspect
+import itertools
 import math
 import re
 import traceback
 
 import torch
 
-import parallel
 from batches import as_batch
 from errors import BadInput, Stop, first_line, place_of, shorten
 from options.blanks import encode_behind
@@ -43,146 +43,115 @@ made = {}  # {tokenizer: its Environment}
 
 def environment_of(system, tokenizer):
     """
-    The Environment of a run. It is made before the prompts are encoded, for tools stand in them,
-    and on all ranks, for those that only score read dialogues, too. Raises BadInput.
+    The Environment of a run, made before the prompts are encoded, for tools stand in them, and on
+    all ranks, for those that only score read dialogues, too. It tells the tokenizer's responses
+    apart into messages. Raises BadInput where functions or template do not fit.
     """
     if tokenizer not in made:
-        made[tokenizer] = open_environment(system, tokenizer)
+        if system.environment and system.tools:
+            raise BadInput(f"environment = {system.environment!r} and tools are both given, and "
+                           "tools are an environment, too; leave one out: your environment can "
+                           "call the functions itself")
+        made[tokenizer] = Environment(system, tokenizer)
+        tokenizer.messages_of = made[tokenizer].messages_of
     return made[tokenizer]
-
-
-def converse(policy, rows, prompts, uniforms, width, respond, system, noise, names):
-    """
-    A collective: a batch as that of batches.as_batch, of several turns in each response; see
-    Environment.converse. respond: the sampler of a turn, see rollout.sampling. Token t of a
-    response has the same uniform, whichever turn it is in.
-    """
-    environment, length = environment_of(system, policy.tokenizer), uniforms.shape[1]
-
-    def sample(contexts, which, used):
-        budgets = [length - n for n in used]
-        column = torch.arange(max(budgets, default=length)) + torch.tensor(used).long()[:, None]
-        # (n, max(budgets)). A response ends before column `length`: it uses none from behind the %
-        rest = uniforms[list(which)].gather(1, column % length)
-        return respond(contexts, rest, budgets=budgets)
-
-    with parallel.in_step():  # COLLECTIVE: a failure on one rank ends all
-        return environment.converse(rows, prompts, noise, names, length, width, sample)
-
-
-def open_environment(system, tokenizer):
-    """
-    The Environment of a run. Its tools become known to the tokenizer's template, and it tells the
-    tokenizer's responses apart into messages. Raises BadInput where functions or template do not
-    fit.
-    """
-    tools = None
-    if system.environment and system.tools:
-        raise BadInput(f"environment = {system.environment!r} and tools are both given, and tools "
-                       "are an environment, too; leave one out: your environment can call the "
-                       "functions itself")
-    if system.tools:
-        from options.tools import Tools
-
-        tools = Tools(system, tokenizer)
-        tokenizer.chats.kwargs["tools"] = tools.schemas
-    environment = Environment(system, tokenizer, tools)
-    tokenizer.messages_of = environment.messages_of
-    return environment
 
 
 class Environment:
     """It answers the policy: a function of the user's, or tools. Raises BadInput."""
 
-    def __init__(self, system, tokenizer, tools=None):
+    def __init__(self, system, tokenizer):
         self.tokenizer, self.max_turns = tokenizer, system.max_turns
-        self.timeout, self.tools = system.reward_timeout, tools
+        self.timeout, self.tools = system.reward_timeout, None
         self.name = f"environment = {system.environment!r}"
-        if not tools:
+        if system.tools:
+            from options.tools import Tools
+
+            self.tools = Tools(system, tokenizer)
+            tokenizer.chats.kwargs["tools"] = self.tools.schemas  # for the template
+        else:
             self.env = load_function(system.environment, ".", self.name)
             self.seeded = "seed" in inspect.signature(self.env).parameters
-        check_template(tokenizer, "tool" if tools else "user", tools)
+        check_template(tokenizer, "tool" if self.tools else "user", self.tools)
         self.frames = frames(tokenizer)
 
     # ----------------------------------------------------------------------------------------------
     # sampling
 
-    def converse(self, rows, prompts, noise, names, length, width, sample):
+    def converse(self, rows, prompts, uniforms, width, respond, noise, names):
         """
         The batch of B prompts and their responses of several turns, as batches.as_batch makes it,
         and turn_rewards (B, T): the environment's reward for a turn, on the turn's last token. With
         tools also failed_calls (B,), how many calls of a response were no good.
 
-        rows: of the data, one for each prompt; noise, names: see rollout.sample_batch. length: R,
-        all tokens of a response together. width: see as_batch. sample: a function of (contexts,
-        numbers of their responses, tokens that these have so far) that samples one turn.
+        rows: of the data, one for each prompt. uniforms: (B, R); token t of a response has the same
+        one, whichever turn it is in. width: see as_batch. respond: the sampler of a turn, see
+        rollout.sampling. noise, names: see rollout.sample_batch. Raises Stop.
         """
-        B, tokenizer = len(prompts), self.tokenizer
-        ids, own, logprobs, paid = ([[] for _ in prompts] for _ in range(4))  # a number a token
+        (B, R), tokenizer = uniforms.shape, self.tokenizer
+        said = [[] for _ in prompts]  # (id, whether it is sampled, log-prob, reward) of each token
         dialogues = [[dict(role="user", content=row["prompt"])] if isinstance(row["prompt"], str)
                      else row["prompt"] for row in rows]  # the messages so far
         finished, failed, live = [False] * B, [0] * B, list(range(B))
         for turn in range(self.max_turns):
-            contexts, used = [[*prompts[i], *ids[i]] for i in live], [len(ids[i]) for i in live]
-            turns = sample(contexts, live, used)  # as decode returns them
+            contexts = [[*prompts[i], *(token[0] for token in said[i])] for i in live]
+            used = torch.tensor([len(said[i]) for i in live]).long()
+            budgets = R - used
+            column = torch.arange(max(budgets.tolist(), default=R)) + used[:, None]
+            # a response ends before column R: it uses none from behind the %
+            turns = respond(contexts, uniforms[live].gather(1, column % R),
+                            budgets=budgets.tolist())  # as decode returns them
             dtype, device = turns[1].dtype, turns[1].device  # of the log-probs
-            fresh, old, counts, ended = (x.tolist() for x in turns)
             asked, begun = [], []
-            for n, i in enumerate(live):
-                new = fresh[n][:counts[n]]
-                ids[i] += new
-                own[i] += [True] * len(new)
-                paid[i] += [0.0] * len(new)
-                logprobs[i] += old[n][:len(new)]
-                if ended[n]:  # else the turn is cut, and has no reply
-                    text = self.said(new, rows[i]["prompt"], turn)
+            for i, context, ids, logprobs, count, ended in zip(
+                    live, contexts, *(x.tolist() for x in turns), strict=True):
+                said[i] += [(*pair, 0.0) for pair in zip(
+                    ids[:count], [True] * count, logprobs[:count], strict=True)]
+                if ended:  # else the turn is cut, and has no reply
+                    text = self.text_of_turn(ids[:count], rows[i]["prompt"], turn)
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
-                    begun.append(tokenizer.text_of(contexts[n][-40:]))
-            replies = self.ask([dialogues[i] for i in asked], [rows[i] for i in asked], [
-                (*noise, names[0][i], names[1][i], turn) for i in asked], failed, asked, begun)
+                    begun.append(tokenizer.text_of(context[-40:]))
             live = []
-            for i, (message, reward) in zip(asked, replies, strict=True):
-                paid[i][-1] = reward
+            for i, (message, reward, bad) in zip(asked, self.ask(
+                    [dialogues[i] for i in asked], [rows[i] for i in asked],
+                    [(*noise, names[0][i], names[1][i], turn) for i in asked], begun), strict=True):
+                said[i][-1] = (*said[i][-1][:3], reward)
+                failed[i] += bad
                 finished[i] = message is None
                 if finished[i]:
                     continue
                 # a turn that a stop string has ended gets the template's end here
-                extra = between(tokenizer, message, ids[i][-1] in tokenizer.eos_ids)
-                if turn + 1 < self.max_turns and len(ids[i]) + len(extra) < length:
+                extra = between(tokenizer, message, said[i][-1][0] in tokenizer.eos_ids)
+                if turn + 1 < self.max_turns and len(said[i]) + len(extra) < R:
                     dialogues[i] = [*dialogues[i], message]
-                    ids[i] += extra
-                    own[i] += [False] * len(extra)
-                    paid[i] += [0.0] * len(extra)
-                    logprobs[i] += [0.0] * len(extra)
+                    said[i] += [(token, False, 0.0, 0.0) for token in extra]
                     live.append(i)
             if not live or this_rank.stop:
                 break
 
-        def padded(lists, fill, dtype):
-            return torch.tensor([x + [fill] * (length - len(x)) for x in lists], dtype=dtype,
-                                device=device).view(B, length)
+        def column_of(n, fill, dtype):
+            return torch.tensor([[token[n] for token in tokens] + [fill] * (R - len(tokens))
+                                 for tokens in said], dtype=dtype, device=device).view(B, R)
 
         pad_id = tokenizer.pad_id
-        lengths = torch.tensor([len(x) for x in ids], dtype=torch.int64, device=device)
-        finished = torch.tensor(finished, dtype=torch.bool, device=device)
         batch = as_batch(
-            prompts, padded(ids, pad_id, torch.int64), padded(logprobs, 0.0, dtype), lengths,
-            finished, width, pad_id, sampled=padded(own, False, torch.bool),
-            turn_rewards=padded(paid, 0.0, dtype))
+            prompts, column_of(0, pad_id, torch.int64), column_of(2, 0.0, dtype),
+            torch.tensor([*map(len, said)], dtype=torch.int64, device=device),
+            torch.tensor(finished, dtype=torch.bool, device=device), width, pad_id,
+            sampled=column_of(1, False, torch.bool), turn_rewards=column_of(3, 0.0, dtype))
         if self.tools:
             batch["failed_calls"] = torch.tensor(failed, dtype=dtype, device=device)
         return batch
 
-    def ask(self, dialogues, rows, names, failed, numbers, begun):
+    def ask(self, dialogues, rows, names, begun):
         """
-        The reply to each of these dialogues, [(message or None, reward), ...]. names: the parts of
-        each one's seed. failed: how many calls of a response have failed, by its number,
-        counted up here. begun: what stands before each one's last turn. Raises Stop.
+        The reply to each of these dialogues: [(message or None, reward, how many calls of tools
+        have failed), ...]. names: the parts of each one's seed. begun: what stands before each
+        one's last turn. Raises Stop.
         """
         if self.tools:
-            return self.tools.answer([dialogue[-1]["content"] for dialogue in dialogues], failed,
-                                     numbers, begun)
+            return self.tools.answer([dialogue[-1]["content"] for dialogue in dialogues], begun)
         try:
             return in_time(self.timeout, self.ask_all, dialogues, rows, names)
         except Late as place:
@@ -200,7 +169,7 @@ class Environment:
         return replies
 
     def ask_one(self, dialogue, row, name):
-        """(message or None, reward) of one dialogue."""
+        """(message or None, reward, 0) of one dialogue."""
         more = dict(seed=seed_of(*name)) if self.seeded else {}
         try:
             reply = self.env(copy.deepcopy(dialogue), row, **more)
@@ -217,12 +186,12 @@ class Environment:
             raise Stop(f"{self.name} answered {shorten(reply)}: wanted None, a string, or "
                        '{"role": "user" or "tool", "content"}; or one of these with a reward, a '
                        "finite number")
-        return message, float(reward)
+        return message, float(reward), 0
 
     # ----------------------------------------------------------------------------------------------
     # messages and ids
 
-    def said(self, ids, prompt, turn):
+    def text_of_turn(self, ids, prompt, turn):
         """The text of a turn of the policy. Turn 0 continues the prompt; without a template all."""
         goes_on = turn == 0 or not self.tokenizer.chats
         return self.tokenizer.decode_response(ids, prompt if goes_on else None)
@@ -233,19 +202,16 @@ class Environment:
         equal length. The environment's words are the text between the marks of the template.
         prompt: the data's.
         """
-        messages, start = [], 0
-        for n in range(1, len(ids) + 1):
-            if n < len(ids) and own[n] == own[start]:
-                continue
-            part = ids[start:n]
-            if own[start]:
-                messages.append(dict(role="assistant",
-                                     content=self.said(part, prompt, len(messages))))
+        messages = []
+        for mine, part in itertools.groupby(zip(own, ids, strict=True), lambda pair: pair[0]):
+            part = [token for _, token in part]
+            if mine:
+                text = self.text_of_turn(part, prompt, len(messages))
+                messages.append(dict(role="assistant", content=text))
             elif self.tokenizer.chats:  # its marks are a part of the text
                 messages.append(self.unframed(self.tokenizer.text_of(part)))
             else:
                 messages.append(self.unframed(self.tokenizer.decode(part, continues=True)))
-            start = n
         return messages
 
     def unframed(self, text):

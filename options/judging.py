@@ -43,8 +43,7 @@ TEMPLATES = dict(
             "[First answer]\n{first}\n\n[Second answer]\n{second}\n\n"
             "Which answer is better?\nA: the first one\nB: the second one\n" + REPLY,
 )
-FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")  # {{name}} writes {name} itself
-KNOWN = "prompt", "answer"  # the fields of every template, beside those of responses
+FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Judge:
@@ -64,7 +63,16 @@ class Judge:
         self.tokenizer, self.path, self.responses = tokenizer, path, responses
         self.name = f"judge_template {judge_template!r}"
         self.chat = bool(tokenizer.chats)
-        self.text, self.words = self.read_template(judge_template)
+        words, self.text = answers_and_question(template_text(judge_template))
+        self.words, self.fields = words or ["A", "B"], {*FIELD.findall(self.text)}
+        if len({*self.words}) < max(len(self.words), 2) or not words and not all(
+                re.search(rf"\b{word}\b", self.text) for word in self.words):
+            raise BadInput(f"{self.name}: name two different answers or more in its first line, as "
+                           f"'answers: A B', best first; found {shorten(' '.join(self.words))}")
+        if not {*responses} <= self.fields <= {"prompt", "answer", *responses}:
+            needed = " and ".join(f"{{{name}}}" for name in responses)
+            raise BadInput(f"{self.name} has the fields {sorted(self.fields)}; it needs {needed}, "
+                           "and may have {prompt} and {answer}")
         self.opening = []  # ids behind each question
         self.answers, self.opening = self.find_answers()
 
@@ -74,34 +82,12 @@ class Judge:
         logits = at_least_float32(self.model.logits(states))  # (b, V)
         return log_odds(logits[:, self.answers])
 
-    @property
     def in_words(self):
         """A line for the user: template and answers."""
         how = "in its own chat template" if self.chat else "as plain text"
         answers = ", ".join(f"{word} (token {i})"
                             for word, i in zip(self.words, self.answers, strict=True))
         return f"judge {self.path}: it reads {self.name} {how}; its answers: {answers}"
-
-    # the template
-
-    def read_template(self, template):
-        """(text, answers) of a built-in template or a file. Raises BadInput."""
-        named, text = answers_and_question(template_text(template))
-        words = named or ["A", "B"]
-        known = (*KNOWN, *self.responses)
-        self.fields = {field for _, field in FIELD.findall(text)} - {""}
-        if len(set(words)) < max(len(words), 2) or (
-                not named and not all(re.search(rf"\b{word}\b", text) for word in words)):
-            raise BadInput(f"{self.name}: name two different answers or more in its first line, as "
-                           f"'answers: A B', best first; found {shorten(' '.join(words))}")
-        if not set(self.responses) <= self.fields <= set(known):
-            raise BadInput(f"{self.name} has the fields {sorted(self.fields)}; there are "
-                           f"{', '.join(f'{{{x}}}' for x in known)}, it needs "
-                           f"{' and '.join(f'{{{x}}}' for x in self.responses)}, and {{{{name}}}} "
-                           "writes braces themselves")
-        return text, words
-
-    # text -> ids
 
     def find_answers(self):
         """
@@ -166,13 +152,9 @@ class Judge:
             raise BadInput(f"{self.name} shows the answer, and the row with the prompt "
                            f"{shorten(row['prompt'])} has none")
         dialogues = [joined(row["prompt"], text) for text in responses]
-        asked = row["prompt"]
-        if not isinstance(asked, str):
-            asked = as_text(dialogues[0][:-1])
-        texts = [dialogue[-1]["content"] for dialogue in dialogues]
-        return self.encode_text(fill(self.text, dict(
-            prompt=asked, answer=answer_text(row.get("answer")),
-            **dict(zip(self.responses, texts, strict=True)))))
+        said = dict(zip(self.responses, (its[-1]["content"] for its in dialogues), strict=True))
+        return self.encode_text(fill(self.text, said | dict(
+            prompt=as_text(dialogues[0][:-1]), answer=answer_text(row.get("answer")))))
 
 
 def template_text(template):
@@ -187,13 +169,13 @@ def template_text(template):
 
 def answers_and_question(text):
     """
-    The answers in the first line of a template, None if there are none, and the question:
+    The answers in the first line of a template, [] if there are none, and the question:
     "answers: yes no\nIs it so?" -> (["yes", "no"], "Is it so?").
     """
     first, _, rest = text.strip().partition("\n")
     named = re.fullmatch("answers:([^{]*)", first, re.IGNORECASE)
     if not named:
-        return None, text.strip()
+        return [], text.strip()
     return named[1].replace(",", " ").split(), rest.strip()
 
 
@@ -215,7 +197,7 @@ def log_odds(logits):
 
 def fill(text, fields):
     """A template with {field: its text} in its braces."""
-    return FIELD.sub(lambda found: f"{{{found[1]}}}" if found[1] else fields[found[2]], text)
+    return FIELD.sub(lambda found: fields[found[1]], text)
 
 
 def as_text(messages):
@@ -232,13 +214,9 @@ def judge_scores(part, rows, micro_batch_size, system, device):
     """The judge's scores of this rank's responses, of `rows` responses of all ranks."""
     path = system.judge_path
     if path not in judges:
-        text = template_text(system.judge_template)
-        with parallel.in_step():  # COLLECTIVE
-            if parallel.from_rank(text) != text:  # COLLECTIVE
-                raise BadInput("this rank's file judge_template differs from rank 0's")
         model = load(path, "judge", system, device)
         judges[path] = Judge(model, model.tokenizer, path, system.judge_template)
-        say(judges[path].in_words)
+        say(judges[path].in_words())
     judge = judges[path]
     texts = part["completions"]
     if "dialogues" in part:

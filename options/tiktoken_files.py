@@ -9,15 +9,18 @@ Llama 3's tokenizer.model is such a file, too; transformers itself reads it, wit
 cases a tokenizer.json is saved.
 """
 import base64
-import contextlib
 import glob
-import hashlib
 import os
 import re
 import tempfile
+from unittest import mock
 
 from configurator import read_json
 from errors import BadInput, first_line
+
+# in such a block tiktoken reads a local file itself. Otherwise it copies each file under the hash
+# of its path, and would read the old copy if the file has changed
+uncached = mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR="")
 
 
 def encode_as(encoding, markers=(), **special):
@@ -31,7 +34,7 @@ def encode_as(encoding, markers=(), **special):
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks, named = encoding._mergeable_ranks, {i: s for s, i in encoding._special_tokens.items()}
-    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file, no_cache():
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file, uncached:
         file.writelines(b"%s %d\n" % (base64.b64encode(token), i) for token, i in ranks.items())
         file.flush()
         backend = TikTokenConverter(
@@ -67,14 +70,9 @@ def by_name(path):
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as e:  # no network, no disk, or a wrong file
-        url = getattr(getattr(e, "request", None), "url", None)
-        where = "put its files into a folder and its name into TIKTOKEN_CACHE_DIR"
-        if url:
-            cached = hashlib.sha1(url.encode()).hexdigest()
-            where = (f"put the file of {url} as {cached} into a folder, and name that in the "
-                     "variable TIKTOKEN_CACHE_DIR")
-        raise BadInput(f"{path}: tiktoken cannot get this encoding ({first_line(e)[:80]}); "
-                       f"{where}") from e
+        raise BadInput(f"{path}: tiktoken cannot get this encoding ({first_line(e)[:200]}); "
+                       "without a network TIKTOKEN_CACHE_DIR names a folder that it has filled "
+                       "elsewhere") from e
     end = "<|endoftext|>"
     if end not in encoding._special_tokens:
         raise BadInput(f"{path}: this encoding has no {end}, so no response could ever end; choose "
@@ -95,7 +93,7 @@ def from_folder(folder):
     config = os.path.join(folder, "tokenizer_config.json")
     settings = read_json(config) if os.path.isfile(config) else {}
     try:
-        with no_cache():
+        with uncached:
             ranks = load_tiktoken_bpe(file)
         added = {token["content"]: int(i)
                  for i, token in settings.get("added_tokens_decoder", {}).items()}
@@ -108,19 +106,3 @@ def from_folder(folder):
     except Exception as e:  # other files may hold anything
         raise BadInput(f"{file}: no usable tiktoken file beside its tokenizer_config.json "
                        f"({first_line(e)[:200]}); download both again") from e
-
-
-@contextlib.contextmanager
-def no_cache():
-    """
-    In this block tiktoken reads a local file itself. Otherwise it copies each file under the hash
-    of its path, and would read the old copy if the file has changed.
-    """
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""
-    try:
-        yield
-    finally:
-        del os.environ["TIKTOKEN_CACHE_DIR"]
-        if before is not None:
-            os.environ["TIKTOKEN_CACHE_DIR"] = before

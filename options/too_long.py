@@ -6,14 +6,14 @@ from array import array
 from errors import BadInput, say
 
 
-def fit(rows, encoded, path, limit, too_long, cut, length, key):
+def cut_or_drop(rows, encoded, limit, too_long, cut, length, key):
     """
     The ids of the rows that are left, from `encoded`, those of all rows, of which some have more
     than `limit` tokens, or none. The others are taken out of the Rows. See prompts.encode_rows.
     """
+    path, lengths = rows.path, [length(ids) for ids in encoded]
     if limit < 1:
         raise BadInput(f"{path}: no room for a row is left by the key {key}; lower it")
-    lengths = [length(ids) for ids in encoded]
     for number, n in enumerate(lengths, 1):
         if n == 0 or n > limit and too_long == "error":
             hint = "shorten it, or type --too_long=drop" if min(lengths) <= limit else (

@@ -95,27 +95,25 @@ class Tools:
         self.process = None
         self.seconds = system.reward_timeout / system.max_turns  # for the calls of one turn
 
-    def answer(self, texts, failed, numbers, begun=None):
+    def answer(self, texts, begun):
         """
-        The reply to each of these turns, [(message or None, 0.0), ...]. failed: how many calls
-        of a response have failed, by its number, counted up here; numbers: of these responses.
-        begun: the text before each turn, whose end may begin the turn's thoughts.
+        The reply to each of these turns: [(message or None, 0.0, how many of its calls have
+        failed), ...]. begun: the text before each turn, whose end may begin the turn's thoughts.
         """
-        for n, mark in enumerate(map(BEGUN.search, begun or [])):
-            texts[n] = (mark[0] if mark else "") + texts[n]
-        calls = [(n, *call) for n, text in enumerate(texts) for call in self.calls_in(text)]
-        wanted = [call[1:3] for call in calls if call[3] is None]
-        outcomes = iter(self.run(wanted))
-        results = {}
-        for n, _, _, error in calls:
-            good, text = (False, error) if error is not None else next(outcomes)
-            failed[numbers[n]] += not good
-            results.setdefault(n, []).append(text if good else f"error: {text}")
-        # of the last call of a turn, for gpt-oss, which reads who says something
-        names = {n: name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name)
-                 else next(iter(self.types)) for n, name, *_ in calls}
-        return [(dict(role="tool", name=names[n], content="\n".join(results[n]))
-                 if n in results else None, 0.0) for n in range(len(texts))]
+        marks = map(BEGUN.search, begun)
+        calls = [self.calls_in((mark[0] if mark else "") + text)
+                 for mark, text in zip(marks, texts, strict=True)]
+        outcomes = iter(self.run([call[:2] for its in calls for call in its if call[2] is None]))
+        replies = []
+        for its in calls:
+            said = [next(outcomes) if error is None else (False, error) for _, _, error in its]
+            content = "\n".join(text if good else f"error: {text}" for good, text in said)
+            name = its[-1][0] if its else None  # gpt-oss reads who says something
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,64}", name):
+                name = next(iter(self.types))
+            message = dict(role="tool", name=name, content=content) if its else None
+            replies.append((message, 0.0, sum(not good for good, _ in said)))
+        return replies
 
     def calls_in(self, text):
         """The calls that a turn makes: (name, arguments, None), or (name, None, what is wrong)."""

@@ -102,12 +102,12 @@ def test_a_long_response_loses_its_end(folder):
 
 def test_a_file_of_the_users(folder, tmp_path):
     """Answers of its own, the row's answer, braces that are no field; every byte by hand."""
-    file = tiny.write(tmp_path / "mine.txt", 'answers: y, n\n{"q": {prompt}} {{prompt}} {answer} '
+    file = tiny.write(tmp_path / "mine.txt", 'answers: y, n\n{"q": {prompt}} { } {answer} '
                       '{response} ok?\n\n')
     judge = judge_of(folder, file)
     assert judge.answers == [ord("y"), ord("n")] and judge.chat is False
     ids = judge.encode(dict(prompt="1+2=", answer=3), ["{answer}<eos>"])
-    assert bytes(ids).decode() == '{"q": 1+2=} {prompt} 3 {answer}<eos> ok?'
+    assert bytes(ids).decode() == '{"q": 1+2=} { } 3 {answer}<eos> ok?'
     with pytest.raises(BadInput, match="'2\\+2='"):  # not the word None
         judge.encode(dict(prompt="2+2=", answer=None), ["4"])
     pairs = judge_of(folder, "compare", responses=("first", "second"))

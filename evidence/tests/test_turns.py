@@ -16,7 +16,8 @@ import torch
 import transformers
 from byte_tokenizer import write_byte_tokenizer
 from errors import BadInput, Stop
-from options.environment import between, check_template, open_environment
+from options import environment
+from options.environment import Environment, between, check_template
 from options.tools import Tools
 from tokenizer import load_tokenizer
 
@@ -109,10 +110,10 @@ def tokenizer_of(tmp_path):
     return tokenizer_of
 
 
-def environment_of(environment, tokenizer, **keys):
+def environment_of(function, tokenizer, **keys):
     """The environment of a run with these keys."""
-    system = dict(environment=environment, tools="", max_turns=9, reward_timeout=90)
-    return open_environment(SimpleNamespace(**system | keys), tokenizer)
+    system = dict(environment=function, tools="", max_turns=9, reward_timeout=900)
+    return Environment(SimpleNamespace(**system | keys), tokenizer)
 
 
 # templates
@@ -202,14 +203,14 @@ def conversed(env, prompt, turns, length):
     """The batch of one response, of which the policy samples these ids, turn by turn."""
     (ids,), turns = env.tokenizer.encode_prompts([prompt]), iter(turns)
 
-    def sample(contexts, which, used):
-        new = next(turns)[:length - used[0]]
+    def respond(contexts, uniforms, budgets):
+        new = next(turns)[:budgets[0]]
         return (torch.tensor([new]), -torch.arange(1.0, len(new) + 1)[None],
                 torch.tensor([len(new)]),
                 torch.tensor([new[-1] in env.tokenizer.eos_ids]))
 
-    return env.converse([dict(prompt=prompt)], [ids], (1, "rollout", 0), ([0], [0]), length,
-                        len(ids) + 1, sample)
+    return env.converse([dict(prompt=prompt)], [ids], torch.zeros(1, length), len(ids) + 1,
+                        respond, (1, "rollout", 0), ([0], [0]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -275,11 +276,10 @@ def tools_of(tokenizer_of, mine):
 
 def said(tools, *texts):
     """The answers to these turns, and how many of their calls have failed."""
-    failed = [0] * len(texts)
-    answers = tools.answer(list(texts), failed, list(range(len(texts))))
+    answers = tools.answer(texts, [""] * len(texts))
     assert all(reward == 0 and (message is None or re.fullmatch(r"[\w.-]+", message["name"]))
-               for message, reward in answers)  # gpt-oss' template writes the name
-    return [message and message["content"] for message, _ in answers], failed
+               for message, reward, _ in answers)  # gpt-oss' template writes the name
+    return [message and message["content"] for message, *_ in answers], [n for *_, n in answers]
 
 
 ERROR = "error: "
@@ -354,7 +354,7 @@ def test_drafts_in_thoughts_are_no_calls(tools_of, family):
         calls = [("multiply", dict(a=int(digit)), None) for digit in made]
         assert tools.calls_in(written) == calls, text
     draft = write("multiply", a=3)  # in thoughts that the prompt has begun, and that never end
-    assert tools.answer([draft], [0], [0], begun=["a<think>\n"]) == [(None, 0.0)]
+    assert tools.answer([draft], ["a<think>\n"]) == [(None, 0.0, 0)]
 
 
 MARKED = [  # values of one parameter, as a policy may write them
@@ -430,7 +430,7 @@ def test_tools_that_cannot_be_described(tokenizer_of, mine):
         with pytest.raises(BadInput, match=part):
             environment_of("", tokenizer, tools=mine + name)
     with pytest.raises(BadInput, match="both given"):
-        environment_of(f"{mine}:echo", tokenizer, tools=f"{mine}:table")
+        environment.environment_of(SimpleNamespace(environment="a.py:b", tools="a.py:c"), tokenizer)
 
 
 # runs
