@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 
-from errors import BadInput, Stop, first_line, shorten
+from errors import BadInput, Stop, shorten
 from options.failures import of_a_rule
 from options.time_limit import Late, in_time
 from options.user_code import load_function
@@ -34,17 +34,18 @@ def load_reward(named, folder, where):
     function, name = load_function(named, folder, where), named.rpartition(":")[2]
     if name in BUILT_IN:
         raise BadInput(f"{where}: {name!r} is also a built-in reward; rename yours")
-    parameters = trl_parameters(function)  # None: it takes the batch
-    if inspect.isclass(function) or parameters is None and not takes_one(function):
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    # TRL's form has one of the names in GIVEN, or only **kwargs
+    as_trl = any(p.name in GIVEN for p in parameters) or [p.kind for p in parameters] == [
+        inspect.Parameter.VAR_KEYWORD]
+    if inspect.isclass(function) or not as_trl and not takes_one(signature):
         from options.mistakes import no_form
 
-        raise no_form(name, names_of(function), where)
+        raise no_form(name, signature.parameters, where)
 
     def call(batch):
-        if parameters is None:
-            returned = function(batch)
-        else:
-            returned = function(**arguments_of(parameters, batch))
+        returned = function(**arguments_of(parameters, batch)) if as_trl else function(batch)
         if inspect.iscoroutine(returned):
             returned = runner.run(returned)
         return as_scores(name, returned, batch)
@@ -61,9 +62,18 @@ def load_reward(named, folder, where):
         except BaseException as e:  # the user's code raises anything
             raise of_a_rule(name, e) from e
 
-    if parameters is not None:
+    if as_trl:
         reward.check_rows = functools.partial(check_fields, parameters, name)
     return reward
+
+
+def takes_one(signature):
+    """Whether a function can be called with the batch alone."""
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def as_scores(name, returned, batch):
@@ -75,10 +85,7 @@ def as_scores(name, returned, batch):
         from options.token_rewards import as_token_rewards
 
         return as_token_rewards(name, returned, batch)
-    try:
-        values = returned.tolist() if hasattr(returned, "tolist") else returned
-    except (RuntimeError, TypeError) as e:  # of a tensor on another device
-        raise Stop(f"reward {name!r} returned a tensor that cannot be read: {first_line(e)}") from e
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
     B = len(batch["completions"])
     if not isinstance(values, (list, tuple)) or len(values) != B:
         raise Stop(f"reward {name!r} must return {B} numbers, one a response, as a 1-D tensor, "
@@ -105,45 +112,16 @@ def as_number(value):
 # TRL's form
 
 
-def trl_parameters(function):
-    """
-    The parameters of a function in TRL's form, which has one of the names in GIVEN, or only
-    **kwargs; None for any other function: it is called with the batch.
-    """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not a function of Python's
-        return None
-    named = any(p.name in GIVEN for p in parameters)
-    bare = len(parameters) == 1 and parameters[0].kind == inspect.Parameter.VAR_KEYWORD
-    return parameters if named or bare else None
-
-
-def names_of(function):
-    """The names of a function's parameters; none of one that is not Python's."""
-    try:
-        return [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):
-        return []
-
-
-def takes_one(function):
-    """Whether a function can be called with the batch alone."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # a function that is not Python's
-        return True
-    return True
+def required(p):
+    """Whether a parameter needs an argument."""
+    return p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
 
 
 def check_fields(parameters, name, rows, path):
     """Raise BadInput where no row of a data file has a field that the function needs."""
     known = dict.fromkeys(field for row in rows for field in row)
     for p in parameters:
-        required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and p.name not in (*known, *GIVEN):
+        if required(p) and p.name not in (*known, *GIVEN):
             from options.mistakes import no_field
 
             raise no_field(name, p.name, known, path)
@@ -166,7 +144,7 @@ def arguments_of(parameters, batch):
     given = {field: [row.get(field) for row in rows] for field in fields
              if field not in ("prompt", "completion")}
     for p in parameters:  # perhaps none of these rows has the field
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        if required(p):
             given.setdefault(p.name, [None] * len(rows))
     given["prompts"] = [row.get("prompt", "") for row in rows]
     given["completions"] = batch.get("dialogues") or [
