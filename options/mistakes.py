@@ -14,6 +14,7 @@ from collections import Counter
 from configurator import unknown
 from errors import BadInput, first_line, say, shorten
 
+CODE = ".py", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".rs", ".go", ".js", ".ts", ".java"  # of files
 # keys that decide, beside the rows and the tokenizer, which token ids a run reads
 READ_BY = ("fields", "too_long", "max_prompt_tokens", "max_tokens", "chat_template",
            "template_kwargs", "system_prompt", "environment", "tools")
@@ -123,14 +124,9 @@ def key_of_folder(path, keys):
     """"; type --KEY=PATH": how a script or tool is given a folder, or a name on the hub."""
     path, key = path.rstrip("/"), next((key for key in (
         "runs", "run", "policy_path", "policies", "init_from", "source") if key in keys), "")
-    run = any(os.path.exists(os.path.join(path, name)) for name in ("log.jsonl", "policy"))
-    if run and key in ("policy_path", "policies") and os.path.isdir(f"{path}/policy"):
+    if key not in ("runs", "run") and os.path.isdir(f"{path}/policy"):  # the folder of a run
         more = f", or --out_dir={path} for its run" * ("out_dir" in keys)
         return f"; for the policy in this folder type --{key}={path}/policy{more}"
-    if run and "out_dir" in keys:
-        return f"; to go on with the run in this folder, type --out_dir={path}"
-    if key in ("runs", "run") and os.path.exists(os.path.join(path, "..", "log.jsonl")):
-        path = os.path.dirname(path)  # a model in a run's folder
     return f"; to give this folder, type --{key}={path}" if key else ""
 
 
@@ -165,24 +161,16 @@ def check_place(out_dir, resumes):
     Raise BadInput where a run may not lie in out_dir: it holds code, or all that is yours. resumes:
     a run is there already.
     """
-    top, home = os.path.realpath(out_dir), os.path.realpath(os.path.expanduser("~"))
+    top, found = os.path.realpath(out_dir), []
     program = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    own = os.path.commonpath([top, program]) == program  # it lies among quartet's files
-    code = ("py", "ipynb", "c", "cc", "cpp", "cu", "rs", "go", "js", "ts", "java") + (
-        "sh", "diff", "jinja", "md", "yml") * own  # a run.sh of yours may lie beside a run
-    above = [f"is {folder}, or a folder above it" for folder in (
-        program, home, *[os.getcwd()] * (not resumes)) if os.path.commonpath([top, folder]) == top]
-    inside = sorted(name for name in (os.listdir(top) if os.path.isdir(top) else ())
-                    if name == ".git" or name.rpartition(".")[2] in code)
-    inside = [] if resumes else [f"holds code, such as {name}" for name in inside[:1]]
-    if ".git" in top.split(os.sep):
-        inside.append("is a part of git's")
-    if not out_dir or top.startswith(("/proc/", "/sys/", "/dev/")) or "\0" in out_dir:
-        raise BadInput(f"out_dir = {out_dir!r} is empty, or cannot be made; choose another "
-                       "--out_dir")
-    if above or inside:
-        raise BadInput(f"out_dir = {out_dir!r} {(above + inside)[0]}, and would be filled with "
-                       "checkpoints; choose another --out_dir, such as out/NAME")
+    for folder in program, os.path.realpath(os.path.expanduser("~")), os.getcwd():
+        if os.path.commonpath([top, folder]) == top and not (resumes and folder == os.getcwd()):
+            found.append(f"is {folder}, or a folder above it")
+    found += [f"holds code, such as {name}" for name in sorted(os.listdir(top))
+              if not resumes and (name == ".git" or name.endswith(CODE))]
+    if not out_dir or found:
+        raise BadInput(f"out_dir = {out_dir!r} {found[0] if out_dir else 'is empty'}, and would be "
+                       "filled with checkpoints; choose another --out_dir, such as out/NAME")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -376,20 +364,19 @@ def no_reward(part, where, names, before):
 
 def other_sum(where):
     """
-    Of the key reward_functions with another sign between its parts, such as + or a blank, or with a
-    weight behind a name, as in accuracy:0.5; None where nothing is alike.
+    Of the key reward_functions with another sign between its parts, such as +, or with a weight
+    behind a name, as in accuracy:0.5; None where it is something else.
     """
     from rewards import BUILT_IN
 
     spec, parts = where.partition("= ")[2][1:-1], []
-    for part in filter(None, re.split(r"\s*[+;,|&]\s*|(?<![\s*:=])\s+(?![\s*:=])", spec.strip())):
-        found = re.fullmatch(r"(?:(-?[\d.]+)\s*\*\s*)?([\w./~-]*[A-Za-z][\w./-]*(?:\.py:\w+)?)"
-                             r"(?:\s*[*:=]\s*(-?[\d.]+))?", part)
-        if not found or found[1] and found[3] or not (found[2] in BUILT_IN or ".py:" in found[2]):
+    for part in re.split(r"\s*[+;,|&]\s*", spec.strip()):
+        found = re.fullmatch(r"(?:([\d.-]+)\*)?(\w+)(?:[*:=]([\d.-]+))?", part)
+        if not found or found[2] not in BUILT_IN:
             return None
         weight = found[1] or found[3]
         parts.append(f"{weight}*{found[2]}" if weight else found[2])
-    if not parts or (meant := ",".join(parts)) == re.sub(r"\s", "", spec):
+    if (meant := ",".join(parts)) == spec:
         return None
     return BadInput(f"{where}: between rewards stand commas, and each weight in front of its name; "
                     f"type --reward_functions={shlex.quote(meant)}")
@@ -431,9 +418,5 @@ def no_field(name, parameter, known, path):
     """Of a reward in TRL's form with a parameter that is no field of the rows."""
     if parameter in ADAPTERS:
         return no_form(name, [parameter], "reward_functions")
-    if parameter in ("trainer_state", "log_metric", "log_extra"):
-        return BadInput(f"the reward {name!r} has TRL's parameter {parameter!r}: there is no "
-                        "trainer here; give it a default, such as None, and do without it; a "
-                        "reward of weight 0 is logged, and nothing else")
     return BadInput(f"{path}: the reward {name!r} has a parameter {parameter!r}, and no row has "
                     f"such a field; the fields are {', '.join(map(repr, known))}")

@@ -134,7 +134,8 @@ sft.py --quantize=4bit | quantize; lora
 
 sft.py --out_dir=$sft_train | sft_train.jsonl
 rm.py --out_dir= | is empty; choose another --out_dir
-rm.py --out_dir=/proc/x | '/proc/x'; --out_dir
+rm.py --out_dir=. | would be filled with checkpoints; choose another --out_dir
+rm.py --out_dir=$made/.. | holds code, such as broken.py; choose another --out_dir
 sft.py --out_dir=$policy | config.json; --out_dir
 sft.py --out_dir=$sft --max_iters=1 | max_iters = 1; checkpoint-000002
 
@@ -159,7 +160,7 @@ grpo.py --reward_functions=$odd.py:ff | did you mean 'f'?
 grpo.py --reward_functions=$od.py:f | did you mean; odd.py
 grpo.py --reward_functions=$verl.py:compute_score | verl's; return [compute_score(
 grpo.py --reward_functions=$verl.py:reward_func | OpenRLHF's; return reward_func([p + c for
-grpo.py --reward_functions=$verl.py:of_trl | 'trainer_state'; default
+grpo.py --reward_functions=$verl.py:of_trl | 'trainer_state'; the fields are
 sft.py --init_from=$bare | this folder has no tokenizer
 rm.py --train_path=$true.jsonl | line 2; 'margin'; True
 rm.py --train_path=$sure.csv | row 2; 'confidence'; 1.5
