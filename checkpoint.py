@@ -482,10 +482,8 @@ def sync(path):
 def damage(folder):
     """A checkpoint's damage in a few words; None if all that a resume reads is as it was saved."""
     try:
-        present, manifest = hashes(folder), {**read_json(os.path.join(folder, "manifest.json"))}
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.fork_state import needed
-            manifest = needed(folder, present) | manifest
+        present, manifest = hashes(folder), read_json(os.path.join(folder, "manifest.json"))
+        manifest = {"config.json": "", "state.json": "", **manifest}  # no run has saved {}
     except (OSError, ValueError, TypeError, RecursionError) as e:
         return f"a file is damaged, or its manifest.json missing: {e}"
     return next((f"{name} is missing, damaged, or not in manifest.json" for name in manifest

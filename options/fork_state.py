@@ -1,12 +1,12 @@
 """
 What goes from one iteration to the next in a fork. An optimizer may keep more than tensors in the
 state of each parameter: numbers in its groups (as Prodigy and ScheduleFree do), lists in its state,
-counters of its own. These go into state.json, and what no checkpoint can have is refused by name,
-in run.state, too. When a run resumes: are all files there, and the tensors this optimizer's?
+counters of its own. These go into state.json, as Python writes them, and what no checkpoint can
+have is refused by name, in run.state, too. When a run resumes: are the tensors this optimizer's?
 """
+import ast
 import contextlib
 import json
-import re
 
 import torch
 
@@ -17,7 +17,6 @@ from errors import BadInput, shorten
 
 # these keep all in state and in groups; of other classes one looks for tensors at other places
 KNOWN = "torch.", "bitsandbytes.", "options."
-FULL = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance", "state1", "state2"
 
 
 def put_into_state(run):
@@ -58,8 +57,8 @@ def values_of(name, model, optimizer, made):
             try:
                 if not isinstance(key, str) or "." in key:
                     raise TypeError
-                found.setdefault(place, [{}, {}])[which][key] = plain(x)
-            except (TypeError, RecursionError) as e:
+                found.setdefault(place, [{}, {}])[which][key] = written(x)
+            except (TypeError, ValueError, SyntaxError, RecursionError) as e:
                 refuse(name, f"{key!r} = {shorten(x)}{f' of {place}' if place else ''}", e)
 
         for number, group in enumerate(optimizer.param_groups):
@@ -105,29 +104,11 @@ def refuse(name, what, cause=None):
                    "truths, texts or lists of them in state[p] or param_groups") from cause
 
 
-def plain(x):
-    """A value as JSON has it: a tuple or a dict as {its class: its content}. Raises TypeError."""
-    if x is None or type(x) in (bool, int, float, str):
-        return x
-    if type(x) is list:
-        return list(map(plain, x))
-    if type(x) is tuple:
-        return {"tuple": list(map(plain, x))}
-    if type(x) is dict and all(type(key) is str for key in x):
-        return {"dict": {key: plain(value) for key, value in x.items()}}
-    raise TypeError
-
-
-def as_it_was(x):
-    """The inverse of plain."""
-    if type(x) is list:
-        return list(map(as_it_was, x))
-    if type(x) is dict:
-        ((kind, content),) = x.items()
-        if kind == "tuple":
-            return tuple(map(as_it_was, content))
-        return {key: as_it_was(value) for key, value in content.items()}
-    return x
+def written(x):
+    """A value as Python writes it. Raises where it would read another one."""
+    if repr(ast.literal_eval(repr(x))) != repr(x):
+        raise TypeError
+    return repr(x)
 
 
 def hides(x, names, depth=4):
@@ -148,50 +129,16 @@ def hides(x, names, depth=4):
 def put_back(model, optimizer, saved):
     """The inverse of values_of, for a newly made optimizer."""
     for key, x in saved.get("", [{}])[0].items():
-        setattr(inner(optimizer), key, as_it_was(x))
+        setattr(inner(optimizer), key, ast.literal_eval(x))
     saved = {model.get_parameter(name): values for name, values in saved.items() if name}
     for group in optimizer.param_groups:
         for p in group["params"][:1]:  # all of a group have the same
-            group |= {key: as_it_was(x) for key, x in saved.get(p, [{}])[0].items()}
+            group |= {key: ast.literal_eval(x) for key, x in saved.get(p, [{}])[0].items()}
     own = {p for group in inner(optimizer).param_groups for p in group["params"]}
     for p, (_, state) in saved.items():
         if p in own and state:
-            inner(optimizer).state[p].update((key, as_it_was(x)) for key, x in state.items())
-
-
-def needed(folder, present):
-    """
-    {file: ""} of what a resume reads, or would read if it were there, of a checkpoint: its manifest
-    has to name all of these. A model without its optimizer is not whole, nor an optimizer without
-    its model, nor some of several files. present: the files that are there. Raises OSError, or
-    ValueError where config.json or state.json is none of a run.
-    """
-    files, stems = {"config.json", "state.json"}, set()
-    for file in sorted(files & {*present}):  # one that is missing is named by its hash
-        try:
-            content = {**read_json(f"{folder}/{file}")}
-        except (ValueError, TypeError, RecursionError) as e:
-            raise ValueError(f"{file} is damaged") from e
-        if file == "state.json" and type(content.get("iteration")) is not int:
-            raise ValueError(f"{file} has no iteration")
-        stems |= {"ema"} if content.get("ema_decay") else set()
-        if content.get("staleness") and content.get("script") in ("ppo.py", "grpo.py"):
-            stems.add("batches")  # others have the key, too, without an effect
-    for file in present:
-        found = re.fullmatch(r"([^/]+)/model[.-][^/]*safetensors", file) or re.fullmatch(
-            r"([^/]+)_optimizer[.-][^/]*safetensors", file)
-        if found:
-            stems |= {f"{found[1]}/model", f"{found[1]}_optimizer"}
-        elif found := re.fullmatch(r"(ema|batches)[.-][^/]*safetensors", file):
-            stems.add(found[1])
-    for stem in stems:
-        pattern = re.compile(re.escape(stem) + r"[.-][^/]*safetensors")  # as read_tensors reads
-        parts = {*filter(pattern.fullmatch, present)}
-        counts = [int(n) for file in parts for n in re.findall(r"-of-(\d{5})\.", file)]
-        files |= parts | {f"{stem}-{i:05}-of-{count:05}.safetensors" for count in counts
-                          for i in range(1, count + 1)}
-        files |= set() if counts else {f"{stem}.safetensors"}
-    return dict.fromkeys(sorted(files), "")
+            inner(optimizer).state[p].update(
+                (key, ast.literal_eval(x)) for key, x in state.items())
 
 
 def restored(folder, name, model, optimizer, tensors):
@@ -207,22 +154,20 @@ def restored(folder, name, model, optimizer, tensors):
 def checked(where, model, optimizer, tensors):
     """
     The (name, whole tensor) of an optimizer's file, as they come. Raises BadInput where a tensor is
-    of no trained parameter, or has not its shape: a kernel would read beside it. An AdamW also
-    needs all three tensors of each parameter, or none of any. where: the file, for the error.
+    of no trained parameter. An AdamW needs three of each parameter, or none of any, of its shape: a
+    kernel would read beside it. where: the file, for the error.
     """
-    kind, seen = type(inner(optimizer)), {}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    adamw = issubclass(kind, torch.optim.AdamW)
+    adamw, seen = isinstance(inner(optimizer), torch.optim.AdamW), {}
     for full, t in tensors:
         name, _, key = full.rpartition(".")
         if name not in parameters:
             raise BadInput(f"{where}: {full} is of no trained parameter; give the same model")
-        if adamw or kind.__module__.startswith(KNOWN):
-            wanted = shape_of(key, tuple(parameters[name].shape))
-            if wanted not in (None, tuple(t.shape)) or adamw and not t.is_floating_point():
-                raise BadInput(f"{where}: {full} is {t.dtype} of the shape {tuple(t.shape)}, not "
-                               f"{wanted}: the file is not this run's; delete this checkpoint, or "
-                               "choose another --out_dir")
+        wanted = () if key == "step" else parameters[name].shape
+        if adamw and t.shape != wanted:
+            raise BadInput(f"{where}: {full} is of the shape {tuple(t.shape)}, not "
+                           f"{tuple(wanted)}: the file is not this run's; delete this checkpoint, "
+                           "or choose another --out_dir")
         seen.setdefault(name, set()).add(key)
         yield full, t
     whole = not any(parallel.is_shard(p) for p in parameters.values())
@@ -233,11 +178,3 @@ def checked(where, model, optimizer, tensors):
             if key not in keys and (whole or keys):  # of shards some have never had a gradient
                 raise BadInput(f"{where} has no {name}.{key}; delete this checkpoint, or choose "
                                "another --out_dir")
-
-
-def shape_of(key, shape):
-    """The shape of a known tensor of a parameter's state; None of one that is not known."""
-    if key in FULL:
-        return shape
-    others = dict(step=(), row_var=(*shape[:-1], 1), col_var=(*shape[:-2], 1, *shape[-1:]))
-    return others.get(key)

@@ -1,12 +1,8 @@
 """
 The key optim: Adafactor, which keeps a sum a row and a column for each matrix; AdamW with states in
-8 bits, by the package bitsandbytes; Muon for matrices; and a class of the user's. And the AdamW of
-master_weights=False, and the groups of weight_decay.
-
-torchao (0.18) has 8 bits, too: as many bytes, steps as close to those of fp32. But it compiles for
-each shape of matrix (5 to 14 seconds of a core, and a C++ compiler must be there), safetensors does
-not take its states, and a shard has 8 bits only if its numbers are a multiple of 256: so another
-rank may have the rest of the matrix in 32 bits, and a checkpoint cannot put the two together.
+8 bits, by the package bitsandbytes (safetensors does not take the states of torchao's); Muon for
+matrices; and a class of the user's. And the AdamW of master_weights=False, and the groups of
+weight_decay.
 """
 import functools
 import inspect
@@ -135,14 +131,8 @@ def of_file(kind, system, name, settings):
     """
     from options.user_code import load_function
 
-    made, taken = load_function(kind, ".", f"optim = {system.optim!r}"), set()
-    makers = [vars(c)["__init__"] for c in getattr(made, "__mro__", ()) if "__init__" in vars(c)]
-    for maker in makers or [made]:
-        takes = inspect.signature(maker).parameters.values()
-        taken |= {p.name for p in takes}
-        # one that takes **settings hands them on to its base
-        if not any(p.kind == p.VAR_KEYWORD for p in takes):
-            break
+    made = load_function(kind, ".", f"optim = {system.optim!r}")
+    taken = inspect.signature(made).parameters
     if system.weight_decay > 0 and "weight_decay" not in taken:
         raise BadInput(f"weight_decay = {system.weight_decay:g}, but {kind} takes none by this "
                        "name; type --weight_decay=0")

@@ -132,13 +132,6 @@ def test_and_on_two_ranks_that_share_it(world, tmp_path, stage):
     assert_same_run(whole, well("sft.py", tmp_path / "cut", keys, ranks=2))
 
 
-class Settled(torch.optim.SGD):
-    """It hands its settings on to its base."""
-
-    def __init__(self, parameters, **settings):
-        super().__init__(parameters, momentum=0.5, **settings)
-
-
 FILES = {  # a class in a file: what is typed, what is said; or {}: its optimizer's settings
     "class A:\n    def __init__(self, parameters, lr): pass": ({}, ["A has no step"]),
     "def A(parameters, lr):\n    return 1": ({}, ["int has no step"]),
@@ -168,12 +161,11 @@ def test_an_optimizer_that_is_not_there(world, tmp_path, optim, said):
 
 
 def test_what_an_optimizer_in_a_file_is_given():
-    """What its class takes by name, and its bases where it hands all on."""
+    """What its class takes by name."""
     from run import make_optimizer
 
     model = torch.nn.Linear(2, 3)
     for name, decay, keys in (
-            ("Settled", 0.1, dict(momentum=0.5, weight_decay=0.1)), ("Settled", 0.0, {}),
             ("Drifting", 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)),
             ("Odd", 0.0, dict(d=1e-6))):
         system = keys_of_system(optim=f"policy={__file__}:{name}", weight_decay=decay)
@@ -375,11 +367,9 @@ def test_before_iteration_0_the_learning_rate_is_0():
             assert learning_rate_at(0, 8.0, warmup, 20, shape) == (2.0 if warmup == 4 else 8.0)
 
 
-@pytest.mark.parametrize("odd", [
-    lambda t: t[:-1], lambda t: t.reshape(-1), lambda t: torch.zeros(()), lambda t: t.long(),
-    lambda t: torch.zeros(7, 7, 7), lambda t: None])
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
-def test_a_tensor_of_another_shape_is_refused(world, key, odd):
+@pytest.mark.parametrize("odd", [lambda t: t[:-1], lambda t: t.reshape(-1), lambda t: None])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_a_tensor_of_another_shape_is_refused(key, odd):
     """torch's kernels would read beside it; a right manifest does not know."""
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -388,14 +378,10 @@ def test_a_tensor_of_another_shape_is_refused(world, key, odd):
     tensors = {f"{name}.{k}": t for name, p in model.named_parameters()
                for k, t in optimizer.state[p].items()}
     assert len(list(checked("x", model, optimizer, tensors.items()))) == 6
-    before = tensors["weight." + key]
-    tensors["weight." + key] = odd(before if before.dim() else torch.ones(2, 2))
-    if tensors["weight." + key] is None:
-        del tensors["weight." + key]
-    elif key == "step" and not tensors["weight." + key].dim():
-        tensors["weight." + key] = torch.ones(1)
-    with pytest.raises(BadInput, match="weight." + key):
-        list(checked("x", model, optimizer, tensors.items()))
+    tensors[f"weight.{key}"] = odd(tensors[f"weight.{key}"])
+    given = {name: t for name, t in tensors.items() if t is not None}
+    with pytest.raises(BadInput, match=f"weight.{key}"):
+        list(checked("x", model, optimizer, given.items()))
 
 
 FIFTH = {  # in ppo.py: what stands there, and what a fork puts in front of it
