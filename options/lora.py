@@ -147,11 +147,11 @@ class Adapted(OnTrunk):
         # in an order that changes from process to process. peft needs none
         notes = {"format": "pt"}
         if scalar:
-            notes = {"score_shift": str(self.score_shift)}
-            if chats := self.tokenizer.chats:  # with which template it reads, and which keys
-                both = dict(score_shift=self.score_shift, **chats.keys)
-                notes = {"score_shift": json.dumps(both)}
+            more = {}
+            if self.tokenizer.chats:  # with which template it reads, and which keys
+                more = self.tokenizer.chats.keys
                 self.tokenizer.save(folder)
+            notes = {"score_shift": json.dumps(dict(score_shift=self.score_shift, **more))}
         tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(self).items()}
         if scalar:
             tensors["base_model.model.score.weight"] = self.score.weight.detach().cpu() * self.unit
@@ -262,9 +262,10 @@ def adaptable(base, targets):
 PLAIN = dict.fromkeys((
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "r", "revision",
+    "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "r",
     "target_modules", "task_type", "use_rslora"))
-PLAIN |= dict(peft_type=["LORA"], bias=["none"], init_lora_weights=[True, "gaussian", "orthogonal"])
+PLAIN |= dict(peft_type=["LORA"], bias=["none"], revision=["main"],  # the weights of the base
+              init_lora_weights=[True, "gaussian", "orthogonal"])
 
 
 def adapter_tensors(model):
@@ -304,23 +305,13 @@ def read_adapter(folder):
         with safe_open(file, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
             notes = json.loads((f.metadata() or {}).get("score_shift", "{}"))
-            notes = notes if isinstance(notes, dict) else {"score_shift": float(notes)}
-            if not abs(float(notes.get("score_shift", 0.0))) < 1e30:
-                raise ValueError("its score_shift is no finite number")
     except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as e:
         raise BadInput(f"{folder}: not a readable adapter ({e}); save it again") from e
     odd = [key for key, value in settings.items()
            if value and (key not in PLAIN or PLAIN[key] and value not in PLAIN[key])]
-    odd += [key for key in ("r", "lora_alpha")
-            if type(settings[key]) not in (int, float) or not 0 < settings[key] < 1e9]
     if odd:
         raise BadInput(f"{config}: {shorten(odd[0])} = {shorten(settings[odd[0]])} is not "
                        "supported; merge the adapter with peft, and give the merged model")
-    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    if revision not in (None, "", "main") and not os.path.isdir(str(base)):  # folders have none
-        raise BadInput(f"{config}: the adapter was trained on the revision {revision} of {base}, "
-                       f"which is not read; type: hf download {base} --revision {revision} "
-                       "--local-dir DIR, and write DIR as base_model_name_or_path")
     return settings, tensors, notes
 
 
@@ -380,25 +371,17 @@ def base_of(folder):
 def lowest_base(folder, unless=""):
     """
     base_of, of an adapter upon an adapter the last base. unless: a pattern; the way down ends at a
-    folder that has such a file. A folder without an adapter is its own base. Raises BadInput, also
-    where the way comes back to a folder.
+    folder that has such a file. A folder without an adapter is its own base. Raises BadInput.
     """
-    passed = set()
-    while os.path.isfile(os.path.join(folder, "adapter_config.json")) and not (
+    if not os.path.isfile(os.path.join(folder, "adapter_config.json")) or (
             unless and glob.glob(os.path.join(glob.escape(folder), unless))):
-        passed.add(os.path.realpath(folder))
-        base = base_of(folder)
-        if os.path.realpath(base) in passed:
-            raise BadInput(f"{folder}: its base, {base}, is itself or an adapter on it; write the "
-                           "model's path as base_model_name_or_path in its adapter_config.json")
-        folder = base
-    return folder
+        return folder
+    return lowest_base(base_of(folder), unless)
 
 
 @torch.no_grad()
 def read_merged(folder, head, system, device, seed):
     """load.read_model of an adapter's folder: its base model, with the adapter in its weights."""
-    lowest_base(folder)  # there is one
     model = read_model(base_of(folder), head, system, device, seed)
     has_head = "base_model.model.score.weight" in read_adapter(folder)[1]
     if has_head and head == "lm":

@@ -160,39 +160,17 @@ def test_other_adapters_are_refused(tmp_path):
     base = loaded(saved(tmp_path / "base", "llama", SIZES))
     adapter = tmp_path / "adapter"
     for more in (dict(use_dora=True), dict(of_next_year=dict(a=1)), dict(peft_type="IA3"),
-                 dict(bias="all"), dict(r=4), dict(r=None), dict(init_lora_weights="pissa"),
-                 # of a base on the hub another state has other weights
-                 *(dict(revision=revision, base_model_name_or_path=name)
-                   for revision in ("refs/pr/7", "v1.0") for name in ("some/model", None))):
+                 dict(bias="all"), dict(r=4), dict(init_lora_weights="pissa"),
+                 dict(revision="v1.0")):  # it has other weights
         filled(Adapted(base, "lm", 3, 5)).save_adapter(adapter)
         set_in(adapter, **more)
-        with pytest.raises(BadInput, match=more.get("revision")):
+        with pytest.raises(BadInput):
             loaded(adapter)
-        if "revision" in more:
-            with pytest.raises(BadInput, match=more["revision"]):
-                load_adapted(base, str(adapter))
     filled(Adapted(base, "lm", 3, 5)).save_adapter(adapter)
-    for revision in (None, "main", "", "v1.0"):  # a folder is what it is
-        set_in(adapter, revision=revision)
-        loaded(adapter)
     with pytest.raises(BadInput, match="down_proj"):
         Adapted(base, "lm", 2, 4, targets="nothing")
     with pytest.raises(BadInput, match="another"):
         load_adapted(loaded(saved(tmp_path / "another", "llama", SIZES)), f"{tmp_path}/adapter")
-
-
-def test_an_adapter_that_is_its_own_base(tmp_path):
-    """By one step or several, by other ways to write its path; as a model, and its outline."""
-    base = loaded(saved(tmp_path / "base", "llama", SIZES))
-    os.symlink("a", tmp_path / "link")
-    for bases in (["link"], ["b", "c", "a/../link"]):
-        for name, its in zip("abc", bases, strict=False):
-            filled(Adapted(base, "lm", 3, 5)).save_adapter(tmp_path / name)
-            set_in(tmp_path / name, base_model_name_or_path=f"{tmp_path}/{its}")
-        for read in (loaded, lambda folder: outline(
-                str(folder), "lm", keys_of_system(dtype="float32"))):
-            with pytest.raises(BadInput, match="base_model_name_or_path"):
-                read(tmp_path / "a")
 
 
 def test_four_models_on_one_trunk(world, tmp_path):
@@ -215,12 +193,3 @@ def test_four_models_on_one_trunk(world, tmp_path):
         ours, theirs = (tiny.read_weights(f"{out}/value_model") for out in (again, one))
         for key, p in ours.items():
             assert (p - theirs[key]).abs().max() < 1e-9, key
-
-
-@pytest.mark.parametrize("note", ["NaN", "-Infinity", "x", '{"score_shift": NaN}',
-                                  '{"score_shift": [1]}', '{"score_shift": "x"}', "[" * 10**5])
-def test_an_adapter_whose_shift_is_no_number(tmp_path, note):
-    write(tmp_path / "adapter_config.json", "{}")
-    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors", dict(score_shift=note))
-    with pytest.raises(BadInput, match=str(tmp_path)):
-        read_adapter(str(tmp_path))
