@@ -44,9 +44,6 @@ class Ahead:
             iteration, version, name = key.split(".")
             self.version[int(iteration)] = int(version)
             self.batches.setdefault(int(iteration), {})[name] = t.to(run.device)
-        for batch in self.batches.values():  # saved before this column was there
-            batch.setdefault("token_rewards", batch.get(
-                "turn_rewards", torch.zeros_like(batch["sampler_logprobs"])))
         if system.staleness > 0 or system.roles:
             run.kept["batches"] = self
 

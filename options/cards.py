@@ -2,7 +2,6 @@
 What is written beside the weights of a finished model: run.json, which a run reads that goes on,
 and a card, README.md, which hubs of models show first.
 """
-import contextlib
 import json
 import os
 import re
@@ -84,22 +83,19 @@ def not_as_trained(folder, temperature):
 def head_of(folder):
     """The lines between --- at the head of a folder's card; "" where it has none."""
     file = os.path.join(folder, "README.md")
-    with contextlib.suppress(OSError):
-        if os.path.isfile(file):  # of a pipe there is no end
-            with open(file, encoding="utf-8", errors="replace") as f:
-                return f.read(10**6).partition("---\n")[2].partition("---\n")[0]
-    return ""
+    if not os.path.isfile(file):
+        return ""
+    with open(file, encoding="utf-8", errors="replace") as f:
+        return f.read().partition("---\n")[2].partition("---\n")[0]
 
 
 def hub_name(path):
     """
-    The name on the hub of the model from which others come in the end; "" where it is not known. A
-    folder has it in its card, if this card is one of ours: others name another model there.
+    The name on the hub of the model from which one comes; "" where it is not known. A folder has it
+    in its card, if this card is one of ours: others name another model there.
     """
-    for _ in range(20):  # a card may name its own folder
-        if not os.path.isdir(path):
-            return path if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) else ""
+    if os.path.isdir(path):
         head = head_of(path)
         found = re.search(r'^base_model: "?([^"\n]+)"?$', head, re.M)
         path = found[1] if found and "tags: [quartet, " in head else ""
-    return ""
+    return path if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) else ""

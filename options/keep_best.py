@@ -1,5 +1,4 @@
 """The key keep_best: out_dir/best_policy is the policy of the best evaluation so far."""
-import math
 import os
 import re
 
@@ -24,25 +23,18 @@ def save_if_best(run, figures, batch):
     if re.fullmatch(LESS, by):
         raise BadInput(f"keep_best = {by!r} would keep the policy with the most of it; type "
                        f"--keep_best=-{by}, which keeps the one with the least")
-    best = None
+    best = {}
     if run.iteration > 0:
         folder = os.path.join(run.out_dir, "best_policy")
-        best = alone(lambda: about_model(folder).get("figures"))  # COLLECTIVE
-    best = number_of(best, name)
+        best = alone(lambda: about_model(folder).get("figures", {}))  # COLLECTIVE
+    best, now = best.get(name), figures.get(name)
     if best is None and name not in figures:
         raise BadInput(f"keep_best = {by!r}: wanted {', '.join(figures)}; of those with a - in "
                        "front the least")
     # of a reward that did not apply to any response this time there is no figure
     column = "scores" if name == "score" else name.removeprefix("eval/")
-    now = number_of(figures, name)
-    if column in batch and batch[column].isnan().all():
-        now = None
+    if now is None or column in batch and batch[column].isnan().all():
+        return
     sign = -1 if by != name else 1
-    if now is not None and (best is None or sign * (now - best) > 1e-6 * abs(best)):
+    if best is None or sign * (now - best) > 1e-6 * abs(best):
         run.save_model("best_policy", run.models["policy"], figures)  # COLLECTIVE
-
-
-def number_of(figures, name):
-    """The figure of this name; None where there is none, or it is not finite."""
-    x = figures.get(name) if isinstance(figures, dict) else None
-    return x if isinstance(x, (int, float)) and math.isfinite(x) else None

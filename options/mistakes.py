@@ -343,8 +343,9 @@ def no_reward(part, where, names, before):
     Of a part of reward_functions that is not NUMBER*NAME, with one of the names; or it has one of
     those of the parts before it.
     """
-    if meant := other_sum(where):
-        return meant
+    if re.search(r"\w\s*[+;|&]\s*\w|\w:[\d.]", part):
+        return BadInput(f"{where}: between rewards stand commas, and each weight in front of its "
+                        "name; type --reward_functions=accuracy,0.5*format")
     weight, star, name = (text.strip() for text in part.rpartition("*"))
     try:
         good = not star or abs(float(weight)) < float("inf")
@@ -362,30 +363,12 @@ def no_reward(part, where, names, before):
         "FILE.py:FUNCTION of your own")
 
 
-def other_sum(where):
-    """
-    Of the key reward_functions with another sign between its parts, such as +, or with a weight
-    behind a name, as in accuracy:0.5; None where it is something else.
-    """
-    from rewards import BUILT_IN
-
-    spec, parts = where.partition("= ")[2][1:-1], []
-    for part in re.split(r"\s*[+;,|&]\s*", spec.strip()):
-        found = re.fullmatch(r"(?:([\d.-]+)\*)?(\w+)(?:[*:=]([\d.-]+))?", part)
-        if not found or found[2] not in BUILT_IN:
-            return None
-        weight = found[1] or found[3]
-        parts.append(f"{weight}*{found[2]}" if weight else found[2])
-    if (meant := ",".join(parts)) == spec:
-        return None
-    return BadInput(f"{where}: between rewards stand commas, and each weight in front of its name; "
-                    f"type --reward_functions={shlex.quote(meant)}")
-
-
 def no_function(path, name, module, where):
     """Of a FILE.py:FUNCTION that is not there; the file is, if it has been read as a module."""
     if module is None:
-        return other_sum(where) or BadInput(f"{where}: there is no file {path!r}{nearest(path)}")
+        weight = "; each weight stands in front, as in 0.5*accuracy" * where.startswith("reward_f")
+        return BadInput(f"{where}: there is no file {path!r}{nearest(path)}"
+                        + weight * (not path.endswith(".py")))
     own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"
            and getattr(value, "__module__", "") == module.__name__]
     near = difflib.get_close_matches(name, own, n=1, cutoff=0.6)

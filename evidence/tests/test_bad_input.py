@@ -152,8 +152,8 @@ grpo.py $rl_train | type --prompts_path=
 sft.py --config=$mine.py | type its path alone
 
 grpo.py --reward_functions=acuracy | did you mean 'accuracy'?
-grpo.py --reward_functions=accuracy+0.1*format | type --reward_functions='accuracy,0.1*format'
-grpo.py --reward_functions=accuracy:0.5;format | type --reward_functions='0.5*accuracy,format'
+grpo.py --reward_functions=accuracy+0.1*format | commas; type --reward_functions=accuracy,0.5*format
+grpo.py --reward_functions=accuracy:0.5;format | as in 0.5*accuracy
 grpo.py --chat_template=$policy/model.safetensors | chat_template; UTF-8
 data/label.py --judge_template=$policy/model.safetensors | judge_template; UTF-8
 grpo.py --reward_functions=$odd.py:ff | did you mean 'f'?

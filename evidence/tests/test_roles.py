@@ -124,18 +124,6 @@ def test_a_run_that_was_stopped_goes_on_without_roles(world, tmp_path):
     assert_same_run(alone, out, ("policy", "value_model"), 1e-9)
 
 
-@pytest.mark.parametrize("saved, wanted", [([], 0.0), (["turn_rewards"], 0.5)])
-def test_a_batch_without_the_column_of_token_rewards(tmp_path, saved, wanted):
-    """A checkpoint of before that column: no token had a reward of its own, or those of turns."""
-    from options.ahead import Ahead
-
-    save_file({f"3.2.{name}": torch.full((2, 3), 0.5) for name in ["sampler_logprobs", *saved]},
-              tmp_path / "batches.safetensors")
-    one = Ahead(None, SimpleNamespace(folder=str(tmp_path), device="cpu", kept={}),
-                dict(importance_cap=0.0), keys_of_system(staleness=1), [], None, [])
-    assert one.batches[3]["token_rewards"].tolist() == [[wanted] * 3] * 2 and one.version == {3: 2}
-
-
 def test_a_role_that_differs_ends_the_run(world, tmp_path):
     """The settings of the scorer; and a bit of the generator's copy."""
     def drift(_, t, tensor):

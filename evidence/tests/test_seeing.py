@@ -138,23 +138,20 @@ def test_an_evaluation_without_a_score_is_not_compared(world, tmp_path):
 
 
 def test_a_card_names_the_model_on_the_hub_from_which_it_comes(tmp_path, monkeypatch):
-    """Through our own cards; a card of others names another model as its base."""
+    """By our own card; a card of others names another model as its base."""
     monkeypatch.chdir(tmp_path)
     heads = dict(
         first='tags: [quartet, sft]\nbase_model: "Owner/Model-0.5B"', foreign="base_model: a/b",
-        second='tags: [quartet, ppo]\nbase_model: "first"', scratch="tags: [quartet, sft]",
-        itself='tags: [quartet, ppo]\nbase_model: "itself"', none="", path="",
+        scratch="tags: [quartet, sft]", none="",
         older='tags: [quartet, ppo]\nbase_model: "/gone/from/here"')
     for name, head in heads.items():
         os.makedirs(name)
         write(f"{name}/README.md", f"---\n{head}\n---\n# x\nbase_model: c/d\n")
     os.remove("none/README.md")
-    os.remove("path/README.md")
-    os.mkfifo("path/README.md")
     model = "Owner/Model-0.5B"
     assert {path: hub_name(path) for path in (*heads, model, "gpt2", "")} == dict(
-        first=model, foreign="", second=model, scratch="", itself="", none="", path="", older="",
-        gpt2="gpt2") | {model: model, "": ""}
+        first=model, foreign="", scratch="", none="", older="", gpt2="gpt2") | {
+            model: model, "": ""}
 
 
 # trackers
@@ -195,26 +192,6 @@ def test_trackers_get_the_log_and_go_on_with_the_same_run(world, tmp_path):
                      before=fakes(missing="trackio"))
         assert_one_line(result, "sft.py", word)
         assert not os.path.exists(tmp_path / word / "out")
-
-
-@pytest.mark.parametrize("what", ["a file", "nothing", "a pipe"])
-def test_a_link_in_the_place_of_the_name_is_not_followed(tmp_path, what):
-    """At the start, and when a run resumes: the name is the run's own, the file stays."""
-    mine, file = tmp_path / "mine", tmp_path / "report_id.txt"
-    signal.alarm(60)  # it would wait for a pipe for ever
-    if what == "a pipe":
-        os.mkfifo(mine)
-    elif what == "a file":
-        mine.write_text("x")
-    for iteration in (0, 3):
-        os.symlink(mine, file)
-        name = run_id(str(tmp_path), iteration)
-        assert name.startswith(tmp_path.name) and not file.is_symlink()
-        assert run_id(str(tmp_path), 5) == name != run_id(str(tmp_path), 0)
-        assert what != "a file" or mine.read_text() == "x"
-        assert mine.exists() == (what != "nothing")
-        file.unlink()
-    signal.alarm(0)
 
 
 # plot.py
