@@ -3,12 +3,10 @@ LoRA: an adapter against its own formula and peft (where it is installed: pip in
 files, what is refused; four models on one trunk. tests/test_options.py has a training by hand.
 """
 import json
-import os
 import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import tiny
 from checkpoint import save_final
@@ -17,10 +15,10 @@ from load import load
 from options.layers import layers_of
 from options.parts import outline
 from model import Model, states_before
-from options.lora import Adapted, load_adapted, read_adapter
+from options.lora import Adapted, load_adapted
 from test_families import BASE, EXPERTS, GPT, HEADS, SIZES, add_vision
 from test_model import CPU, random_model, rows_of_texts, written
-from tiny import keys_of_system, write
+from tiny import keys_of_system
 
 KINDS = {"llama": SIZES, "gpt_neox": SIZES, "qwen3": HEADS | dict(tie_word_embeddings=True),
          "gpt2": GPT}

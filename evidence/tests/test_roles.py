@@ -9,13 +9,11 @@ import shutil
 import signal
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from test_reliability import patched
-from tiny import assert_one_line, assert_same_run, at, keys_of, keys_of_system, read_log, run, well
+from tiny import assert_one_line, assert_same_run, at, keys_of, read_log, run, well
 
 THREE = "train=1,generate=1,score=1"  # ranks 0, 1, 2
 

@@ -18,7 +18,6 @@ from tiny import Started, assert_one_line, jsonl, keys_of, read_jsonl, run, type
 
 from errors import BadInput
 from options.cards import hub_name, not_as_trained
-from options.trackers import run_id
 from tools.runs import fill_page, read_records, read_samples
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><!--<b>5 & 6</b>"
