@@ -51,7 +51,7 @@ for part in val:seen new:new; do
         --batch_size=512 --dtype=$dtype --reward_functions=accuracy
 done
 for run in grpo ppo; do
-    step tools/memory.py config/smollm2_$run.py ${RL:-} | tee "${out}_$run.memory"
+    step tools/memory.py $run.py config/smollm2_$run.py ${RL:-} | tee "${out}_$run.memory"
 done
 step data/gsm_symbolic/table.py $out
 step tools/plot.py --runs="$folders" --out=$out.png

@@ -38,7 +38,7 @@ from prompts import encode_prompts, read_prompts, rows_to_evaluate  # noqa: E402
 from rewards import check_rows, reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch  # noqa: E402
 from tools.outputs import check_outputs, files_of  # noqa: E402
-from tools.runs import ASKED, JUDGED, as_in_run, estimate, room_behind, split_paths  # noqa: E402
+from tools.runs import ASKED, JUDGED, as_in_run, estimate, split_paths  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 policies = "out/arithmetic_ppo/policy"  # folders or hub names, separated by commas
@@ -47,7 +47,7 @@ limit = 0  # how many prompts, from all over the file, 0 = all [>= 0]
 out = "out/eval"  # OUT.json and OUT.jsonl are written, and replaced if they are there
 # sampling
 samples = 4  # responses to each prompt at the temperature, 0 = none [0..1000000]
-max_new_tokens = 0  # longest response, 0 = 48, or what the context leaves [0..1000000]
+max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # of the samples [> 0]
 batch_size = 256  # responses at once, over all ranks [1..1000000]
 seed = 1  # decides the samples [>= 0]
@@ -90,8 +90,6 @@ for policy_name, path in paths.items():
     rows = read_prompts(prompts_path, system.fields)
     if not rows:
         raise BadInput("prompts_path is empty; type --prompts_path=FILE")
-    if not max_new_tokens:  # all are judged alike, by what the first one can do
-        max_new_tokens = config["max_new_tokens"] = room_behind(rows, models)
     check_rows(terms, rows, policy.tokenizer)
     encode_prompts(rows, models, max_new_tokens, system)
     if by and not any(by in row for row in rows):

@@ -53,14 +53,12 @@ seed = 1  # decides the response: another seed, another response [>= 0]
 # or all responses of an iteration, as a page; tools/iteration.py
 out = ""  # the page, FILE.html; empty = the table of one response
 iteration = -1  # which; -1 = the one behind the last checkpoint [>= -1]
-watch = 0.0  # seconds: make the page again for each new checkpoint, until Ctrl-C [>= 0]
 trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
 config, _ = configure(globals())
 # -------------------------------------------------------------------------------------------------
-if out or watch or iteration >= 0:
-    if not watch:
-        check_outputs("--out", [out], PAGES)
-    show(run, iteration, out, watch, trust_code)
+if out or iteration >= 0:
+    check_outputs("--out", [out], PAGES)
+    show(run, iteration, out, trust_code)
     sys.exit()
 
 # -------------------------------------------------------------------------------------------------

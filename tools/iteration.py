@@ -2,7 +2,7 @@
 All responses of an iteration, token by token, as a page for a browser; for explain.py:
 
 python tools/explain.py --run=out/arithmetic_ppo --iteration=7 --out=out/seven.html
-python tools/explain.py --run=out/arithmetic_ppo --out=out/live.html --watch=20     # the newest
+python tools/explain.py --run=out/arithmetic_ppo --out=out/newest.html
 
 ppo.py or grpo.py runs again, from the last checkpoint before the iteration, or from the beginning,
 with the keys that the run had then, in a temporary folder; and its variables are looked at. Nothing
@@ -14,10 +14,8 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 
 import torch
 
@@ -40,22 +38,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "tools", "iteration.html")  # without data
 
 
-def show(run, iteration, out, watch, trust_code):
-    """
-    Write the page of an iteration; -1: the one behind the last checkpoint. watch: again every so
-    many seconds in which there is a new checkpoint, until Ctrl-C.
-    """
+def show(run, iteration, out, trust_code):
+    """Write the page of an iteration; -1: the one behind the last checkpoint."""
     if not out.endswith(".html"):
         raise BadInput(f"out = {out!r}: of a whole iteration there is a page: type --out=FILE.html")
-    before = None
-    while watch:  # in a process of its own: a script runs once in each
-        newest = [iteration_of(folder) for folder in list_checkpoints(run)][-1:]
-        if newest and newest != before:
-            subprocess.run([sys.executable, os.path.join(ROOT, "tools", "explain.py"),
-                            *(arg for arg in sys.argv[1:] if not arg.startswith("--watch"))],
-                           check=False)
-        before = newest
-        time.sleep(watch)
     names, record, looks = replay(run, iteration, trust_code)
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     data = dict(run=run, script=names["config"]["script"], iteration=record["iteration"],

@@ -2,9 +2,8 @@
 How much memory a run will take on each GPU, before anything is loaded: each model's weights,
 gradients and optimizer states, counted; and the peak of each phase, by a dry run.
 
-python tools/memory.py config/llama.py --world-size=8 --gpu-gb=80       # a table, and what fits
-python tools/memory.py config/llama.py --policy_path=FOLDER --lora=16   # and with any other keys
-python tools/memory.py grpo.py config/mine.py                           # of the script grpo.py
+python tools/memory.py ppo.py config/llama.py --world-size=8 --gpu-gb=80     # and what fits
+python tools/memory.py grpo.py config/mine.py --lora=16     # with any other keys of the script
 
 --world-size: ranks, one GPU each. --gpu-gb: the memory of a GPU, as in its name; it is counted in
 GiB, as all numbers here. With it the tool also says the largest micro_batch_size and
@@ -25,7 +24,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import Key, read_arguments, read_keys, run_config_file  # noqa: E402
+from configurator import Key, read_arguments, read_keys  # noqa: E402
 
 import contextlib  # noqa: E402
 import functools  # noqa: E402
@@ -75,27 +74,14 @@ BEGAN = time.monotonic()
 
 
 def read_run(argv):
-    """
-    (script, its configuration with these arguments). The script may be named (grpo.py). If not, it
-    is the first that has all keys that are given; one in the name of a config file comes first.
-    Raises BadInput.
-    """
-    scripts = {script: read_keys(f"{ROOT}/{script}.py") | read_keys(f"{ROOT}/config/keys.py")
-               for script in ("ppo", "grpo", "sft", "rm")}
-    named = [arg.removesuffix(".py") for arg in argv if arg.removesuffix(".py") in scripts]
-    argv = [arg for arg in argv if arg.removesuffix(".py") not in scripts]
-    files = [arg for arg in argv if not arg.startswith("--")]
-    given = {arg[2:].partition("=")[0] for arg in argv if arg.startswith("--")} - OPTIONS.keys()
-    known = set().union(*scripts.values())
-    given = given.union(*(run_config_file(file, known) for file in files))
-    fits = [script for script in scripts if given <= scripts[script].keys()] or ["ppo"]
-    if fits[:2] == ["ppo", "grpo"] and "reward_path" not in given:
-        del fits[0]  # ppo.py without a reward model has the key value_init, and grpo.py has not
-    words = "_".join(os.path.basename(file).removesuffix(".py") for file in files).split("_")
-    script = min(named or fits, key=lambda script: script not in words)
-    keys = scripts[script] | OPTIONS
+    """(script, its configuration) of a run's command: grpo.py, its config files and keys."""
+    script = argv[0].removesuffix(".py") if argv else ""
+    if script not in ("ppo", "grpo", "sft", "rm"):
+        given = [f", not {arg!r}" for arg in argv[:1] if not arg.startswith("--")]
+        raise BadInput("type the script first, ppo.py, grpo.py, sft.py or rm.py" + "".join(given))
+    keys = read_keys(f"{ROOT}/{script}.py") | read_keys(f"{ROOT}/config/keys.py") | OPTIONS
     config = {name: key.default for name, key in keys.items()}
-    config |= {name: value for name, (value, _) in read_arguments(keys, argv).items()}
+    config |= {name: value for name, (value, _) in read_arguments(keys, argv[1:]).items()}
     if config["roles"] or config["generate_tp"] > 1 or "8bit" in config["optim"] or (
             config["quantize"] != "none"):
         raise BadInput("this tool counts ranks that do everything, each for itself, and nothing of "
@@ -299,6 +285,16 @@ def build(script, config, device=CPU):
     return models
 
 
+def numbers_of(model):
+    """(weights that a forward pass reads, the trained ones), of the whole model and its trunk."""
+    own, base = list(model.parameters()), model.base
+    read = sum(p.numel() for p in own) + (numbers_of(base)[0] if base is not None else 0)
+    if base is None:  # of the embeddings few rows are read, unless they are the head as well
+        inputs, outputs = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
+        read -= inputs.weight.numel() * (outputs is None or outputs.weight is not inputs.weight)
+    return read, sum(p.numel() for p in own if p.requires_grad)
+
+
 def equip(models, config):
     """
     Give the models their companions of a first step: gradients, optimizers, an average.
@@ -406,10 +402,11 @@ def decode(decoder, n, distinct, P, R, temperature, tracker, found):
 @contextlib.contextmanager
 def dry_run(script, config, layers=0):
     """
-    In this block the run is there, of fake tensors: (rows, models, step). rows: of rank 0, {model:
-    {column: bytes}}. step(key=value, ...), with these keys in the place of the configuration's:
-    (rows that decode, rows of a micro-batch), {(phase, what is at work): (peak in bytes, Count)},
-    and the bytes of a token's keys and values. layers: of each model, 0 = all.
+    In this block the run is there, of fake tensors: (rows, numbers, step). rows: of rank 0, {model:
+    {column: bytes}}. numbers: {model: numbers_of it}. step(key=value, ...), with these keys in the
+    place of the configuration's: (rows that decode, rows of a micro-batch), {(phase, what is at
+    work): (peak in bytes, Count)}, and the bytes of a token's keys and values. layers: of each
+    model, 0 = all.
     """
     system, moved, ended = SimpleNamespace(**config), 0, contextlib.ExitStack()
     if system.world_size > 1:  # a group of ranks that are not there
@@ -436,18 +433,7 @@ def dry_run(script, config, layers=0):
             found = {key: (peak - moved, count) for key, (peak, count) in found.items()}
             return (n, b), found, tracker.cache
 
-        yield rows, models, step
-
-
-def predict(script, config):
-    """
-    Of rank 0: {model: {column: bytes}}; {(phase, what is at work): peak in bytes}; and what fits,
-    see fitting.
-    """
-    with dry_run(script, config) as (rows, _, step):
-        _, found, _ = step()
-        peaks = {key: peak for key, (peak, _) in found.items()}
-        return rows, peaks, fitting(script, config, step)
+        yield rows, {name: numbers_of(model) for name, model in models.items()}, step
 
 
 def fitting(script, config, step):
@@ -479,24 +465,29 @@ def say_progress(text):
 
 
 def verdict(script, config, peaks, fits):
-    """Lines: what fits into the GPU, or which phase does not and what to type. See predict."""
-    room = f"{config['gpu_gb']:g} GiB"
-    lines = [f"{phase} does not fit into {room} even with one row: {least / 2**30:.2f} GiB; see "
-             f"{LESS[phase]} (docs/scale.md)" for phase, (rows, least) in fits.items() if not rows]
-    if lines:
-        return lines
-    *_, P, R = sizes_of(script, config)
+    """
+    (lines of what does not fit into the GPU, lines of what does), each with what to type. peaks: of
+    the configuration, {(phase, what is at work): bytes}. fits: of fitting.
+    """
+    room, limit = f"{config['gpu_gb']:g} GiB", config["gpu_gb"] * 2**30
+    bad = [f"{phase} does not fit into {room} even with one row: {least / 2**30:.2f} GiB; see "
+           f"{LESS[phase]} (docs/scale.md)" for phase, (rows, least) in fits.items() if not rows]
+    good, (*_, P, R) = [], sizes_of(script, config)
     tokens = config.get("micro_batch_tokens") and P + R  # it bounds the rows in the place of
-    for key, phases in (("micro_batch_tokens" if tokens else "micro_batch_size",
-                         ("reading", "update")), ("rollout_batch_size", ("rollout",))):
+    bounds = {"micro_batch_tokens" if tokens else "micro_batch_size": ("reading", "update"),
+              "rollout_batch_size": ("rollout",)}
+    for key, phases in bounds.items() if not bad else ():
         if phases[0] in fits:
             most = min(fits[phase][0] for phase in phases) * (tokens if key.endswith("s") else 1)
-            over = [f"{phase} takes {peak / 2**30:.2f} GiB" for phase in phases for peak in
-                    [max(p for (of, _), p in peaks.items() if of == phase)]
-                    if peak > config["gpu_gb"] * 2**30]
-            lines.append(f"the largest {key} that fits into {room} is {most}" + (
-                f"; now {' and '.join(over)}: type --{key}={most}" if over else ""))
-    return lines
+            over = {of: peak for (of, _), peak in sorted(peaks.items(), key=lambda x: x[1])
+                    if of in phases and peak > limit}
+            takes = " and ".join(f"{of} takes {peak / 2**30:.2f} GiB" for of, peak in over.items())
+            line = f"the largest {key} that fits into {room} is {most}"
+            if over:
+                bad.append(f"{line}; now {takes}: type --{key}={most}")
+            else:
+                good.append(line)
+    return bad, good
 
 
 if __name__ == "__main__":
@@ -508,7 +499,9 @@ if __name__ == "__main__":
     n, _, b, P, R = sizes_of(script, config)
     print(f"{script}.py on each of {config['world_size']} rank(s), {config['dtype']}: texts of {P} "
           f"+ {R} tokens, {b} in a micro-batch{f', {n} decode at once' if n else ''}")
-    rows, peaks, fits = predict(script, config)
+    with dry_run(script, config) as (rows, _, step):
+        peaks = {key: peak for key, (peak, _) in step()[1].items()}
+        fits = fitting(script, config, step)
     size, unit = (2**30, "GiB") if max(peaks.values()) > 8 * 2**30 else (2**20, "MiB")
     print(f"\n{unit:<14}" + "".join(f"{column:>13}" for column in COLUMNS))
     rows |= {"all": {c: sum(row[c] for row in rows.values()) for c in COLUMNS}}
@@ -519,5 +512,5 @@ if __name__ == "__main__":
         parts = {name: peak / size for (of, name), peak in peaks.items() if of == phase}
         print(f"{phase:<14}{max(parts.values()):>13.2f}   "
               + ", ".join(f"{name} {peak:.2f}" for name, peak in parts.items()))
-    if fits:
-        print("\n" + "\n".join(verdict(script, config, peaks, fits)))
+    for lines in verdict(script, config, peaks, fits) if fits else ():
+        print("\n".join(["", *lines]))

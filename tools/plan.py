@@ -72,9 +72,12 @@ def read_card(gpus, file):
             card = {field: float(card[field]) for field in FIELDS}
             if not all(0 < x < 1e9 for x in card.values()):
                 raise ValueError("a number is not above 0")
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except OSError as e:
+            raise BadInput(f"card = {file!r}: {e.strerror}; type the path of a JSON file") from e
+        except (ValueError, KeyError, TypeError) as e:
             h100 = json.dumps(dict(zip(FIELDS, CARDS["H100"], strict=True)))
-            raise BadInput(f"card = {file!r}: {e}; wanted JSON such as {h100}") from e
+            why = f"{e} is not there" if isinstance(e, KeyError) else e
+            raise BadInput(f"card = {file!r}: {why}; wanted JSON such as {h100}") from e
     elif name.lower() == "cpu":
         return number, "cpu", {}
     else:
@@ -118,68 +121,54 @@ def speed_of(card, config):
     return dict(flop=work.products(cpu, dtype), bandwidth=work.bandwidth(cpu, 2**28), link=1e9)
 
 
-def check_fit(script, config, fits, cards):
-    """Raise BadInput where a phase does not fit into the cards with the configuration's rows."""
-    n, _, b, P, R = memory.sizes_of(script, config)
-    key, unit = ("micro_batch_tokens", P + R) if config["micro_batch_tokens"] else (
-        "micro_batch_size", 1)
-    for phase, (most, least) in fits.items():
-        name, rows, each = ("rollout_batch_size", n, 1) if phase == "rollout" else (key, b, unit)
-        if most == 0:
-            raise BadInput(
-                f"{cards} is too small: {phase} of one row takes {least / 2**30:.3g} GiB of "
-                f"{config['gpu_gb']:g}; see {memory.LESS[phase]}, or type more or larger --gpus")
-        if rows > most:
-            raise BadInput(f"{phase} of {rows} rows does not fit into {config['gpu_gb']:g} GiB: "
-                           f"type --{name}={most * each}")
-
-
 def report(script, config, own, card, P, means, counts, speed, took):
     """Print the table of phases, and what an iteration and the run take."""
     works = [work.work_of(script, config, counts[mean], P, mean) for mean in means]
     least = [work.least_of(of, speed) for of in works]
     numbers = counts[means[0]][2]
-    took = measure.phases_of(script, config, P, means[0], took) if took else {}
-    more = {}  # {phase: (bytes, seconds, what bounds it)}
+    moved = {}  # {phase: (bytes, GB/s, what bounds it)}: the same at any length
     if config.get("sampler") == "vllm" and card:  # into the CPU's memory, and out of it
         nbytes = 2 * numbers["policy"][0] * getattr(torch, config["dtype"]).itemsize
-        more["to vLLM"] = nbytes, nbytes / card["host"] / 1e9, "host"
+        moved["to vLLM"] = nbytes, card["host"], "host"
     if config["checkpoint_interval"]:
         nbytes = 12 * sum(own for _, own in numbers.values()) / config["checkpoint_interval"]
-        more["checkpoints"] = nbytes, nbytes / DISK / 1e9, "disk"
-    heads = [f"limit, {mean} tokens" for mean in means] + ["measured"] * bool(took)
+        moved["checkpoints"] = nbytes, DISK, "disk"
+    for phase, (nbytes, rate, bound) in moved.items():
+        works[0][phase] = work.Phase(nbytes=nbytes)
+        for at in least:
+            at[phase] = nbytes / rate / 1e9, bound
+    took = measure.phases_of(script, config, P, means[0], took) if took else {}
+
+    heads = [f"limit, {mean} tokens" for mean in means]
     print(f"\n{'of a rank, an iteration':<24}{'TFLOP':>9}{'GB':>9}{'GB sent':>9}  {'by':<9}"
-          + "".join(f"{head:>20}" for head in heads))
-    for phase in dict.fromkeys([*works[0], *more]):
-        of = works[0].get(phase, work.Phase(nbytes=more.get(phase, [0])[0]))
-        if phase not in least[0] and phase not in more:
-            continue
-        columns = [at.get(phase, more.get(phase, [0])[1:2])[0] for at in least]
-        columns += [took.get(phase, 0)] * bool(took)
-        bound = least[0][phase][1] if phase in least[0] else more[phase][2]
+          + "".join(f"{head:>20}" for head in heads + ["measured"] * bool(took)))
+    for phase, (_, bound) in least[0].items():
+        of = works[0][phase]
+        columns = [at[phase][0] for at in least] + [took.get(phase, 0)] * bool(took)
         print(f"{phase:<24}{of.flop / 1e12:>9.3g}{of.nbytes / 1e9:>9.3g}{of.sent / 1e9:>9.3g}  "
               f"{bound:<9}" + "".join(f"{x:>18.3g} s" for x in columns))
-    extra = sum(seconds for _, seconds, _ in more.values())
-    sums = [sum(seconds for seconds, _ in at.values()) + extra for at in least]
-    loading = sum(read for read, _ in numbers.values()) * 2 / DISK / 1e9
-    rows, largest = {head: (x, x) for head, x in zip(heads, sums, strict=False)}, max(
-        read for read, _ in numbers.values())
+
+    sums = [sum(seconds for seconds, _ in at.values()) for at in least]
+    rows = {head: (x, x) for head, x in zip(heads, sums, strict=True)}
+    largest = max(read for read, _ in numbers.values())
     if took:
         rows["measured"] = (sum(took.values()),) * 2
     elif largest > 3e9:
-        rows |= {f"range, {mean} tokens": tuple(x * (one - extra) + extra for x in PUBLISHED)
+        still = sum(least[0][phase][0] for phase in moved)
+        rows |= {f"range, {mean} tokens": tuple(x * (one - still) + still for x in PUBLISHED)
                  for mean, one in zip(means, sums, strict=True)}
+    gigabytes = sum(read for read, _ in numbers.values()) * 2 / 1e9  # at the run's start
     print(f"\n{'':<24}{'an iteration':>24}{config['max_iters']:>17} iterations"
           + f"{'money':>20}" * bool(own["price"]))
     for head, both in rows.items():
-        run = [one * config["max_iters"] + loading for one in both]
+        run = [one * config["max_iters"] + gigabytes / DISK for one in both]
         money = [one / 3600 * config["world_size"] * own["price"] for one in run]
         print(f"{head:<24}{span(both):>24}{span(run):>28}"
               + f"{span(money, '{:.4g}'.format):>20}" * bool(own["price"]))
-    print(f"\nThe run also reads {loading * DISK:.3g} GB of models at its start (a disk of {DISK} "
-          "GB/s); the seconds of rules, as rewards, come on top.")
+    print(f"\nAt its start the run reads {gigabytes:.3g} GB of models (a disk of {DISK} GB/s).\n"
+          "The seconds of rules, as rewards, come on top.")
     if not took and largest <= 3e9:
-        print("No range: below 3B parameters launching kernels takes longest (docs/scale.md): "
+        print("No range: below 3B parameters launching kernels takes longest (docs/scale.md):\n"
               "--measure on one card of the kind tells.")
 
 
@@ -194,6 +183,9 @@ def duration(seconds):
 
 
 def main(argv):
+    for arg, value in zip(argv, [*argv[1:], "VALUE"], strict=True):
+        if arg[2:] in OWN.keys() - {"measure"}:
+            raise BadInput(f"a value is missing: type {arg}={value}")
     mine = [arg for arg in argv if arg[2:].partition("=")[0] in OWN]
     own = {name: key.default for name, key in OWN.items()} | {
         name: value for name, (value, _) in read_arguments(OWN, [
@@ -214,16 +206,17 @@ def main(argv):
             with open(os.environ[measure.INNER], "w", encoding="utf-8") as f:
                 json.dump({" ".join(key): seconds for key, seconds in took.items()}, f)
         return
-    print(f"{script}.py on {number} x {name}, {config['dtype']}: {config['batch_size']} rows an "
-          f"iteration, prompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
+    print(f"{script}.py on {number} x {name}, {config['dtype']}, {config['batch_size']} rows an "
+          f"iteration\nprompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
           f"{longest}", flush=True)
-    with memory.dry_run(script, config) as run:
-        depths = work.depths_of(run[1])
-        _, found, _ = run[2]() if card else ((), {}, 0)
-        if any(peak > config["gpu_gb"] * 2**30 for peak, _ in found.values()):
-            check_fit(script, config, memory.fitting(script, config, run[2]), f"{number} x {name}")
+    depths = work.depths_of(script, config)
     run = work.dry_run_by_lines(script, config, depths, [(P, mean) for mean in means])
     fits = memory.fitting(script, config, run[2])
+    if fits:
+        peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}
+        bad, _ = memory.verdict(script, config, peaks, fits)
+        if bad:
+            raise BadInput(f"{number} x {name} is too small: {'; '.join(bad)}")
     counts = {mean: work.counted(script, run, P, mean) for mean in means}
     speed = speed_of(card, config)
     took = measure.on_ranks(argv, script, config, P, means[0]) if own["measure"] else {}

@@ -16,7 +16,6 @@ from options.home import from_home
 from options.sources import raw_rows, rename
 
 MOST = 1e30  # no number of a run is so large
-ROOM = 48  # tokens of the longest response, by default
 # {key: the run's name of it}: the keys by which a policy is asked, and its answers are judged
 ASKED = {key: key for key in (
     "max_new_tokens", "temperature", "fields", "max_prompt_tokens", "system_prompt", "stop_strings",
@@ -117,23 +116,6 @@ def config_of(folder):
     if not isinstance(keys, dict):
         raise BadInput(f"{file} has no keys of a run; give another folder")
     return keys
-
-
-def room_behind(rows, models):
-    """
-    How many tokens a response to any of these rows may have, by default 48; or what the smallest
-    context of these models leaves behind the longest prompt, which is said. models: the policy
-    first.
-    """
-    context, longest = min(model.max_positions for model in models.values()), 0
-    with contextlib.suppress(BadInput):  # of a prompt, said better where all are read
-        encode = next(iter(models.values())).tokenizer.encode_prompts
-        longest = max(map(len, encode([row["prompt"] for row in rows])))
-    if 0 < context - longest < ROOM:
-        say(f"max_new_tokens={context - longest}: the context has {context} tokens, the longest "
-            f"prompt {longest}")
-        return context - longest
-    return ROOM
 
 
 def system_message_of(path):

@@ -29,7 +29,7 @@ from prompts import Rows, encode_prompts, prompt_row, read_rows  # noqa: E402
 from ranks import choose_device  # noqa: E402
 from rewards import reward_terms, score_batch  # noqa: E402
 from rollout import sample_batch  # noqa: E402
-from tools.runs import ASKED, as_in_run, room_behind, system_message_of, texts_as_read  # noqa: E402
+from tools.runs import ASKED, as_in_run, system_message_of, texts_as_read  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------
 policy_path = "out/arithmetic_ppo/policy"  # folder or hub name of a language model
@@ -38,7 +38,7 @@ prompts = ""  # JSONL file with "prompt"; both empty = each line of standard inp
 limit = 0  # with prompts: how many of them, 0 = all [>= 0]
 samples = 1  # responses to each prompt [1..1000000]
 reward_path = ""  # folder or hub name of a reward model, whose score is printed; empty = none
-max_new_tokens = 0  # longest response, 0 = 48, or what the context leaves [0..1000000]
+max_new_tokens = 48  # longest response [1..1000000]
 temperature = 1.0  # 0 = always the most likely token [>= 0]
 seed = 1  # decides the responses [>= 0]
 trust_code = False  # run the FILE.py:f that the run's config.json names? It can do anything
@@ -61,13 +61,12 @@ def answer(rows, where, first=0):
     there is a reward model. where: the rows are from there, for errors. first: the number of the
     first prompt; seed and number decide the noise.
     """
-    longest = max_new_tokens or room_behind(rows, models)
-    rows = encode_prompts(Rows(rows, where), models, longest, system)
+    rows = encode_prompts(Rows(rows, where), models, max_new_tokens, system)
     at_once = system.rollout_batch_size // samples or 1
     for start in range(0, len(rows), at_once):
         numbers = range(start, min(start + at_once, len(rows)))
         batch = sample_batch(
-            policy, rows, numbers, (seed, "sample", 0), longest, temperature, system, device,
+            policy, rows, numbers, (seed, "sample", 0), max_new_tokens, temperature, system, device,
             samples, [first + number for number in numbers])
         if terms:
             score_batch(batch, rows, terms, policy, models["reward_model"], 16, system, device)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from options.layers import layers_of
-from tools.memory import (FEWEST, MOST, SHORT, Count, dry_run, fitting, read_run, say_progress,
-                          sizes_of)
+from tools.memory import (FEWEST, MOST, SHORT, Count, build, dry_run, fitting, read_run,
+                          say_progress, sizes_of, without_files)
 
 
 class Phase(NamedTuple):
@@ -32,11 +32,6 @@ class Phase(NamedTuple):
     flop: float = 0.0
     nbytes: float = 0.0
     sent: float = 0.0
-
-    def least(self, card):
-        """{what bounds it: seconds} on a device with flop, bandwidth and link, each a second."""
-        return dict(products=self.flop / card["flop"], memory=self.nbytes / card["bandwidth"],
-                    links=self.sent / card["link"])
 
 
 class Often(NamedTuple):
@@ -75,26 +70,14 @@ def often(script, config, P, mean, rows=None):
                  epochs * minibatches)
 
 
-def numbers_of(model):
-    """(weights that a forward pass reads, the trained ones), of the whole model and its trunk."""
-    own, base = list(model.parameters()), model.base
-    read = sum(p.numel() for p in own) + (numbers_of(base)[0] if base is not None else 0)
-    if base is None:  # of the embeddings few rows are read, unless they are the head as well
-        inputs, outputs = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
-        read -= inputs.weight.numel() * (outputs is None or outputs.weight is not inputs.weight)
-    return read, sum(p.numel() for p in own if p.requires_grad)
-
-
 def counted(script, run, P, mean):
     """
     What work_of wants of a dry run, with one row: {(phase, what is at work): Count}, the bytes of a
     token's keys and values, numbers_of each model, and its row of the table of memory.
     """
-    rows, models, step = run
+    rows, numbers, step = run
     _, found, cache = step(**one_row(script, P, mean))
-    return ({key: count for key, (_, count) in found.items()}, cache,
-            {name: model if isinstance(model, tuple) else numbers_of(model)
-             for name, model in models.items()}, rows)
+    return {key: count for key, (_, count) in found.items()}, cache, numbers, rows
 
 
 def one_row(script, P, mean):
@@ -107,12 +90,14 @@ def one_row(script, P, mean):
 # deep models by two shallow ones
 
 
-def depths_of(models):
+def depths_of(script, config):
     """
     (few, more, {name: all}): a straight line from what models of so few layers and of so many more
     take leads to what all layers take, because what is added is the same again and again. None
     where that is not so, or models are not deep.
     """
+    with without_files():
+        models = build(script, config | dict(world_size=1, zero_stage=""), torch.device("meta"))
     begin, period, deep = 2, 1, {}
     for name, model in models.items():
         text = model.config.get_text_config()
@@ -136,16 +121,16 @@ def depths_of(models):
 
 def dry_run_by_lines(script, config, depths, lengths):
     """
-    Like dry_run, but through models of few layers and lines to all, see depths_of; step takes the
-    keys of memory.fitting and of one_row(script, *lengths[i]). In the place of models numbers_of
-    them. A peak by a line can be too low, where with few layers another moment is the highest.
+    (rows, numbers, step) like dry_run's, but through models of few layers and lines to all, see
+    depths_of; step takes no keys, those of fitting, or those of one_row(script, *lengths[i]). A
+    peak by a line can be too low, where with few layers another moment is the highest.
     """
-    wanted = [one_row(script, *both) for both in lengths] + [FEWEST, MOST] * bool(config["gpu_gb"])
+    wanted = [one_row(script, *both) for both in lengths]
+    wanted += [{}, FEWEST, MOST] * bool(config["gpu_gb"])
     taken = []
     for layers in depths[:2] if depths else (0,):
-        with dry_run(script, config, layers) as (rows, models, step):
-            taken.append((rows, {name: numbers_of(model) for name, model in models.items()},
-                          [step(**keys) for keys in wanted]))
+        with dry_run(script, config, layers) as (rows, numbers, step):
+            taken.append((rows, numbers, [step(**keys) for keys in wanted]))
     (rows, numbers, runs), (rows2, numbers2, runs2) = taken[0], taken[-1]
     few, more, deep = depths or (0, 1, dict.fromkeys(numbers, 0))
 
@@ -229,10 +214,14 @@ def add(one, other):
 
 
 def least_of(work, card):
-    """{phase: (seconds, what bounds it)}, without the phases in which nothing is done."""
+    """
+    {phase: (least seconds, what bounds it)}, without the phases in which nothing is done, on a
+    device with flop, bandwidth and link, each a second.
+    """
     found = {}
     for phase, of in work.items():
-        least = of.least(card)
+        least = dict(products=of.flop / card["flop"], memory=of.nbytes / card["bandwidth"],
+                     links=of.sent / card["link"])
         bound = max(least, key=least.get)
         if least[bound]:
             found[phase] = least[bound], bound
@@ -288,12 +277,9 @@ def helpful(script, config, count, fits, P, mean, speed, depths):
     for other in others:
         say_progress("with " + " ".join(f"--{key}={value}" for key, value in other.items()))
         with contextlib.redirect_stdout(None):
-            static, *_ = dry_run_by_lines(script, config | other | dict(gpu_gb=0), depths, [])
-            if sum(sum(row.values()) for row in static.values()) > config["gpu_gb"] * 2**30:
-                continue  # it does not fit before any row is there
             run = dry_run_by_lines(script, config | other, depths, [(P, mean)])
         fits = fitting(script, config | other, run[2])
-        if all(rows for rows, _ in fits.values()):
+        if all(rows for rows, _ in fits.values()):  # not, where one row does not fit
             after = with_most(script, config | other, fits)
             keys = {key: after[key] for key in (
                 *other, "rollout_batch_size", "micro_batch_tokens") if key in after}

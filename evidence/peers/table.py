@@ -66,7 +66,7 @@ def of_quartet(script, folder, micro_batch_size):
 def of_trl(script, folder, micro_batch_size):
     """The same of TRL's trainer, and its version; trl_steps.py prints them as JSON."""
     python = config[f"{script}_python"]
-    done = subprocess.run([python, os.path.join(ROOT, "runs", "peers", "trl_steps.py"), script,
+    done = subprocess.run([python, f"{ROOT}/evidence/peers/trl_steps.py", script,
                            folder, str(steps), str(micro_batch_size), str(PROMPTS), str(NEW),
                            system.device_type, system.dtype,
                            "compile" if system.compile else "eager"],

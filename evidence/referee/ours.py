@@ -45,7 +45,7 @@ def make_batch(seed, rows_without_tokens=False):
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     b = types.SimpleNamespace(
         mask=mask, m=mask.double(), rewards=draw(B, T), values=draw(B, T), old_values=draw(B, T),
-        old=draw(B, T) - 2, ref=draw(B, T) - 2, sampler=draw(B, T) - 2, logits=draw(B, T, 7),
+        old=draw(B, T) - 2, ref=draw(B, T) - 2, sampler=draw(B, T) - 2,
         scores=(draw(B) * 2).round(decimals=1), other=draw(B), advantages=draw(B, 1).expand(B, T),
         pairs=draw(8, 4), index=[f"prompt {i // G}" for i in range(B)])
     b.span = mask.flip(1).cumsum(1).flip(1) > 0  # up to the last token: gaps belong to it
@@ -135,10 +135,6 @@ def ppo_lines(b, logprobs, recipe="", clamp=None):
 
 def clip(b, clamp=None, dual=False):
     return graded(lambda x: ppo_lines(b, x, "dual_clip" if dual else "", clamp).pg_loss, b)
-
-
-def clipfrac(b):
-    return ppo_lines(b, b.logprobs).pg_clipped[b.mask].double().mean()
 
 
 def dual_clip(b, clamp=None):
@@ -359,19 +355,6 @@ def dpo(b):
         "margin = ", "losses = ", label_smoothing=0.0, **rewards).losses.mean()
 
 
-def entropy(b):
-    return page("model.py").entropy_of(b.logits.log_softmax(-1))[b.mask]
-
-
-def sft(b, more=0.0):
-    def total(logprobs):
-        run = types.SimpleNamespace(loss_scale=1.0)
-        found = page("sft.py").lines("loss = -completion", "loss = -completion", run=run, part=None,
-                                     completion_logprobs=lambda part: logprobs[b.mask])
-        return found.loss / (b.mask.sum() + more)
-    return graded(total, b)
-
-
 # {row: (function, where it stands, its source)}
 ROWS = {
     "GAE, with gaps": (gae, "gae.py: compute_gae", "1506.02438, eq. 16"),
@@ -380,7 +363,6 @@ ROWS = {
     "k2": (kl("k2"), "the same", "the same"),
     "k3": (kl("k3"), "the same", "the same"),
     "clipped loss": (clip, "ppo.py, grpo.py", "1707.06347, eq. 7"),
-    "clip fraction": (clipfrac, "the same", "2403.17031"),
     "dual clip": (dual_clip, "recipes/dual_clip.diff", "1912.09729, eq. 5"),
     "value loss": (value_loss, "ppo.py", "2403.17031"),
     "KL controller": (kl_controller, "recipes/kl_controller.diff", "1909.08593, 2.2"),
@@ -410,6 +392,4 @@ ROWS = {
     "GSPO, with weights": (gspo_weighted, "grpo.py", "the same"),
     "DAPO's length": (length, "grading/forms.py", "2503.14476, eq. 13"),
     "pair loss": (pair_loss, "rm.py: preference_loss", "2009.01325, 3.4"),
-    "DPO": (dpo, "recipes/dpo.py", "2305.18290, eq. 7"),
-    "entropy": (entropy, "model.py: entropy_of", ""),
-    "SFT": (sft, "sft.py", "")}
+    "DPO": (dpo, "recipes/dpo.py", "2305.18290, eq. 7")}

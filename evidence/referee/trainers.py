@@ -38,8 +38,7 @@ CHOICES = {
                "responses than the horizon"),
     "empty rows": (dict(empty=True), "a row without tokens is one of the n of a mean over rows"),
     "own weights": (dict(own=True), "each token keeps its importance weight, by GSPO-token's "
-                    "gradient (2507.18071, 4.3); in quartet it has the mean of its response's"),
-    "n + 1e-5": (dict(more=1e-5), "for the number of tokens")}
+                    "gradient (2507.18071, 4.3); in quartet it has the mean of its response's")}
 
 
 def at(b, x):
@@ -74,7 +73,7 @@ def verl(w):
         return lambda b: at(b, getattr(c, f"compute_{name}_outcome_advantage")(
             b.last * b.scores[:, None], b.m, index=b.index, **keys)[0])
 
-    def policy(name, kind="token-mean", low=LOW, high=HIGH, figure="", weighted=False):
+    def policy(name, kind="token-mean", low=LOW, high=HIGH, weighted=False):
         cov = Given(clip_cov_ratio=1.0, clip_cov_ub=5.0, clip_cov_lb=1.0, kl_cov_ratio=0.0002,
                     ppo_kl_coef=1.0)
         config = Given(clip_ratio=EPS, clip_ratio_low=low, clip_ratio_high=high, tau_pos=1.0,
@@ -85,8 +84,6 @@ def verl(w):
             weights = back(b, weight("token")(b)) if weighted else None
             return getattr(c, f"compute_policy_loss_{name}")(
                 b.old, x, b.advantages, b.m, kind, config, weights)
-        if figure:
-            return lambda b: torch.tensor([loss(b, b.logprobs)[1][figure]])
         return lambda b: graded(lambda x: loss(b, x)[0], b)
 
     def weight(level):
@@ -117,7 +114,6 @@ def verl(w):
         **each("k1 k2", lambda *x: c.kl_penalty(*x)),
         **each("k3", lambda *x: c.kl_penalty(*x), "KL <= 10"),
         "clipped loss": (policy("vanilla", high=LOW), "dual clip 3"),
-        "clip fraction": (policy("vanilla", high=LOW, figure="actor/pg_clipfrac"),),
         "dual clip": (policy("vanilla", high=LOW), "ratio < e^20"),
         "value loss": (lambda b: graded(lambda x: c.compute_value_loss(
             x, b.rewards, b.old_values, b.m, EPS)[0], b, "values"),),
@@ -139,8 +135,7 @@ def verl(w):
         "OPO": (advantage("opo"),), "GMPO": (policy("geo_mean", low=0.4, high=0.4),),
         "pass@k": (advantage("grpo_passk", config=dict(norm_adv_by_std_in_grpo=False)),),
         "KL-Cov": (policy("kl_cov"),), "Clip-Cov": (lambda b: policy("clip_cov", high=LOW)(b)[1:],),
-        "seq-mean-token-sum": (mean("seq-mean-token-sum"),),
-        "entropy": (lambda b: at(b, f.entropy_from_logits(b.logits)),)}
+        "seq-mean-token-sum": (mean("seq-mean-token-sum"),)}
 
 
 def openrlhf(w):
@@ -188,7 +183,6 @@ def openrlhf(w):
         **each("k1 k2 k3", lambda x, ref, kind: u.compute_approx_kl(x, ref, kl_estimator=kind),
                "KL <= 10"),
         "clipped loss": (policy, "ratio < e^20"),
-        "clip fraction": (lambda b: m.PolicyLoss()(b.logprobs, b.old, b.advantages, b.m)[1],),
         "dual clip": (lambda b: policy(b, dual_clip=3.0), "ratio < e^20"),
         "value loss": (lambda b: graded(lambda x: m.ValueLoss(EPS)(
             x, b.old_values, b.rewards, b.m), b, "values"),),
@@ -204,9 +198,7 @@ def openrlhf(w):
         "GSPO": (lambda b: policy(b, clip_eps_high=HIGH, policy_loss_type="gspo"),),
         "importance weights": (weights,), "DAPO's length": (length,),
         "pair loss": (lambda b: m.PairWiseLoss()(b.pairs[:, 0], b.pairs[:, 1]),),
-        "DPO": (lambda b: m.DPOLoss(BETA)(*b.pairs.T)[0],),
-        "entropy": (lambda b: at(b, u.compute_entropy(b.logits)),),
-        "SFT": (lambda b: graded(lambda x: m.SFTLoss()(x, b.m), b),)}
+        "DPO": (lambda b: m.DPOLoss(BETA)(*b.pairs.T)[0],)}
 
 
 def skyrl(w):
@@ -231,7 +223,7 @@ def skyrl(w):
         return lambda b: graded(lambda x: p.reduce_loss(
             x * scaled(b, torch.ones_like(b.m), kind), b.m), b)
 
-    def policy(name, kind="token_mean", high=HIGH, figure="", regular="regular"):
+    def policy(name, kind="token_mean", high=HIGH, regular="regular"):
         config = Given(eps_clip_low=LOW, eps_clip_high=high, policy_loss_type=regular,
                        clip_ratio_c=3.0, loss_reduction="sequence_mean",
                        sapo=Given(tau_pos=1.0, tau_neg=1.05), off_policy_correction=None,
@@ -239,8 +231,6 @@ def skyrl(w):
 
         def loss(b, x):
             return getattr(p, name)(x, b.old, scaled(b, b.advantages, kind), config, b.m)
-        if figure:
-            return lambda b: torch.tensor([loss(b, b.logprobs)[1][figure]])
         return lambda b: graded(lambda x: loss(b, x)[0], b)
 
     return {
@@ -250,7 +240,6 @@ def skyrl(w):
         **each("k1 k2", lambda x, ref, kind: p.compute_approx_kl(x, ref, None, kind)),
         **each("k3", lambda x, ref, kind: p.compute_approx_kl(x, ref, None, kind), "KL <= 10"),
         "clipped loss": (policy("ppo_policy_loss", high=LOW), "ratio < e^20"),
-        "clip fraction": (policy("ppo_policy_loss", high=LOW, figure="clip_ratio"),),
         "dual clip": (policy("ppo_policy_loss", high=LOW, regular="dual_clip"), "ratio < e^20"),
         "value loss": (lambda b: graded(lambda x: p.ppo_critic_loss(
             x, b.old_values, b.rewards, Given(value_clip=EPS), b.m)[0], b, "values"),
@@ -267,9 +256,7 @@ def skyrl(w):
         "GSPO": (policy("gspo_policy_loss", "sequence_mean"),),
         "CISPO": (policy("compute_policy_loss_cispo"),),
         "SAPO": (policy("sapo_policy_loss", "sequence_mean"), "ratio < e^20"),
-        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),),
-        "entropy": (lambda b: at(b, w[folder + "torch_utils.py"].chunked_entropy_from_logits(
-            b.logits)),)}
+        "importance weights": (weight("token"),), "one for a response": (weight("sequence"),)}
 
 
 def areal(w):
@@ -290,14 +277,9 @@ def areal(w):
             self=Given(discount=GAMMA, gae_lambda=LAM))
         return at(b, found.advantages[:, :T])
 
-    def policy(b, x=None, **keys):
-        def loss(x):
-            return f.ppo_actor_loss_fn(x, b.old, b.old, b.advantages, EPS, b.mask, **keys)
-        return graded(lambda x: loss(x)[0], b) if x is None else loss(x)[1]["clip_mask"]
-
-    def sft(b):
-        return graded(lambda x: w["areal/trainer/sft/lm_engine.py"].lines(
-            "logprobs = ", "loss = ", loss_mask=b.mask, logprobs=x).loss, b)
+    def policy(b, **keys):
+        return graded(lambda x: f.ppo_actor_loss_fn(
+            x, b.old, b.old, b.advantages, EPS, b.mask, **keys)[0], b)
 
     return {
         "GAE, with gaps": (gae, "cut: + value"),
@@ -305,7 +287,6 @@ def areal(w):
                       "n - 1", "std + 1e-5"),
         **each("k1 k2 k3", lambda *x: data.KLEstimator._compute_approx_kl(*x), "KL <= 10"),
         "clipped loss": (policy,), "dual clip": (lambda b: policy(b, c_clip=3.0),),
-        "clip fraction": (lambda b: at(b, policy(b, b.logprobs)).double().mean(),),
         "value loss": (lambda b: graded(lambda x: f.ppo_critic_loss_fn(
             x, b.old_values, b.rewards, EPS, b.mask)[0], b, "values"),),
         "GRPO": (advantage(std="group"), "eps 1e-5"), "Dr. GRPO": (advantage(),),
@@ -323,8 +304,7 @@ def areal(w):
         )["rewards"],),
         "pair loss": (lambda b: w["areal/trainer/rw/rw_engine.py"].lines(
             "loss = -", "loss = loss.mean", scores=b.pairs).loss,),
-        "DPO": (lambda b: f.dpo_preference_loss(b.margin, beta=BETA).mean(),),
-        "SFT": (sft, "n + 1e-5")}
+        "DPO": (lambda b: f.dpo_preference_loss(b.margin, beta=BETA).mean(),)}
 
 
 def trl_losses(module):
@@ -359,16 +339,10 @@ def trl_losses(module):
     def mean(kind):
         return lambda b: graded(lambda x: lines(b, kind, last, per_token_loss=x), b)
 
-    def fraction(b):
-        return at(b, module.lines(
-            "is_low_clipped = ", "is_region_clipped", coef_1=(b.logprobs - b.old).exp(),
-            advantages=b.advantages, self=Given(epsilon_low=EPS, epsilon_high=EPS)
-        ).is_region_clipped).double().mean()
-
     return {
         "seq-mean-token-sum": (mean("luspo"), "empty rows"),
         "clipped loss": (policy(),), "dual clip": (policy(delta=3.0),),
-        "clip fraction": (fraction,), "token-mean": (mean("bnpo"),),
+        "token-mean": (mean("bnpo"),),
         "seq-mean-token-mean": (mean("grpo"), "empty rows"),
         "seq-mean-token-sum-norm": (mean("dr_grpo"),),
         "GSPO, with weights": (policy("grpo", high=HIGH, level="sequence", weigh=True),),
@@ -413,8 +387,7 @@ def trl(w):
             rewards_rejected=b.pairs[:, 1]).loss,),
         "DPO": (lambda b: w["trl/trainer/dpo_trainer.py"].lines(
             "if loss_type == 'sigmoid'", "if loss_type ==", loss_type="sigmoid",
-            self=Given(beta=BETA), delta_score=b.margin).per_sequence_loss.mean(),),
-        "entropy": (lambda b: at(b, w["trl/trainer/utils.py"].entropy_from_logits(b.logits)),)}
+            self=Given(beta=BETA), delta_score=b.margin).per_sequence_loss.mean(),)}
 
 
 def trl_ppo(w):
@@ -432,17 +405,12 @@ def trl_ppo(w):
             mb_return=b.rewards, new_logprobs=x, mb_logprobs=b.old, mb_advantage=b.advantages,
             padding_mask=~b.mask, padding_mask_p1=~b.mask, micro_batch_inds=slice(None))
 
-    def fraction(b):
-        found = policy(b, b.logprobs, b.values)
-        return p.masked_mean((found.pg_losses2 > found.pg_losses).double(), b.mask)
-
     return {
         "GAE, with gaps": (gae, "one step more"),
         "whitening": (lambda b: at(b, p.masked_whiten(b.rewards, b.mask)), "n - 1"),
         **each("k1 k3", lambda x, ref, kind: p.lines(
             "logr = ", "kl = ", args=Given(kl_estimator=kind), ref_logprobs=ref, logprobs=x).kl),
         "clipped loss": (lambda b: graded(lambda x: policy(b, x, b.values).pg_loss, b),),
-        "clip fraction": (fraction,),
         "value loss": (lambda b: graded(lambda x: policy(b, b.old, x).vf_loss, b, "values"),)}
 
 

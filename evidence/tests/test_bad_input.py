@@ -189,6 +189,7 @@ evidence/bench.py --work=samplng | samplng
 evidence/bench.py --n_head=3 | n_head
 evidence/bench.py --run_keys=lora | lora
 tools/memory.py sft.py --init_from=$policy --lorra=3 | lorra
+tools/memory.py $sft | type the script first
 tools/memory.py sft.py --init_from=$policy --world-size=x | world_size
 tools/memory.py sft.py --init_from=$policy --roles=train=1,score=1 | roles
 tools/memory.py sft.py --init_from=$policy --quantize=4bit | quantize

@@ -102,8 +102,8 @@ def assert_moved(policy_path, out):
     assert max((before[name] - after[name]).abs().max().item() for name in after) > 1e-3
 
 
-@pytest.mark.parametrize("script", ["ppo", "grpo"])
-@pytest.mark.parametrize("kind", ["gpt2", "neox", "llama", "qwen3"])
+@pytest.mark.parametrize("script, kind", [
+    ("ppo", "gpt2"), ("ppo", "qwen3"), ("grpo", "neox"), ("grpo", "llama")])
 def test_the_weights_of_quartet(world, families, kind, script, tmp_path):
     keys = keys_for(world, script, **families[kind])
     quartet = well(f"{script}.py", tmp_path / "quartet", keys)
@@ -128,16 +128,16 @@ PPO = dict(
            grad_clip=0.3, value_learning_rate=3e-2, num_minibatches=3, micro_batch_size=1),
     b=dict(missing_eos_penalty=0, temperature=1.3, ppo_epochs=3, num_minibatches=1, seed=7,
            micro_batch_size=9, batch_size=11, cliprange_value=0.01, adam_eps=1e-3, lam=0.0),
-    c=dict(max_new_tokens=1, batch_size=3), d=dict(gamma=0.0, max_iters=7, batch_size=4))
+    c=dict(max_new_tokens=1, batch_size=3, gamma=0.0))
 GRPO = dict(
     a=dict(kl_coef=0.5, cliprange=0.02, cliprange_high=0.3, grad_clip=0.0,
            num_iterations=3, missing_eos_penalty=2.0),
     b=dict(group_size=2, batch_size=8, num_minibatches=1, micro_batch_size=3, temperature=1.4),
-    c=dict(max_new_tokens=1, seed=5, num_minibatches=3), d=dict(group_size=6, adam_eps=1e-3))
+    c=dict(max_new_tokens=1, seed=5, num_minibatches=3, group_size=6))
 
 
 @pytest.mark.parametrize("script, name", [(script, name) for script in ("ppo", "grpo")
-                                          for name in "abcd"])
+                                          for name in "abc"])
 def test_other_keys(world, script, name, tmp_path):
     """Also with a reward model of others, without a score_shift."""
     more = dict(ppo=PPO, grpo=GRPO)[script][name]
@@ -158,8 +158,9 @@ def whole(world, tmp_path_factory):
     return runs
 
 
-@pytest.mark.parametrize("script", ["ppo", "grpo"])
-@pytest.mark.parametrize("when", ["in a rollout", "while it saves", "behind a checkpoint"])
+@pytest.mark.parametrize("script, when", [
+    ("ppo", "in a rollout"), ("ppo", "while it saves"), ("ppo", "behind a checkpoint"),
+    ("grpo", "while it saves")])
 def test_a_killed_run_ends_in_the_same_bits(whole, script, when, tmp_path):
     """Rank 1, or rank 0 that writes the checkpoint, is gone; then the same command again."""
     keys, uncut = whole[script]

@@ -1,6 +1,6 @@
 """
 What runs/ shows, as a user types: the zoo's page with a row; the line of the record; the referee's
-page, of a wheel that is made here: a function is right, one a choice, one wrong; and peers.sh same,
+page, of a wheel that is made here: a function is right, one a choice, one wrong; and two steps
 beside an implementation that is made here.
 """
 import glob
@@ -13,7 +13,7 @@ import sys
 import zipfile
 
 import pytest
-from tiny import ROOT, jsonl, read_jsonl, write
+from tiny import ROOT, Started, jsonl, read_jsonl, write
 
 
 @pytest.fixture
@@ -118,9 +118,11 @@ def test_a_cell_is_equal_or_named_or_not_explained(tmp_path):
                            ("trainer/ppo_utils/kl_controller", CONTROLLER),
                            ("trainer/ppo_utils/experience_maker", "")):
             f.writestr(f"{folder}/{name}.py", text)
-    code, said = bash(ROOT, "evidence/referee.sh", f"--wheels={tmp_path}",
-                      f"--page={tmp_path}/page.md")
-    assert code == 1 and said.endswith("not explained: DPO, OpenRLHF 0.11.2\n"), said
+    ended = Started("evidence/referee/table.py", [
+        f"--wheels={tmp_path}", f"--page={tmp_path}/page.md"], str(tmp_path),
+        before=lambda rank: sys.path.insert(0, f"{ROOT}/evidence/referee")).wait()
+    assert ended.codes == [1] and ended.err[0].endswith(
+        "not explained: DPO, OpenRLHF 0.11.2\n"), ended
     page = (tmp_path / "page.md").read_text()
     cells = dict(re.findall(r"^\| (\w[\w ]*?) +\| ([^|]*?) +\|$", page, re.MULTILINE))
     assert cells.pop("pair loss").startswith("equal (")
@@ -152,7 +154,7 @@ def test_beside_another_implementation(tmp_path):
     python = write(tmp_path / "python", f"#!/bin/sh\nexec {sys.executable} {tmp_path}/it.py \"$@\"")
     write(tmp_path / "it.py", STAND_IN)
     os.chmod(python, 0o755)
-    code, said = bash(ROOT, "evidence/peers.sh", "same", "--rows=PPO", PPO_PYTHON=python,
-                      GRPO_PYTHON=python)
-    assert code == 0 and "| PPO | a stand-in | 2.5e-01, " in said, said
-    assert float(said.split()[-2]) < 1e-15
+    ended = Started("evidence/peers/same.py", [
+        "--rows=PPO", f"--ppo_python={python}", f"--grpo_python={python}"], str(tmp_path)).wait()
+    assert ended.codes == [0] and "| PPO | a stand-in | 2.5e-01, " in ended.out[0], ended
+    assert float(ended.out[0].split()[-2]) < 1e-15
