@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from errors import BadInput, shorten
 from grading import sandbox
-from grading.answers import need_field, whole_responses
-from grading.marks import FRAMES, MARKS
+from grading.answers import behind_thoughts, need_field, whole_responses
 
 
 def code(batch):
@@ -60,9 +59,6 @@ code.check_rows = check_code  # rewards.py calls it
 PYTHON = re.compile(r"\{?\s*\.?i?py(?!con|tb|project)[\w.]*(?![\w-])|[\w./-]*\.py(?!\w)",
                     re.IGNORECASE)
 MARKERS = re.compile(r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*")  # of lists
-CLOSING = re.compile(r"([^\S\n]*)(`{3,}+|~{3,}+)[^\S\n]*")  # a fence at the beginning of a line
-MARK = re.compile(f"{MARKS.pattern}|</?answer>")  # around thoughts and answers
-AROUND = re.compile(rf"[^\S\n]*(?:</?answer>|(?x:{FRAMES.pattern}))")
 
 
 def extract_code(completion):
@@ -74,90 +70,43 @@ def extract_code(completion):
     (python, py3, pypy3, {.python}, python:f.py, f.py); the last fenced block without a tag; the
     whole text. All its lines lose the indentation of the first line.
     """
-    found = searched(completion.replace("\r\n", "\n").replace("\r", "\n") + "\n")
-    if found is None:
+    text = behind_thoughts(completion.replace("\r\n", "\n").replace("\r", "\n"))
+    if text is None:
         return None
-    lines, blocks = found
-    last = dict(blocks)
-    lines = last.get("python", last.get("", lines))
+    text = re.findall("(?:<answer>|\\A)((?:(?!</?answer>).)*)", text, re.DOTALL)[-1]
+    lines = text.strip("\n").split("\n")
+    blocks = dict(fenced_blocks(lines))  # the last one of each tag
+    lines = blocks.get("python", blocks.get("", lines))
     first = next(filter(str.strip, lines), "")
     indent = first[:len(first) - len(first.lstrip(" \t"))]
     return "\n".join(line[len(os.path.commonprefix([indent, line])):] for line in lines)
 
 
-def searched(text):
+def fenced_blocks(lines):
     """
-    The part of a response that extract_code searches: (its lines, its fenced blocks [(tag, lines of
-    the block)]); None if the thinking never ends. text: with a line break at its end.
-
-    A block begins with three or more backticks or tildes, behind markers of lists; with a Python
-    tag or without a tag behind any text. The tags are "python", "" and others. It ends with a fence
-    of at least as many and without a tag, indented by less than 4 columns more. Models forget this
-    fence: so a fence with a tag begins a new block, and a block that is not closed ends with the
-    text, or before a line that begins with <answer>, </answer> or what else models write around it.
-
-    These marks and those of thoughts only count outside of blocks: a program may print them. In
-    thoughts only the mark of their end counts.
+    [(tag, lines of the block)] of a text's lines. A block begins with three or more backticks or
+    tildes, behind markers of lists; with a Python tag or without a tag behind any text. The tags
+    are "python", "" and others. It ends with a fence of at least as many and without a tag,
+    indented by less than 4 columns more. Models forget this fence: so a fence with a tag begins a
+    new block, and a block that is not closed ends with the text.
     """
-    lines, blocks, answer, in_answer = [], [], None, False
-    # of the block that is open: its fence, its indentation; where to go on if it is not closed
-    opened, margin, back = "", 0, None
-    # of blocks that were not closed: their fences, their indentations, whether they are Python's;
-    # no later block of that kind is closed either, so the rest is not read for each of them again
-    unclosed = []
-    at, mark = 0, MARK.search(text)
-    while at < len(text) or opened and back:
-        if at == len(text):
-            unclosed.append((opened, margin, blocks[-1][0] == "python"))
-            (at, length), opened = back, ""
-            del lines[len(lines) - len(blocks[-1][1]) + length:], blocks[-1][1][length:]
-        end = text.index("\n", at)
-        if opened and AROUND.match(text, at) and any(
-                opened.startswith(fence) and margin <= columns
-                and (blocks[-1][0] == "python") >= python for fence, columns, python in unclosed):
-            opened = ""  # the block ends here
-        if opened:
-            fence, line = CLOSING.match(text, at), text[at:end]
-            if fence and fence[2].startswith(opened) and len(fence[1]) < margin + 4 and (
-                    fence.end() == end or MARK.match(text, fence.end())
-                    or AROUND.match(text, fence.end())):
-                lines.append(text[at:fence.end()])
-                opened, at = "", fence.end() + (fence.end() == end)
-                continue
-            before, fence, tag = fence_in(line)
-            near = fence and not before.strip() and len(before) < margin + 4
-            if near and tag and (fence.startswith(opened) or tag == "python" != blocks[-1][0]):
-                blocks.append((tag, []))
-                opened, margin, back = fence, len(before), None
-            else:
-                back = back or AROUND.match(text, at) and (at, len(blocks[-1][1]))
-                blocks[-1][1].append(line)
-            lines.append(line)
-            at = end + 1
-            continue
-        while mark and (mark.start() < at or mark[0] == "</answer>" and not in_answer
-                        and mark.start() < end):
-            mark = MARK.search(text, max(at, mark.end()))
-        here = mark if mark and mark.start() < end else None
-        if here and here[0] != "</answer>":  # the end of thoughts, or else their beginning
-            if here.lastindex and here.lastindex % 2:
-                here = next((ends for ends in MARK.finditer(text, here.end())
-                             if ends.lastindex == here.lastindex + 1), None)
-                if here is None:
-                    return None
-            lines, blocks, answer, in_answer = [], [], None, here[0] == "<answer>"
-            at = here.end()
-            continue
-        line = FRAMES.sub("", text[at:here.start() if here else end])
-        at = here.end() if here else end + 1
-        lines.append(line)
+    blocks, opened, margin = [], "", 0  # opened: the fence of the block that is open
+    for line in lines:
         before, fence, tag = fence_in(line)
-        if fence and (tag in ("python", "") or MARKERS.fullmatch(before)):
+        if opened:
+            fits = fence and not before.strip() and len(before) < margin + 4
+            begins = fits and tag and (
+                fence.startswith(opened) or tag == "python" != blocks[-1][0])
+        else:
+            begins = fence and (tag in ("python", "") or MARKERS.fullmatch(before))
+        if begins:
             blocks.append((tag, []))
-            opened, margin, back = fence, len(MARKERS.match(line)[0]), None
-        if here and in_answer:
-            answer, lines, blocks, in_answer, opened = (lines, blocks), [], [], False, ""
-    return answer or (lines, blocks)
+            opened, margin = fence, len(MARKERS.match(line)[0])
+        elif opened and fits and not tag and fence.startswith(opened):
+            opened = ""
+        elif opened:
+            blocks[-1][1].append(line)
+    return blocks
 
 
 def fence_in(line):
@@ -348,20 +297,9 @@ def judge(answer, want):
     if answer in (b"!", b"M"):
         return "error" if answer == b"!" else "memory"
     try:
-        got = json.loads(answer.decode(), object_pairs_hook=without_collisions)
-        return "pass" if same(got, want) else "fail"
-    except (ValueError, RecursionError):  # a key comes twice, or the program wrote the line itself
+        return "pass" if same(json.loads(answer.decode()), want) else "fail"
+    except (ValueError, RecursionError):  # the program wrote the line itself
         return "fail"
-
-
-def without_collisions(pairs):
-    """
-    An object of JSON as a dict. Raises ValueError for a key that comes twice, as in the JSON of
-    {1: "a", "1": "b"}: the keys of JSON are strings.
-    """
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key is there twice")
-    return dict(pairs)
 
 
 def same(got, want):

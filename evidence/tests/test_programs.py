@@ -47,27 +47,20 @@ CASES += [
     (f"{block(DRAFT)}\nNo:\n{block()}\n", F),
     (f"{block(DRAFT)}\nNo:\n```python\n{F}", F),  # cut off
     (f"```python\n{DRAFT}\n\nNo:\n{block()}\n", F),  # not closed before the next
-    (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", f"\n{F}\n"), (F, F), ("", "")]
+    (f"{block(DRAFT)}\n<answer>\n{F}\n</answer>\nthat is it", F), (F, F), ("", "")]
 
 
-TALKS = "print('<think>' + input())\nprint('</think><answer>', '[/THINK]')\nx = '<response>'"
-MARKED = "s = \"\"\"\n<think>\n</answer>\n<|end|>\n\"\"\""
 HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
-# marks in a block are text; outside of blocks they count, also on the lines of its fences
-CASES += [(text, program) for program in (F, TALKS, MARKED) for text in (
-    block(program), f"So:\n{block(program)}\nthat is it", block(program, fence="~~~"),
-    block(program, ""), f"10. ```python\n{program}\n```\n11. that is it",
-    f"<think>a</think>{block(program)}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block(program)}",
-    HARMONY.format(block(DRAFT)) + block(program) + "<|end|>",
-    f"<answer>{block(program)}</answer>", f"<response>\n{block(program)}\n</response>",
-    f"<think>```python\n</think>\n{block(program)}", f"{block(program, 'cpp')}\n{block(program)}",
-    f"{block(program)}<|END_RESPONSE|>\nthat is it", f"```\n{DRAFT}\n{block(program)}",
-    f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>\n{block(program)}</answer>")]
-CASES += [
-    (f"```python\n{TALKS}", TALKS), ("```python\ns = 1\n<think>", "s = 1\n<think>"),  # cut off
-    (f"<answer>```python\n{F}\n</answer>", F), (f"```python\n{F}\n<|END_RESPONSE|>\nso", F),
-    (f"```\nnotes\n<answer>\n{F}\n</answer>", f"\n{F}\n"),  # a block that is not closed
-    (f"{block(DRAFT)}</think>{block()}", F), (f"{block(TALKS)}\n</think>\n{block()}", F)]
+CASES += [(text, F) for text in (
+    block(fence="~~~"), f"10. ```python\n{F}\n```\n11. that is it",
+    f"<think>a</think>{block()}", f"[THINK]\n{block(DRAFT)}\n[/THINK]{block()}",
+    HARMONY.format(block(DRAFT)) + block() + "<|end|>",
+    f"<answer>{block()}</answer>", f"<response>\n{block()}\n</response>",
+    f"<think>```python\n</think>\n{block()}", f"{block(tag='cpp')}\n{block()}",
+    f"{block()}<|END_RESPONSE|>\nthat is it", f"```\n{DRAFT}\n{block()}",
+    f"{block(DRAFT)}\n<answer>{block(DRAFT)}</answer> no <answer>\n{block()}</answer>",
+    f"<answer>```python\n{F}\n</answer>", f"{block(DRAFT)}</think>{block()}",
+    f"```\nnotes\n<answer>\n{F}\n</answer>")]
 ENDLESS = [f"{block()}\n<think>{block(DRAFT)}", f"{block()}[THINK] or", f"{block()}<think>\n```\n"]
 
 
@@ -202,7 +195,6 @@ def test_results_are_compared_by_value_and_printed_ones_as_numbers_and_words():
     for got, want, equal in [(*pair, True) for pair in SAME] + [(*pair, False) for pair in OTHER]:
         assert same(got, want) is same([got], [want]) is same({"a": got}, {"a": want}) is equal
         assert judge(json.dumps(got).encode(), want) == ("pass" if equal else "fail")
-    assert judge(b'{"1": 2, "1": 3}', {"1": 3}) == "fail"
     for pair in PRINTED.strip().replace("\n", "|").split("|"):
         got, sign, want = pair.partition(" == " if " == " in pair else " != ")
         assert same_output(got.encode() + b"\n", want.encode()) is (sign == " == "), pair
