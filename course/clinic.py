@@ -118,12 +118,9 @@ def write_toy(folder):
 
 def copy_program(folder, wrong):
     """A copy of quartet in a folder, in which one line (file, old, new) is wrong."""
-    os.makedirs(folder)
-    for name in os.listdir(ROOT):
-        if name.endswith(".py"):
-            shutil.copy(f"{ROOT}/{name}", folder)
-    for name in ("config", "options", "grading"):
-        os.symlink(f"{ROOT}/{name}", f"{folder}/{name}")
+    shutil.copytree(ROOT, folder, ignore=lambda path, names: [
+        name for name in names if path == ROOT and not (
+            name.endswith(".py") or name in ("config", "options", "grading"))])
     file, old, new = wrong
     with open(f"{folder}/{file}", encoding="utf-8") as f:
         source = f.read()
@@ -271,16 +268,15 @@ if __name__ == "__main__":
             copy_program(program, wrong[0])
         write_reward(out_dir, *rewards)
         for _, keys in zip(range(tries), runs_of(seed, patient, letters), strict=False):
-            shutil.rmtree(room, ignore_errors=True)
-            train(program, keys, out_dir, f"patient_{patient}")
+            train(program, keys, out_dir, "run")
+            os.makedirs(room, exist_ok=True)
+            for name in ("log.jsonl", "samples.jsonl"):  # no settings: these two must tell
+                shutil.copy(f"{out_dir}/run/{name}", room)
+            shutil.rmtree(f"{out_dir}/run")
             if shows(letters, room):
                 break
         if wrong:
             key = dict(seed=seed, faults=faults, patient=patient, mend=keys)
-        for name in os.listdir(room):  # no settings: the log and the samples must tell
-            if name not in ("log.jsonl", "samples.jsonl"):
-                path = f"{room}/{name}"
-                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
         lines = [{name: x for name, x in line.items() if not name.endswith("/lr")}
                  for line in lines_of(f"{room}/log.jsonl")]
         with open(f"{room}/log.jsonl", "w", encoding="utf-8") as f:

@@ -1,7 +1,4 @@
-"""
-Lesson 1: the log-probs of a text.
-Write the body of the function; then: python course/check.py 1
-"""
+"""Lesson 1: the log-probs of a text. Write the body; then: python course/check.py 1"""
 import torch  # noqa: F401
 
 

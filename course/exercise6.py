@@ -1,7 +1,4 @@
-"""
-Lesson 6: the reward model's loss, and a shortcut.
-Write two bodies; then: python course/check.py 6
-"""
+"""Lesson 6: a reward model's loss; a shortcut. Write two bodies; then: python course/check.py 6"""
 import torch  # noqa: F401
 
 

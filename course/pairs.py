@@ -1,6 +1,4 @@
-"""
-Made pairs of a better and a worse response, for lesson 6: python pairs.py prints some.
-"""
+"""Made pairs of a better and a worse response, for lesson 6: python pairs.py prints some."""
 import random
 
 WORDS = ("it is true that the sum of both numbers can be found in one step if you know the rule "

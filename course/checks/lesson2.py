@@ -10,41 +10,44 @@ def drawn(*shape):
     return torch.randn(*shape, generator=DRAWN, dtype=torch.float64)
 
 
-def exact(logits, rewards):
-    p = logits.softmax(0)
-    return p * (rewards - (p * rewards).sum())
+def exact(logits, rewards, probs=lambda z: z.softmax(0), weights=lambda p: p,
+          baseline=lambda p, r: (p * r).sum(), final=lambda x: x):
+    p = probs(logits)
+    return final(weights(p) * (rewards - baseline(p, rewards)))
 
 
-def pushes(logits, words):
-    """The gradient of log p of each sampled word: (N, V)."""
-    return torch.eye(len(logits), dtype=torch.float64)[words] - logits.softmax(0)
-
-
-def sampled(logits, words, rewards, baseline):
-    return ((rewards - baseline)[:, None] * pushes(logits, words)).mean(0)
+def sampled(logits, words, rewards, baseline, reward=lambda r, b: r - b,
+            push=lambda one, p: one - p, mean=lambda x: x.mean(0)):
+    one = torch.eye(len(logits), dtype=torch.float64)[words]  # (N, V), 1 at the sampled word
+    return mean(reward(rewards, baseline)[:, None] * push(one, logits.softmax(0)))
 
 
 EXACT = {
-    "you differentiate p as if it were one logit: raising a word's logit lowers all other words, "
-    "so J is subtracted from each reward": lambda logits, rewards: logits.softmax(0) * rewards,
-    "you subtract the mean of the rewards, where each word counts the same; J weighs the words by "
-    "their probabilities": lambda logits, rewards: logits.softmax(0) * (rewards - rewards.mean()),
-    "this is the mean over the words, divided by V; the probabilities are the weights already":
-        lambda logits, rewards: exact(logits, rewards) / len(logits),
+    "raising a word's logit lowers all other words: so J is subtracted from each reward":
+        dict(baseline=lambda p, r: 0.0),
+    "you subtract the mean of the rewards; J weighs the words by their probabilities":
+        dict(baseline=lambda p, r: r.mean()),
+    "you have only what a logit does to its own word, p * (1 - p); it moves all other words, too":
+        dict(baseline=lambda p, r: p * r),
+    "each entry is p times (reward - J); the p is missing": dict(weights=lambda p: 1.0),
+    "you divide by V; the probabilities are weights already": dict(final=lambda x: x / len(x)),
+    "your p is exp(logit), which does not add up to 1: softmax": dict(probs=torch.exp),
+    "you take log-probs for probabilities": dict(probs=lambda z: z.log_softmax(0)),
 }
 SAMPLED = {
-    "you add up the samples; take their mean": lambda logits, words, r, b:
-        ((r - b)[:, None] * pushes(logits, words)).sum(0),
-    "you add the baseline; subtract it": lambda logits, words, r, b:
-        sampled(logits, words, r, -b),
-    "the baseline is missing": lambda logits, words, r, b: sampled(logits, words, r, 0.0),
-    "the gradient of log p of a word is 1 at that word *minus p* at all words; you left out the "
-    "probabilities": lambda logits, words, r, b: ((r - b)[:, None] * torch.eye(
-        len(logits), dtype=torch.float64)[words]).mean(0),
-    "you divide by n - 1, as in a variance; a mean is divided by n": lambda logits, words, r, b:
-        sampled(logits, words, r, b) * len(words) / (len(words) - 1),
-    "you multiply the mean reward by the mean gradient; each sample's gradient has *its own* "
-    "reward": lambda logits, words, r, b: (r - b).mean() * pushes(logits, words).mean(0),
+    "you add up the samples; take their mean": dict(mean=lambda x: x.sum(0)),
+    "you divide by n - 1, as in a variance": dict(mean=lambda x: x.sum(0) / (len(x) - 1)),
+    "you divide by the number of words; divide by the number of samples":
+        dict(mean=lambda x: x.sum(0) / x.shape[1]),
+    "you add the baseline; subtract it": dict(reward=lambda r, b: r + b),
+    "the baseline is missing": dict(reward=lambda r, b: r),
+    "you multiply the mean reward by the mean gradient; each sample has *its own* reward":
+        dict(reward=lambda r, b: (r - b).mean().expand_as(r)),
+    "the gradient of log p of a word is 1 at that word, *minus p at all words*":
+        dict(push=lambda one, p: one),
+    "p is subtracted, not added": dict(push=lambda one, p: one + p),
+    "this is the gradient of p; of log p is wanted, which is the same divided by p":
+        dict(push=lambda one, p: (one - p) * (one @ p)[:, None]),
 }
 CHECKS = {
     "exact_gradient": SimpleNamespace(

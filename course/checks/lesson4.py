@@ -1,4 +1,5 @@
 """What lesson 4's functions should return, and what they return by each typical mistake."""
+import math
 from types import SimpleNamespace
 
 import torch
@@ -22,65 +23,69 @@ def far():
     return ratio.log() - 1.5, torch.full_like(ratio, -1.5), signs, signs != 0, 0.2
 
 
-def loss(new, old, advantages, mask, c, ratio=lambda new, old: (new - old).exp(),
-         losses=torch.maximum, mean=lambda x, mask: x[mask].mean(), sign=-1,
-         clip=lambda r, c: r.clamp(1 - c, 1 + c)):
-    """The loss; or with one of its parts wrong."""
-    r = ratio(new, old)
-    return mean(losses(sign * advantages * r, sign * advantages * clip(r, c)), mask)
-
-
-def right(logprobs, old_logprobs, advantages, mask, cliprange):
-    return loss(logprobs, old_logprobs, advantages, mask, cliprange)
-
-
-def mistake(**how):
-    return lambda *arguments: loss(*arguments, **how)
-
-
-def rows(x, mask):
-    return torch.stack([row[m].mean() for row, m in zip(x, mask, strict=True)]).mean()
+def right(logprobs, old_logprobs, advantages, mask, cliprange, sign=-1, larger=torch.maximum,
+          ratio=lambda new, old: (new - old).exp(), clip=lambda r, c: r.clamp(1 - c, 1 + c),
+          kept=lambda a, r, c, clip: a * clip(r, c), mean=lambda x, mask: x[mask].mean()):
+    r, a = ratio(logprobs, old_logprobs), sign * advantages
+    return mean(larger(a * r, kept(a, r, cliprange, clip)), mask)
 
 
 MISTAKES = {
-    "you take the smaller of the two losses; the larger one is the cautious choice. (The paper "
-    "has the minimum, of gains: a loss has the other sign)": mistake(losses=torch.minimum),
-    "you use the clipped loss alone: then a bad token whose ratio has risen has no gradient "
-    "either, and nothing pulls it down": mistake(losses=lambda plain, clipped: clipped),
-    "there is no clip": mistake(losses=lambda plain, clipped: plain),
-    "padding changes your mean: it goes over all columns; take the True ones, and their number":
-        mistake(mean=lambda x, mask: x.mean()),
+    "you take the smaller of the two losses; take the larger. (The paper has a minimum, of gains)":
+        dict(larger=torch.minimum),
+    "you use the clipped loss alone: nothing pulls down a bad token whose ratio has risen":
+        dict(larger=lambda plain, clipped: clipped),
+    "there is no clip": dict(larger=lambda plain, clipped: plain),
+    "padding changes your mean: take the True columns": dict(mean=lambda x, mask: x.mean()),
     "you divide by the number of all columns; divide by the number of True tokens":
-        mistake(mean=lambda x, mask: x[mask].sum() / mask.numel()),
+        dict(mean=lambda x, mask: (x * mask).mean()),
+    "you divide by the number of rows; divide by the number of True tokens":
+        dict(mean=lambda x, mask: x[mask].sum() / len(x)),
     "you take the mean of the rows' means: a token of a short response counts more":
-        mistake(mean=rows),
-    "you add up the tokens; take their mean": mistake(mean=lambda x, mask: x[mask].sum()),
-    "the sign of the advantage is wrong: this lowers the probability of good tokens":
-        mistake(sign=1),
-    "your ratio is upside down: new over old": mistake(ratio=lambda new, old: (old - new).exp()),
+        dict(mean=lambda x, mask: ((x * mask).sum(1) / mask.sum(1)).mean()),
+    "you add up the tokens; take their mean": dict(mean=lambda x, mask: x[mask].sum()),
+    "the sign of the advantage is wrong: this lowers the probability of good tokens": dict(sign=1),
+    "your ratio is upside down: new over old": dict(ratio=lambda new, old: (old - new).exp()),
     "the ratio is exp(logprob - old_logprob); the exp is missing":
-        mistake(ratio=lambda new, old: new - old),
-    "the range is one of the ratio, 1 - cliprange to 1 + cliprange; you keep its logarithm within "
-    "-cliprange and cliprange": mistake(clip=lambda r, c: r.log().clamp(-c, c).exp()),
+        dict(ratio=lambda new, old: new - old),
+    "the ratio is exp(logprob - old_logprob); you divide the log-probs":
+        dict(ratio=lambda new, old: new / old),
+    "you keep its logarithm within -cliprange and cliprange; the range is one of the ratio":
+        dict(clip=lambda r, c: r.clamp(math.exp(-c), math.exp(c))),
+    "you clip ratio - 1, and have not added the 1 again":
+        dict(clip=lambda r, c: (r - 1).clamp(-c, c)),
+    "you keep the ratio within -cliprange and cliprange; the range lies around 1":
+        dict(clip=lambda r, c: r.clamp(-c, c)),
     "you clip above only; below 1 - cliprange a bad token has nothing more to gain, either":
-        mistake(clip=lambda r, c: r.clamp(max=1 + c)),
+        dict(clip=lambda r, c: r.clamp(max=1 + c)),
+    "you clip below only; above 1 + cliprange a good token has nothing more to gain, either":
+        dict(clip=lambda r, c: r.clamp(min=1 - c)),
+    "your range begins at 1 / (1 + cliprange); wanted is 1 - cliprange":
+        dict(clip=lambda r, c: r.clamp(1 / (1 + c), 1 + c)),
+    "you clip the product of advantage and ratio; clip the ratio, and multiply then":
+        dict(kept=lambda a, r, c, clip: -clip(-a * r, c)),
 }
 
 
-def gradient(ratio, advantages, c):
-    return (advantages > 0) & (ratio < 1 + c) | (advantages < 0) & (ratio > 1 - c)
+def gradient(ratio, advantages, cliprange, sign=1, good=lambda a: a > 0, bad=lambda a: a < 0,
+             zero=lambda a: a == 0, log=lambda r: r, final=lambda x: x):
+    r, a, c = log(ratio), sign * advantages, cliprange
+    return final(~(good(a) & (r > 1 + c) | bad(a) & (r < 1 - c) | zero(a)))
 
 
+ALWAYS, NEVER = (lambda a: a == a), (lambda a: a != a)
 GRADIENT = {
-    "the clip takes the gradient only where there is nothing more to gain: above 1 + cliprange for "
-    "a good token, below 1 - cliprange for a bad one": lambda r, a, c: (r - 1).abs() < c,
-    "an advantage of 0 has no gradient": lambda r, a, c: ~(
-        (a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c)),
-    "the other way round: you say where it is 0": lambda r, a, c: ~gradient(r, a, c),
-    "you say where the clip takes the gradient away; and an advantage of 0 has no gradient":
-        lambda r, a, c: (a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c),
+    "the clip takes the gradient only where there is nothing more to gain: above for a good token, "
+    "below for a bad one": dict(good=ALWAYS, bad=ALWAYS),
+    "above 1 + cliprange a bad token has a gradient": dict(good=ALWAYS),
+    "below 1 - cliprange a good token has a gradient": dict(bad=ALWAYS),
+    "above 1 + cliprange a good token has no gradient, either": dict(good=NEVER),
+    "below 1 - cliprange a bad token has no gradient, either": dict(bad=NEVER),
+    "an advantage of 0 has no gradient": dict(zero=NEVER),
+    "the other way round: you say where it is 0": dict(final=torch.logical_not),
+    "good and bad tokens are exchanged": dict(sign=-1),
     "you compare the logarithm of the ratio with cliprange; the range is one of the ratio":
-        lambda r, a, c: gradient(1 + r.log(), a, c),
+        dict(log=lambda r: 1 + r.log()),
 }
 RATIOS = torch.tensor([0.5, 0.5, 0.9, 0.9, 1.1, 1.1, 1.5, 1.5, 1.5, 0.5,
                        1.21, 1.21, 0.81, 0.81, 1.0]).double()

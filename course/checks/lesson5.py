@@ -3,6 +3,8 @@ from types import SimpleNamespace
 
 import torch
 
+from checks import SMALL
+
 DRAWN = torch.Generator().manual_seed(5)
 
 
@@ -10,52 +12,54 @@ def drawn(n):
     return torch.randn(n, generator=DRAWN, dtype=torch.float64)
 
 
-def exact(logits, ref_logits):
-    return (logits.softmax(0) * (logits.log_softmax(0) - ref_logits.log_softmax(0))).sum()
+def exact(logits, ref_logits, swap=False, probs=lambda z: z.softmax(0),
+          log=lambda z: z.log_softmax(0), weights=lambda p, q: p,
+          difference=lambda p, q: p - q, total=lambda x: x.sum()):
+    p, q = (ref_logits, logits) if swap else (logits, ref_logits)
+    return total(weights(probs(p), probs(q)) * difference(log(p), log(q)))
+
+
+def estimates(logprobs, ref_logprobs, x=lambda p, q: p - q, k1=lambda x: x, k2=lambda x: x**2 / 2,
+              k3=lambda x: (-x).exp() - 1 + x):
+    return torch.stack([k(x(logprobs, ref_logprobs)) for k in (k1, k2, k3)])
 
 
 EXACT = {
     "this is KL(reference || policy): the weights and the numerator are the *policy's* p":
-        lambda logits, ref: exact(ref, logits),
+        dict(swap=True),
+    "the weights are the policy's p; you take the reference's q": dict(weights=lambda p, q: q),
+    "the weights are missing: log(p / q) counts p times": dict(weights=lambda p, q: 1.0),
     "logits are no log-probs: subtract the logarithm of the sum of all exp(logit) first":
-        lambda logits, ref: (logits.softmax(0) * (logits - ref)).sum(),
-    "this is minus the entropy of the policy: log q is missing":
-        lambda logits, ref: (logits.softmax(0) * logits.log_softmax(0)).sum(),
+        dict(log=lambda z: z),
+    "you take the log_softmax of probabilities; of logits is wanted":
+        dict(log=lambda z: z.softmax(0).log_softmax(0)),
+    "this is minus the entropy of the policy: log q is missing": dict(difference=lambda p, q: p),
     "this is the cross-entropy: the entropy of the policy is missing":
-        lambda logits, ref: -(logits.softmax(0) * ref.log_softmax(0)).sum(),
-    "you divide by the number of tokens of the vocabulary; p has weighed them already. (F.kl_div "
-    "does so, unless reduction is \"sum\")": lambda logits, ref: exact(logits, ref) / len(logits),
+        dict(difference=lambda p, q: -q),
+    "log q is outside of the bracket: p weighs both logarithms":
+        dict(difference=lambda p, q: p - q / p.exp()),
+    "you take away the sign of each log(p / q); single ones may be negative":
+        dict(difference=lambda p, q: (p - q).abs()),
+    "you divide by V; p has weighed the tokens already. (F.kl_div does so, unless its reduction is "
+    "\"sum\")": dict(total=lambda x: x.mean()),
 }
-BIG = {
-    "there is a small number such as 1e-8 inside your logarithm: it hides how unlikely a token is. "
-    "log_softmax needs none": lambda logits, ref: (logits.softmax(0) * (
-        (logits.softmax(0) + 1e-8).log() - (ref.softmax(0) + 1e-8).log())).sum(),
-}
-
-
-def rows(k1=lambda x: x, k2=lambda x: x**2 / 2, k3=lambda x: (-x).exp() - 1 + x):
-    return lambda logprobs, ref: torch.stack([k(logprobs - ref) for k in (k1, k2, k3)])
-
-
-def estimates(logprobs, ref_logprobs):
-    return rows()(logprobs, ref_logprobs)
-
-
 ESTIMATES = {
-    "k1 is the other way round: log p - log q": rows(k1=lambda x: -x),
-    "k2 lacks the half": rows(k2=lambda x: x**2),
-    "k3 has p / q where q / p belongs: this one is not unbiased, and its mean may be anything":
-        rows(k3=lambda x: x.exp() - 1 - x),
-    "k3 lacks the 1: for p = q it must be 0": rows(k3=lambda x: (-x).exp() + x),
-    "k3 lacks its logarithm: q / p - 1 - log(q / p)": rows(k3=lambda x: (-x).exp() - 1),
-    "p and q are the wrong way round, in all three": lambda a, b: estimates(b, a),
+    "p and q are the wrong way round": dict(x=lambda p, q: q - p),
+    "p / q is exp(log p - log q); you divide the log-probs": dict(x=lambda p, q: (p / q).log()),
+    "its half is missing": dict(k2=lambda x: x**2),
+    "it has no square: log(p / q)^2 / 2": dict(k2=lambda x: x.abs() / 2),
+    "p / q stands where q / p belongs: then its mean is not the KL":
+        dict(k3=lambda x: x.exp() - 1 - x),
+    "its 1 is missing: for p = q it must be 0": dict(k3=lambda x: (-x).exp() + x),
+    "its logarithm is missing: q / p - 1 - log(q / p)": dict(k3=lambda x: (-x).exp() - 1),
+    "its logarithm is added; subtract it: q / p - 1 - log(q / p)":
+        dict(k3=lambda x: (-x).exp() - 1 - x),
 }
 LARGE = [(torch.tensor([800.0, 0.0, -3.0]).double(), torch.tensor([775.0, 799.0, 800.0]).double())]
 CHECKS = {
     "exact_kl": SimpleNamespace(right=exact, MISTAKES=EXACT,
                                 CASES=[(drawn(n), drawn(n)) for n in (2, 4, 7)],
-                                LARGE=(LARGE, "for logits of 800 it is not finite: exp(800) is "
-                                       "inf, and a probability of 0 has no logarithm. Take "
-                                       "log_softmax for both logarithms", BIG)),
-    "kl_estimates": SimpleNamespace(right=estimates, MISTAKES=ESTIMATES, parts=("k1", "k2", "k3"),
+                                LARGE=(LARGE, {SMALL: dict(
+                                    log=lambda z: (z.softmax(0) + 1e-8).log())})),
+    "kl_estimates": SimpleNamespace(right=estimates, MISTAKES=ESTIMATES, rows=("k1", "k2", "k3"),
                                     CASES=[(drawn(n) - 2, drawn(n) - 2) for n in (1, 3, 6)])}

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import torch
 from pairs import pairs
 
+from checks import SMALL
+
 DRAWN = torch.Generator().manual_seed(6)
 
 
@@ -12,31 +14,35 @@ def drawn(n):
     return 2 * torch.randn(n, generator=DRAWN, dtype=torch.float64)
 
 
-def right(chosen, rejected):
-    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+def right(chosen, rejected, difference=lambda c, r: c - r, log=torch.nn.functional.logsigmoid,
+          mean=lambda x: x.mean()):
+    return -mean(log(difference(chosen, rejected)))
 
 
 MISTAKES = {
     "chosen and rejected are the wrong way round: this teaches the worse answer":
-        lambda c, r: right(r, c),
-    "you add up the pairs; take their mean": lambda c, r: right(c, r) * len(c),
+        dict(difference=lambda c, r: r - c),
+    "you add up the pairs; take their mean": dict(mean=lambda x: x.sum()),
     "the logarithm is missing: this is the mean probability that the chosen one wins":
-        lambda c, r: (c - r).sigmoid().mean(),
+        dict(log=lambda x: -x.sigmoid()),
+    "the logarithm is missing: this is the mean probability that the rejected one wins":
+        dict(log=lambda x: x.sigmoid() - 1),
+    "you take the logarithm of the mean; the mean of the logarithms is wanted":
+        dict(log=torch.sigmoid, mean=lambda x: x.mean().log()),
     "you take each score's sigmoid; the sigmoid of the *difference* is wanted":
-        lambda c, r: -(c.sigmoid() - r.sigmoid()).mean(),
+        dict(difference=lambda c, r: c.sigmoid() - r.sigmoid(), log=lambda x: x),
+    "you take the sigmoid twice: logsigmoid has it already":
+        dict(difference=lambda c, r: (c - r).sigmoid()),
+    "you compare each chosen one with each rejected one; only those of one pair belong together":
+        dict(difference=lambda c, r: c[:, None] - r),
+    "you take the mean of the scores first; each pair has its own loss":
+        dict(difference=lambda c, r: c.mean() - r.mean()),
+    "there is a margin of 1 in the difference; the loss has none":
+        dict(difference=lambda c, r: c - r - 1),
 }
-BIG = {
-    "there is a small number such as 1e-8 inside your logarithm: there the loss has no slope, and "
-    "a pair that is very wrong teaches nothing. Use logsigmoid":
-        lambda c, r: -((c - r).sigmoid() + 1e-8).log().mean(),
-}
-
-
 FEATURES = {
-    lambda text: len(text): "It goes with the length, which is right in 7 of 10",
-    lambda text: len(text.split()): "It goes with the number of words, which is right in 7 of 10",
-    lambda text: text.startswith("certainly"):
-        "That is the politeness, which is right in 6 of 10",
+    len: "It goes with the length, which is right in 7 of 10",
+    lambda text: "certainly" in text: "That is the politeness, which is right in 6 of 10",
 }
 
 
@@ -70,7 +76,6 @@ CHECKS = {
     "pair_loss": SimpleNamespace(
         right=right, MISTAKES=MISTAKES, gradient_of=[0, 1],
         CASES=[(drawn(n), drawn(n)) for n in (1, 4, 9)],
-        LARGE=([(HUGE, -HUGE), (-HUGE, HUGE)], "for scores such as -500 and 500 it is not finite: "
-               "exp(1000) is inf, and sigmoid(-1000) is 0, which has no logarithm: use logsigmoid",
-               BIG)),
+        LARGE=([(HUGE, -HUGE), (-HUGE, HUGE)],
+               {SMALL: dict(log=lambda x: (x.sigmoid() + 1e-8).log())})),
     "score": SimpleNamespace(judge=judge)}

@@ -11,92 +11,99 @@ def drawn(n):
     return torch.rand(n, generator=DRAWN, dtype=torch.float64) + 0.25
 
 
-def right(scores, group_size, kind):
-    g = scores.view(-1, group_size)
-    x, mean = g - g.mean(1, keepdim=True), g.mean(1, keepdim=True)
-    return {"grpo": x / (g.std(1, keepdim=True) + 1e-4), "dr_grpo": x,
-            "rloo": x * group_size / (group_size - 1), "maxrl": x / (mean + 1e-4)}[kind].flatten()
+def of_group(g):
+    return g.mean(1, keepdim=True)
 
 
-def groups(change, kinds=KINDS):
-    """A mistake of some kinds: change(groups (n, G), centred (n, G), kind) -> (n, G)."""
-    def mistake(scores, group_size, kind):
-        g = scores.view(-1, group_size)
-        if kind not in kinds:
-            return right(scores, group_size, kind)
-        return change(g, g - g.mean(1, keepdim=True), kind).flatten()
+def right(scores, group_size, kind, order=lambda x, size: x.view(-1, size),
+          back=lambda x, size: x.flatten(), mean=of_group, others=lambda x, size: size / (size - 1),
+          deviation=lambda g: g.std(1, keepdim=True), scale=None, eps=1e-4, kinds=lambda kind: kind,
+          add=lambda x, eps: x + eps):
+    g, kind = order(scores, group_size), kinds(kind)
+    x, size = g - mean(g), g.shape[1]
+    if kind == "rloo":
+        x = x * others(x, size)
+    if scale or kind in ("grpo", "maxrl"):
+        x = x / add((scale or (of_group if kind == "maxrl" else deviation))(g), eps)
+    return back(x, group_size)
 
-    return mistake
 
-
-def reordered(scores, group_size, kind, view, size):
-    """Right, if the responses to a prompt stood in the rows of view."""
-    order = torch.arange(len(scores)).view(*view).T.flatten()
-    found = torch.empty_like(scores)
-    found[order] = right(scores[order], size, kind)
-    return found
+def swapped(one, other):
+    return lambda kind: {one: other, other: one}.get(kind, kind)
 
 
 MISTAKES = {
-    "grpo: you divide the sum of squares by group_size; wanted is group_size - 1":
-        groups(lambda g, x, kind: x / (g.std(1, keepdim=True, unbiased=False) + 1e-4), ["grpo"]),
-    "grpo: without the 1e-4 a group of equal scores is 0 / 0: NaN":
-        groups(lambda g, x, kind: x / g.std(1, keepdim=True), ["grpo"]),
-    "grpo: 1e-4 is wanted beside the deviation; yours is smaller, such as 1e-8":
-        groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-8), ["grpo"]),
-    "maxrl: 1e-4 is wanted beside the mean; yours is smaller, such as 1e-8":
-        groups(lambda g, x, kind: x / (g.mean(1, keepdim=True) + 1e-8), ["maxrl"]),
     "you compare with all responses; compare with those to the same prompt":
-        groups(lambda g, x, kind: right(g.flatten(), g.numel(), kind).view_as(g)),
+        dict(order=lambda x, size: x[None]),
     "your groups are mixed up: the responses to a prompt stand side by side, view(-1, group_size)":
-        lambda x, size, kind: reordered(x, size, kind, (size, -1), size),
-    "you have taken view(group_size, -1) for groups, and means along its rows: a group has then as "
-    "many scores as there are prompts. view(-1, group_size)":
-        lambda x, size, kind: right(x, len(x) // size, kind),
-    "your mean goes over the prompts (axis 0 of view(-1, group_size)); over a group's responses is "
-    "wanted, axis 1":
-        lambda x, size, kind: reordered(x, size, kind, (-1, size), len(x) // size),
-    "rloo: your mean contains the response itself": groups(lambda g, x, kind: x, ["rloo"]),
-    "rloo: you divide by the deviation; RLOO does not": groups(lambda g, x, kind: x * g.shape[1] / (
-        g.shape[1] - 1) / (g.std(1, keepdim=True) + 1e-4), ["rloo"]),
-    "dr_grpo: you divide by the deviation; Dr. GRPO does not, and that is its point":
-        groups(lambda g, x, kind: x / (g.std(1, keepdim=True) + 1e-4), ["dr_grpo"]),
-    "grpo: the division by the deviation is missing": groups(lambda g, x, kind: x, ["grpo"]),
-    "maxrl: the division by the mean is missing": groups(lambda g, x, kind: x, ["maxrl"]),
-    "grpo: the mean of the group is not subtracted: with scores of 0 and more nothing is punished":
-        groups(lambda g, x, kind: g / (g.std(1, keepdim=True) + 1e-4), ["grpo"]),
+        dict(order=lambda x, size: x.view(size, -1).T, back=lambda x, size: x.T.flatten()),
+    "you have taken view(group_size, -1) for groups; wanted is view(-1, group_size)":
+        dict(order=lambda x, size: x.view(size, -1)),
+    "your mean goes over the prompts (axis 0 of view(-1, group_size)); wanted is axis 1":
+        dict(order=lambda x, size: x.view(-1, size).T, back=lambda x, size: x.T.flatten()),
+    "the mean is not subtracted: with scores of 0 and more nothing is punished":
+        dict(mean=lambda g: 0.0),
+    "you subtract the mean of all responses; those to the same prompt are the baseline":
+        dict(mean=lambda g: g.mean()),
+    "you subtract the median; the mean is wanted":
+        dict(mean=lambda g: g.median(1, keepdim=True)[0]),
+    "your mean contains the response itself": dict(others=lambda x, size: 1.0),
+    "you divide the sum of the others by group_size; they are one fewer":
+        dict(mean=lambda g: (g.sum(1, keepdim=True) - g) / g.shape[1],
+             others=lambda x, size: 1.0),
+    "you subtract the sum of the others; their mean is wanted":
+        dict(mean=lambda g: g.sum(1, keepdim=True) - g, others=lambda x, size: 1.0),
+    "you multiply by (n - 1) / n; n / (n - 1) is wanted":
+        dict(others=lambda x, size: (size - 1) / size),
+    "you divide by the deviation; that is GRPO's": dict(scale=lambda g: g.std(1, keepdim=True)),
+    "you divide by the mean; that is MaxRL's": dict(scale=of_group),
+    "you divide by the largest score of the group": dict(scale=lambda g: g.amax(1, keepdim=True)),
+    "you divide by the variance; its root is the deviation":
+        dict(deviation=lambda g: g.var(1, keepdim=True)),
+    "you divide the sum of squares by group_size; wanted is group_size - 1":
+        dict(deviation=lambda g: g.std(1, keepdim=True, correction=0)),
+    "you divide by the deviation of all responses; each group has its own":
+        dict(deviation=lambda g: g.std()),
+    "the division is missing": dict(scale=torch.ones_like, eps=0.0),
+    "without the 1e-4 a group of equal scores is 0 / 0: NaN": dict(eps=0.0),
+    "1e-4 is wanted beside the deviation or the mean; yours is smaller, such as 1e-8":
+        dict(eps=1e-8),
+    "1e-4 stands beside the deviation, and not inside its root":
+        dict(add=lambda x, eps: (x**2 + eps).sqrt()),
+    "grpo and dr_grpo are exchanged": dict(kinds=swapped("grpo", "dr_grpo")),
+    "rloo and maxrl are exchanged": dict(kinds=swapped("rloo", "maxrl")),
+    "this is grpo's formula": dict(kinds=lambda kind: "grpo"),
 }
 
 
-def weights(lengths, kind, max_length):
-    lengths = lengths.tolist()
-    return torch.tensor([{"grpo": 1 / (n * len(lengths)), "dapo": 1 / sum(lengths),
-                          "dr_grpo": 1 / (max_length * len(lengths))}[kind] for n in lengths],
-                        dtype=torch.float64)
-
-
-def wrong_weights(kind, weight):
-    def mistake(lengths, asked, max_length):
-        if asked != kind:
-            return weights(lengths, asked, max_length)
-        return weight(lengths.double(), max_length) + torch.zeros(len(lengths)).double()
-
-    return mistake
+def weights(lengths, kind, max_length, count=len, longest=lambda n, limit: limit,
+            kinds=lambda kind: kind, tokens=torch.sum, final=lambda w, n: w):
+    n, kind = lengths.double(), kinds(kind)
+    divisor = tokens(n) if kind == "dapo" else count(n) * (
+        n if kind == "grpo" else longest(n, max_length))
+    return final(1 / divisor + torch.zeros_like(n), n)
 
 
 WEIGHTS = {
-    "grpo: divide by the number of responses, too": wrong_weights("grpo", lambda n, m: 1 / n),
-    "grpo: this is the mean over all tokens, which is dapo's; each response has a mean of its own":
-        wrong_weights("grpo", lambda n, m: 1 / n.sum()),
-    "dapo: one divisor for the batch, its number of tokens; you divide by each response's":
-        wrong_weights("dapo", lambda n, m: 1 / n / len(n)),
-    "dr_grpo: divide by max_length, a constant, and not by the longest response of this batch":
-        wrong_weights("dr_grpo", lambda n, m: 1 / n.max() / len(n)),
-    "dr_grpo: divide by the number of responses, too":
-        wrong_weights("dr_grpo", lambda n, m: 1 / m),
-    "these are the weights of whole responses; of each of its tokens is wanted, so divide by its "
-    "length": lambda n, kind, m: weights(n, kind, m) * n,
-    "these are the divisors; the weight is 1 / them": lambda n, kind, m: 1 / weights(n, kind, m),
+    "divide by the number of responses, too": dict(count=lambda n: 1),
+    "divide by max_length, too": dict(longest=lambda n, limit: 1),
+    "divide by the number of all tokens; you divide by their mean": dict(tokens=torch.mean),
+    "divide by max_length, a constant, and not by the longest response of this batch":
+        dict(longest=lambda n, limit: n.max()),
+    "divide by max_length, a constant, and not by the mean length":
+        dict(longest=lambda n, limit: n.mean()),
+    "this is the mean over all tokens, dapo's": dict(kinds=lambda kind: "dapo"),
+    "this is the mean over each response, grpo's": dict(kinds=lambda kind: "grpo"),
+    "this is the constant divisor, dr_grpo's": dict(kinds=lambda kind: "dr_grpo"),
+    "grpo and dapo are exchanged": dict(kinds=swapped("grpo", "dapo")),
+    "dapo and dr_grpo are exchanged": dict(kinds=swapped("dapo", "dr_grpo")),
+    "you divide by the length alone": dict(kinds=lambda kind: "grpo", count=lambda n: 1),
+    "you divide by the number of responses, too; one divisor for the batch is its tokens":
+        dict(tokens=lambda n: n.sum() * len(n)),
+    "these are the weights of whole responses; a token's is wanted, so divide by the length":
+        dict(final=lambda w, n: w * n),
+    "these are the divisors; the weight is 1 / them": dict(final=lambda w, n: 1 / w),
+    "you make the weights of the responses add up to 1": dict(final=lambda w, n: w / w.sum()),
 }
 FLAT = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.25, 0.5, 0.0,
                      0.0, 1.0, 0.0, 0.0, 0.5]).double()
