@@ -21,7 +21,11 @@ def settings_of_family(path, config, kind, how):
     """
     attention, dtype, more = how["attn_implementation"], how["dtype"], {}
     if attention == "eager" or not kind._supports_sdpa:
-        more["attn_implementation"] = slower_attention(path, attention, dtype)
+        attention = more["attn_implementation"] = "eager" if attention == "sdpa" else attention
+        if attention == "eager" and dtype == torch.float64:
+            raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to "
+                           "float32; dtype = 'float64' needs attn_implementation = 'sdpa', in a "
+                           "family with it")
     if has_any(config, EXPERTS):
         more |= settings_of_experts(dtype)
     if has_any(config, ["linear_key_head_dim"]):
@@ -47,18 +51,6 @@ def settings_of_experts(dtype):
         moe._grouped_mm = rounded
     # the usual kernel refuses float64
     return dict(experts_implementation="batched_mm") if dtype == torch.float64 else {}
-
-
-def slower_attention(path, attention, dtype):
-    """
-    The kernels of attention, for the key attn_implementation, in a family without sdpa, or where
-    eager ones are wanted. Raises BadInput in float64.
-    """
-    attention = "eager" if attention == "sdpa" else attention
-    if attention == "eager" and dtype == torch.float64:
-        raise BadInput(f"{path}: its attention is transformers' eager one, which rounds to float32;"
-                       " dtype = 'float64' needs attn_implementation = 'sdpa', in a family with it")
-    return attention
 
 
 def rescaled(logits, config):

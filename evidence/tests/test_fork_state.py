@@ -3,17 +3,21 @@ What a fork keeps from one iteration to the next: an optimizer of its own, and r
 was stopped must go on with all of it; what a checkpoint cannot have is refused by its name.
 """
 import os
+import re
 import signal
 from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from checkpoint import settings_of
 from errors import BadInput
 from gae import compute_gae
 from model import scaled_logits
-from options.fork_state import checked
+from options.fork_state import checked, put_into_state, values_of
 from rollout import draw
+from run import make_optimizer
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
                   keys_of_system, read_log, read_weights, run, well, write)
 
@@ -132,38 +136,34 @@ def test_and_on_two_ranks_that_share_it(world, tmp_path, stage):
     assert_same_run(whole, well("sft.py", tmp_path / "cut", keys, ranks=2))
 
 
-FILES = {  # a class in a file: what is typed, what is said; or {}: its optimizer's settings
-    "class A:\n    def __init__(self, parameters, lr): pass": ({}, ["A has no step"]),
-    "def A(parameters, lr):\n    return 1": ({}, ["int has no step"]),
-    "class A:\n    def __init__(self, parameters, beta): pass": (
-        {}, ["cannot be made: TypeError", "beta"]),
-    "class A:\n    def __init__(self, parameters, lr):\n        1 / 0": ({}, ["ZeroDivisionError"]),
-    "class B: pass": ({}, ["A", "B"]), "import nothing_of_that_name": ({}, ["line 1"]),
-    "from torch.optim import SGD as A": (dict(offload="policy=optimizer"), ["offload", "AdamW"]),
+FILES = {  # a class in a file: other keys, what is said
+    "class A:\n    def __init__(self, parameters, lr): pass": ({}, "A has no step"),
+    "def A(parameters, lr):\n    return 1": ({}, "int has no step"),
+    "class A:\n    def __init__(self, parameters, beta): pass": ({}, "be made: TypeError.*beta"),
+    "class A:\n    def __init__(self, parameters, lr):\n        1 / 0": ({}, "ZeroDivisionError"),
+    "class B: pass": ({}, "'A'.*B"), "import nothing_of_that_name": ({}, "line 1"),
+    "from torch.optim import SGD as A": (dict(offload="policy=optimizer"), "offload.*AdamW"),
     "from torch.optim import SGD\nclass A(SGD):\n    def __init__(self, p, lr):\n"
-    "        super().__init__(p, lr)": (dict(weight_decay=0.1), ["weight_decay = 0.1", "A"])}
+    "        super().__init__(p, lr)": (dict(weight_decay=0.1), "weight_decay = 0.1")}
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_an_optimizer_in_a_file_that_is_wrong(world, tmp_path, text):
+def test_an_optimizer_in_a_file_that_is_wrong(tmp_path, text):
     more, said = FILES[text]
-    keys = keys_of(world, "sft.py", optim=f"{write(tmp_path / 'mine.py', text)}:A", **more)
-    assert_one_line(run("sft.py", tmp_path, keys), "sft.py", "mine.py", *said)
-    assert not (tmp_path / "out").exists()
+    system = keys_of_system(optim=f"{write(tmp_path / 'mine.py', text)}:A", **more)
+    with pytest.raises(BadInput, match=f"mine.py.*{said}|{said}.*mine.py"):
+        make_optimizer(torch.nn.Linear(2, 3), "policy", system, 0.1, (0.8, 0.95), 1e-3)
 
 
-@pytest.mark.parametrize("optim, said", [
-    ("mine.py:A", "mine.py"), ("lion", "FILE.py:CLASS"), ("critic=mine.py:A", "critic"),
-    ("policy=mine.py:", "mine.py"), ("mine:A", "mine")])
-def test_an_optimizer_that_is_not_there(world, tmp_path, optim, said):
+@pytest.mark.parametrize("optim", ["lion", "critic=mine.py:A", "mine.py:A"])
+def test_an_optimizer_that_is_not_there(world, tmp_path, optim):
     result = run("sft.py", tmp_path, keys_of(world, "sft.py", optim=optim))
-    assert_one_line(result, "sft.py", said)
+    assert_one_line(result, "sft.py", optim)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_an_optimizer_in_a_file_is_given():
     """What its class takes by name."""
-    from run import make_optimizer
-
     model = torch.nn.Linear(2, 3)
     for name, decay, keys in (
             ("Drifting", 0.1, dict(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)),
@@ -199,6 +199,16 @@ def test_a_setting_that_is_typed_anew_is_the_new_one(world, tmp_path):
     well("sft.py", tmp_path, keys | dict(max_iters=3), before=steps_with(Typed))
 
 
+def values_after_a_step(kind):
+    """What a checkpoint has of an optimizer behind its first step, beside tensors."""
+    model = torch.nn.Linear(2, 3)
+    optimizer = kind(model.parameters(), lr=0.1)
+    made = settings_of(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return values_of("policy", model, optimizer, made)
+
+
 def keeps(make, where="state"):
     """An optimizer class that keeps what make(p) gives in one place."""
     class Keeps(Plain):
@@ -220,19 +230,15 @@ def keeps(make, where="state"):
 
 @pytest.mark.parametrize("where, make", [
     ("state", lambda p: [torch.zeros_like(p)]), ("state", lambda p: deque([1.0])),
-    ("state", lambda p: {1: 2.0}), ("state", lambda p: {"a": torch.ones(2)}),
-    ("state", lambda p: {1.0, 2.0}), ("state", lambda p: Plain([p], 0.1)),
-    ("group", lambda p: torch.full((), p.norm().item())), ("group", lambda p: {p.norm().item()}),
+    ("state", lambda p: float("nan")), ("state", lambda p: {"a": torch.ones(2)}),
+    ("state", lambda p: Plain([p], 0.1)), ("group", lambda p: torch.full((), p.norm().item())),
     ("itself", lambda p: p.clone()), ("itself", lambda p: [p * 2]),
     ("itself", lambda p: {p: p.clone()}), ("itself", lambda p: torch.Generator()),
     ("itself", lambda p: torch.optim.SGD([p.detach().clone()], lr=1)),
     ("elsewhere", lambda p: dict(m=torch.zeros_like(p))), ("elsewhere", lambda p: dict(m=1.0))])
-def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(world, tmp_path, where,
-                                                                        make):
-    keys = keys_of(world, "sft.py", max_iters=9, val_path="")
-    result = run("sft.py", tmp_path, keys, before=steps_with(keeps(make, where)))
-    assert_one_line(result, "sft.py", "hoard", "policy", "optimizer")
-    assert not (tmp_path / "out/log.jsonl").exists()  # of the first iteration
+def test_what_a_checkpoint_cannot_have_is_refused_behind_the_first_step(where, make):
+    with pytest.raises(BadInput, match="^policy's optimizer keeps .*hoard"):
+        values_after_a_step(keeps(make, where))
 
 
 class Lookahead(Plain):
@@ -260,9 +266,15 @@ class Creeping(Plain):
 
 
 @pytest.mark.parametrize("kind, word", [(Lookahead, "'optim'"), (Creeping, "'hoard'")])
-def test_what_is_hidden_is_refused(world, tmp_path, kind, word):
+def test_what_is_hidden_is_refused(kind, word):
+    with pytest.raises(BadInput, match=word):
+        values_after_a_step(kind)
+
+
+def test_what_is_refused_ends_the_run_in_a_line(world, tmp_path):
+    """Behind the first step: no iteration is in the log."""
     keys = keys_of(world, "sft.py", max_iters=9, val_path="")
-    assert_one_line(run("sft.py", tmp_path, keys, before=steps_with(kind)), "sft.py", word)
+    assert_one_line(run("sft.py", tmp_path, keys, before=steps_with(Lookahead)), "sft.py", "optim")
     assert not (tmp_path / "out/log.jsonl").exists()
 
 
@@ -304,15 +316,12 @@ def test_what_json_has_as_it_was_goes_on(world, tmp_path):
     well("ppo.py", tmp_path, keys | dict(max_iters=3), before=remembers(change))
 
 
-@pytest.mark.parametrize("x", [
+@pytest.mark.parametrize("name, x", [("iteration", 7), (3, 4), *(("mine", x) for x in (
     torch.ones(()), torch.ones(3), (1, 2), [1, (2,)], {1: 2.0}, {"a": {True: 1}}, {1, 2}, b"a",
-    1 + 2j, defaultdict(int, a=1), object(), range(3), dict(a=1).keys(), torch.float32])
-def test_what_json_changes_is_refused_by_name(world, tmp_path, x):
-    keys = keys_of(world, "ppo.py", eval_path="")
-    result = run("ppo.py", tmp_path, keys,
-                 before=remembers(lambda state, _: state.update(mine=x)))
-    assert result.codes == [1] and "TypeError: run.state['mine']" in result.err[0], result
-    assert not (tmp_path / "out/log.jsonl").exists()
+    1 + 2j, defaultdict(int, a=1), object(), range(3), dict(a=1).keys(), torch.float32))])
+def test_what_json_changes_is_refused_by_name(name, x):
+    with pytest.raises(TypeError, match=re.escape(f"run.state[{name!r}]")):
+        put_into_state(SimpleNamespace(state={name: x}, optimizers={}))
 
 
 def test_the_rank_whose_state_is_wrong_names_it(world, tmp_path):
@@ -322,14 +331,6 @@ def test_the_rank_whose_state_is_wrong_names_it(world, tmp_path):
     result = run("ppo.py", tmp_path, keys_of(world, "ppo.py", eval_path="", timeout=20), ranks=2,
                  before=before)
     assert 0 not in result.codes and "TypeError: run.state['mine']" in result.err[1], result
-
-
-@pytest.mark.parametrize("name, x", [("iteration", 7), (3, 4)])
-def test_a_name_that_a_checkpoint_cannot_have_is_refused(world, tmp_path, name, x):
-    keys = keys_of(world, "ppo.py", eval_path="")
-    result = run("ppo.py", tmp_path, keys,
-                 before=remembers(lambda state, _: state.update({name: x})))
-    assert result.codes == [1] and f"TypeError: run.state[{name!r}]" in result.err[0], result
     assert not (tmp_path / "out/log.jsonl").exists()
 
 
