@@ -3,7 +3,6 @@ What a user may have meant, looked up once something has failed. The core does t
 where it fails, a function here looks at what was given, and returns the error: in one line what is
 wrong, where, and what to type.
 """
-import ast
 import difflib
 import glob
 import os
@@ -45,15 +44,13 @@ def another_run(out_dir, key, before, config):
     config. Of token_ids, a hash, it names what these come from, and which keys of it differ.
     """
     end = "put it back, or choose another --out_dir"
-    if key != "token_ids":
-        return BadInput(f"{out_dir} holds a run of {before['script']} with {key} = "
-                        f"{before.get(key)!r}, not {config.get(key)!r}; {end}")
-    others = [f"{name} = {before.get(name)!r}, not {config[name]!r}" for name in READ_BY
-              if name in config and before.get(name) != config[name]]
-    found = f"it has {', '.join(others)}" if others else "all keys are the same, so a file is not"
-    return BadInput(f"{out_dir} holds a run of other token ids (token_ids in its config.json): the "
-                    "rows have changed, the tokenizer, its chat template, template_kwargs or such "
-                    f"a key; {found}; {end}")
+    differ = ", ".join(f"{name} = {before.get(name)!r}, not {config.get(name)!r}"
+                       for name in (READ_BY if key == "token_ids" else [key])
+                       if before.get(name) != config.get(name))
+    if key == "token_ids":
+        differ = differ or "the rows have changed, the tokenizer, or its chat template"
+        return BadInput(f"{out_dir} holds a run of other token ids: {differ}; {end}")
+    return BadInput(f"{out_dir} holds a run of {before['script']} with {differ}; {end}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -103,11 +100,14 @@ def no_config_file(path, keys, error):
     if not os.path.isfile(path):
         if "=" in path and name not in keys:  # a key without its dashes, or as Hydra has it
             return unknown(name, keys, path)
-        return BadInput(f"there is no config file {path!r}" + (
-            nearest(path) if path.endswith(".py") else
-            f"; did you mean {path}.py?" if os.path.isfile(f"{path}.py") else
-            key_of_folder(path, keys) if "=" not in path and "/" in path.rstrip("/") or
-            os.path.isdir(path) else "; type --key=value, without blanks"))
+        more = "; type --key=value, without blanks"
+        if path.endswith(".py"):
+            more = nearest(path)
+        elif os.path.isfile(f"{path}.py"):
+            more = f"; did you mean {path}.py?"
+        elif "=" not in path and "/" in path.rstrip("/") or os.path.isdir(path):
+            more = key_of_folder(path, keys)
+        return BadInput(f"there is no config file {path!r}{more}")
     if not path.endswith(".py"):
         return BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     if str(error) == f"{path} is no config file":
@@ -144,15 +144,12 @@ def set_twice(path):
     """Of a config file that sets a key in two lines: the first one has no effect; or None."""
     lines = {}  # {key: the line that sets it}
     with open(path, encoding="utf-8-sig") as f:
-        tree = ast.parse(f.read())
-    for node in tree.body:
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            name = getattr(target, "id", "_")
-            if name in lines:
-                return BadInput(f"{path}, line {node.lineno}: {name} is set in line {lines[name]}, "
-                                "too; delete one of the two")
-            if name[0] != "_":
-                lines[name] = node.lineno
+        for number, line in enumerate(f, 1):
+            found = re.match(r"([a-zA-Z]\w*) *=(?!=)", line)
+            if found and found[1] in lines:
+                return BadInput(f"{path}, line {number}: {found[1]} is set in line "
+                                f"{lines[found[1]]}, too; delete one of the two")
+            lines |= {found[1]: number} if found else {}
     return None
 
 

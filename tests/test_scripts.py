@@ -106,11 +106,11 @@ def test_another_run_in_the_folder_of_one(world, tmp_path):
         assert read_log(out) == log
     text = open(path).read()
     write(path, text.replace("abc", "abd"))  # another letter in the same file
-    assert_one_line(run("sft.py", tmp_path, keys), "sft.py", "token_ids", "rows",
-                    "a file is not", "--out_dir")
+    assert_one_line(run("sft.py", tmp_path, keys), "sft.py", "token ids",
+                    "the rows have changed", "--out_dir")
     write(path, text)
     assert_one_line(run("sft.py", tmp_path, keys | dict(max_tokens=4, too_long="cut")), "sft.py",
-                    "token_ids", "max_tokens = 0, not 4", "too_long = 'error', not 'cut'")
+                    "token ids", "max_tokens = 0, not 4", "too_long = 'error', not 'cut'")
     result = run("sft.py", tmp_path, keys | dict(max_iters=4))  # goes on behind the last save
     assert result.codes == [0] and "checkpoint-000003" in result.out[0] and len(read_log(out)) == 5
 
