@@ -98,6 +98,13 @@ choose_ranks() {
     fi
     if [ "$RANKS" = 1 ]; then few_threads; else export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
 }
+# needs_toy: the SFT model that runs/quickstart.sh has made with this seed
+needs_toy() {
+    grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json && return
+    echo "$(basename "$0"): there is no out/arithmetic_sft of seed $seed; first:" \
+         "bash runs/quickstart.sh $seed" >&2
+    exit 2
+}
 # packages of the system, where this user may install some: as root, on Debian and Ubuntu
 install_packages() {
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -13,11 +13,7 @@ esac
 set -- "${1-1}"
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
-    echo "judge.sh: there is no out/arithmetic_sft of seed $seed; first:" \
-         "bash runs/quickstart.sh $seed" >&2
-    exit 2
-fi
+needs_toy
 choose_ranks
 remove out/arithmetic_judge out/arithmetic_judge_{rm,ppo,grpo}
 step data/arithmetic/judge.py --seed="$seed"

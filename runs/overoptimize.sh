@@ -6,11 +6,7 @@
 #   bash runs/overoptimize.sh [seed]
 takes_seed=yes
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-if ! grep -qs "\"seed\": $seed\b" out/arithmetic_sft/config.json; then
-    echo "overoptimize.sh: there is no out/arithmetic_sft of seed $seed; first:" \
-         "bash runs/quickstart.sh $seed" >&2
-    exit 2
-fi
+needs_toy
 choose_ranks
 remove out/pairs_{40,250,2000}{,_rm}
 step data/arithmetic/pairs.py --mistakes=0.3 --name=noisy --seed="$seed"
