@@ -1,14 +1,11 @@
 """
 Tools: the key tools, functions that the policy may call, as the environment of a run; docs/turns.md
-has an example. Their names, types and docstrings go into the prompt by the chat template (its
-variable `tools`). The policy calls one as the template's family writes calls. Most write JSON,
-Qwen3.5 and Qwen3-Coder tags, and gpt-oss a message to the function:
+has an example, and says how calls are written and answered.
 
-    <tool_call>
+    <tool_call>                                           JSON, as most families write it
     {"name": "multiply", "arguments": {"a": 37, "b": 46}}
     </tool_call>
-
-    <tool_call>
+    <tool_call>                                           tags, as Qwen3.5 and Qwen3-Coder
     <function=multiply>
     <parameter=a>
     37
@@ -16,21 +13,12 @@ Qwen3.5 and Qwen3-Coder tags, and gpt-oss a message to the function:
     ...
     </function>
     </tool_call>
-
     <|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 37}<|call|>
 
-A run begins with a call of each tool as the template writes it: where this is not read as the same
-call, the template is refused. For another way of writing, read the calls in an environment.
-
-A call in the policy's thoughts is a draft and is not made. A function's result is said as a
-message of the role tool, its text or as JSON; an error too, such as that a call cannot be read, or
-that an argument is not of its type. A turn without a call ends the dialogue. Several calls in a
-turn have their results in one message.
-
-The functions run in a process beside each rank, so one that hangs can be killed; and the
-policy's calls are read as data, never as Python. Each call is made once: a search may cost, a clock
-may move. Its result stands in the dialogue, which is saved with the batch. So a tool need not
-be pure, but where it answers by chance a resumed run is not the same to the bit.
+The functions run in a process beside each rank, so one that hangs can be killed; and the policy's
+calls are read as data, never as Python. Each call is made once, and its result stands in the
+dialogue, which is saved with the batch. So a tool need not be pure, but where it answers by chance
+a resumed run is not the same to the bit.
 """
 import contextlib
 import inspect

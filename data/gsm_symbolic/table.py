@@ -22,6 +22,7 @@ from statistics import fmean, median
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from tools.runs import estimate  # noqa: E402  before torch
+from tools.work import bandwidth, products  # noqa: E402
 
 import torch  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
@@ -33,18 +34,6 @@ def read(path):
         return []
     with open(path, encoding="utf-8") as f:
         return [json.loads(text) for text in (f if path.endswith("l") else [f.read()])]
-
-
-def seconds(work):
-    """Of one call on a GPU: the mean of 20, behind 3 to warm up."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(23):
-        if number == 3:
-            begin.record()
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 20 / 1000
 
 
 def speed(folder, peaks):
@@ -67,8 +56,8 @@ def speed(folder, peaks):
     of_each = trunks * (body + L * d * (P + R)) * (P + R) + V * d * R  # of a response
     flop = (4 if config["lora"] else 6) * passes * B * of_each
     moved = 2 * config["max_new_tokens"] * (body + V * d) + 4 * B * R * (P + R / 2) * L * kv
-    flops, bandwidth = flop / at["time/update"], moved / at["time/rollout"]
-    share = [f" ({x / y:.0%} of the peak)" for x, y in zip((flops, bandwidth), peaks, strict=False)]
+    speeds = flop / at["time/update"], moved / at["time/rollout"]
+    share = [f" ({x / y:.0%} of the peak)" for x, y in zip(speeds, peaks, strict=False)]
     if os.path.exists(f"{folder}.memory"):
         with open(f"{folder}.memory", encoding="utf-8") as f:
             predicted = f.read()
@@ -84,8 +73,8 @@ def speed(folder, peaks):
             ", ".join(f"{at[f'time/{phase}']:.2f}" for phase in ("rollout", "score", "update")),
         "tokens sampled a second": f"{B * R / at['time/rollout']:,.0f}",
         "tokens trained a second": f"{passes * B * (P + R) / at['time/update']:,.0f}",
-        "update, TFLOP/s": f"{flops / 1e12:.1f}" + "".join(share[:1]),
-        "decoding, GB/s": f"{bandwidth / 1e9:,.0f}" + "".join(share[1:]),
+        "update, TFLOP/s": f"{speeds[0] / 1e12:.1f}" + "".join(share[:1]),
+        "decoding, GB/s": f"{speeds[1] / 1e9:,.0f}" + "".join(share[1:]),
         "memory, GiB": f"{max(r['mem/peak_mib'] for r in log) / 1024:.1f}{memory}",
         "sampler gap, mean nats a token": f"{at['policy/sampler_gap']:.2g}"}
 
@@ -106,9 +95,8 @@ def table(title, columns):
 prefix, peaks, right = (sys.argv[1:] or ["out/smollm2"])[0], [], {}
 text = [f"torch {torch.__version__} on a CPU"]
 if torch.cuda.is_available():
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    x, y = torch.empty(2, 2**31, device="cuda", dtype=torch.uint8)
-    peaks = [2 * 8192**3 / seconds(lambda: a @ b), 2 * 2**31 / seconds(lambda: x.copy_(y))]
+    gpu = torch.device("cuda")
+    peaks = [products(gpu, torch.bfloat16), bandwidth(gpu, 2**32)]
     text = [f"torch {torch.__version__} on one {torch.cuda.get_device_name()}; its peaks here: "
             f"{peaks[0] / 1e12:.0f} TFLOP/s in bfloat16, {peaks[1] / 1e12:.2f} TB/s"]
 for part in ("seen", "new"):
