@@ -135,7 +135,7 @@ def check_tests(tests, where):
         {"fn": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
         gives calls [("add", [1, 2]), ("add", [3, 4])] and outputs [3, 7]. It may also be an
         assertion (see read_assertion), and fn may be a method: Solution.add of a new Solution(),
-        which add means, too, where a program has no function add.
+        which add means, too, where a program has this class with it.
     Of whole programs:
         {"stdin": "1 2", "stdout": "3"}; both may also be lists of strings.
         It gives scripts [[b"1 2", b"3"]]. The line breaks of Windows become those of Linux.

@@ -398,7 +398,6 @@ LEETCODE = "\n".join([*(f"from {name} import *" for name in (*LIBRARY, "builtins
 # code, but with it only its own answers.
 BOOTSTRAP = f"""
 import _json, builtins, marshal, posix, resource, sys
-from _symtable import DEF_IMPORT, DEF_LOCAL, symtable
 def refuse(x):
     raise TypeError
 def boot(job, null):
@@ -424,10 +423,7 @@ def boot(job, null):
     main.__file__ = "/tmp/solution.py"
     try:
         code = compile(source, "solution.py", "exec")
-        bound = symtable(source, "solution.py", "exec").symbols if calls else {{}}
-        def binds(name, how):
-            return bound.get(name, 0) & how
-        if binds("Solution", DEF_LOCAL) or any("." in name for name, _ in calls or []):
+        if calls and b"class Solution" in source:
             main.__builtins__ = dict(vars(builtins))
             exec({LEETCODE!r}, main.__builtins__)
         exec(code, vars(main))
@@ -439,15 +435,10 @@ def boot(job, null):
                                 False, False, True)
     for name, arguments in calls:
         try:
-            first, dot, method = name.partition(".")
-            function = vars(main).get(first)
-            own = binds(first, DEF_LOCAL) or getattr(function, "__module__", "") == "solution"
-            if not dot and not own and "Solution" in vars(main):
-                function, dot, method = main.Solution, ".", first
-            elif not own and not binds(first, DEF_IMPORT):  # a name of a star import
-                raise NameError
-            if dot:
-                function = getattr(function(), method)
+            owner, _, method = name.rpartition(".")
+            if not owner and hasattr(vars(main).get("Solution"), name):
+                owner = "Solution"
+            function = getattr(vars(main)[owner](), method) if owner else vars(main)[name]
             line = "".join(encode(function(*arguments), 0))
         except MemoryError:
             line = "M"

@@ -249,19 +249,18 @@ def test_what_the_judge_of_leetcode_imports():
     plain = {"fn": "f", "inputs": [[[3, 1, 2]]], "outputs": [6]}  # as in APPS, without the class
     cases = [(source, tests, "pass") for source in SOURCES] + [
         (SOURCES[1], plain, "pass"),
-        # a plain function gets no imports, and no method is called where there is a function
+        # a plain function gets no imports, and the method is called where there are both
         ("def f(a): return sum(Counter(a))", plain, "error"),
-        (f"{SOURCES[0]}\ndef f(a): return 5", plain, "fail")]
+        (f"{SOURCES[0]}\ndef f(a): return 5", plain, "pass")]
     verdicts = programs.run_all([case[:2] for case in cases], 2)
     assert [(case, v) for case, v in zip(cases, verdicts, strict=True) if v[2] != case[2]] == []
 
 
 ADD = "def add(self, a, b): return a + b + len(deque())"
 STARS = "from math import *\nfrom operator import *\nfrom statistics import *\n"
-ALL = "for name in ('math', 'operator', 'statistics'): globals().update(vars(__import__(name)))"
 NOTHING = [  # programs that define none of the functions of the tests
-    "", "# class Solution", "'class Solution'", "class Solution: pass", STARS, ALL,
-    f"{STARS}class Solution: pass", "import math, operator, statistics, builtins",
+    "", "# class Solution", "'class Solution'", "class Solution: pass",
+    "import math, operator, statistics, builtins",
     "class Solution:\n    import math", "def f():\n    from math import gcd\n    add = max",
     f"class A:\n    {ADD}\n    gcd = median = sorted = add"]
 LIBRARY = [("add", [1, 2], 3), ("gcd", [4, 6], 2), ("median", [[1, 2, 3]], 2), ("sorted", [[]], [])]
@@ -280,7 +279,7 @@ METHODS = "search", "merge", "compress", "shuffle", "add", "copy", "count", "dat
 
 @needs_bwrap
 def test_only_what_the_program_defines_is_called():
-    """No name of the judge's imports, of a star import or of Python's own is an answer."""
+    """No name of the judge's imports or of Python's own is an answer."""
     cases = [(source, {"fn": name, "inputs": [given], "outputs": [value]}, False)
              for source in NOTHING for name, given, value in LIBRARY]
     cases += [(source, {"fn": "add", "inputs": [[1, 2]], "outputs": [3]}, True) for source in OWN]

@@ -86,8 +86,6 @@ HARMLESS = [
     ("print(1)\nexit()", prints("1"), PASSED),
     ("print('noise')\ndef f(x):\n    print('noise', x)\n    return x",
      returns("a\n\u2028é\0", "a\n\u2028é\0"), PASSED),
-    # one key of JSON, and two of the program's
-    ("def f(): return {1: 2, '1': 3}", returns({"1": 3}), (0, 1, "fail")),
     # what limits and filter could have broken
     passes(LIBRARIES, 26),
     ("import os\nprint(os.path.dirname(__file__) == os.getcwd(), os.path.basename(__file__))",
