@@ -222,7 +222,8 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones. models, optimizers:
     {name: Model}, {name: optimizer} of the trained models. state: the numbers of the loop. keep:
-    how many checkpoints stay. more: {file: an object whose tensors() are saved, too}.
+    how many checkpoints stay. more: {file: an object whose tensors() are saved, too}; when the run
+    resumes, it reads them itself.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -268,7 +269,7 @@ def save_final(out_dir, name, model, dtype="auto", **about):
         names = dict(hf.named_buffers())  # of these some are saved
         state = {n: t for n, t in hf.state_dict().items() if n in names}
         for n, t in [*hf.named_parameters(), *state.items()]:
-            t = model.merged(n, parallel.whole(t))  # COLLECTIVE
+            t = model.as_saved(n, parallel.whole(t))  # COLLECTIVE
             if parallel.rank_and_size()[0] == 0:
                 fixed = dtype == "auto" or not t.is_floating_point()
                 tensors[n] = t.to(t.dtype if fixed else getattr(torch, dtype)).contiguous()
@@ -280,6 +281,7 @@ def save_final(out_dir, name, model, dtype="auto", **about):
                 if not any(part in n for part in hf._keep_in_fp32_modules_strict or ())})
             # transformers would let only rank 0 of all ranks write; this is rank 0 of its role
             hf.should_save_on_this_rank = lambda is_main_process: True
+            hf.can_generate = lambda: False  # save_settings writes generation_config.json
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
             file, kind = f"{folder}/config.json", str(kind)[6:]  # float32; each part says its own
@@ -376,8 +378,8 @@ def iteration_of(folder):
     return int(folder.rpartition("-")[2])
 
 
-def load_checkpoint(folder, models, optimizers, more=()):
-    """The inverse of save_checkpoint. Every rank reads all files, and takes its part."""
+def load_checkpoint(folder, models, optimizers):
+    """Load models and optimizers. Every rank reads all files, and takes its part."""
     for name, model in models.items():
         own, wide = trained_tensors(model), None
         for key, t in read_tensors(os.path.join(folder, name), "model"):
@@ -395,14 +397,12 @@ def load_checkpoint(folder, models, optimizers, more=()):
             tensors = restored(folder, name, model, optimizers[name], tensors)
         tensors = ((key.rpartition("."), t.to(wide) if wide and t.dim() and t.is_floating_point()
                     else t) for key, t in tensors)
-        if hasattr(optimizers[name], "fill_by_name"):
-            optimizers[name].fill_by_name(model, tensors)
+        if hasattr(optimizers[name], "load_by_name"):
+            optimizers[name].load_by_name(model, tensors)
             continue
         for (parameter, _, key), t in tensors:
             p = model.get_parameter(parameter)
             optimizers[name].state.setdefault(p, {})[key] = t.to(p.device)
-    for name in more:
-        more[name].fill(dict(read_tensors(folder, name)))
 
 
 def read_tensors(folder, stem):

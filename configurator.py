@@ -232,7 +232,7 @@ def check_range(name, value, comment, where):
                            f"{comment[:rule.start()].strip('*+ ')}")
 
 
-def of_model(text, name):
+def for_model(text, name):
     """A key's value for one model, or "": "3" and "policy=3,value=2" have "3" for the policy."""
     of_name = ""
     for part in text.split(","):

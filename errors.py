@@ -117,12 +117,6 @@ def first_line(error):
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-def place_of(trace):
-    """" at FILE, line N": the innermost place of a traceback that is not in installed code."""
-    own = [at for at in trace if not re.search("/lib/python|<frozen|user_code.py", at.filename)]
-    return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
-
-
 def shorten(value):
     """repr, cut to 60 characters, for error lines."""
     text = repr(value)

@@ -266,8 +266,6 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     # 3) advantages: a score minus its group's mean, over its deviation; one number a response
     run.enter("advantages")
     scores = shape_scores(batch)  # (B,)
-    if iteration == run.start and batch["token_rewards"].count_nonzero(1).max() > 1:
-        run.notes += ["note: the rewards of single tokens are added up: GRPO compares the sums"]
     if kl_coef > 0 and kl_in == "reward":  # the KL of all tokens is a part of the score
         kl = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kl_estimator)  # (B, T)
         scores = same_score_for_same_text(scores - kl_coef * kl.sum(1), batch)

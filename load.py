@@ -9,7 +9,7 @@ import re
 import torch
 import torch.nn as nn
 
-from configurator import of_model
+from configurator import for_model
 from errors import BadInput, first_line
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
 from tokenizer import check_sizes, load_tokenizer
@@ -55,7 +55,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     """
     tokenizer = tokenizer or load_tokenizer(
         path, system if trained or name not in ("reward", "judge") else None)
-    adapter = trained and of_model(system.lora, name)
+    adapter = trained and for_model(system.lora, name)
     if system.zero_stage or system.offload or system.roles or system.quantize != "none":
         from options.parts import load_part
 

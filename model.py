@@ -21,6 +21,7 @@ b rows, W tokens in the longest row, n tokens that are asked for, V ids, d width
 import contextlib
 import functools
 import inspect
+import os
 
 import torch
 import torch.nn as nn
@@ -111,12 +112,12 @@ class Model(nn.Module):
             return self.unit * linear + self.score_shift
 
     def update_unit(self, scores, state):
-        """The unit for a batch with these scores (B,): 1, but for a newly drawn value head."""
-        if self.new_head:
-            from options.new_head import update_unit
+        """The unit of the loss for these scores (B,): 1, but for a newly drawn value head."""
+        if not self.new_head:
+            return 1.0
+        from options.new_head import update_unit
 
-            update_unit(self, scores, state)
-        return self.unit
+        return update_unit(self, scores, state)
 
     def next_logits(self, tokens, cache, attention_mask=None, position_ids=None):
         """
@@ -128,7 +129,7 @@ class Model(nn.Module):
                       use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
         return out.logits[:, -1]
 
-    def merged(self, name, W):
+    def as_saved(self, name, W):
         """W, the whole tensor `name` of self.hf, as others load it: with the unit, and LoRA."""
         return W * self.unit if name == "score.weight" else W
 
@@ -143,12 +144,8 @@ class Model(nn.Module):
         else:
             hf.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
             hf.generation_config.pad_token_id = tokenizer.pad_id
-            try:
-                hf.generation_config.save_pretrained(folder)
-            except ValueError:  # transformers has read it, and refuses to save it
-                from options.generation_config import save_without_unsavable
-
-                save_without_unsavable(self, folder)
+            # not save_pretrained, which refuses some settings that transformers has read
+            hf.generation_config.to_json_file(os.path.join(folder, "generation_config.json"))
         hf.config.save_pretrained(folder)
         if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
             with contextlib.suppress(ModuleNotFoundError):  # in a fork without options

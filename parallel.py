@@ -113,12 +113,6 @@ def ranks_where(flag):
 # shares, and tensors of all ranks
 
 
-def needs_weights(name):
-    """Whether this rank needs a model's weights. name: as in the keys. See options/roles.py."""
-    part = dict(policy="sample", reward="score", judge="score").get(name)
-    return this_rank.role == "train" or part in this_rank.does
-
-
 def rank_and_size():
     """(the number of this process, how many there are); (0, 1) where there is no group."""
     if not dist.is_initialized():

@@ -29,7 +29,7 @@ from errors import BadInput, say, shorten
 
 NO_UTF8 = "[\ud800-\udfff]"  # what Python reads where bytes are no UTF-8
 NOT_PLAIN = re.compile(NO_UTF8 + r"|\A[\s'\"]*[\[{]")  # or a text that may be a list of messages
-inputs_hash = hashlib.sha256()  # of all rows and FILE.pys that this process has read
+inputs = hashlib.sha256()  # see hash_inputs
 
 
 class Rows(list):
@@ -205,8 +205,15 @@ def encode_rows(rows, encode, limit, too_long, cut, length=len,
         encoded = cut_or_drop(rows, encoded, limit, too_long, cut, length, limit_key)
     rows.ids = encoded
     for row in rows:
-        inputs_hash.update(ascii(row).encode())  # all its fields
+        hash_inputs(ascii(row).encode())  # all its fields
     return rows
+
+
+def hash_inputs(*more):
+    """A hash of all rows and FILE.pys that this process has read: bytes, and now `more` of them."""
+    for part in more:
+        inputs.update(part)
+    return inputs.hexdigest()
 
 
 def hash_of_ids(rows):

@@ -30,11 +30,11 @@ import ranks
 from batches import texts_of
 from checkpoint import (LOGS, append, load_checkpoint, open_folder, save_checkpoint,
                         save_final, settings_of)
-from configurator import of_model
+from configurator import for_model
 from errors import BadInput, Stop, say
 from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, made_on,
                      peak_memory_mib, summarize)
-from prompts import inputs_hash
+from prompts import hash_inputs
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
 
@@ -43,7 +43,7 @@ def make_optimizer(model, name, system, lr, betas, eps):
     """The optimizer of a model's trained parameters. name: as in the keys, such as value."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     narrow = any(p.dtype.itemsize == 2 for p in parameters)  # with master_weights=False
-    if narrow or system.weight_decay > 0 or system.zero_stage or system.offload or of_model(
+    if narrow or system.weight_decay > 0 or system.zero_stage or system.offload or for_model(
             system.optim, name) not in ("", "adamw"):
         from options.optimizers import optimizer_by_keys
 
@@ -62,19 +62,15 @@ class Run:
     self.state: what goes from one iteration to the next, saved as JSON: numbers, texts, booleans,
     None, lists, dicts by text. Names that begin with "run/", and "iteration", are run.py's;
     value_unit, value_deviations, score_shift and kl_factor those of pages, recipes and options.
-    self.kept: {file: an object whose tensors() are saved, too}; EMA's are loaded by its fill().
+    self.also_saved: {file: an object whose tensors() are saved, too}; read_tensors gives them back.
     """
 
     def __init__(self, out_dir, max_iters, config, system, device, models, optimizers, must_match,
                  token_ids="", temperature=1.0, ema_decay=0.0):
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers = models, optimizers
-        self.kept, self.ema, self.record = {}, None, {}
+        self.also_saved, self.ema, self.record = {}, None, {}
         self.notes = []  # lines that follow the iteration's line
-        if ema_decay > 0:
-            from options.ema import MovingAverage
-
-            self.ema = self.kept["ema"] = MovingAverage(models["policy"], ema_decay)
         self.trained = {name: models[name] for name in optimizers}
         self.made_with = {name: settings_of(optimizer) for name, optimizer in optimizers.items()}
         stepped = {p for optimizer in optimizers.values() for group in optimizer.param_groups
@@ -89,7 +85,7 @@ class Run:
             if model.base is not None and model.base not in models.values():
                 models[f"trunk of {model.path}"] = model.base
 
-        self.settings = f"{config} {token_ids} {inputs_hash.hexdigest()} {torch.__version__}"
+        self.settings = f"{config} {token_ids} {hash_inputs()} {torch.__version__}"
         with parallel.in_step():  # COLLECTIVE: an error here comes before anything is written
             if parallel.from_rank(self.settings) != self.settings:  # COLLECTIVE
                 raise BadInput("this rank has other settings, rows, FILE.pys or torch than rank 0")
@@ -101,9 +97,14 @@ class Run:
         self.state, self.folder = fresh | saved, folder
         if folder:
             with parallel.patient(), parallel.in_step():  # COLLECTIVE
-                load_checkpoint(folder, self.trained, optimizers, self.kept)
+                load_checkpoint(folder, self.trained, optimizers)
         self.start = self.iteration = self.state.pop("iteration", 0)
         parallel.broadcast_parameters(models.values())  # COLLECTIVE: all have rank 0's bytes
+        if ema_decay > 0:
+            from options.ema import MovingAverage
+
+            average = MovingAverage(models["policy"], ema_decay, folder)
+            self.ema = self.also_saved["ema"] = average
         if system.report_to and ranks.this_rank.role == "train" and "run/over" not in self.state:
             from options.trackers import start_trackers
 
@@ -162,7 +163,7 @@ class Run:
         self.check_state()  # COLLECTIVE
         save_checkpoint(  # COLLECTIVE
             self.out_dir, self.iteration, self.trained, self.optimizers, self.state,
-            self.system.keep_checkpoints, self.kept)
+            self.system.keep_checkpoints, self.also_saved)
 
     def check_state(self):
         """
@@ -229,8 +230,8 @@ class Run:
 
     def leave(self):
         """A collective: leave the group of ranks together."""
-        if "batches" in self.kept:
-            self.kept["batches"].end()  # COLLECTIVE
+        if "batches" in self.also_saved:
+            self.also_saved["batches"].end()  # COLLECTIVE
         if self.system.report_to:
             from options.trackers import finish_trackers
 

@@ -4,11 +4,16 @@ with value_init=policy, on a random model with a width of 16, while the policy s
 
 python evidence/value_unit.py                     # all cases: two minutes on one core
 python evidence/value_unit.py "first 0.02" --cliprange_value=0
+python evidence/value_unit.py --unit=1            # the same with a unit that is 1 for ever
+python evidence/value_unit.py search sums         # whole runs, whose policy learns: half an hour
 
 A prompt says its score: those with an a in them score 1, the others 0; and in a case's first
-iterations the scores are others. "n" is the number of an iteration, "i" that of a response.
+iterations the scores are others. "n" is the number of an iteration, "i" that of a response. The
+whole runs begin where `bash runs/search.sh` and `CPU=1 bash runs/smollm2.sh` have done their SFT.
 """
 import os
+import re
+import runpy
 import sys
 import tempfile
 
@@ -46,32 +51,64 @@ def reward(batch):
         scores.append(float(CASE))
     return scores
 """
+RUNS = {  # name: a config of whole runs, and the keys that differ
+    "search": ("search_ppo", dict()),
+    "sums": ("smollm2_ppo", dict(
+        policy_path="out/sums_sft/policy", prompts_path="data/sums/rl_train.jsonl", batch_size=64,
+        max_new_tokens=48, ppo_epochs=1, num_minibatches=4, micro_batch_tokens=1024, lora=16,
+        kl_coef=0.01, learning_rate=1e-4, warmup_iters=2, value_learning_rate=1e-3,
+        dtype="float32"))}
 KEYS = dict(
     device_type="cpu", dtype="float32", batch_size=64, micro_batch_size=64, max_new_tokens=2,
     max_iters=25, kl_coef=0, missing_eos_penalty=0, learning_rate=1e-12, value_init="policy",
     value_learning_rate=3e-3, value_lr_decay="constant", checkpoint_interval=0)
 
 
-def run(case, more):
+def keys_of(case, folder):
+    """The keys of a case; what it needs is written into the folder."""
+    from tiny import jsonl, save_random, write
+
+    if case in RUNS:
+        config, changed = RUNS[case]
+        keys = runpy.run_path(f"{ROOT}/config/{config}.py") | changed
+        keys |= dict(eval_path="", checkpoint_interval=0, max_iters=25)
+        return {name: re.sub(r"\b(out|data)/", rf"{ROOT}/\1/", str(x))
+                for name, x in keys.items() if name[0] != "_"}
+    save_random(f"{folder}/policy")
+    rows = [dict(prompt=f"{start}{letter}") for letter in LETTERS for start in ("ac", "bd")]
+    reward = write(f"{folder}/reward.py", REWARD.replace("CASE", CASES[case]))
+    return KEYS | dict(policy_path=f"{folder}/policy", reward_functions=f"{reward}:reward",
+                       prompts_path=jsonl(f"{folder}/prompts.jsonl", rows * 9))
+
+
+def with_unit_1(rank):
+    """Called before a run: the unit of a value model stays 1."""
+    from model import Model
+
+    Model.update_unit = lambda self, scores, state: self.unit
+
+
+def run(case, more, before):
     """The records of a run's log."""
-    from tiny import jsonl, read_jsonl, save_random, well, write
+    from tiny import Started, read_jsonl, typed
 
     with tempfile.TemporaryDirectory() as folder:
-        save_random(f"{folder}/policy")
-        rows = [dict(prompt=f"{start}{letter}") for letter in LETTERS for start in ("ac", "bd")]
-        reward = write(f"{folder}/reward.py", REWARD.replace("CASE", CASES[case]))
-        keys = KEYS | dict(policy_path=f"{folder}/policy", reward_functions=f"{reward}:reward",
-                           prompts_path=jsonl(f"{folder}/prompts.jsonl", rows * 9))
-        return read_jsonl(well("ppo.py", folder, keys | more) + "/log.jsonl")
+        keys = keys_of(case, folder) | more | dict(out_dir=f"{folder}/out")
+        result = Started("ppo.py", typed(keys), folder, before=before).wait(3 * 3600)
+        if result.codes != [0]:
+            sys.exit(f"{case}: {result.err[0]}")
+        return read_jsonl(f"{folder}/out/log.jsonl")
 
 
 if __name__ == "__main__":
     named = [a for a in sys.argv[1:] if not a.startswith("--")] or CASES
     more = dict(a[2:].split("=") for a in sys.argv[1:] if a.startswith("--"))
+    before = with_unit_1 if more.pop("unit", None) else lambda rank: None
     print(f"{'explained variance at':<22}" + "".join(f"{n:>9}" for n in SHOWN) + "   units")
     for case in named:
-        log = run(case, more)
-        units = [record.get("val/unit", 1.0) for record in log[:25]]
-        print(f"{case:<22}" + "".join(f"{log[n]['val/explained_variance']:9.2f}" for n in SHOWN)
-              + "   " + " ".join(f"{n}:{u:g}" for n, u in enumerate(units)
-                                 if n == 0 or u != units[n - 1]), flush=True)
+        log = [record for record in run(case, more, before) if "val/unit" in record]
+        shown = [log[n]["val/explained_variance"] for n in SHOWN if n < len(log)]
+        units = [record["val/unit"] for record in log]
+        print(f"{case:<22}" + "".join(f"{x:9.2f}" for x in shown) + "   "
+              + " ".join(f"{n}:{u:g}" for n, u in enumerate(units)
+                         if n == 0 or u != units[n - 1]), flush=True)

@@ -45,7 +45,7 @@ class Ahead:
             self.version[int(iteration)] = int(version)
             self.batches.setdefault(int(iteration), {})[name] = t.to(run.device)
         if system.staleness > 0 or system.roles:
-            run.kept["batches"] = self
+            run.also_saved["batches"] = self
 
     def rollout(self, purpose, iteration, rows, row_numbers, **more):
         """A collective, in the place of the script's rollout."""

@@ -6,6 +6,7 @@ import contextlib
 import torch
 
 import parallel
+from checkpoint import read_tensors
 from model import at_least_float32
 from parallel import my_part
 
@@ -20,20 +21,20 @@ class MovingAverage:
     Where the weights are sharded, each rank averages its shards.
     """
 
-    def __init__(self, model, decay):
+    def __init__(self, model, decay, folder=None):
+        """folder: of a checkpoint. Without one that has an average it begins as the weights are."""
         self.model, self.decay = model, decay
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
-        self.begin()
+        self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
+        if folder and (saved := dict(read_tensors(folder, "ema"))):
+            for name, t in self.tensors().items():
+                parallel.copy_into(t, saved[name])  # the whole one: this rank takes its part
 
     def save(self, run):
         """A collective: write the finished average to out_dir/ema_policy."""
         with self.in_place():
             run.save_model("ema_policy", self.model, {})  # COLLECTIVE
-
-    def begin(self):
-        """Set the average to the present weights."""
-        self.averages = [at_least_float32(my_part(p.detach())).clone() for p in self.parameters]
 
     @torch.no_grad()
     def update(self):
@@ -55,13 +56,6 @@ class MovingAverage:
         """{name: average}; of a sharded parameter this rank's part of it."""
         return {name: like(t, p) for name, p, t in zip(
             self.names, self.parameters, self.averages, strict=True)}
-
-    def fill(self, tensors):
-        """The inverse of tensors: {name: whole average}, a rank takes its part; {}: begin."""
-        if not tensors:
-            return self.begin()
-        for name, p, average in zip(self.names, self.parameters, self.averages, strict=True):
-            parallel.copy_into(like(average, p), tensors[name])
 
 
 def exchange(model, others):

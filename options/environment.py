@@ -30,9 +30,10 @@ import traceback
 import torch
 
 from batches import as_batch
-from errors import BadInput, Stop, first_line, place_of, shorten
+from errors import BadInput, Stop, first_line, shorten
 from options.blanks import encode_behind
 from options.chats import joined
+from options.failures import place_of
 from options.time_limit import Late, in_time
 from options.user_code import load_function
 from ranks import this_rank

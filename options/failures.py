@@ -9,7 +9,7 @@ import os
 import re
 import traceback
 
-from errors import BadInput, Lost, Stop, first_line, place_of, translated
+from errors import BadInput, Lost, Stop, first_line, translated
 
 # the functions that read a folder of somebody's, their argument `path`. In it anything may be
 # wrong, and libraries raise anything, Rust's even a panic that is no Exception
@@ -34,6 +34,12 @@ def of_a_rule(name, error):
         return error
     place = place_of(traceback.extract_tb(error.__traceback__))
     return Stop(f"reward {name!r} failed{place}: {first_line(error)}")
+
+
+def place_of(trace):
+    """" at FILE, line N": the innermost place of a traceback that is not in installed code."""
+    own = [at for at in trace if not re.search("/lib/python|<frozen|user_code.py", at.filename)]
+    return f" at {os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else ""
 
 
 def of_a_gradient(run, norms):

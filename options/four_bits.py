@@ -16,8 +16,8 @@ from options.layers import layers_of
 class InFourBits(Model):
     """A Model whose layers' matrices have 4 bits already; its arguments are Model's."""
 
-    def merged(self, name, W):
-        """Model.merged, for saved models: W, or the matrix that is stored in W in 4 bits."""
+    def as_saved(self, name, W):
+        """Model.as_saved, for saved models: W, or the matrix that is stored in W in 4 bits."""
         p = dict(self.hf.named_parameters()).get(name)
         return in_full(p).cpu() if hasattr(p, "quant_state") else W
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import of_model, read_json
+from configurator import for_model, read_json
 from errors import BadInput, say, shorten
 from load import read_model
 from model import at_least_float32
@@ -112,12 +112,12 @@ class Adapted(OnTrunk):
         with using(self):
             return self.base.next_logits(*args)
 
-    def merged(self, name, W):
+    def as_saved(self, name, W):
         """
         W, a whole tensor of self.hf with this name -> W + scale B A, in at least 32 bits: bfloat16
         has steps of 1/256 of a weight, and most of an adapter's changes are smaller.
         """
-        W = super().merged(name, W)
+        W = super().as_saved(name, W)
         module = name.removeprefix(f"{self.hf.base_model_prefix}.").removesuffix(".weight")
         key, W = module.replace(".", "/"), at_least_float32(W)
         if key in self.adapters and name.endswith(".weight"):
@@ -215,7 +215,7 @@ def value_adapter(policy, reward_model, value_init, system, seed):
     if policy.base is None:
         raise BadInput("share_base: all models stand on the frozen trunk of the policy, so it "
                        "needs an adapter; type --lora=16")
-    value_model = adapt(policy.base, of_model(system.lora, "value"), "scalar", seed)
+    value_model = adapt(policy.base, for_model(system.lora, "value"), "scalar", seed)
     if value_init != "policy":
         fill_adapter(value_model, reward_model.folder if value_init == "reward" else value_init)
     return value_model
@@ -389,7 +389,7 @@ def read_merged(folder, head, system, device, seed):
                        "language model")
     adapted = load_adapted(model, folder, "scalar" if has_head else "lm")
     for name, p in model.hf.named_parameters():
-        p.copy_(adapted.merged(name, p))
+        p.copy_(adapted.as_saved(name, p))
     if has_head:
         model.hf.score.weight.copy_(adapted.score.weight)
         model.score_shift, model.new_head = adapted.score_shift, False

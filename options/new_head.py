@@ -12,7 +12,8 @@ import torch
 def update_unit(model, scores, state):
     """
     Give the value model the unit for a batch with these scores (B,), before its values are read.
-    state: run.state, which keeps the unit and what it follows.
+    Returns the unit in which the batch's loss counts: that one, unless the batch is odd. state:
+    run.state, which keeps the unit and what it follows.
 
     The unit is a power of two near the deviation of the scores. It changes when the deviation
     leaves [unit / 2, 2 * unit]. Then the head is divided by as much as the unit is multiplied by,
@@ -27,6 +28,10 @@ def update_unit(model, scores, state):
     The optimizer's state stays as it is. The loss counts in units, so the head's gradient is
     (value - return) / unit * state of the trunk. Its size does not depend on that of the scores,
     once the unit has followed them. So AdamW's mean of its squares, exp_avg_sq, still fits.
+
+    One score of 1e4 among scores of 1 would spoil that mean for hundreds of steps: they would be
+    too small to learn anything. So the loss of a batch whose deviation is above 16 units counts in
+    this deviation: the batch teaches next to nothing, and does no harm.
     """
     deviations, unit = state.get("value_deviations", []), model.unit
     quarters = 1 if len(deviations) > 2 else min(4, len(scores) // 2) or 1
@@ -39,3 +44,5 @@ def update_unit(model, scores, state):
         if "value_unit" in state:  # otherwise no value has been read: this is the first batch
             model.hf.score.weight.mul_(unit / model.unit)
     state |= dict(value_unit=model.unit, value_deviations=deviations)
+    deviation = scores.double().std(correction=0).item()
+    return deviation if deviation > 16 * model.unit else model.unit

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import torch
 
-from configurator import of_model
+from configurator import for_model
 from errors import BadInput, first_line
 from ranks import this_rank
 
@@ -31,9 +31,9 @@ def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
     kind, settings = torch.optim.AdamW, dict(
         lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay,
         fused=this_rank.role == "train")  # others never step
-    if narrow or of_model(system.optim, name) not in ("", "adamw"):
+    if narrow or for_model(system.optim, name) not in ("", "adamw"):
         kind, settings = other_optimizer(model, system, name, lr, betas, eps)
-    own = ":" in of_model(system.optim, name)  # a user's class may take no groups
+    own = ":" in for_model(system.optim, name)  # a user's class may take no groups
     whole = own and len(groups) == 1
     make = functools.partial(kind, groups[0]["params"] if whole else groups, **settings)
     if system.zero_stage or system.offload:
@@ -87,7 +87,7 @@ def other_optimizer(model, system, name, lr, betas, eps):
     of a step, as AdamW's is, and is not multiplied by the size of the weights. betas and eps are
     AdamW's alone.
     """
-    kind = of_model(system.optim, name)
+    kind = for_model(system.optim, name)
     if kind in ("", "adamw"):
         return WideAdamW, dict(lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
     if ":" in kind:
@@ -97,7 +97,7 @@ def other_optimizer(model, system, name, lr, betas, eps):
         raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit, muon or "
                        "FILE.py:CLASS, for all models or as policy=adafactor,value=adamw")
     most = dict(adamw8bit=0, adafactor=1, muon=0)[kind]
-    if int(of_model(system.zero_stage, name) or 0) > most or of_model(
+    if int(for_model(system.zero_stage, name) or 0) > most or for_model(
             system.offload, name) not in ("", "none"):
         raise BadInput(f"optim: {kind} needs whole matrices on the GPU, so {name} can be at stage "
                        f"{most} at most, and not offloaded; change zero_stage or offload")
@@ -136,7 +136,7 @@ def of_file(kind, system, name, settings):
     if system.weight_decay > 0 and "weight_decay" not in taken:
         raise BadInput(f"weight_decay = {system.weight_decay:g}, but {kind} takes none by this "
                        "name; type --weight_decay=0")
-    if of_model(system.offload, name) == "optimizer":
+    if for_model(system.offload, name) == "optimizer":
         raise BadInput(f"offload = {system.offload!r}: it has the states of AdamW alone, not of "
                        f"{kind}; leave one of the two out")
     return made, {key: x for key, x in settings.items() if key in taken}

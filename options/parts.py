@@ -7,9 +7,9 @@ import os
 
 import torch
 
-import parallel
 from load import auto_class, dtypes, read_model, config_and_arguments, freeze_or_train
 from model import Model
+from ranks import this_rank
 
 
 def load_part(path, name, system, device, head, trained, adapter, seed):
@@ -17,7 +17,9 @@ def load_part(path, name, system, device, head, trained, adapter, seed):
     A collective where zero_stage splits the model: the Model of a folder, frozen or
     trained. The arguments: see load.load; adapter: what the key lora says of it.
     """
-    if not (adapter or parallel.needs_weights(name)):  # ranks of another role have the weights
+    part = dict(policy="sample", reward="score", judge="score").get(name)
+    if not adapter and this_rank.role != "train" and part not in this_rank.does:
+        # ranks of another role have the weights
         return outline(path, head, system).requires_grad_(trained)
     small = adapter and system.quantize == "4bit"
     if system.zero_stage or system.offload:

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 import parallel
 from checkpoint import inner
-from configurator import of_model
+from configurator import for_model
 from errors import BadInput
 from load import dtypes, freeze_or_train, read_model
 from options.layers import layers_of
@@ -34,9 +34,9 @@ from ranks import this_rank
 
 def stage_of(system, name):
     """A model's ZeRO stage, 0 to 3. The reference has the policy's, unless the key names it."""
-    stage = of_model(system.zero_stage, name)
+    stage = for_model(system.zero_stage, name)
     if name == "ref" and not stage:
-        stage = of_model(system.zero_stage, "policy")
+        stage = for_model(system.zero_stage, "policy")
     if stage not in ("", "0", "1", "2", "3"):
         raise BadInput(f"zero_stage = {system.zero_stage!r}: wanted 0, 1, 2 or 3, for all models, "
                        "or as policy=3,ref=3")
@@ -50,7 +50,7 @@ def offload_of(system, name, trained, is_head=False):
     """
     if system.offload.strip() == "optimizer" and (is_head or not trained):
         return "none"
-    return of_model(system.offload, name) or "none"
+    return for_model(system.offload, name) or "none"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def optimizer_of(model, name, system, groups, kind, settings):
                   for group in groups for split in (True, False)]
         optimizer = kind([group for group in groups if group["params"]], **settings)
     optimizer.tensors_by_name = functools.partial(tensors_by_name, optimizer)
-    optimizer.fill_by_name = functools.partial(fill_by_name, optimizer)
+    optimizer.load_by_name = functools.partial(load_by_name, optimizer)
     return optimizer
 
 
@@ -326,7 +326,7 @@ def tensors_by_name(optimizer, model):
     return {full: tensors[full] for full in in_order}
 
 
-def fill_by_name(optimizer, model, tensors):
+def load_by_name(optimizer, model, tensors):
     """The inverse: give this rank its part of each ((name, ".", key), whole tensor)."""
     own = {p for group in inner(optimizer).param_groups for p in group["params"]}
     on_cpu = getattr(inner(optimizer), "on_cpu", False)  # offloaded

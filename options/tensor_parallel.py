@@ -97,4 +97,4 @@ def copy_weights_into(split, policy):
     for name, part in split.hf.named_parameters():
         p = policy.hf.get_parameter(name)
         W = p.full_tensor() if is_shard(p) else p.detach()  # COLLECTIVE
-        copy_into(part, policy.merged(name, W).to(part.dtype))
+        copy_into(part, policy.as_saved(name, W).to(part.dtype))

@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from errors import place_of
+from options.failures import place_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # seconds behind the limit: then the process ends, because the function has not looked for signals,

@@ -46,9 +46,9 @@ class OnTrunk(Model):
     def states(self, tokens):
         return self.base.states(tokens)
 
-    def merged(self, name, W):
-        """Model.merged: where the base has an adapter, the trunk that this model reads has it."""
-        return super().merged(name, self.base.merged(name, W))
+    def as_saved(self, name, W):
+        """Model.as_saved: where the base has an adapter, the trunk that this model reads has it."""
+        return super().as_saved(name, self.base.as_saved(name, W))
 
 
 def value_on_trunk(policy, reward_model, value_init, system, seed):

@@ -10,7 +10,7 @@ import sys
 import traceback
 
 from errors import BadInput, first_line
-from prompts import inputs_hash
+from prompts import hash_inputs
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -46,7 +46,7 @@ def load_file(path, where):
     try:
         with open(path, "rb") as f:
             source = f.read()
-        inputs_hash.update(source)
+        hash_inputs(source)
         check_helpers(path, source.decode(errors="replace"), where)
         loading.loader.exec_module(module)
     except BadInput:

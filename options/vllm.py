@@ -56,7 +56,7 @@ def whole_weights(policy, vocab_size):
     hf = policy.hf
     by_id = [*hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()]
     for name, p in hf.named_parameters(remove_duplicate=False):
-        W = policy.merged(name, parallel.whole(p))  # COLLECTIVE
+        W = policy.as_saved(name, parallel.whole(p))  # COLLECTIVE
         yield name, W[:vocab_size] if any(p is q for q in by_id) else W
 
 

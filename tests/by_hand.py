@@ -165,8 +165,9 @@ def find_unit(models, batch):
                 for r in batch:
                     r.values = [x * old / value.unit for x in r.values]
     value.was_read = True
-    for r in batch:
-        r.unit = value.unit
+    whole = statistics.pstdev(scores) if value.deviations is not None else 0.0
+    for r in batch:  # of its loss
+        r.unit = whole if whole > 16 * value.unit else value.unit
 
 
 def scalars(model, ids):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from configurator import check_range, configure, of_model, read_arguments, read_keys
+from configurator import check_range, configure, for_model, read_arguments, read_keys
 from errors import BadInput
 from tiny import ROOT, write
 
@@ -141,9 +141,9 @@ def test_a_path_may_begin_at_home(toy, monkeypatch):
 
 def test_a_key_for_one_model():
     given = {"3": "3", "policy=3,value=2": "2", "policy=3": "", "1,value=3": "3", "": ""}
-    assert {text: of_model(text, "value") for text in given} == given
+    assert {text: for_model(text, "value") for text in given} == given
     with pytest.raises(BadInput, match="critic=3"):
-        of_model("critic=3", "policy")
+        for_model("critic=3", "policy")
 
 
 def test_each_config_file_fits_its_script_and_each_default_its_range():

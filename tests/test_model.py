@@ -3,9 +3,11 @@ model.py and load.py, in several families of transformers: against transformers'
 text alone. And folders that are refused.
 """
 import json
+import math
 import os
 import pickle
 import shutil
+import statistics
 
 import pytest
 import torch
@@ -191,6 +193,7 @@ def times(x, scores):
     return [x * score for score in scores]
 
 
+ODD = [1e4, *HALVES[1:]]  # deviation 1240.1
 UNITS = {  # name: scores of some batches, one after the other; and the unit for each
     "another size": [
         (HALVES, 1), *2 * [(times(100, HALVES), 1)], *2 * [(times(100, HALVES), 64)],
@@ -199,9 +202,9 @@ UNITS = {  # name: scores of some batches, one after the other; and the unit for
     "one of 64 scores 0.02": [([0.02, *[0] * 63], 1), (times(10, HALVES), 4)],
     "equal": [*3 * [([0.1] * 64, 1)], (times(1000, HALVES), 512), ([7] * 64, 512)],
     "equal but for rounding": [([1 + x for x in times(1e-8, HALVES)], 1)],
-    "odd at first": [([1e4, *HALVES[1:]], 1), (times(10, HALVES), 1)],
+    "odd at first": [(ODD, 1), (times(10, HALVES), 1)],
     "odd among ones": [([1e4, *ONES], 1), (times(10, HALVES), 4)],
-    "odd later": [(times(10, HALVES), 4), ([1e4, *HALVES[1:]], 4), (times(10, HALVES), 4)],
+    "odd later": [(times(10, HALVES), 4), (ODD, 4), (times(10, HALVES), 4)],
     "not finite": [([torch.nan, *HALVES[1:]], 1), ([torch.inf, *HALVES[1:]], 1)],
     "two": [*2 * [([0, 100], 1)], ([0, 100], 64)],
     "one": [([5], 1)]}
@@ -218,7 +221,12 @@ def test_a_new_value_heads_unit_follows_the_scores(tmp_path, dtype):
         model, state, values = load_value_model("policy", policy, None, system, CPU), {}, []
         drawn = model.hf.score.weight.detach().clone()
         for scores, unit in batches:
-            assert model.update_unit(torch.tensor(scores).double(), state) == unit, (name, state)
+            of_loss = model.update_unit(torch.tensor(scores).double(), state)
+            assert model.unit == unit, (name, state)
+            # a batch whose deviation is above 16 units is odd: its loss counts in this deviation
+            own = statistics.pstdev(scores) if all(map(math.isfinite, scores)) else 0
+            assert abs(of_loss - (own if own > 16 * unit else unit)) <= 1e-9 * own, (name, of_loss)
+            assert scores is not ODD or round(of_loss) == 1240
             state = json.loads(json.dumps(state))  # as in a run that has resumed
             with torch.no_grad():
                 values.append(model.scores(tokens, last))

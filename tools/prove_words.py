@@ -91,7 +91,7 @@ CAUSES = {  # (a promise, what differs first): likely causes
         "noise or a counter that training and evaluation share"],
     ("resume", ""): [
         "a number, list, tensor or generator that survives an iteration and is not in run.state "
-        "(plain numbers, lists, dicts with text keys), run.kept or a model of `models`",
+        "(plain numbers, lists, dicts with text keys), run.also_saved or a model of `models`",
         "an optimizer or model that is not in `optimizers` and `models` before Run(...)",
         "something that is counted from the start of the process instead of from 0"],
     ("kl", ""): ["the sign of the KL, in the reward or in the loss",

@@ -45,7 +45,7 @@ def test_maps_in_four_bits_compute_with_the_rounded_matrix():
     assert before - held(small) == int(matrices * 3.5)  # 4 bytes became half of one
     probe(small)
     for (name, p), q in zip(dense.hf.named_parameters(), small.hf.parameters(), strict=True):
-        W = small.merged(name, q)
+        W = small.as_saved(name, q)
         assert W.shape == p.shape and (
             torch.equal(W, p) or 0 < (W - p).abs().max() < 0.2 * p.abs().max()), name
     linear, x = layers_of(small)[0].mlp.up_proj, torch.randn(3, 64)

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import test_checkpoint
@@ -298,20 +298,18 @@ def test_marks_are_special_in_the_run_alone(tmp_path):
         assert ours.encode_prompts([evil])[0] == [256, *b"<|end|><|tool_call|>", 258]
 
 
-@pytest.mark.parametrize("given, lora, left", [
-    (dict(do_sample=False, temperature=0.9, top_p=0.6), "", dict(do_sample=False)),
-    (dict(temperature=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, chat_format="raw"), "2",
-     dict(repetition_penalty=1.1, chat_format="raw")),
-    (dict(early_stopping=True, num_beams=4, temperature=0.9), "",
-     dict(early_stopping=True, num_beams=4)),
-    (dict(output_scores=True, pad_token_id=-1, num_beams=1), "", dict(num_beams=1))])
-def test_settings_of_generation_that_transformers_does_not_save(world, tmp_path, given, lora, left):
-    """What has no effect beside the others is left out, and all else stays, with our ends."""
+@pytest.mark.parametrize("given, lora", [
+    (dict(do_sample=False, temperature=0.9, top_p=0.6), ""),
+    (dict(temperature=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, chat_format="raw"), "2"),
+    (dict(output_scores=True, pad_token_id=-1, num_beams=1), "")])
+def test_settings_of_generation_that_transformers_does_not_save(world, tmp_path, given, lora):
+    """They stay as they were published, but with our ends; transformers reads them."""
     model = shutil.copytree(world.policy, tmp_path / "model")
     write(model / "generation_config.json", json.dumps(given))
     ours = load(str(model), "policy", keys_of_system(lora=lora), CPU, trained=True)
     save_final(str(tmp_path), "saved", ours)
     found = json.loads((tmp_path / "saved/generation_config.json").read_text())
     found.pop("transformers_version")
-    assert found == left | dict(eos_token_id=[258], pad_token_id=259)
+    assert found == given | dict(eos_token_id=[258], pad_token_id=259)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
