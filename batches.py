@@ -45,8 +45,7 @@ float64. The columns, in the order in which an iteration writes them:
 index: the number of the row, 0 to B - 1. row: that of the data row whose prompt it answers.
 slot: the place of that data row in the iteration. turn_rewards: what an environment pays for a
 turn, at its last token. age: how many updates the policy has made since it sampled the batch.
-token_rewards: the part of the scores that stands at single tokens. counted: the sampled tokens that
-GRPO trains on.
+token_rewards: the part of the scores that stands at single tokens. counted: what GRPO trains on.
 """
 import torch
 
@@ -87,8 +86,7 @@ def as_batch(prompts, responses, logprobs, lengths, finished, width, pad_id, sam
 def texts_of(batch, rows, tokenizer):
     """
     The texts of a batch, as rewards read them; see rewards.py. rows: the data's. Returns a dict of
-    lists with an entry for each response: rows, prompts, completions; and dialogues, where a
-    response has several turns.
+    lists, an entry a response: rows, prompts, completions; of several turns, dialogues, too.
     """
     tokens, mask = batch["tokens"].cpu(), batch["response_mask"].cpu()
     numbers = batch["row"].tolist()
@@ -195,8 +193,7 @@ def micro_batches(batch, index, micro_batch_size, micro_batch_tokens=0):
 def right_pad(sequences, pad_id):
     """
     Lists of token ids -> tokens (b, W) int64, padded on the right to the longest, and their mask
-    (b, W) bool, made from lengths, not from ids: the pad id may be the EOS. Without sequences: a
-    row of two zeros.
+    (b, W) bool, made from lengths: the pad id may be the EOS. Without sequences: a row of zeros.
     """
     rows = [torch.tensor(ids, dtype=torch.int64) for ids in sequences or [[0, 0]]]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)

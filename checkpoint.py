@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 
 import parallel
 from configurator import read_json, write_json, write_text
-from errors import BadInput, Stop, say
+from errors import BadInput, Stop, optional, say
 from parallel import alone
 
 FILE_BYTES = 5 * 10**9  # the largest file of tensors, unless a single tensor is larger
@@ -68,10 +68,8 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
     begun = alone(lambda: begin_or_resume(  # COLLECTIVE
         out_dir, config | dict(token_ids=token_ids), [*must_match, *MUST_MATCH, "token_ids"],
         max_iters, frozen, list(trained)))
-    with contextlib.suppress(ImportError):  # a fork may do without
-        if parallel.rank_and_size()[1] > 1:
-            from options.hosts import check_disk
-            check_disk(out_dir)  # COLLECTIVE
+    if parallel.rank_and_size()[1] > 1:
+        optional("hosts.check_disk")(out_dir)  # COLLECTIVE
     return begun
 
 
@@ -108,12 +106,9 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
         if (saved.get(path) or weights) != weights:  # it would go on with another reference, say
             raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
                            f"{out_dir} began; put those back, or choose another --out_dir")
-    if folder:
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.again import compare_keys
-
-            if compare_keys(out_dir, folder, config, state, max_iters, trained):
-                return folder, state | {"run/over": True}
+    if folder and optional("again.compare_keys")(
+            out_dir, folder, config, state, max_iters, trained):
+        return folder, state | {"run/over": True}
     for name in unfinished:
         remove(os.path.join(out_dir, name))
     evaluated = cut_logs(out_dir, state["iteration"])
@@ -133,9 +128,7 @@ def contents_of(out_dir, config, trained=("policy",)):
         before = read_json(os.path.join(out_dir, "config.json"))
     lost = [f"{name}, which is no run's" for name in names if "out_dir" not in before]
     if there:
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.mistakes import check_place
-            check_place(out_dir, "out_dir" in before)
+        optional("mistakes.check_place")(out_dir, "out_dir" in before)
     for key, path in paths_in(config):
         inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]
         if os.path.exists(path) and (inner == os.curdir or ours.fullmatch(inner)):
@@ -156,8 +149,6 @@ def lock(out_dir):
     """Lock out_dir/.lock for this process. If another one has it, wait a little for its end."""
     global lock_file
     path = os.path.join(out_dir, ".lock")
-    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
-        os.remove(path)  # it could lead anywhere
     lock_file = open(path, "a", encoding="utf-8")
     for attempt in range(LOCK_WAIT * 10):
         try:
@@ -190,7 +181,7 @@ def append(out_dir, name, records, again=False):
 
 def lines_of(file):
     """(line, record) of each line of a log, without one that a kill has cut."""
-    if os.path.isfile(file):  # a pipe or a device could lead anywhere
+    if os.path.isfile(file):
         with open(file, encoding="utf-8", errors="replace") as f:
             for line in f:
                 with contextlib.suppress(ValueError):
@@ -222,8 +213,7 @@ def save_checkpoint(out_dir, iteration, models, optimizers, state, keep, more=()
     """
     A collective: write out_dir/checkpoint-{iteration}, and delete older ones. models, optimizers:
     {name: Model}, {name: optimizer} of the trained models. state: the numbers of the loop. keep:
-    how many checkpoints stay. more: {file: an object whose tensors() are saved, too}; when the run
-    resumes, it reads them itself.
+    how many checkpoints stay. more: {file: an object whose tensors() are saved, too}.
     """
     final = os.path.join(out_dir, f"checkpoint-{iteration:06d}")
     state = {**state, "iteration": iteration}
@@ -293,10 +283,8 @@ def save_final(out_dir, name, model, dtype="auto", **about):
         alone(save)
 
     def describe(folder, base):
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.cards import write_card
-
-            write_card(out_dir, folder, base, about | dict(save_dtype=dtype, adapter=adapter))
+        optional("cards.write_card")(
+            out_dir, folder, base, about | dict(save_dtype=dtype, adapter=adapter))
 
     adapter = hasattr(model, "save_adapter")
     put_in_place(write, os.path.join(out_dir, name))
@@ -391,10 +379,8 @@ def load_checkpoint(folder, models, optimizers):
         if own:
             raise BadInput(f"{folder} has no tensor {min(own)}; give the same model")
         tensors = read_tensors(folder, f"{name}_optimizer")
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.fork_state import restored
-
-            tensors = restored(folder, name, model, optimizers[name], tensors)
+        tensors = optional("fork_state.restored")(
+            folder, name, model, optimizers[name], tensors) or tensors
         tensors = ((key.rpartition("."), t.to(wide) if wide and t.dim() and t.is_floating_point()
                     else t) for key, t in tensors)
         if hasattr(optimizers[name], "load_by_name"):
@@ -507,13 +493,11 @@ def hash_of_model(path):
 
 
 def hashes(folder, names=".*"):
-    """{file: sha256} of the files of a folder whose names match. Raises OSError for a pipe."""
+    """{file: sha256} of the files of a folder whose names match."""
     files = sorted(file for d, _, found in os.walk(folder) for f in found
                    if re.fullmatch(names, file := os.path.relpath(os.path.join(d, f), folder)))
 
     def sha256(name):
-        if not os.path.isfile(os.path.join(folder, name)):  # reading it would never end
-            raise OSError(f"{name} is no plain file")
         with open(os.path.join(folder, name), "rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 

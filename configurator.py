@@ -23,7 +23,6 @@ config/keys.py has the keys that all scripts share. They become attributes of `s
 This file is imported before torch, whose libraries read the two settings below when they start.
 """
 import ast
-import contextlib
 import json
 import os
 import re
@@ -34,13 +33,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from errors import BadInput, say, shorten
+from errors import BadInput, optional, say, shorten
 
 # For products of each new shape oneDNN writes a program, and keeps 1,024 of them; so does torch.
 # Each takes 0.3 MiB, and most shapes come only once: a run would grow by 12 MiB an iteration.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # oneDNN's
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
-
 
 MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
 # a [range] that a comment may end with -> is a value allowed by it?
@@ -67,10 +65,9 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     """
     Override the configuration globals of a script from config files and --key=value arguments.
 
-    script_globals: the caller's globals(). shared: a file of more keys, beside this one. until: a
-    shared key; it and the keys below it are other scripts' and keep their defaults. given: {key:
-    (value, where it is from)}, which files and arguments override. defaults: the script's own
-    defaults of shared keys.
+    script_globals: the caller's globals(). shared: a file of more keys, beside this one. defaults:
+    the script's own, of shared keys. until: a shared key; it and the keys below it are other
+    scripts' and keep their defaults. given: {key: (value, where it is from)}, which is overridden.
 
     Returns the final configuration as a dict, with the script's name as "script", and the shared
     keys as attributes of a namespace. Raises BadInput.
@@ -94,10 +91,7 @@ def configure(script_globals, shared="", argv=None, until=None, given=None, **de
     config = {name: overrides.get(name, [key.default])[0] for name, key in keys.items()}
     config["script"] = os.path.basename(script)
     if any(re.match(OF_OTHERS, keys[name].comment) for name in overrides):
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.mistakes import check_others
-
-            check_others(config, keys, overrides)
+        optional("mistakes.check_others")(config, keys, overrides)
     script_globals.update({name: config[name] for name in own})
     say_settings(keys, overrides)
     return config, SimpleNamespace(**{name: config.get(name, key.default)
@@ -156,10 +150,7 @@ def read_keys(file):
 
 
 def run_config_file(path, keys):
-    """
-    Run a config file -> {key: value}. Raises BadInput; a program that is no config file is refused
-    before it runs.
-    """
+    """Run a config file -> {key: value}. Raises BadInput; of other programs before it runs them."""
     namespace = {"__file__": path}
     try:
         with open(path, encoding="utf-8-sig") as f:
@@ -167,11 +158,7 @@ def run_config_file(path, keys):
         bound = symtable.symtable(text, path, "exec").get_symbols()
         names = [each.get_name() for each in bound if each.is_assigned() or each.is_imported()]
         check_names(names, keys, path)
-        lines = [target.id for node in ast.parse(text).body if isinstance(node, ast.Assign)
-                 for target in node.targets if getattr(target, "id", "_")[0] != "_"]  # key = ...
-        # some data are valid Python, too; and of two lines for one key the first has no effect
-        if all(name[0] == "_" for name in names) or len({*lines}) < len(lines) or (
-                not path.endswith(".py")):
+        if all(name[0] == "_" for name in names) or not path.endswith(".py"):  # data, for example
             raise ValueError(f"{path} is no config file")
         exec(compile(text, path, "exec"), namespace)
         check_names(namespace, keys, path)
@@ -193,11 +180,7 @@ def check_names(names, keys, where):
 
 def unknown(key, keys, where):
     """The BadInput for a key that does not exist; options/ can say which one may be meant."""
-    hint = "--help lists the keys"
-    with contextlib.suppress(ImportError):  # a fork may do without
-        from options.foreign_names import meant
-
-        hint = meant(key, keys, where) or hint
+    hint = optional("foreign_names.meant")(key, keys, where) or "--help lists the keys"
     return BadInput(f"unknown key {key!r} ({where}): {hint}")
 
 
@@ -270,15 +253,8 @@ def write_json(path, value):
 
 def write_text(path, text):
     """Replace a file as a whole: another rank, or a browser, never reads a half-written file."""
-    with open_new(path + ".tmp") as f:
+    new = Path(f"{path}.tmp")
+    new.unlink(missing_ok=True)  # it may be a link to any file of the user's
+    with open(new, "x", encoding="utf-8") as f:  # "x" follows no link that is made meanwhile
         f.write(text)
-    os.replace(path + ".tmp", path)
-
-
-def open_new(path):
-    """
-    A new text file, open for writing. What had its name is removed, and not written to: it may be a
-    link to any file of the user's.
-    """
-    Path(path).unlink(missing_ok=True)
-    return open(path, "x", encoding="utf-8")  # O_EXCL: it follows no link that is made meanwhile
+    os.replace(new, path)

@@ -35,12 +35,6 @@ class Lost(Stop):
     """Another rank has ended or does not answer. Each of the other ranks says so."""
 
 
-class Interrupted(Stop):
-    """Ctrl-C before the run has begun: there is nothing yet that could be saved."""
-
-    exit_code = 130
-
-
 def enter(what):
     """Note the phase that begins now, such as "iteration 7, update": error lines name it."""
     global phase
@@ -50,8 +44,7 @@ def enter(what):
 def report_error(kind, error, trace):
     """
     sys.excepthook of all programs. BadInput is one line and exit code 2, Stop is one line and 1,
-    and so is what `translated` makes of others. Any other exception is a bug, and is shown with its
-    traceback.
+    and so is what `translated` makes of others. Any other exception is a bug: with its traceback.
     """
     error = error if hasattr(error, "exit_code") else translated(error)
     code, rank = getattr(error, "exit_code", 0), int(os.environ.get("RANK") or 0)
@@ -68,10 +61,7 @@ def report_error(kind, error, trace):
         line = f"{os.path.basename(sys.argv[0])}: error{where}: {message}"
         print(line, file=sys.__stderr__, flush=True)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            with contextlib.suppress(ImportError):
-                from options.torchrun import tell
-
-                tell(line)
+            optional("torchrun.tell")(line)
     with contextlib.suppress(OSError):  # the disk is full: the line above says so
         sys.stdout.flush()
     # _exit, because leaving the group of ranks in order would wait for ranks that may have ended
@@ -80,8 +70,9 @@ def report_error(kind, error, trace):
 
 def translated(error):
     """The BadInput or Stop that says in a line what an exception means; or the exception itself."""
-    if isinstance(error, KeyboardInterrupt):
-        return Interrupted("interrupted")
+    if isinstance(error, KeyboardInterrupt):  # before the run has begun: nothing could be saved
+        error = Stop("interrupted")
+        error.exit_code = 130
     if isinstance(error, ImportError) and re.match(r"(options|grading)\b", error.name or ""):
         line = traceback.extract_tb(error.__traceback__)[-1].line  # it names the file, or RULES do
         folder, file = re.search(r"(options|grading)(?:\.| import )(\w+|\*)",
@@ -89,11 +80,18 @@ def translated(error):
         return BadInput(f"{'an input is wrong, and ' * (file == 'mistakes')}this run needs "
                         f"{folder}/{file}.py; type mkdir -p {ROOT}/{folder}; cp QUARTET/{folder}/"
                         f"{file}.py {ROOT}/{folder}/ (QUARTET: what this is a copy of)")
-    with contextlib.suppress(ImportError):  # a fork may do without
-        from options.failures import meaning_of
+    return optional("failures.meaning_of")(error, phase) or error
 
-        return meaning_of(error, phase) or error
-    return error
+
+def optional(name):
+    """FILE.FUNCTION of options/. In a fork without the file: a function that does nothing."""
+    file, function = name.split(".")
+    try:
+        return getattr(importlib.import_module(f"options.{file}"), function)
+    except ModuleNotFoundError as e:
+        if e.name not in ("options", f"options.{file}"):
+            raise
+        return lambda *args: None
 
 
 def say(message):

@@ -130,8 +130,7 @@ def larger_losses(ratio, advantages, low, high):
 
 def token_weights(mask, aggregation, max_length):
     """
-    The weight of each token, (B, T) float64: the loss of an optimizer step is the sum of weight *
-    loss over its tokens.
+    The weight of each token, (B, T) float64. An optimizer step's loss: the sum of weight * loss.
 
     mask: (B, T) bool of the *whole* step, of all micro-batches and ranks: True on the tokens that
     count. max_length: the most tokens that a response may have.
@@ -152,8 +151,6 @@ def token_weights(mask, aggregation, max_length):
         "token-mean"               1/4            1/4  1/4  1/4
         "seq-mean-token-mean"      1/2            1/6  1/6  1/6
         "seq-mean-token-sum-norm"  1/8            1/8  1/8  1/8
-
-    Raises ValueError for another aggregation.
     """
     weights = mask.double()
     if aggregation == "token-mean":
@@ -161,6 +158,4 @@ def token_weights(mask, aggregation, max_length):
     lengths = weights.sum(1, keepdim=True)  # (B, 1)
     if aggregation == "seq-mean-token-mean":
         return weights / lengths.clamp(min=1) / (lengths > 0).sum().clamp(min=1)
-    if aggregation == "seq-mean-token-sum-norm":
-        return weights / max_length / len(mask)
-    raise ValueError(f"aggregation = {aggregation!r}")
+    return weights / max_length / len(mask)  # seq-mean-token-sum-norm

@@ -30,7 +30,6 @@ With the defaults it is GRPO as in DeepSeekMath (arXiv 2402.03300). The formulas
 """
 from configurator import configure  # first: it must be imported before torch
 
-import sys
 from functools import partial
 
 import torch
@@ -41,7 +40,7 @@ from batches import forward_batch, micro_batches
 from errors import BadInput
 from formulas import importance_weights, kl_estimate, learning_rate_at, masked_sum
 from groups import LOSSES, flat_groups, group_advantages, summarize_groups, token_weights
-from load import autocast, load_policy, load_ref_policy, load_reward_model
+from load import autocast, load, load_ref_policy, load_reward_model
 from metrics import add_up, gap, mean_of, summarize
 from model import response_logprobs
 from prompts import (batch_rows, encode_prompts, hash_of_ids, permutation, read_prompts,
@@ -131,8 +130,8 @@ reward_names = [name for _, name, _ in terms]
 if refill_by and refill_by not in reward_names:
     raise BadInput(f"refill_by = {refill_by!r} is none of the rewards, {', '.join(reward_names)}")
 
-# the policy: the SFT model, which is trained
-policy = load_policy(policy_path, system, device, seed)
+# the policy: the SFT model, which is trained; with LoRA an adapter on it
+policy = load(policy_path, "policy", system, device, trained=True, seed=seed)
 models = dict(policy=policy)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
@@ -226,15 +225,11 @@ def evaluate():
         batch, eval_rows, reward_names, mean_of(shape_scores(batch)).item())
 
 
-# batches that come early: with staleness or roles; and the first one, to choose the zero of a
-# reward model that rm.py has not trained
+# With staleness or roles batches are sampled early. So is the first one where the zero of a reward
+# model must be chosen, which rm.py has not trained. A rank that does not train stays in this call
 if system.staleness > 0 or system.roles or lacks_shift(reward_model):
     from options.ahead import ahead_of
-    ahead = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)
-    if ranks.this_rank.role != "train":  # this rank samples, or scores, until the run is over
-        ahead.serve()  # COLLECTIVE
-        sys.exit()
-    rollout = ahead.rollout
+    rollout = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # the loop

@@ -50,8 +50,7 @@ def load(path, name, system, device, head="lm", trained=False, tokenizer=None, s
     The Model of a folder or hub name, on the device, trained or frozen. A collective where
     zero_stage splits it over the ranks. name: as in the keys, policy, ref, reward, value or judge.
     head: "lm"; or "scalar", of a reward or value model: then a plain language model gets a new
-    scalar head, drawn from seed, and new_head is True. tokenizer: None: that of the folder. Raises
-    BadInput.
+    scalar head, drawn from seed (new_head). tokenizer: None: that of the folder. Raises BadInput.
     """
     tokenizer = tokenizer or load_tokenizer(
         path, system if trained or name not in ("reward", "judge") else None)
@@ -154,8 +153,7 @@ def class_of(path, config, head):
 
 def plain_head(hf, head):
     """
-    Whether a scalar head is a linear map to one number; or an LM head is the table of embeddings,
-    where the settings say so.
+    Whether a scalar head is linear, to one number; or an LM head is tied as the settings say.
     """
     if head == "scalar":
         score = getattr(hf, "score", None)
@@ -231,11 +229,6 @@ def probe(model):
     except Exception as e:  # transformers raises anything
         raise BadInput(f"{model.path}: quartet cannot decode a model of the family "
                        f"{model.config.model_type}: {first_line(e)}") from e
-
-
-def load_policy(path, system, device, seed=0):
-    """The SFT model, trained. With LoRA an adapter on it is trained instead."""
-    return load(path, "policy", system, device, trained=True, seed=seed)
 
 
 def load_ref_policy(path, policy, system, device):

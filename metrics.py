@@ -5,11 +5,8 @@ and the lines that a terminal shows.
 B responses in T columns, b of them in the W columns of a micro-batch: see the head of batches.py.
 """
 import contextlib
-import os
-import platform
 import random
 import re
-import subprocess
 import textwrap
 
 import torch
@@ -78,13 +75,6 @@ def add_up(sums, mask, tensors):
         sums[name] = sums.get(name, 0) + pair
 
 
-def as_number(name, x):
-    """A metric, a number or a tensor, as a Python number. Raises TypeError that names it."""
-    if isinstance(x, torch.Tensor) and x.numel() != 1:
-        raise TypeError(f"the metric {name!r} has the shape {tuple(x.shape)}; log one number")
-    return x.item() if hasattr(x, "item") else x
-
-
 def gap(log_ratio, mask, dtype):
     """
     The distance in nats of two log-probs of each token that should be equal: a scalar tensor.
@@ -113,23 +103,6 @@ def peak_memory_mib(device):
     with contextlib.suppress(FileNotFoundError), open("/proc/self/status", encoding="utf-8") as f:
         return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
     return 0.0  # not Linux
-
-
-def made_on(device):
-    """What a log's figures hang on beside its keys: the device, torch, quartet's commit."""
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        with contextlib.suppress(OSError, StopIteration), open(
-                "/proc/cpuinfo", encoding="utf-8") as f:
-            name = next(line.split(":")[1].strip() for line in f if line.startswith("model name"))
-    commit = ""  # of a copy without git
-    with contextlib.suppress(OSError):
-        commit = subprocess.run(
-            ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always",
-             "--dirty"], capture_output=True, text=True).stdout.strip()
-    return {"run/device": name, "run/torch": torch.__version__, "run/commit": commit}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from errors import optional
+
 
 class Model(nn.Module):
     """A model of transformers, `hf`, with the head of a language model or of one scalar a token."""
@@ -148,10 +150,7 @@ class Model(nn.Module):
             hf.generation_config.to_json_file(os.path.join(folder, "generation_config.json"))
         hf.config.save_pretrained(folder)
         if has_any(hf.config, ["rope_parameters", "num_local_experts"]):
-            with contextlib.suppress(ModuleNotFoundError):  # in a fork without options
-                from options.older_readers import add_older_names
-
-                add_older_names(folder)
+            optional("older_readers.add_older_names")(folder)
         tokenizer.save(folder)
 
     @property
@@ -202,8 +201,6 @@ def scaled_logits(logits, temperature=1.0, tokenizer=None):
     temperature, in at least float32; -inf from the tokenizer's vocab_size on. The sampler and all
     log-probs use this function, so they mean the same distribution. Temperature 0 counts as 1.
     """
-    if torch.is_tensor(temperature) and temperature.ndim:
-        raise TypeError(f"temperature must be one number, not a tensor {tuple(temperature.shape)}")
     logits = at_least_float32(logits)
     if temperature not in (0, 1):
         logits = logits / temperature

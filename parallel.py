@@ -1,8 +1,7 @@
 """
 Raw torch.distributed. A rank is a process that runs the whole script on its own share of the data.
 A collective is a call in which the ranks exchange tensors: all must make the same collectives in
-the same order, because each waits there for the others. In a run of one process every function here
-returns at once.
+the same order, because each waits there for the others. With one process each returns at once.
 
 The collectives of one iteration of ppo.py, in order. n ranks, B responses in T columns:
 
@@ -40,9 +39,8 @@ from ranks import this_rank
 PATIENCE = datetime.timedelta(hours=6)  # how long ranks wait during work at the disk
 
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # what one rank does for all, and what all do in step
-
 
 @contextlib.contextmanager
 def patient():
@@ -109,9 +107,8 @@ def ranks_where(flag):
     return torch.cat(flags).nonzero().flatten().tolist()
 
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # shares, and tensors of all ranks
-
 
 def rank_and_size():
     """(the number of this process, how many there are); (0, 1) where there is no group."""
@@ -205,9 +202,8 @@ def check_finite(tensors):
                        f"{int(bad.nonzero()[0, 0])} of the batch); stopped before the step")
 
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # gradients
-
 
 def flatten_gradients(model):
     """
@@ -255,8 +251,8 @@ def all_reduce_gradients(gradients, scale=1.0):
 
 def clip_gradients(buffers, max_norm):
     """
-    Scale a model's gradients to a joint norm of at most max_norm, 0 = any; returns the norm before.
-    With sharded models a collective.
+    A collective where the model is sharded: scale its gradients to a joint norm of at most
+    max_norm, 0 = any. Returns the norm before.
     """
     norms = [wide_norm(flat) if torch.is_tensor(flat) else flat.norm() for flat in buffers]
     norm = torch.stack(norms).norm()
@@ -276,9 +272,8 @@ def wide_norm(t):
     return torch.stack([torch.linalg.vector_norm(p, dtype=wide) for p in parts]).double().norm()
 
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the audit: are the weights the same on all ranks, finite, and, if frozen, unchanged?
-
 
 def audit(models, frozen, iteration):
     """
@@ -330,9 +325,8 @@ def checksum(t):
     return total
 
 
-# --------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # sharded parameters (options/shards.py): each rank has some rows of each, a DTensor of torch's
-
 
 def is_shard(p):
     """Whether a parameter is split over the ranks."""

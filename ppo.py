@@ -30,7 +30,6 @@ N+ is a paper: The N+ Implementation Details of RLHF with PPO (arXiv 2403.17031)
 """
 from configurator import configure  # first: it must be imported before torch
 
-import sys
 from functools import partial
 
 import torch
@@ -41,7 +40,7 @@ from batches import forward_batch, micro_batches
 from errors import BadInput
 from formulas import importance_weights, kl_estimate, learning_rate_at, masked_sum, masked_whiten
 from gae import compute_gae
-from load import autocast, load_policy, load_ref_policy, load_reward_model, load_value_model
+from load import autocast, load, load_ref_policy, load_reward_model, load_value_model
 from metrics import add_up, explained_variance, gap, summarize
 from model import response_logprobs, response_values
 from prompts import (batch_rows, encode_prompts, hash_of_ids, permutation, read_prompts,
@@ -124,8 +123,8 @@ device = ranks.init(system)  # COLLECTIVE
 terms = reward_terms(reward_functions, config)  # [(weight, name, function)]
 reward_names = [name for _, name, _ in terms]
 
-# the policy: the SFT model, which is trained
-policy = load_policy(policy_path, system, device, seed)
+# the policy: the SFT model, which is trained; with LoRA an adapter on it
+policy = load(policy_path, "policy", system, device, trained=True, seed=seed)
 models = dict(policy=policy)
 
 # the reference policy: the SFT model as it was, frozen. The KL to it keeps the policy from going
@@ -224,15 +223,11 @@ def evaluate():
         batch, eval_rows, reward_names, shape_scores(batch).mean().item())
 
 
-# batches that come early: with staleness or roles; and the first one, to choose the zero of a
-# reward model that rm.py has not trained
+# With staleness or roles batches are sampled early. So is the first one where the zero of a reward
+# model must be chosen, which rm.py has not trained. A rank that does not train stays in this call
 if system.staleness > 0 or system.roles or lacks_shift(reward_model):
     from options.ahead import ahead_of
-    ahead = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)
-    if ranks.this_rank.role != "train":  # this rank samples, or scores, until the run is over
-        ahead.serve()  # COLLECTIVE
-        sys.exit()
-    rollout = ahead.rollout
+    rollout = ahead_of(rollout, run, config, system, train_rows, rows_of, terms)  # COLLECTIVE
 
 # -------------------------------------------------------------------------------------------------
 # the loop

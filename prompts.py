@@ -46,8 +46,7 @@ class Rows(list):
 def read_rows(path, check_row, fields=""):
     """
     The Rows of a JSONL file. check_row: a function such as prompt_row, which checks a row and
-    brings it into one form. fields: the key; see options/sources.py. Raises BadInput, with file and
-    line.
+    brings it into one form. fields: the key. Raises BadInput, with file and line.
     """
     if not os.path.isfile(path) or re.search(r"(?i)\.(json|csv|parquet|gz)$", path):
         from options.sources import several_rows
@@ -209,10 +208,9 @@ def encode_rows(rows, encode, limit, too_long, cut, length=len,
     return rows
 
 
-def hash_inputs(*more):
-    """A hash of all rows and FILE.pys that this process has read: bytes, and now `more` of them."""
-    for part in more:
-        inputs.update(part)
+def hash_inputs(more=b""):
+    """A hash of all rows and FILE.pys that this process has read; and now of these bytes, too."""
+    inputs.update(more)
     return inputs.hexdigest()
 
 
@@ -281,8 +279,7 @@ def hashed_row(n, *key):
 def rows_to_evaluate(n, size, seed):
     """
     The numbers of the rows of an evaluation: `size` of the n rows of a file, in order; 0 = all. The
-    file is cut into `size` equal parts, and each part gives one row. So if the file is sorted by
-    task, all tasks are there.
+    file is cut into `size` equal parts, and each gives a row: in a file sorted by task, all tasks.
     """
     size = min(size or n, n)
     ends = [*(n * i // size for i in range(size)), n]

@@ -38,8 +38,7 @@ this_rank = Rank()  # as it is without other ranks, and before init
 def init(system):
     """
     A collective: join the other ranks, if torchrun has started some, by nccl on GPUs and by gloo on
-    CPUs. Afterwards this_rank says what this rank is, and on_signal hears REQUESTS. Returns this
-    rank's torch.device.
+    CPUs. this_rank says what this rank is; on_signal hears REQUESTS. Returns a torch.device.
     """
     on_requests(on_signal)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

@@ -30,7 +30,6 @@ from load import autocast
 from model import no_grad_forwards
 from ranks import this_rank
 
-
 # the built-in rules: a rule's file is imported only if a run names the rule
 RULES = dict(
     accuracy="grading.answers:accuracy", math="grading.expressions:math_answer",
@@ -98,8 +97,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     """
     A collective: add the scores to a sampled batch, which all ranks have; every rank scores its
     share. New columns: reward/NAME for each reward; accuracy and thinks, where rows of the data
-    have an answer; scores. Raises Stop, on all ranks, if a rule fails or hangs, or a model's output
-    is not finite.
+    have an answer; scores. Raises Stop, on all ranks, if a rule fails, or a score is not finite.
     """
     if "score" not in this_rank.does:  # ranks of another role will do it
         return
@@ -109,7 +107,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     longest = batch["tokens"].shape[1] - int(batch["begins"].max())  # T - the longest prompt
     part |= texts_of(part, rows, policy.tokenizer) | dict(max_new_tokens=longest)
     part |= dict(tokenizer=policy.tokenizer, limits=dict(timeout=system.code_seconds))
-    paid, columns = torch.zeros_like(part["sampler_logprobs"]), {}  # (b, T)
+    columns, token_rewards = {}, torch.zeros_like(part["sampler_logprobs"])  # (b, T)
     rules = {rule: [f"reward/{name}"] for _, name, rule in terms if rule}  # {a rule: its columns}
     if any(row.get("answer") is not None for row in rows):  # all rows: so all batches are alike
         from grading.answers import accuracy, thinks
@@ -127,17 +125,18 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
                 raise of_a_rule(names[0].removeprefix("reward/"), e) from e
             if scores.dim() == 2:  # a number for each token, which stays there; the sum is scored
                 weight = sum(weight for weight, _, each in terms if each is rule)
-                paid += (weight * scores.nan_to_num()).to(paid)
+                token_rewards += (weight * scores.nan_to_num()).to(token_rewards)
                 scores = scores.sum(1)
-            columns |= dict.fromkeys(names, scores.to(paid))
+            columns |= dict.fromkeys(names, scores)
     if reward_model is not None:
         columns["reward/reward_model"] = model_scores(
-            reward_model, part, B, micro_batch_size, system, device).to(paid)
+            reward_model, part, B, micro_batch_size, system, device)
     if "judge" in [name for _, name, _ in terms]:
         from options.judging import judge_scores
 
-        columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device).to(paid)
-    batch |= parallel.gather_rows(columns | dict(token_rewards=paid), B)  # COLLECTIVE
+        columns["reward/judge"] = judge_scores(part, B, micro_batch_size, system, device)
+    columns = {name: x.to(token_rewards) for name, x in columns.items()}
+    batch |= parallel.gather_rows(columns | dict(token_rewards=token_rewards), B)  # COLLECTIVE
     add_scores(batch, terms)
 
 
@@ -164,8 +163,7 @@ def model_scores(reward_model, part, total, micro_batch_size, system, device):
 def score_sequences(model, sequences, micro_batch_size, device, forwards=0):
     """
     A reward model's or judge's scores of texts (lists of ids), (n,) in at least float32, read at
-    the last token of each. forwards: make at least that many forward passes. A sharded model needs
-    all ranks in each.
+    the last token of each. forwards: make at least that many, since other ranks do.
     """
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     scores = torch.zeros(len(sequences), dtype=dtype, device=device)

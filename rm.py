@@ -8,16 +8,12 @@ torchrun --nproc_per_node=8 rm.py config/tldr_rm.py       # a hub model on 8 GPU
 python rm.py --teacher=big/rm --init_from=small/policy    # learns the scores of a larger one
 
 Leaves out_dir/reward_model, a Hugging Face sequence-classification directory, and
-out_dir/log.jsonl. The same command again resumes. This script has the sections of sft.py, in the
-same order.
+out_dir/log.jsonl. The same command again resumes. The sections are those of sft.py.
 
-b examples in a micro-batch; k completions in an example, 2 in a pair; W tokens in the longest of
-them.
+b examples in a micro-batch; k completions in an example, 2 in a pair; W tokens in the longest one.
 """
 from configurator import configure  # first: it must be imported before torch
-from errors import BadInput, say
-
-import contextlib
+from errors import BadInput, optional, say
 
 import torch
 
@@ -123,10 +119,7 @@ def encode(rows, fields, model):
     rows = encode_rows(rows, encode_all, limit, system.too_long, None,
                        lambda sequences: max(map(len, sequences)))
     if fields == PAIR and not teacher and any(chosen == other for chosen, other in rows.ids):
-        with contextlib.suppress(ImportError):  # a fork may do without
-            from options.mistakes import check_ties
-
-            check_ties(rows.ids, rows.path, train_path)
+        optional("mistakes.check_ties")(rows.ids, rows.path, train_path)
     return rows
 
 
@@ -259,9 +252,7 @@ def chosen_wins(scores):
 def pair_metrics(scores):
     """
     Metrics of scores (n, 2) of the held-out pairs. loss: without margins, smoothing and centring.
-    accuracy: the share of the pairs in which the chosen one scores higher, see chosen_wins.
-    calibration_error: that of sigmoid(difference of the scores), as the probability that the
-    chosen one is better.
+    calibration_error: of sigmoid(difference of the scores), the probability that the chosen wins.
     """
     difference = scores[:, 0] - scores[:, 1]  # (n,)
     return {"eval/loss": preference_loss(difference).mean().item(),

@@ -189,8 +189,7 @@ def choose(probs, uniform):
     first outcome whose cumulated probability is above the uniform.
 
     Probabilities are rounded down to multiples of 2^-40: sums of integers are the same in any
-    order. On a GPU the cumulated sums of floats may even fall, and an outcome of probability 0 be
-    chosen.
+    order. A GPU's sums of floats may even fall, and then an outcome of probability 0 be chosen.
     """
     cdf = (probs * 2.0**40).long().cumsum(1)  # (B, V)
     point = (uniform.double() * cdf[:, -1]).long()  # (B,), below the last entry
@@ -245,8 +244,7 @@ def sampling(policy, temperature, seeds, system, device):
     """
     A collective: the block in which the policy samples. It gives a function, respond(prompts,
     uniforms, budgets=None), which returns what `decode` returns. The policy decodes, or a copy of
-    it (decoding_copy), or another engine. seeds: one for each response, for an engine that draws
-    its own noise.
+    it (decoding_copy), or another engine, whose noise has one seed for each response.
     """
     if system.sampler == "vllm":
         from options.vllm import responder

@@ -9,9 +9,6 @@ the optimizers, the log, and at the end the trained models.
         ...
         run.log(record, ...)                            COLLECTIVE
     run.finish(program, its keys)                       COLLECTIVE: saves the trained models
-
-It reads no key of a script: a page gives it values. The configuration is stored, and compared when
-a run resumes.
 """
 import contextlib
 import hashlib
@@ -31,9 +28,9 @@ from batches import texts_of
 from checkpoint import (LOGS, append, load_checkpoint, open_folder, save_checkpoint,
                         save_final, settings_of)
 from configurator import for_model
-from errors import BadInput, Stop, say
-from metrics import (as_number, evaluation_lines, gap, gap_limit, iteration_line, made_on,
-                     peak_memory_mib, summarize)
+from errors import BadInput, Stop, optional, say
+from metrics import (evaluation_lines, gap, gap_limit, iteration_line, peak_memory_mib,
+                     summarize)
 from prompts import hash_inputs
 
 SAMPLES = 16  # of each evaluation, in samples.jsonl
@@ -103,8 +100,7 @@ class Run:
         if ema_decay > 0:
             from options.ema import MovingAverage
 
-            average = MovingAverage(models["policy"], ema_decay, folder)
-            self.ema = self.also_saved["ema"] = average
+            self.ema = self.also_saved["ema"] = MovingAverage(models["policy"], ema_decay, folder)
         if system.report_to and ranks.this_rank.role == "train" and "run/over" not in self.state:
             from options.trackers import start_trackers
 
@@ -243,9 +239,9 @@ class Run:
     def sampler_gap(self, batch):
         """
         A collective: how far the sampler's log-probs are from old_logprobs, in nats; None for a
-        batch that an older policy has sampled. In 16 bits, and with another engine, the sampler has
-        other kernels, and no limit fits all models: then the run only warns of a large gap. At
-        iteration 0 the reference's log-probs must be the policy's, too, for there the KL is 0.
+        batch of an older policy. In 16 bits, and with another engine, the sampler has other
+        kernels, and no limit fits all models: then the run only warns of a large gap. At iteration
+        0 the reference's log-probs must be the policy's, too: there the KL is 0.
         """
         if "age" in batch:  # an older policy has sampled it (options/ahead.py)
             return None
@@ -367,10 +363,11 @@ class Run:
         self.check_state()  # COLLECTIVE
         evaluated = self.state.pop("run/evaluated", {})  # here, before the run was stopped
         self.record = record = {"iteration": self.iteration} | evaluated | {
-            name: as_number(name, x) for name, x in record.items() if x is not None}
+            name: x.item() if hasattr(x, "item") else x
+            for name, x in record.items() if x is not None}
         record |= {f"time/{phase}": seconds for phase, seconds in self.times.items()}
         if self.iteration == 0:
-            record |= made_on(self.device)
+            record |= optional("cards.made_on")(self.device) or {}
         if batch:
             # two runs that sampled the same tokens have the same hash
             text = batch["tokens"].cpu().numpy().tobytes()
@@ -407,7 +404,4 @@ class Run:
         while self.notes:
             say(self.notes.pop(0))
         if batch and (min(shares) <= 2 / 3 or self.state["run/broken"]):
-            with contextlib.suppress(ImportError):  # a fork may do without
-                from options.alarms import say_what_is_wrong
-
-                say_what_is_wrong(record, self.state, self.iteration, batch)
+            optional("alarms.say_what_is_wrong")(record, self.state, self.iteration, batch)

@@ -5,11 +5,9 @@ like the demonstrations. The loss counts only the tokens of the completions, the
 python sft.py config/arithmetic_sft.py                    # the toy, from scratch, on a laptop
 torchrun --nproc_per_node=8 sft.py config/tldr_sft.py     # a hub model on 8 GPUs
 
-Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command again
-resumes.
+Leaves out_dir/policy, a Hugging Face directory, and out_dir/log.jsonl. The same command resumes.
 
-b demonstrations in a micro-batch, W tokens in the longest, n trained tokens in all of them, d width
-of the model.
+b demonstrations in a micro-batch, W tokens in the longest, n trained tokens in all of them.
 """
 from configurator import configure  # first: it must be imported before torch
 from errors import BadInput, say
@@ -149,11 +147,6 @@ def completion_logprobs(examples):
                                chunk=system.head_chunk)[0]
 
 
-def count_trained(examples):
-    """How many trained tokens some examples have together."""
-    return sum(sum(mask) for _, mask in examples)
-
-
 def evaluate():
     """A collective: the mean loss in nats a token over held-out demonstrations."""
     run.enter("eval")
@@ -182,16 +175,17 @@ for iteration in run.iterations():  # COLLECTIVE: between two of them it audits,
     run.enter("update")
     row_numbers = batch_rows(seed, iteration, batch_size, train_rows)
     examples = [train_rows.ids[i] for i in row_numbers]  # of all ranks
-    token_count = count_trained(examples)  # of all ranks: the loss is the mean over these
+    token_count = sum(sum(mask) for _, mask in examples)  # of all ranks: the loss is their mean
 
     # gradients, micro-batch by micro-batch
     parallel.zero_gradients(gradients)
     loss_sum, loss_count = 0.0, 0
     for part in my_micro_batches(examples):
-        loss = -completion_logprobs(part).sum()
+        logprobs = completion_logprobs(part)  # (n,)
+        loss = -logprobs.sum()
         (run.loss_scale * loss / token_count).backward()
         loss_sum += loss.item()
-        loss_count += count_trained(part)
+        loss_count += len(logprobs)
 
     # one step, the same on all ranks
     parallel.all_reduce_gradients(gradients, run.loss_scale)  # COLLECTIVE

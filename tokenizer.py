@@ -16,7 +16,7 @@ import re
 from functools import partial
 
 from configurator import read_json, write_json
-from errors import BadInput
+from errors import BadInput, optional
 
 # how the chat templates of many families begin a turn
 TURNS = r"<\|(?:im_start|start_header_id|start|turn|user)\|>|<start_of_turn>|<\uff5cUser\uff5c>"
@@ -202,10 +202,7 @@ class Tokenizer:
         names = sorted(self.specials, key=len, reverse=True)
         marks = re.compile("|".join([TURNS, *(re.escape(s) for s in names if len(s) > 2)]))
         if any(marks.search(str(row[field])) for row in rows for field in fields):
-            with contextlib.suppress(ImportError):  # a fork may do without
-                from options.mistakes import say_marks
-
-                say_marks(rows, fields, path, marks)
+            optional("mistakes.say_marks")(rows, fields, path, marks)
 
     def need_chats(self):
         """The chats, of messages. Raises BadInput where there is no template."""
@@ -224,7 +221,7 @@ class Tokenizer:
 
     def decode(self, ids, continues=False):
         """
-        The text of ids without padding and special ends. continues: it continues another text; then
+        The text of ids without padding and special ends. continues: it continues another text, and
         its first blank stays.
         """
         unseen = self.unseen()

@@ -124,7 +124,7 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
         "gamma")),
     # the other scripts
     "mean_of_means_sft": ("sft", "parts", "gradient", (
-        None, "loss / token_count", "loss / count_trained(part)")),
+        None, "loss / token_count", "loss / len(logprobs)")),
     "share_rm": ("rm", "ranks", "gradient", (
         None, "total / batch_size", "total / len(parallel.share(batch_size))")),
     # a formula that is wrong in the same way everywhere: none of its business

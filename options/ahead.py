@@ -17,10 +17,13 @@ only gives a weight (formulas.importance_weights).
 A reward model that rm.py has not trained needs a shift before its first score is logged. So the
 first batch is sampled before the first evaluation (options/centring.py).
 """
+import sys
+
 import torch
 
 from checkpoint import read_tensors
 from errors import BadInput
+from ranks import this_rank
 from rewards import lacks_shift
 
 
@@ -88,11 +91,15 @@ class Ahead:
 
 def ahead_of(rollout, run, config, system, rows, rows_of, terms):
     """
-    A script's rollouts, sampled ahead: the method rollout takes the place of the script's function.
-    With roles, a rank that does not train has the method serve.
+    A collective: the function that takes the place of a script's rollout, sampled ahead. With roles
+    a rank that does not train samples, or scores, here until the run is over; then it ends.
     """
     kind = Ahead
     if system.roles:
         from options.roles import Apart as kind  # noqa: N813
 
-    return kind(rollout, run, config, system, rows, rows_of, terms)
+    ahead = kind(rollout, run, config, system, rows, rows_of, terms)
+    if this_rank.role != "train":
+        ahead.serve()  # COLLECTIVE
+        sys.exit()
+    return ahead.rollout

@@ -1,12 +1,16 @@
 """
 What is written beside the weights of a finished model: run.json, which a run reads that goes on,
-and a card, README.md, which hubs of models show first.
+and a card, README.md, which hubs of models show first. And in a log: on what it was made.
 """
 import json
 import os
+import platform
 import re
 import shlex
+import subprocess
 import sys
+
+import torch
 
 from configurator import read_json, write_json, write_text
 from errors import say
@@ -20,6 +24,23 @@ NEUTRAL = dict(
     forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None,
     min_length=0, min_new_tokens=0, num_beams=1, penalty_alpha=0.0, guidance_scale=1.0,
     dola_layers=None, watermarking_config=None, stop_strings=None)
+
+
+def made_on(device):
+    """What a log's figures hang on beside its keys: the device, torch, quartet's commit."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        with contextlib.suppress(OSError, StopIteration), open(
+                "/proc/cpuinfo", encoding="utf-8") as f:
+            name = next(line.split(":")[1].strip() for line in f if line.startswith("model name"))
+    commit = ""  # of a copy without git
+    with contextlib.suppress(OSError):
+        commit = subprocess.run(
+            ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always",
+             "--dirty"], capture_output=True, text=True).stdout.strip()
+    return {"run/device": name, "run/torch": torch.__version__, "run/commit": commit}
 
 
 def write_card(out_dir, folder, base, about):

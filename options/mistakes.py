@@ -111,8 +111,7 @@ def no_config_file(path, keys, error):
     if not path.endswith(".py"):
         return BadInput(f"{path} is no config file, which is Python and ends in .py; {hint}")
     if str(error) == f"{path} is no config file":
-        return set_twice(path) or BadInput(
-            f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
+        return BadInput(f"{path} sets no key, as in seed = 2, so it is no config file; {hint}")
     line, trace = getattr(error, "lineno", "?"), error.__traceback__
     while trace:
         line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
@@ -138,19 +137,6 @@ def file_of_key(path, key):
     except UnicodeDecodeError as e:
         raise BadInput(f"{key} = {path!r}: this file is no UTF-8 text ({e.reason} at byte {e.start}"
                        "); save it as UTF-8") from e
-
-
-def set_twice(path):
-    """Of a config file that sets a key in two lines: the first one has no effect; or None."""
-    lines = {}  # {key: the line that sets it}
-    with open(path, encoding="utf-8-sig") as f:
-        for number, line in enumerate(f, 1):
-            found = re.match(r"([a-zA-Z]\w*) *=(?!=)", line)
-            if found and found[1] in lines:
-                return BadInput(f"{path}, line {number}: {found[1]} is set in line "
-                                f"{lines[found[1]]}, too; delete one of the two")
-            lines |= {found[1]: number} if found else {}
-    return None
 
 
 def check_place(out_dir, resumes):

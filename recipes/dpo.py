@@ -31,7 +31,7 @@ from torch.nn.functional import logsigmoid
 import parallel
 import ranks
 from batches import deal_rows, right_pad
-from load import autocast, load_policy, load_ref_policy
+from load import autocast, load, load_ref_policy
 from formulas import learning_rate_at
 from metrics import gap
 from model import in_rows, no_grad_forwards
@@ -85,7 +85,7 @@ if system.too_long == "cut":
 
 device = ranks.init(system)  # COLLECTIVE
 # the policy: the SFT model, which is trained; with LoRA an adapter on it is trained
-policy = load_policy(policy_path, system, device, seed)
+policy = load(policy_path, "policy", system, device, trained=True, seed=seed)
 # the reference policy: the SFT model, frozen; with LoRA the policy without its adapter
 ref_policy = load_ref_policy(policy_path, policy, system, device)
 

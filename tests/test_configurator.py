@@ -204,12 +204,6 @@ def test_the_keys_on_the_page_of_foreign_names_are_keys():
         assert set(named) - {"nothing", "and", "or", "with"} <= keys, ours
 
 
-def test_a_key_that_a_config_file_sets_twice(toy):
-    write("twice.py", "count = 4\nrate = 2\n\ncount = 5\n")
-    with pytest.raises(BadInput, match="twice.py, line 4: count .* line 1"):
-        toy("twice.py")
-
-
 def test_each_command_of_the_docs_fits_its_script(monkeypatch):
     """Config files and keys of the scripts' commands are there, with values that are allowed."""
     monkeypatch.chdir(ROOT)

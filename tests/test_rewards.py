@@ -194,9 +194,9 @@ def test_the_zero_of_a_reward_model_of_others(finished, shift):
         run = SimpleNamespace(models=dict(reward_model=reward, value_model=value), state={},
                               max_iters=3, iteration=0, folder=None, enter=lambda phase: None)
         config = dict(importance_cap=0.0, value_init=init)
-        ahead = ahead_of(rollout, run, config, keys_of_system(), [], lambda k: [], terms)
-        ahead.rollout("eval", 0, [], [])
-        first = ahead.rollout("rollout", 0, [], [])
+        early = ahead_of(rollout, run, config, keys_of_system(), [], lambda k: [], terms)
+        early("eval", 0, [], [])
+        first = early("rollout", 0, [], [])
         assert asked == ["rollout", "eval"]  # it is not sampled again
         assert reward.score_shift == run.state["score_shift"] == shift
         assert value.score_shift == (shift if init == "reward" else 0)

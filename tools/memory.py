@@ -269,7 +269,7 @@ def build(script, config, device=CPU):
                            "type --init_from=FOLDER")
         name, head = dict(sft=("policy", "lm"), rm=("reward_model", "scalar"))[script]
         return {name: load.load(system.init_from, SHORT[name], system, device, head, trained=True)}
-    policy = load.load_policy(system.policy_path, system, device)
+    policy = load.load(system.policy_path, "policy", system, device, trained=True)
     models, rewards = dict(policy=policy), system.reward_functions
     if system.kl_coef > 0:
         models["ref_policy"] = load.load_ref_policy(system.policy_path, policy, system, device)

@@ -14,9 +14,7 @@ import torch
 from checkpoint import settings_of
 from errors import BadInput
 from gae import compute_gae
-from model import scaled_logits
 from options.fork_state import checked, put_into_state, values_of
-from rollout import draw
 from run import make_optimizer
 from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, keys_of,
                   keys_of_system, read_log, read_weights, run, well, write)
@@ -474,11 +472,8 @@ def test_a_policy_without_a_gradient_is_said_once(world, tmp_path, script):
 
 @pytest.mark.parametrize("name, call", [
     ("gamma", lambda x: compute_gae(x, x, x > 0, 1.0, x[:, :1])),
-    ("lam", lambda x: compute_gae(x, x, x > 0, 1.0, x[0])),
-    ("temperature", lambda x: scaled_logits(x, x[:, :1])),
-    ("temperature", lambda x: draw(x, x[0], x[0]))])
+    ("lam", lambda x: compute_gae(x, x, x > 0, 1.0, x[0]))])
 def test_a_tensor_in_the_place_of_a_number_is_named(name, call):
     """Some shapes would give numbers that are silently wrong, as a lam (B, 1) where B = T."""
     with pytest.raises(TypeError, match=rf"{name}.*\(4,"):
         call(torch.ones(4, 4))
-    assert torch.equal(scaled_logits(torch.ones(1, 2), torch.tensor(2.0)), torch.full((1, 2), 0.5))

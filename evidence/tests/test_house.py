@@ -55,6 +55,10 @@ def test_an_option_is_there_under_the_name_by_which_it_is_imported():
                 names = imported([node]) or [node.module.replace(".", "/")]
                 assert all(os.path.exists(os.path.join(ROOT, name)) for name in names), (
                     file, node.module)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "optional":
+                option, function = node.args[0].value.split(".")
+                names = [getattr(n, "name", "") for n in tree_of(f"options/{option}.py").body]
+                assert function in names, (file, option, function)
 
 
 PLAIN = """

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import models_of_the_world as others
 from configurator import read_json, write_json
 from errors import BadInput
-from load import load, load_policy, load_reward_model
+from load import load, load_reward_model
 from rewards import score_sequences
 from test_model import CPU
 from test_tokenizer import assistant, user
@@ -163,7 +163,7 @@ def test_a_reward_model_reads_as_it_was_trained(tmp_path, lora):
             adapter, keyed = f"{out}/reward_model_adapter", keys_of_system(lora=lora, **keys)
             got.append(load_reward_model(adapter, None, keyed, CPU))
             keyed.share_base = True
-            trained = load_policy(policy, keyed, CPU)
+            trained = load(policy, "policy", keyed, CPU, trained=True)
             got.append(load_reward_model(adapter, trained, keyed, CPU))
             assert trained.tokenizer.chats.system_prompt == keys.get("system_prompt", "")
         for model in got:
