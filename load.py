@@ -12,7 +12,7 @@ import torch.nn as nn
 from configurator import for_model
 from errors import BadInput, first_line
 from model import Model, decoding_cache, has_any, no_grad_forwards, scaled_logits
-from tokenizer import check_sizes, load_tokenizer
+from tokenizer import load_tokenizer
 
 # the key dtype -> dtype of trained weights, and of frozen matrices (None: the same)
 DTYPES = dict(
@@ -83,7 +83,6 @@ def read_model(path, head, system, device="cpu", seed=0):
 
         return read_merged(path, head, system, device, seed)
     try:
-        check_sizes(path)
         config, arguments = config_and_arguments(path, head, system)
         if not os.path.isfile(os.path.join(path, "model.safetensors")) or (
                 getattr(config, "transformers_weights", None)):

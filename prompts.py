@@ -228,9 +228,7 @@ def permutation(n, *key):
     The numbers from 0 to n - 1 in a random order, (n,) int64, which depends only on the key:
     permutation(5, 1, "epoch", 0) is always [1, 2, 0, 3, 4]. Never write into it: it is cached.
     """
-    digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=4).digest()
-    seed = int.from_bytes(digest, "little")
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(n, generator=torch.Generator().manual_seed(number_of(*key)))
 
 
 def batch_rows(seed, iteration, batch_size, rows):
@@ -270,10 +268,10 @@ def say_prompts(train_rows, eval_rows, per_iteration, max_iters):
             "they show may be learned by heart")
 
 
-def hashed_row(n, *key):
-    """A number from 0 to n - 1 that is a function of the key."""
-    digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % n
+def number_of(*key, size=4):
+    """A number of `size` bytes that depends only on the key, such as (seed, "epoch", 0)."""
+    digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=size).digest()
+    return int.from_bytes(digest, "little")
 
 
 def rows_to_evaluate(n, size, seed):
@@ -283,4 +281,5 @@ def rows_to_evaluate(n, size, seed):
     """
     size = min(size or n, n)
     ends = [*(n * i // size for i in range(size)), n]
-    return [first + hashed_row(end - first, seed, "eval", first) for first, end in pairwise(ends)]
+    return [first + number_of(seed, "eval", first, size=8) % (end - first)
+            for first, end in pairwise(ends)]

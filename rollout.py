@@ -23,7 +23,6 @@ B responses, R = max_new_tokens, V ids in the vocabulary. The layout of a batch:
 """
 import contextlib
 import functools
-import hashlib
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -33,6 +32,7 @@ from batches import as_batch
 from errors import BadInput
 from load import autocast, dtypes
 from model import decoding_cache, scaled_logits
+from prompts import number_of
 from ranks import this_rank
 
 
@@ -51,14 +51,9 @@ def response_uniforms(seed, purpose, iteration, slots, length, samples=None):
 
 
 def response_seeds(seed, purpose, iteration, slots, samples=None):
-    """The seed of each response's generator."""
-    seeds = []
-    for slot, sample in zip(slots, samples or [0] * len(slots), strict=True):
-        name = f"{seed} {purpose} {iteration} {slot} {sample}"
-        # 4 bytes, because torch's generator ignores all bits of a seed above the lowest 32
-        digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-        seeds.append(int.from_bytes(digest, "little"))
-    return seeds
+    """The seed of each response's generator: 32 bits, because torch's ignores all further ones."""
+    return [number_of(seed, purpose, iteration, slot, sample)
+            for slot, sample in zip(slots, samples or [0] * len(slots), strict=True)]
 
 
 def prefill(policy, prompts, cache):

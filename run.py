@@ -379,8 +379,7 @@ class Run:
             tokens = int(batch["response_mask"].sum())
             finished = record["objective/finished"]
             self.state.setdefault("run/finished", finished)  # of the first iteration
-            # the shares of the batch that have ended, have a score, differ in their group, and
-            # whether there was a gradient
+            # what share has ended, has a score, differs in its group; whether there is a gradient
             shares = (finished, record.get("objective/scored", 1.0),
                       1 - record.get("objective/flat_groups", 0.0),
                       record.get("policy/grad_norm") != 0)

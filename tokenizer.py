@@ -49,7 +49,10 @@ def read_folder(path):
         from options.hub import check_name
 
         check_name(path)
-    check_sizes(path)
+    for file in "config.json", "tokenizer.json":
+        with contextlib.suppress(OSError), open(os.path.join(path, file), "rb") as f:
+            if re.search(rb'"Replace"|[\s:]\d{4,}[\s,}]', f.read()):
+                optional("sizes.check_sizes")(path)  # they may ask for more than a machine has
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()
@@ -69,16 +72,6 @@ def read_folder(path):
 
         use_parts_of_file(hf, path)
     return hf
-
-
-def check_sizes(path):
-    """Raise BadInput where a folder's files ask for more than a machine has: options/sizes.py."""
-    for file in "config.json", "tokenizer.json":
-        with contextlib.suppress(OSError, ImportError), open(os.path.join(path, file), "rb") as f:
-            if re.search(rb'"Replace"|[\s:]\d{4,}[\s,}]', f.read()):
-                from options.sizes import check_sizes
-
-                check_sizes(path)
 
 
 def text_of(hf, ids):

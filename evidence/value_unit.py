@@ -54,8 +54,8 @@ def reward(batch):
 RUNS = {  # name: a config of whole runs, and the keys that differ
     "search": ("search_ppo", dict()),
     "sums": ("smollm2_ppo", dict(
-        policy_path="out/sums_sft/policy", prompts_path="data/sums/rl_train.jsonl", batch_size=64,
-        max_new_tokens=48, ppo_epochs=1, num_minibatches=4, micro_batch_tokens=1024, lora=16,
+        policy_path="out/sums_sft/policy", prompts_path="data/sums/rl_train.jsonl", batch_size=32,
+        max_new_tokens=32, ppo_epochs=1, num_minibatches=2, micro_batch_tokens=1024, lora=16,
         kl_coef=0.01, learning_rate=1e-4, warmup_iters=2, value_learning_rate=1e-3,
         dtype="float32"))}
 KEYS = dict(

@@ -6,7 +6,7 @@ import torch
 
 from groups import summarize_groups
 from metrics import summarize
-from prompts import hashed_row
+from prompts import number_of
 
 
 def refill(batch, flat, find_flat, shape_scores, group_size, rows, row_numbers, rollout, seed,
@@ -47,7 +47,7 @@ def other_row(row, rows, *key):
     one). The epochs do not count it. Of a mix of several files it is a row of the same file.
     """
     first, n = rows.mix.range_of(row) if rows.mix else (0, len(rows))
-    return first + (row - first + 1 + hashed_row(max(n - 1, 1), *key)) % n
+    return first + (row - first + 1 + number_of(*key, size=8) % max(n - 1, 1)) % n
 
 
 def replace_rows(batch, rows, fresh, pad_id):
