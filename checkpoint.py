@@ -307,7 +307,7 @@ def optimizer_tensors(model, optimizer):
             for key, x in optimizer.state.get(p, {}).items() if torch.is_tensor(x)}
 
 
-def inner(optimizer):
+def unwrapped(optimizer):
     """The optimizer that has this rank's states: at ZeRO stage 1 it is in a wrapper of torch's."""
     wrapped = type(optimizer).__module__.startswith("torch.")
     return getattr(optimizer, "optim", optimizer) if wrapped else optimizer
@@ -317,7 +317,7 @@ def settings_of(optimizer):
     """The settings of an optimizer's groups, without parameters and lr, and its own; as repr."""
     return ([{k: repr(x) for k, x in group.items() if k not in ("params", "lr")}
              for group in optimizer.param_groups],
-            {k: repr(x) for k, x in vars(inner(optimizer)).items()
+            {k: repr(x) for k, x in vars(unwrapped(optimizer)).items()
              if k not in ("state", "param_groups")})
 
 
@@ -367,7 +367,7 @@ def iteration_of(folder):
 
 
 def load_checkpoint(folder, models, optimizers):
-    """Load models and optimizers. Every rank reads all files, and takes its part."""
+    """Load parameters and optimizer states. Every rank reads all files, and takes its part."""
     for name, model in models.items():
         own, wide = trained_tensors(model), None
         for key, t in read_tensors(os.path.join(folder, name), "model"):

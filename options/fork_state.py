@@ -11,7 +11,7 @@ import json
 import torch
 
 import parallel
-from checkpoint import inner
+from checkpoint import unwrapped
 from configurator import read_json
 from errors import BadInput, shorten
 
@@ -51,7 +51,7 @@ def values_of(name, model, optimizer, made):
     with parallel.in_step():  # COLLECTIVE
         names = {p: full for full, p in model.named_parameters()}
         groups, own = made
-        known = type(inner(optimizer)).__module__.startswith(KNOWN)
+        known = type(unwrapped(optimizer)).__module__.startswith(KNOWN)
 
         def note(place, which, key, x):
             try:
@@ -68,13 +68,13 @@ def values_of(name, model, optimizer, made):
                         before.get(key) != repr(x) or not known and hides(x, names)):
                     for p in group["params"]:
                         note(names[p], 0, key, x)
-        for p, state in inner(optimizer).state.items():
+        for p, state in unwrapped(optimizer).state.items():
             if p not in names:
                 refuse(name, f"a state of {shorten(p)}, which is no parameter of the model")
             for key, x in state.items():
                 if not torch.is_tensor(x) or not isinstance(key, str) or "." in key:
                     note(names[p], 1, key, x)
-        for key, x in vars(inner(optimizer)).items():
+        for key, x in vars(unwrapped(optimizer)).items():
             if key in ("state", "param_groups"):
                 continue
             if not known and hides(x, names):
@@ -82,7 +82,7 @@ def values_of(name, model, optimizer, made):
             kept = (int, float) if known else (bool, int, float, str, list, tuple, dict)
             if type(x) in kept and own.get(key) != repr(x):
                 note("", 0, key, x)
-    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
+    if unwrapped(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
         size, all_of = parallel.rank_and_size()[1], {}
         for rank in range(size):
             for place, values in parallel.from_rank(found, rank).items():  # COLLECTIVE
@@ -129,15 +129,15 @@ def hides(x, names, depth=4):
 def put_back(model, optimizer, saved):
     """The inverse of values_of, for a newly made optimizer."""
     for key, x in saved.get("", [{}])[0].items():
-        setattr(inner(optimizer), key, ast.literal_eval(x))
+        setattr(unwrapped(optimizer), key, ast.literal_eval(x))
     saved = {model.get_parameter(name): values for name, values in saved.items() if name}
     for group in optimizer.param_groups:
         for p in group["params"][:1]:  # all of a group have the same
             group |= {key: ast.literal_eval(x) for key, x in saved.get(p, [{}])[0].items()}
-    own = {p for group in inner(optimizer).param_groups for p in group["params"]}
+    own = {p for group in unwrapped(optimizer).param_groups for p in group["params"]}
     for p, (_, state) in saved.items():
         if p in own and state:
-            inner(optimizer).state[p].update(
+            unwrapped(optimizer).state[p].update(
                 (key, ast.literal_eval(x)) for key, x in state.items())
 
 
@@ -158,7 +158,7 @@ def checked(where, model, optimizer, tensors):
     kernel would read beside it. where: the file, for the error.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    adamw, seen = isinstance(inner(optimizer), torch.optim.AdamW), {}
+    adamw, seen = isinstance(unwrapped(optimizer), torch.optim.AdamW), {}
     for full, t in tensors:
         name, _, key = full.rpartition(".")
         if name not in parameters:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
-from checkpoint import inner
+from checkpoint import unwrapped
 from configurator import for_model
 from errors import BadInput
 from load import dtypes, freeze_or_train, read_model
@@ -312,14 +312,14 @@ def optimizer_of(model, name, system, groups, kind, settings):
 
 def tensors_by_name(optimizer, model):
     """A collective: {"NAME.KEY": tensor or Part} of the states of all ranks, in the same order."""
-    state, tensors = inner(optimizer).state, {}
+    state, tensors = unwrapped(optimizer).state, {}
     for name, p in model.named_parameters():
         for key, t in state.get(p, {}).items():
             if torch.is_tensor(t):
                 if t.dim() > 0 and is_shard(p) and not is_shard(t):
                     t = Part(t, p.shape, t.dtype, like=p)  # offloaded
                 tensors[f"{name}.{key}"] = t
-    if inner(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
+    if unwrapped(optimizer) is not optimizer:  # stage 1: a rank has some parameters' states
         tensors = everyones(tensors)  # COLLECTIVE
     order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     in_order = sorted(tensors, key=lambda full: (order[full.rpartition(".")[0]], full))
@@ -328,8 +328,8 @@ def tensors_by_name(optimizer, model):
 
 def load_by_name(optimizer, model, tensors):
     """The inverse: give this rank its part of each ((name, ".", key), whole tensor)."""
-    own = {p for group in inner(optimizer).param_groups for p in group["params"]}
-    on_cpu = getattr(inner(optimizer), "on_cpu", False)  # offloaded
+    own = {p for group in unwrapped(optimizer).param_groups for p in group["params"]}
+    on_cpu = getattr(unwrapped(optimizer), "on_cpu", False)  # offloaded
     for (name, _, key), t in tensors:
         p = model.get_parameter(name)
         if p not in own:
@@ -337,7 +337,7 @@ def load_by_name(optimizer, model, tensors):
         if t.shape == p.shape and is_shard(p):
             whole, t = t, torch.empty_like(p, dtype=t.dtype, requires_grad=False)
             copy_into(t, whole)
-        inner(optimizer).state[p][key] = my_part(t).cpu() if on_cpu else t.to(p.device)
+        unwrapped(optimizer).state[p][key] = my_part(t).cpu() if on_cpu else t.to(p.device)
 
 
 class OffloadedAdamW(torch.optim.AdamW):

@@ -315,7 +315,8 @@ def equip(models, config):
                     p.grad = torch.zeros_like(p, dtype=dtype)
             optimizer = make_optimizer(model, SHORT[name], system, 1e-6, (0.9, 0.999), 1e-5)
             optimizer.step()
-            states = [t for state in shards.inner(optimizer).state.values() for t in state.values()]
+            states = shards.unwrapped(optimizer).state.values()
+            states = [t for state in states for t in state.values()]
             rows[name] |= dict(gradients=size_of(p.grad for p in trained),
                                optimizer=size_of(filter(torch.is_tensor, states)))
             made.append(optimizer)
