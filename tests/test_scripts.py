@@ -117,7 +117,7 @@ def test_another_run_in_the_folder_of_one(world, tmp_path):
 
 
 def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
-    """It is logged as a number; one of several numbers is named. And a blank in the out_dir."""
+    """It is logged as a number. And there is a blank in the out_dir."""
     def adds(metric):
         def before(rank):
             import metrics
@@ -131,8 +131,6 @@ def test_a_metric_of_a_fork_may_be_a_tensor(world, tmp_path):
     result = run("ppo.py", tmp_path, keys, before=adds(torch.tensor([2.5])))
     assert result.codes == [0] and "'--policy_path=a b/policy'" in result.out[0], result
     assert read_log(tmp_path / "a b")[0]["objective/mine"] == 2.5
-    result = run("ppo.py", tmp_path / "two", keys, before=adds(torch.ones(2)))
-    assert result.codes == [1] and "metric 'objective/mine' has" in result.err[0], result
 
 
 def spoils(rank):
