@@ -2,6 +2,7 @@
 What is written beside the weights of a finished model: run.json, which a run reads that goes on,
 and a card, README.md, which hubs of models show first. And in a log: on what it was made.
 """
+import contextlib
 import json
 import os
 import platform

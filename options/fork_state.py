@@ -82,7 +82,7 @@ def values_of(name, model, optimizer, made):
             kept = (int, float) if known else (bool, int, float, str, list, tuple, dict)
             if type(x) in kept and own.get(key) != repr(x):
                 note("", 0, key, x)
-    if unwrapped(optimizer) is not optimizer:  # stage 1: each rank has the states of some parameters
+    if unwrapped(optimizer) is not optimizer:  # stage 1: a rank has some parameters' states
         size, all_of = parallel.rank_and_size()[1], {}
         for rank in range(size):
             for place, values in parallel.from_rank(found, rank).items():  # COLLECTIVE
