@@ -53,9 +53,8 @@ head_chunk = 0  # logits of this many tokens at a time, 0 = of a whole micro-bat
 zero_stage = ""  # * ZeRO's stages, how much the ranks split: 0, 1, 2 or 3
 offload = ""  # to the CPU's memory: none, optimizer or params (of frozen or sharded models)
 lora = ""  # * RANK[:ALPHA[:TARGETS]], such as 16:32:q+v: train an adapter on the frozen model
-# adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'; muon is for
-# the layers' matrices, with adamw for the rest
-optim = "adamw"  # + adamw, adamw8bit, adafactor, muon or FILE.py:CLASS
+# adafactor keeps a sum a row and a column for each matrix; adamw8bit is bitsandbytes'
+optim = "adamw"  # + adamw, adamw8bit, adafactor or FILE.py:CLASS
 quantize = "none"  # with lora: the frozen model in 4 bits, by bitsandbytes [none | 4bit]
 weight_decay = 0.0  # of matrices; norms and biases do not decay [>= 0]
 

@@ -148,7 +148,7 @@ FORKS = {
     "stale": ("grpo", ["--staleness=1", "--importance_cap=2"]),
     "turns": ("grpo", [f"{HERE}/config/calculator_grpo.py"]),
     "lora": ("ppo", ["--lora=2", "--gradient_checkpointing=True"]),
-    "adafactor": ("grpo", ["--optim=adafactor"]), "muon": ("grpo", ["--optim=muon"]),
+    "adafactor": ("grpo", ["--optim=adafactor"]),
     # recipes that take other keys in a small run; SMALL is the folder of its world
     "trees": ("grpo", ["--group_size=4", "--trunk=2"]), "vapo": ("ppo", ["--lam_alpha=0.5"]),
     "process_supervision": ("grpo", ["--reward_functions=accuracy,SMALL/rules.py:steps"]),

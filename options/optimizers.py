@@ -1,12 +1,10 @@
 """
 The key optim: Adafactor, which keeps a sum a row and a column for each matrix; AdamW with states in
-8 bits, by the package bitsandbytes (safetensors does not take the states of torchao's); Muon for
-matrices; and a class of the user's. And the AdamW of master_weights=False, and the groups of
-weight_decay.
+8 bits, by the package bitsandbytes (safetensors does not take the states of torchao's); and a class
+of the user's. And the AdamW of master_weights=False, and the groups of weight_decay.
 """
 import functools
 import inspect
-from collections import defaultdict
 
 import torch
 
@@ -55,12 +53,11 @@ def optimizer_by_keys(model, name, system, narrow, lr, betas, eps):
 
 def groups_of(model):
     """Groups of a model's trained parameters: weight_decay is for matrices, not for vectors."""
-    small, groups = vectors_of(model), {}
-    for p in model.parameters():
-        if p.requires_grad:
-            groups.setdefault(p in small, []).append(p)
-    return [dict(params=groups.get(False, []))] + [
-        dict(params=some, weight_decay=0.0) for vectors, some in groups.items() if vectors]
+    vectors, trained = vectors_of(model), [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(params=[p for p in trained if p not in vectors])]
+    if small := [p for p in trained if p in vectors]:
+        groups.append(dict(params=small, weight_decay=0.0))
+    return groups
 
 
 def vectors_of(model):
@@ -93,10 +90,10 @@ def other_optimizer(model, system, name, lr, betas, eps):
     if ":" in kind:
         return of_file(kind, system, name, dict(
             lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay))
-    if kind not in ("adafactor", "adamw8bit", "muon"):
-        raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit, muon or "
+    if kind not in ("adafactor", "adamw8bit"):
+        raise BadInput(f"optim = {system.optim!r}: wanted adamw, adafactor, adamw8bit or "
                        "FILE.py:CLASS, for all models or as policy=adafactor,value=adamw")
-    most = dict(adamw8bit=0, adafactor=1, muon=0)[kind]
+    most = dict(adamw8bit=0, adafactor=1)[kind]
     if int(for_model(system.zero_stage, name) or 0) > most or for_model(
             system.offload, name) not in ("", "none"):
         raise BadInput(f"optim: {kind} needs whole matrices on the GPU, so {name} can be at stage "
@@ -106,12 +103,6 @@ def other_optimizer(model, system, name, lr, betas, eps):
         # foreach=False: on a GPU torch would step all matrices at once, with copies of all of them
         return Adafactor, dict(lr=lr, weight_decay=system.weight_decay * FLOOR,
                                eps=(1e-15, FLOOR), foreach=False)
-    if kind == "muon":
-        head = model.hf.get_output_embeddings()
-        apart = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        apart |= {getattr(head, "weight", None), *vectors_of(model)}
-        return functools.partial(Muon, apart), dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=system.weight_decay)
     if any(p.requires_grad and p.dtype.itemsize == 2 for p in model.parameters()):
         raise BadInput("optim: adamw8bit wants gradients in the dtype of the weights, and those of "
                        "master_weights = False are summed in float32; type --optim=adafactor")
@@ -168,28 +159,3 @@ class Adafactor(torch.optim.Adafactor):
         super().step()
         for group in self.param_groups:
             group["lr"] *= FLOOR
-
-
-class Muon:
-    """
-    torch's Muon (Jordan, kellerjordan.github.io/posts/muon, 2024) for the matrices, AdamW for all
-    else: embeddings and heads (apart), vectors, a mixture's experts. A step of Muon is the momentum
-    with all its singular values near 1, times 0.2 * sqrt(longer side): about the size of AdamW's
-    in a long run (arXiv 2502.16982, section 2.2); AdamW's first steps are larger. betas: AdamW's.
-    """
-
-    def __init__(self, apart, groups, lr, betas, eps, weight_decay):
-        whole, rest = ([group | dict(params=[p for p in group["params"] if (
-            p.dim() == 2 and min(p.shape) > 1 and p not in apart) == is_matrix])
-            for group in groups] for is_matrix in (True, False))
-        common = dict(lr=lr, weight_decay=weight_decay)
-        self.parts = [torch.optim.Muon(whole, adjust_lr_fn="match_rms_adamw", **common),
-                      WideAdamW(rest, betas=betas, eps=eps, **common)]
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-        self.state = defaultdict(dict)  # of each parameter, as in torch's optimizers
-        for part in self.parts:
-            part.state = self.state
-
-    def step(self):
-        for part in self.parts:
-            part.step()

@@ -123,8 +123,6 @@ torchrun grpo.py --roles=train=1,sample=1 | roles; --nproc_per_node
 sft.py --zero_stage=4 | zero_stage; 0, 1, 2 or 3
 sft.py --lora=many | lora
 sft.py --offload=policy=params | offload; policy
-sft.py --optim=muon --zero_stage=1 | muon; policy; stage 0
-sft.py --optim=muon --offload=optimizer | muon; policy; stage 0
 torchrun sft.py --optim=adafactor --zero_stage=3 | adafactor
 sft.py --optim=adafactor --zero_stage=2 | policy; stage
 sft.py --optim=adamw8bit --offload=optimizer | policy; stage

@@ -36,7 +36,6 @@ CASES = {  # script, keys; ranks and keys until a stop in iteration 1, if any; a
                   (2, dict(zero_stage="3", offload=AWAY, gradient_checkpointing=True)),
                   (2, dict(zero_stage="policy=1,value=2", offload="optimizer",
                            micro_batch_tokens=40))),
-    "grpo, muon": ("grpo.py", dict(optim="muon", weight_decay=0.1), (1, {}), (2, {})),
     "sft, scratch": ("sft.py", dict(
         init_from="scratch", tokenizer_path="policy", family="llama", d_model=20, n_layer=3,
         n_head=2, d_ff=24, context=64, max_tokens=12, too_long="cut", epochs=1.7),
@@ -202,3 +201,34 @@ def test_the_llama_config_on_eight_ranks(tmp_path):
     out = [f"{tmp_path}/{ranks}/out" for ranks in (8, 1)]
     assert_same_run(*out, ["policy", "value_model"], 1e-6)
     assert read_log(out[0])[0]["policy/grad_norm"] > 0
+
+
+STACKED = {  # family, settings: the vectors that are stacked, one for each expert or head
+    "gpt_oss": (dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+                ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"]),
+    "cohere": (dict(use_qk_norm=True), ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+    "jamba": (dict(num_experts=2, num_experts_per_tok=1, mamba_dt_rank=4, use_mamba_kernels=False),
+              ["mamba.A_log"]),
+    "mixtral": (dict(num_local_experts=4), [])}
+
+
+@pytest.mark.parametrize("optim", ["", "adafactor"])
+@pytest.mark.parametrize("family", STACKED)
+@torch.no_grad()
+def test_stacked_vectors_are_vectors(family, optim):
+    """A step without gradients is the decay alone: of matrices."""
+    settings, stacked = STACKED[family]
+    config = transformers.AutoConfig.for_model(family, **dict(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, pad_token_id=0) | settings)
+    hf = transformers.AutoModelForCausalLM.from_config(config)
+    for p in hf.parameters():
+        p.fill_(1.0)
+        p.grad = torch.zeros_like(p)
+    system = SimpleNamespace(optim=optim, zero_stage="", offload="", weight_decay=0.5)
+    optimizer = make_optimizer(Model(hf), "policy", system, 0.1, (0.9, 0.99), 1e-8)
+    optimizer.step()
+    found = [name for name, p in hf.named_parameters() if p.dim() > 1 and (p == 1).all()]
+    assert [name.partition(".layers.0.")[2] for name in found] == stacked
+    matrices = {n for n, p in hf.named_parameters() if p.dim() > 1} - set(found)
+    assert matrices and all(((hf.get_parameter(n) - 0.95).abs() < 1e-6).all() for n in matrices)
