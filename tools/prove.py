@@ -178,6 +178,9 @@ def compare(base, run, tolerance, but):
     if not found and not moved:
         return None
     first = part(base.notes[0], run.notes[0], tolerance)
+    if first and found and found[0]["name"] == "policy/grad_norm" and (
+            found[0]["iteration"] < first["iteration"]):
+        first = None  # a gradient was changed behind its reduction, where it is noted
     found = found[:1] if moved or first else [dict(found[0], kind="metric")]
     return (first or (found or moved)[0]) | dict(logged=found, moved=max(gaps.values(), default=0))
 

@@ -197,9 +197,9 @@ def see(rooms, path, how, root):
 
     def check_masks(name, *args):
         for x in args:
-            near = [m for m in masks if getattr(x, "dtype", 0) == torch.bool == m.dtype
-                    and m.shape == x.shape]
-            if near and all((x & ~m).any() for m in near):
+            near = [m for m in masks if getattr(x, "dtype", 0) == torch.bool
+                    and m.shape[1:] == x.shape[1:]]
+            if near and (x[:, None] & ~torch.cat(near)).any(2).all(1).any():  # x: of some rows
                 look("mask", name)
         if name == "compute_gae" and args[0].shape == args[2].shape:
             if count := int((args[0].masked_fill(args[2], 0) != 0).sum()):
@@ -210,7 +210,8 @@ def see(rooms, path, how, root):
     wrap([Run], "__init__", then=begun), wrap([Run], "log", logged), wrap([Run], "finish", over)
     wrap(rooms, "all_reduce_gradients", then=reduced)
     wrap(rooms, "score_batch", then=note_masks), wrap(rooms, "micro_batches", then=note_masks)
-    for name in ("masked_sum", "masked_mean", "masked_whiten", "compute_gae", "add_up"):
+    for name in ("masked_sum", "masked_mean", "masked_whiten", "compute_gae", "add_up",
+                 "token_weights"):
         wrap(rooms, name, functools.partial(check_masks, name))
 
 
@@ -262,6 +263,8 @@ def shown(x, depth=0):
     if isinstance(x, (list, tuple, set, frozenset)) or type(x).__name__ == "deque":
         many = sorted(x, key=str) if isinstance(x, (set, frozenset)) else x
         return f"[{', '.join(str(shown(y, depth + 1)) for y in many)}]" if depth < 4 else None
+    if type(x).__module__ == "torch.optim.lr_scheduler":
+        x = x.state_dict()
     if getattr(x, "__module__", "") == "__main__":  # what hangs on a class or function
         if hasattr(x, "cache_info"):
             return str(x.cache_info())
