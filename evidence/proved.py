@@ -111,6 +111,42 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
         "if len(share) else [], dtype=torch.float64) + len(share)")),
     "gradients_stay": ("ppo", "ranks", "zero_gradients", (
         None, "            parallel.zero_gradients(gradients)\n            if", "            if")),
+    "mask_too_late": ("ppo", "mask", "masked_sum", (None, PG, PG.replace("m)", "m.roll(1, 1))"))),
+    "whitened_by_rank": ("ppo", "ranks", "share", (None, A, (
+        "own = torch.zeros_like(mask)\n    own[parallel.share(len(mask))] = True\n    "
+        + A.replace("mask)", "mask & own)")))),
+    "default_argument": ("ppo", "resume", "`shape_scores`", (
+        None, "def shape_scores(batch):", "def shape_scores(batch, before=[]):"), (
+        None, "    if missing_eos_penalty > 0:", "    before.append(scores.mean().item())\n"
+        "    scores = scores - sum(before) / len(before)\n    if missing_eos_penalty > 0:")),
+    "closure": ("grpo", "resume", "`smooth`", (
+        None, LOOP, "def smoother():\n    level = 0.0\n\n    def smooth(x):\n        nonlocal level"
+        "\n        level = 0.9 * level + 0.1 * x\n        return level\n\n    return smooth\n\n\n"
+        f"smooth = smoother()\n{LOOP}"), (None, GROUP, (
+            f"{GROUP} * (1 + smooth(scores.mean().item()))"))),
+    "scheduler": ("ppo", "resume", "schedule", (
+        None, LOOP, "schedule = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD("
+        f"[torch.zeros(1)], 1.0), 0.5)\n{LOOP}"), (
+        None, "norms = run.step(gradients, lrs,", "lrs = {name: lr * schedule.get_last_lr()[0] for "
+        "name, lr in lrs.items()}\n            norms = run.step(gradients, lrs,"), (
+        None, "    # 5) metrics", "    schedule.step()\n    # 5) metrics")),
+    "numpy_entropy": ("grpo", "noise", "numpy", (
+        None, GROUP, f"import numpy as np\n    {GROUP} * np.random.default_rng().random()")),
+    "ids_in_the_loss": ("grpo", "ids", "read where", (
+        None, "pg_loss = masked_sum(pg_losses * mb", "pg_loss = (1 + mb['tokens'].double().std())"
+        " * masked_sum(pg_losses * mb")),
+    "evaluation_draws": ("grpo", "evaluation", "share", (
+        None, LOOP, f"drawn = torch.Generator().manual_seed(seed)\n{LOOP}"), (
+        None, "    scores = batch[\"scores\"]\n", "    scores = batch[\"scores\"] + torch.rand((), "
+        "generator=drawn, dtype=torch.float64)\n"), (
+        None, GROUP, f"{GROUP} * torch.rand((), generator=drawn, dtype=torch.float64)")),
+    "averaged": ("grpo", "ranks", "averaged", (
+        None, "            norms = run.step(gradients, dict(policy=lr)",
+        "            for b in gradients['policy']:\n                b /= parallel.rank_and_size()["
+        "1]\n            norms = run.step(gradients, dict(policy=lr)")),
+    "divided_by_texts": ("grpo", "mask", "token_weights", (
+        None, "weights = token_weights(counted[index]", "weights = token_weights((torch.arange("
+        "mask.shape[1]) < batch['lengths'][index][:, None])")),
     # with several turns alone
     "last_by_count": ("ppo", "turns", "rewards", (
         None, 'rewards[batch["index"], last_real(mask)] += s',
