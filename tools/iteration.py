@@ -19,7 +19,6 @@ import tempfile
 
 import torch
 
-import parallel
 import ranks
 from batches import texts_of
 from checkpoint import list_checkpoints, iteration_of
@@ -80,8 +79,8 @@ def replay(run, iteration, trust_code):
     if iteration >= keys["max_iters"]:
         raise BadInput(f"iteration = {iteration}: the run's are 0 to {keys['max_iters'] - 1}")
     first = max((number for number in checkpoints if number <= iteration), default=0)
-    parts = {number: keys_of_tool(part) for number, part in
-             keys_by_iteration(run, keys, checkpoints, first, iteration, trust_code).items()}
+    keys = keys_between(first, iteration, keys, checkpoints)
+    refuse_code(keys, run, trust_code)
     names, looks, records = {}, [], []
     enter = Run.enter
 
@@ -101,31 +100,28 @@ def replay(run, iteration, trust_code):
         print(f"computing iterations {first} to {iteration} again", flush=True)
         if first in checkpoints:
             begin_at(checkpoints[first], folder)
-        numbers = sorted(parts)
-        for number, until in zip(numbers, numbers[1:], strict=False):
-            run_until(script, parts[number], until, folder)
         Run.enter, Run.log = enter_and_look, log
-        run_script(script, parts[max(parts)], folder, names)
+        run_script(script, keys_of_tool(keys), folder, names)
     compare_with_log(run, records[0])
     return names, records[0], looks
 
 
-def keys_by_iteration(run, newest, checkpoints, first, last, trust_code):
+def keys_between(first, last, newest, checkpoints):
     """
-    {iteration: the keys that the run had from there on}, from first to last. newest: those of its
-    config.json, which are those of the iterations behind the last checkpoint. For earlier ones its
-    state has the changes, see options/again.py. Raises BadInput.
+    The keys that a run had from iteration first to last. newest: those of its config.json, which
+    are those of the iterations behind the last checkpoint. For earlier ones its state has the
+    changes, see options/again.py. Raises BadInput where the keys have changed in between.
     """
     if last >= max(checkpoints, default=0):
-        return {first: newest}
+        return newest
     folder = checkpoints[max(checkpoints)]
-    keys = read_json(os.path.join(folder, "config.json"))
     changes = read_json(os.path.join(folder, "state.json")).get("run/changes", [])
-    numbers = {first, *(number for number, _ in changes if first < number <= last)}
-    parts = {number: keys_at(keys, changes, number) for number in numbers}
-    for part in parts.values():
-        refuse_code(part, folder, trust_code)
-    return parts
+    between = [number for number, _ in changes if first < number <= last]
+    if between:
+        raise BadInput(f"iteration = {last}: the run had other keys before iteration "
+                       f"{between[-1]}, and its checkpoint of that iteration is gone; give an "
+                       f"iteration from {first} to {between[0] - 1}")
+    return keys_at(read_json(os.path.join(folder, "config.json")), changes, first)
 
 
 def keys_of_tool(keys):
@@ -133,34 +129,6 @@ def keys_of_tool(keys):
     return {name: x for name, x in keys.items() if name not in ("token_ids", "script")} | dict(
         checkpoint_interval=0, report_to="", keep_best="", save_rollouts=0, eval_interval=10**9,
         epochs=0.0, roles="", generate_tp=1)  # the number of epochs is in max_iters
-
-
-def run_until(script, keys, until, folder):
-    """A script with the keys it had before others came, saved in folder before that iteration."""
-    child = os.fork()  # a script runs once in each process
-    if child:
-        if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-            sys.exit(status)
-        return
-    leave = Run.leave_if_stop_asked
-
-    def leave_there(self):
-        if self.iteration == until:
-            parallel.stop_agreed = lambda: True
-        leave(self)
-
-    def log(self, *_, **__):
-        if self.iteration == until:  # the end of a run that was made longer later; it is saved
-            sys.exit()
-
-    Run.leave_if_stop_asked, Run.log = leave_there, log
-    try:
-        run_script(script, keys, folder, {})
-        os._exit(0)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(2)
 
 
 def begin_at(checkpoint, folder):

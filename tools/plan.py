@@ -210,7 +210,8 @@ def main(argv):
           f"iteration\nprompts of {P} tokens ({where}), responses of {means[0]}, the longest of "
           f"{longest}", flush=True)
     depths = work.depths_of(script, config)
-    run = work.dry_run_by_lines(script, config, depths, [(P, mean) for mean in means])
+    run = work.dry_run_by_lines(script, config, depths, [{}] + [
+        work.one_row(script, P, mean) for mean in means])
     fits = memory.fitting(script, config, run[2])
     if fits:
         peaks = {key: peak for key, (peak, _) in run[2]()[1].items()}

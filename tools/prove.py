@@ -106,14 +106,10 @@ def shrink(script, argv, world):
 def rows_of(path, own, kind, world):
     """A file of a few rows of the run's own file, their texts short; or of the world's rows."""
     with contextlib.suppress(Exception):  # whatever is wrong with it, a run will say it
-        path = path.split(",")[0].rpartition("*")[2]  # of a mix
-        if path.endswith(".jsonl"):
-            with open(path, encoding="utf-8") as f:
-                path = small_world.write(f"{world.root}/first.jsonl",
-                                         "".join(itertools.islice(f, 300)))
-        read_rows = next(vars(room)["read_rows"] for room in small_world.rooms_of(HERE)
-                         if "read_rows" in vars(room))
-        rows = sorted(read_rows(os.path.abspath(path), dict, own.get("fields", "")),
+        from prompts import read_rows
+
+        path = os.path.abspath(path.split(",")[0].rpartition("*")[2])  # the first of a mix
+        rows = sorted(read_rows(path, dict, own.get("fields", ""))[:300],
                       key=lambda row: len(str(row.get("prompt"))))
         rows = [dict(rows[i * (len(rows) - 1) // 11]) for i in range(12)]  # of all lengths
         for i, row in enumerate(rows):
@@ -466,9 +462,9 @@ def look(base, keys, verdicts, only):
 
 
 def main(argv):
-    own = [arg for arg in argv if arg == "--deep" or arg.startswith("--only=")]
+    own = [arg for arg in argv if arg.partition("=")[0] in ("--deep", "--only")]
     files = [arg for arg in argv if not arg.startswith("-")]
-    only = next((arg[7:] for arg in own if arg != "--deep"), "")
+    only = [arg.partition("=")[2] for arg in own if arg.startswith("--only")]
     if {"-h", "--help"} & {*argv} or not argv:
         print(__doc__.strip(), "The promises:", sep="\n\n")
         for name, text in PROMISES.items():
@@ -481,12 +477,13 @@ def main(argv):
     with open(script, encoding="utf-8") as f:
         if not re.search("^from run import", f.read(), re.MULTILINE):
             raise BadInput(f"{files[0]} does not call the rooms: it has no line 'from run import'")
-    if only and only not in PROMISES:
-        raise BadInput(f"--only={only}: the promises are {', '.join(PROMISES)}")
+    if len(only) > 1 or not {*only} <= PROMISES.keys():
+        raise BadInput(f"--only={','.join(only)}: type one of {', '.join(PROMISES)}")
     began, argv = time.time(), [arg for arg in argv if arg not in (*own, files[0])]
     with tempfile.TemporaryDirectory(prefix="prove-", ignore_cleanup_errors=True) as folder:
         try:
-            verdicts, runs = prove(script, argv, folder, only, "--deep" in own)
+            verdicts, runs = prove(script, argv, folder, "".join(only),
+                                   bool({"--deep", "--deep=True"} & {*own}))
         except CannotRun as e:
             print(f"prove.py: error: the small run fails: {e}; what it lacks can be typed, such as "
                   "--prompts_path=FILE with rows of your fields", file=sys.stderr)

@@ -119,14 +119,13 @@ def depths_of(script, config):
     return few[0], few[0] + step, deep
 
 
-def dry_run_by_lines(script, config, depths, lengths):
+def dry_run_by_lines(script, config, depths, wanted):
     """
     (rows, numbers, step) like dry_run's, but through models of few layers and lines to all, see
-    depths_of; step takes no keys, those of fitting, or those of one_row(script, *lengths[i]). A
-    peak by a line can be too low, where with few layers another moment is the highest.
+    depths_of; step takes the keys of `wanted`, a list of dicts, and those of fitting. A peak by a
+    line can be too low, where with few layers another moment is the highest.
     """
-    wanted = [one_row(script, *both) for both in lengths]
-    wanted += [{}, FEWEST, MOST] * bool(config["gpu_gb"])
+    wanted = wanted + [FEWEST, MOST] * bool(config["gpu_gb"])
     taken = []
     for layers in depths[:2] if depths else (0,):
         with dry_run(script, config, layers) as (rows, numbers, step):
@@ -277,7 +276,7 @@ def helpful(script, config, count, fits, P, mean, speed, depths):
     for other in others:
         say_progress("with " + " ".join(f"--{key}={value}" for key, value in other.items()))
         with contextlib.redirect_stdout(None):
-            run = dry_run_by_lines(script, config | other, depths, [(P, mean)])
+            run = dry_run_by_lines(script, config | other, depths, [one_row(script, P, mean)])
         fits = fitting(script, config | other, run[2])
         if all(rows for rows, _ in fits.values()):  # not, where one row does not fit
             after = with_most(script, config | other, fits)

@@ -11,7 +11,7 @@ from byte_tokenizer import write_byte_tokenizer
 from evidence.bench import keys_of, make_models
 from tiny import ROOT, Started, jsonl, read_jsonl, typed, write
 from tools.memory import MOST, dry_run, read_run
-from tools.work import counted, depths_of, dry_run_by_lines
+from tools.work import counted, depths_of, dry_run_by_lines, one_row
 from torch.utils.flop_counter import FlopCounterMode
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -67,7 +67,7 @@ def test_deep_models_are_lines_through_shallow_ones(tmp_path):
     with dry_run(script, config) as run:
         whole = counted(script, run, 4, 6), run[2](**MOST)
     assert depths == (2, 4, dict(policy=8, reward_model=10))
-    run = dry_run_by_lines(script, config, depths, [(4, 6)])
+    run = dry_run_by_lines(script, config, depths, [one_row(script, 4, 6)])
     assert run[0] == whole[0][3] and run[1] == whole[0][2]
     (counts, cache, *_), (counts2, cache2, *_) = counted(script, run, 4, 6), whole[0]
     assert cache == cache2
@@ -128,7 +128,7 @@ def test_two_layers_of_an_8b_by_hand(tmp_path):
 
 def test_measured_on_this_cpu_with_two_ranks(tmp_path):
     """Each phase is there, more than nothing, and the sum is that of the phases."""
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                  num_attention_heads=2, num_key_value_heads=1)
     make_models(str(tmp_path), sizes, 6, 8, 0.0, SimpleNamespace(device_type="cpu"), ppo=True)
     keys = keys_of("ppo", str(tmp_path), dict(batch_size=8, micro_batch_size=2, max_new_tokens=8))
