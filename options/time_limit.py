@@ -68,15 +68,13 @@ def in_time(seconds, function, *arguments):
     if seconds is None:
         return call()
     thread, tracer = threading.Thread(target=wake, daemon=True), sys.gettrace()
-    in_main = threading.current_thread() is threading.main_thread()  # of others only the last
     faulthandler.dump_traceback_later(seconds + LAST_RESORT, exit=True, file=2)
     try:
-        if in_main:
-            # no SIGALRM: packages have timers of that kind, as math-verify does. It stays until the
-            # next call, because a signal without a handler would end the process
-            signal.signal(signal.SIGVTALRM, ring)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.5, 0.5)  # of the CPU's seconds
-            thread.start()
+        # no SIGALRM: packages have timers of that kind, as math-verify does. It stays until the
+        # next call, because a signal without a handler would end the process
+        signal.signal(signal.SIGVTALRM, ring)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.5, 0.5)  # of the CPU's seconds
+        thread.start()
         result = call()
         if places:
             raise Late(places[0])
@@ -86,8 +84,7 @@ def in_time(seconds, function, *arguments):
             raise Late(places[0]) from e
         raise
     finally:
-        if in_main:
-            sys.settrace(tracer)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            over.set()
+        sys.settrace(tracer)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        over.set()
         faulthandler.cancel_dump_traceback_later()
