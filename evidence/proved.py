@@ -147,6 +147,13 @@ MISTAKES = {  # its name: script, the check that finds it, a word that it must s
     "divided_by_texts": ("grpo", "mask", "token_weights", (
         None, "weights = token_weights(counted[index]", "weights = token_weights((torch.arange("
         "mask.shape[1]) < batch['lengths'][index][:, None])")),
+    "never_stepped": ("ppo", "trained", "critic", (None, "run = Run(", (
+        "models['critic'] = load_value_model('policy', policy, None, system, device, seed)\n"
+        "optimizers['critic'] = make_optimizer(models['critic'], 'value', system, 1e-3, (beta1, "
+        "beta2), adam_eps)\nrun = Run("))),
+    "numpy_table": ("grpo", "resume", "`table`", (None, LOOP, f"table = np.zeros(5000)\n{LOOP}"), (
+        None, "import torch\n\n", "import numpy as np\nimport torch\n\n"), (None, GROUP, (
+            f"table[2000] += scores.mean().item()\n    {GROUP} * (1 + table[2000])"))),
     # with several turns alone
     "last_by_count": ("ppo", "turns", "rewards", (
         None, 'rewards[batch["index"], last_real(mask)] += s',

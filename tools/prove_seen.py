@@ -168,10 +168,10 @@ def see(rooms, path, how, root):
         return norms
 
     def over(run, *args):
-        for name, all_steps in zero.items():
-            if any(all_steps):  # in later steps of an iteration all may be clipped
+        for name, parameters in learned.items():
+            if any(zero.get(name, ())):  # in later steps of an iteration all may be clipped
                 look("zero", name)
-            elif all(map(torch.equal, kept["start"][name], learned[name])):
+            elif all(map(torch.equal, kept["start"][name], parameters)):
                 look("still", name)
         if batch := kept.get("batch"):
             from model import response_logprobs
@@ -254,8 +254,10 @@ def states(names, root):
 def shown(x, depth=0):
     """A short text of a plain value, tensor, container or small object; None: of anything else."""
     home = type(x).__module__.partition(".")[0]
-    if x is None or home == "numpy" or isinstance(x, (bool, int, float, str)):
+    if x is None or isinstance(x, (bool, int, float, str)):
         return repr(x)[:60]
+    if home == "numpy":  # a generator; or an array, whose repr leaves out what is in the middle
+        x = x.bit_generator.state if hasattr(x, "bit_generator") else torch.as_tensor(x)
     if isinstance(x, torch.Tensor):
         return f"{tuple(x.shape)} {x.detach().double().nan_to_num().sum().item()!r}"
     if type(x).__name__ in ("Generator", "Random"):
