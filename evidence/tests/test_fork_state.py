@@ -22,53 +22,40 @@ from tiny import (ROOT, assert_one_line, assert_same_run, assert_stopped, at, ke
 
 class Odd(torch.optim.Optimizer):
     """
-    An optimizer whose steps depend on all that it keeps: numbers, truths, texts, lists and tuples
-    in its groups (as Prodigy and ScheduleFree do), in the state of each parameter, and by itself;
-    and tensors of several dtypes.
+    An optimizer whose steps depend on all that it keeps: numbers, texts, lists and tuples in its
+    groups (as Prodigy and ScheduleFree do), in the state of each parameter, and by itself; and
+    tensors of several dtypes.
     """
 
     def __init__(self, parameters, lr):
-        super().__init__(list(parameters), dict(
-            lr=lr, d=1e-6, k=0, warm=True, kind="a", past=[], pair=(0.5, 1), none=None))
-        self.count, self.share = 0, 1.0
-        self.up, self.name, self.past, self.table = True, "", [], {}
+        super().__init__(list(parameters), dict(lr=lr, d=1e-6, kind="a", past=[], pair=(0.5, None)))
+        self.count, self.table = 0, {}
 
     @torch.no_grad()
     def step(self):
         self.count += 1
-        self.share *= 0.9
-        self.up, self.name = not self.up, self.name + "a"
-        self.past.append(self.count / 9)
         self.table["x"] = self.table.get("x", 0.5) * 1.5
-        itself = self.up + len(self.name) + sum(self.past) + self.table["x"]
         for group in self.param_groups:
             group["d"] = group["d"] * 1.1 + 1e-7 / 3
-            group["k"] += 1
-            group["warm"] = group["k"] % 3 == 0
             group["kind"] += "b"
             group["past"].append(group["d"])
-            group["pair"] = (group["pair"][1], group["pair"][0] / 3)
-            group["none"] = None if group["k"] % 2 else 0.25
+            group["pair"] = (group["pair"][0] / 3, None if group["pair"][1] else True)
             factor = (1 + len(group["kind"]) / 10 + 1e5 * sum(group["past"]) + group["pair"][0]
-                      + group["warm"] + (group["none"] or 0) + self.count / 7 + self.share + itself)
+                      + (group["pair"][1] or 0) + self.count / 7 + self.table["x"])
             for p in group["params"]:
                 s = self.state[p]
                 if not s:
-                    s.update(n=0, x=0.1, seen=False, word="", norms=[], wide=torch.zeros(
-                        (), dtype=torch.float64), narrow=torch.zeros_like(p, dtype=torch.bfloat16),
-                        many=torch.zeros((), dtype=torch.int64), mask=p > 0)
+                    s.update(n=0, norms=[], wide=torch.zeros((), dtype=torch.float64),
+                             narrow=torch.zeros_like(p, dtype=torch.bfloat16),
+                             many=torch.zeros((), dtype=torch.int64), mask=p > 0)
                 s["n"] += 1
-                s["x"] = s["x"] / 3 + 0.1
-                s["seen"] = not s["seen"]
-                s["word"] += "x"
                 norm = p.grad.norm()
                 s["norms"].append(getattr(norm, "full_tensor", lambda norm=norm: norm)().item())
                 s["wide"] += s["norms"][-1] / 3
                 s["narrow"].mul_(0.9).add_(p.grad)
                 s["many"].add_(1)
                 assert type(s["n"]) is int and s["many"].dtype == torch.int64
-                scale = (s["n"] + s["x"] + s["seen"] + len(s["word"]) + sum(s["norms"])
-                         + s["wide"].float() + s["many"])
+                scale = s["n"] + sum(s["norms"]) + s["wide"].float() + s["many"]
                 p.sub_(s["narrow"].to(p.dtype) * s["mask"], alpha=group["lr"] * 1e-2 * float(
                     factor * scale))
 
@@ -184,7 +171,7 @@ def test_a_setting_that_is_typed_anew_is_the_new_one(world, tmp_path):
         def step(self):
             super().step()
             assert {group["eps"] for group in self.param_groups} == {Typed.eps}
-            assert self.param_groups[0]["k"] > 2 or Typed.eps == 1.0
+            assert len(self.param_groups[0]["past"]) > 2 or Typed.eps == 1.0
 
         def __init__(self, parameters, lr):
             super().__init__(parameters, lr)
