@@ -127,7 +127,7 @@ def contents_of(out_dir, config, trained=("policy",)):
     with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # it is no JSON
         before = read_json(os.path.join(out_dir, "config.json"))
     lost = [f"{name}, which is no run's" for name in names if "out_dir" not in before]
-    if there:
+    if there or top == os.getcwd():
         optional("mistakes.check_place")(out_dir, "out_dir" in before)
     for key, path in paths_in(config):
         inner = os.path.relpath(os.path.realpath(path), top).split(os.sep)[0]

@@ -149,8 +149,10 @@ def check_place(out_dir, resumes):
     for folder in program, os.path.realpath(os.path.expanduser("~")), os.getcwd():
         if os.path.commonpath([top, folder]) == top and not (resumes and folder == os.getcwd()):
             found.append(f"is {folder}, or a folder above it")
+    own = top.startswith(f"{program}/")  # beside a run of yours there may be a run.sh
+    code = (*CODE, ".git", *[".md", ".sh", ".diff", ".jinja"] * own)
     found += [f"holds code, such as {name}" for name in sorted(os.listdir(top))
-              if not resumes and (name == ".git" or name.endswith(CODE))]
+              if not resumes and name.endswith(code)]
     if not out_dir or found:
         raise BadInput(f"out_dir = {out_dir!r} {found[0] if out_dir else 'is empty'}, and would be "
                        "filled with checkpoints; choose another --out_dir, such as out/NAME")
