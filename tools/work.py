@@ -294,7 +294,7 @@ def helpful(script, config, count, fits, P, mean, speed, depths):
 @functools.cache
 def products(device, dtype):
     """Floating-point operations a second of the device in a product of two large matrices."""
-    n = 8192 if device.type == "cuda" else 2048
+    n = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     return 2 * n**3 / fastest(lambda: a @ b)
 
