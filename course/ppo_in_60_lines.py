@@ -28,6 +28,7 @@ from rollout import choose, response_uniforms  # noqa: E402  the same noise as i
 
 SFT, RM = "out/arithmetic_sft/policy", "out/arithmetic_rm/reward_model"
 B, MAX_NEW, KL_COEF, GAMMA, LAM, CLIP, SEED, ITERATIONS = 256, 48, 1.0, 1.0, 0.95, 0.2, 1, 20
+RATES = 1e-4, 3e-4  # of the policy, of the value model
 
 # the four models, the prompts
 policy, reward_model = (kind.from_pretrained(path, dtype=torch.float64).eval()
@@ -37,7 +38,13 @@ tokenizer = AutoTokenizer.from_pretrained(SFT)
 optimizers = [torch.optim.AdamW(model.parameters(), eps=1e-5, weight_decay=0.0)
               for model in (policy, value_model)]
 with open("data/arithmetic/rl_train.jsonl", encoding="utf-8") as f:
-    prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in f]
+    data = [json.loads(line) for line in f]
+prompts = [tokenizer(row["prompt"]).input_ids for row in data]
+
+
+def right(response, answer):  # only to look at: no loss knows the answers
+    text = tokenizer.decode(response).removesuffix(tokenizer.eos_token)
+    return torch.tensor(float(text.split("</think>")[-1] == answer))
 
 
 # here the 60 lines begin
@@ -79,8 +86,8 @@ def iteration(it, B=B, logprobs=logprobs, k1=torch.sub, gae=gae, policy_loss=pol
     with torch.no_grad():
         numbers = permutation(len(prompts), SEED, "epoch", 0)[it * B:(it + 1) * B].tolist()
         noise = response_uniforms(SEED, "rollout", it, range(B), MAX_NEW)
-        for prompt, uniforms in zip([prompts[n] for n in numbers], noise, strict=True):
-            tokens, n = sample(prompt, uniforms), len(prompt)
+        for number, uniforms in zip(numbers, noise, strict=True):
+            tokens, n = sample(prompts[number], uniforms), len(prompts[number])
             ended = tokens[-1] == tokenizer.eos_token_id
             score = scalars(reward_model, tokens)[-1] if ended else torch.tensor(-1.0)
             values = scalars(value_model, tokens)[n - 1:-1]
@@ -89,7 +96,8 @@ def iteration(it, B=B, logprobs=logprobs, k1=torch.sub, gae=gae, policy_loss=pol
             rewards[-1] += score
             advantages = gae(rewards, values)
             rows.append(Row(tokens=tokens, n=n, score=score, old=old, kl=k1(old, ref),
-                            values=values, advantages=advantages, returns=advantages + values))
+                            values=values, advantages=advantages, returns=advantages + values,
+                            accuracy=right(tokens[n:], data[number]["answer"])))
         a = torch.cat([row.advantages for row in rows])
     for epoch in range(2):
         for step in permutation(B, SEED, "minibatches", it, epoch).tensor_split(2):
@@ -103,12 +111,12 @@ def iteration(it, B=B, logprobs=logprobs, k1=torch.sub, gae=gae, policy_loss=pol
                 pair = torch.stack([policy_loss(new, row.old, white), 0.5 * errors.mean()])
                 (pair.sum() * len(new) / total).backward()
                 losses, count = losses + pair.detach() * len(new), count + len(new)
-            for optimizer, lr in zip(optimizers, (1e-4, 3e-4), strict=True):
+            for optimizer, lr in zip(optimizers, RATES, strict=True):
                 optimizer.param_groups[0]["lr"] = lr * (1 - it / ITERATIONS)
                 optimizer.step()
                 optimizer.zero_grad()
     means = {name: sum(getattr(row, name).sum().item() for row in rows) / B
-             for name in ("score", "old", "kl", "advantages")}  # of a response
+             for name in ("score", "old", "kl", "advantages", "accuracy")}  # of a response
     return means | dict(zip(("policy loss", "value loss"), (losses / count).tolist(), strict=True))
 
 

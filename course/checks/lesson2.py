@@ -32,7 +32,6 @@ EXACT = {
     "each entry is p times (reward - J); the p is missing": dict(weights=lambda p: 1.0),
     "you divide by V; the probabilities are weights already": dict(final=lambda x: x / len(x)),
     "your p is exp(logit), which does not add up to 1: softmax": dict(probs=torch.exp),
-    "you take log-probs for probabilities": dict(probs=lambda z: z.log_softmax(0)),
 }
 SAMPLED = {
     "you add up the samples; take their mean": dict(mean=lambda x: x.sum(0)),

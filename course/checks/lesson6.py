@@ -37,8 +37,6 @@ MISTAKES = {
         dict(difference=lambda c, r: c[:, None] - r),
     "you take the mean of the scores first; each pair has its own loss":
         dict(difference=lambda c, r: c.mean() - r.mean()),
-    "there is a margin of 1 in the difference; the loss has none":
-        dict(difference=lambda c, r: c - r - 1),
 }
 FEATURES = {
     len: "It goes with the length, which is right in 7 of 10",

@@ -45,8 +45,6 @@ MISTAKES = {
         dict(mean=lambda g: 0.0),
     "you subtract the mean of all responses; those to the same prompt are the baseline":
         dict(mean=lambda g: g.mean()),
-    "you subtract the median; the mean is wanted":
-        dict(mean=lambda g: g.median(1, keepdim=True)[0]),
     "your mean contains the response itself": dict(others=lambda x, size: 1.0),
     "you divide the sum of the others by group_size; they are one fewer":
         dict(mean=lambda g: (g.sum(1, keepdim=True) - g) / g.shape[1],
@@ -57,7 +55,6 @@ MISTAKES = {
         dict(others=lambda x, size: (size - 1) / size),
     "you divide by the deviation; that is GRPO's": dict(scale=lambda g: g.std(1, keepdim=True)),
     "you divide by the mean; that is MaxRL's": dict(scale=of_group),
-    "you divide by the largest score of the group": dict(scale=lambda g: g.amax(1, keepdim=True)),
     "you divide by the variance; its root is the deviation":
         dict(deviation=lambda g: g.var(1, keepdim=True)),
     "you divide the sum of squares by group_size; wanted is group_size - 1":
@@ -103,7 +100,6 @@ WEIGHTS = {
     "these are the weights of whole responses; a token's is wanted, so divide by the length":
         dict(final=lambda w, n: w * n),
     "these are the divisors; the weight is 1 / them": dict(final=lambda w, n: 1 / w),
-    "you make the weights of the responses add up to 1": dict(final=lambda w, n: w / w.sum()),
 }
 FLAT = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.25, 0.5, 0.0,
                      0.0, 1.0, 0.0, 0.0, 0.5]).double()

@@ -55,7 +55,6 @@ answers("logprobs", [
     lambda z, i, c: ((z[:-1] / c).log_softmax(-1) * F.one_hot(i[1:], z.shape[1])).sum(-1),
 ], [
     (lambda z, i, c: F.cross_entropy(z[:-1] / c, i[1:], reduction="none"), "minus the log-prob"),
-    (lambda z, i, c: lp(z, i, c).abs(), "minus the log-prob"),
     (lambda z, i, c: lp(z, i, c) / math.log(2), "base 2"),
     (lambda z, i, c: lp(z, i, c) / math.log(10), "0.434294 times"),
     (lambda z, i, c: -lp(z, i, c) / math.log(2), "-1.4427 times"),
@@ -65,26 +64,16 @@ answers("logprobs", [
     (lambda z, i, c: pick(z[1:].log_softmax(-1), i[1:]), "rows are shifted.*not use the temp"),
     (lambda z, i, c: pick((z[:-1] * c).softmax(-1), i[1:]), "probabilities.*multiply"),
     (lambda z, i, c: pick((z[1:] / c).log_softmax(0), i[1:]), "shifted.*over the text"),
-    (lambda z, i, c: pick(z[:-1].log_softmax(-1) / c, i[1:]), "divide the log-probs"),
     (lambda z, i, c: lp(z, i, 0.7), "the same when temperature changes"),
     (lambda z, i, c: lp(z.bfloat16(), i, c), "nearly right: 16 bits"),
-    (lambda z, i, c: lp(z, i.roll(0), c).flip(0), "another order"),
-    (lambda z, i, c: pick((z[:-1] / c).log_softmax(-1), i.roll(1)[1:]), "ids are shifted"),
     (lambda z, i, c: lp(z, i, c).sum(), "shape of"),
     (lambda z, i, c: lp(z, i, c).cumsum(0), "no mistake that"),
-    (lambda z, i, c: F.pad(lp(z, i, c), (1, 0)), "shape of"),
-    (lambda z, i, c: lp(z, i, c)[:, None], "shape of"),
-    (lambda z, i, c: (z[:-1] / c).log_softmax(-1), "shape of"),
-    (lambda z, i, c: pick((z[:-1] / c).exp() / (z[:-1] / c).exp().sum(-1, True), i[1:]).log(),
-     "logits of 800"),
     (lambda z, i, c: pick((z[:-1] / c).softmax(-1), i[1:]).log(), "logits of 800"),
     (lambda z, i, c: (pick((z[:-1] / c).softmax(-1), i[1:]) + 1e-8).log(), "1e-8 inside"),
-    (lambda z, i, c: (pick((z[:-1] / c).softmax(-1), i[1:]) + 1e-12).log(), "no mistake that"),
     (lambda z, i, c: lp(z, i, c).clamp(min=-20), "no mistake that"),
     (lambda z, i, c: lp(z, i, c).detach(), "no gradient in logits"),
     (lambda z, i, c: lp(z, i, c).detach() + 0 * z.sum(), "no gradient in logits"),
     (lambda z, i, c: lp(z, i, c).tolist(), "no gradient in logits"),
-    (lambda z, i, c: lp(torch.tensor(z.numpy()), i, c), "no gradient in logits"),
     (no_grad(lp), "no gradient in logits"),
     (lambda z, i, c: pick(z[:-1] / c - (z[:-1] / c).detach().logsumexp(-1, keepdim=True), i[1:]),
      "their gradient in logits is not"),
@@ -122,15 +111,9 @@ answers("exact_gradient", [
 ], [
     (lambda z, r: -eg(z, r), "sign is wrong"), (lambda z, r: 2 * eg(z, r), "2 times"),
     (lambda z, r: eg(z, r) / len(z), "divide by V"), (lambda z, r: eg(r, z), "no mistake that"),
-    (lambda z, r: (z.softmax(0) * r).sum(), "shape of"),
-    (lambda z, r: z.softmax(0) * (1 - z.softmax(0)) * r, "to its own word"),
-    (lambda z, r: r - (z.softmax(0) * r).sum(), "the p is missing"),
     (lambda z, r: r, r"all other words.*\(2\).*the p is"),
-    (lambda z, r: z.exp() * (r - (z.exp() * r).sum()), "does not add up to 1"),
-    (lambda z, r: eg(z, r).flip(0), "another order"),
     (lambda z, r: z.softmax(0), "same when rewards changes"),
     (lambda z, r: eg(z.sub_(z.max()), r), "changes its own argument logits"),
-    (lambda z, r: eg(z, r)[None], "shape of"),
     (lambda z, r: eg(z, r - 5) + 0.01, "0.01 more"), (lambda z, r: z * 0, "0.0 whatever"),
 ])
 answers("sampled_gradient", [
@@ -142,14 +125,11 @@ answers("sampled_gradient", [
     (lambda z, w, r, b: sg(z, w, r, b) * len(w), "add up"),
     (lambda z, w, r, b: sg(z, w, r, 0) * len(w) / (len(w) - 1), "n - 1.*baseline is missing"),
     (lambda z, w, r, b: sg(z, w, r, -b) * len(w), "add up.*add the baseline"),
-    (lambda z, w, r, b: sg(z, w, r, b) * len(w) / len(z), "number of words"),
     (lambda z, w, r, b: (r - b).mean() * pushes(z, w).mean(0), "its own"),
     (lambda z, w, r, b: sg(z, w, r, r.mean()), "same when logits or baseline changes"),
     (lambda z, w, r, b: -sg(z, w, r, -b), r"sign is wrong.*\(2\) you add the baseline"),
-    (lambda z, w, r, b: pushes(z, w).mean(0), "same when rewards"),
     (lambda z, w, r, b: ((r - b) * z.softmax(0)[w])[:, None].mul(pushes(z, w)).mean(0),
      "gradient of p;"),
-    (lambda z, w, r, b: ((r - b)[:, None] * pushes(z, w)).mean(1), "shape of"),
     (lambda z, w, r, b: ((r - b) / r.std())[:, None].mul(pushes(z, w)).mean(0), "no mistake"),
     (lambda z, w, r, b: sg(z, w, r.sub_(b), 0), "changes its own argument rewards"),
     (lambda z, w, r, b: ((r - b)[:, None] * (torch.eye(len(z))[w] + z.softmax(0))).mean(0),
@@ -202,29 +182,13 @@ answers("gae", [
 ], [
     (lambda *a: all_columns(*a) * a[2], "only at the end"), (all_columns, "do not use the mask"),
     (nonterminal, "ends your response"), (forward, "goes forward"),
-    (lambda *a: -gae(*a), "sign is wrong"),
     (lambda r, v, m, g, lam: all_columns(r * m, v * m, m, g, lam) * m, "counts as a step"),
-    (lambda r, v, m, g, lam: gae(r, v, m, g, 0.0), "lam = 0"),
-    (lambda r, v, m, g, lam: gae(r, v, m, g, 1.0), "not multiplied by lam"),
     (lambda r, v, m, g, lam: gae(r, v, m, 1.0, lam), "by gamma.*next value is not"),
     (lambda r, v, m, g, lam: gae(r, v, m, 1.0, 1.0), "neither gamma nor lam.*next value is not"),
     (lambda r, v, m, g, lam: gae(r, v, m, g, 0.95), "same when lam changes"),
-    (lambda r, v, m, g, lam: gae(r, v, m, g, lam, v[m][-1]), "behind the last token"),
     (lambda r, v, m, g, lam: gae(r, v, m, lam, g), "no mistake that"),
-    (lambda r, v, m, g, lam: gae(r.roll(-1), v, m, g, lam), "reward of the next"),
-    (lambda r, v, m, g, lam: gae(r, 0 * v, m, g, lam), "no values at all"),
-    (lambda r, v, m, g, lam: gae(r, -v, m, g, lam), "wrong sign in delta"),
-    (lambda *a: gae(*a, delta=lambda r, after, v, g: r + g * v - v), "own value for the n"),
-    (lambda r, v, m, g, lam: gae(r, v, ~m, g, lam), "shape of|no mistake"),
-    (lambda *a: gae(*a)[a[2]], "shape of"),
-    (lambda *a: gae(*a) + a[1] * a[2], "returns, advantage"),
-    (lambda *a: (gae(*a) - gae(*a)[a[2]].mean()) * a[2], "no mistake"),
     (lambda *a: gae(*a).roll(1), "another order"), (lambda *a: gae(*a).flip(0), "another order"),
-    (lambda *a: [gae(*a), gae(*a) + a[1]], "shape"), (lambda *a: gae(*a).masked_fill(
-        ~a[2], float("nan")), "no mistake"), (lambda *a: a[0], "same when values or gamma or lam"),
     (lambda r, v, m, g, lam: gae(r.mul_(m), v, m, g, lam), "own argument rewards"),
-    (lambda r, v, m, g, lam: gae(r, v.mul_(m), m, g, lam), "own argument values"),
-    (lambda *a: gae(a[0].half(), a[1].half(), *a[2:]), "nearly right"),
 ])
 
 
@@ -235,9 +199,9 @@ def cl(new, old, a, m, c, low=None, high=None, mean=None):
     return mean(x, m) if mean else x[m].mean()
 
 
-def dual(n, o, a, m, c, bound=3.0):
+def dual(n, o, a, m, c):
     x = torch.max(-a * (n - o).exp(), -a * (n - o).exp().clamp(1 - c, 1 + c))
-    return torch.where(a < 0, torch.min(x, -bound * a), x)[m].mean()
+    return torch.where(a < 0, torch.min(x, -7.0 * a), x)[m].mean()
 
 
 def row_means(x, m):
@@ -257,44 +221,27 @@ answers("clipped_loss", [
     lambda n, o, a, m, c: cl(*(x.masked_select(m) for x in (n, o, a)), ..., c),
 ], [
     (lambda *a: cl(*a).item(), "no gradient in logprobs"), (no_grad(cl), "no gradient in logprobs"),
-    (lambda *a: cl(*a).detach().numpy(), "no gradient in logprobs"),
     (lambda n, *a: cl(n.detach(), *a), "no gradient in logprobs"),
     (lambda *a: torch.tensor(cl(*a).item(), requires_grad=True), "no gradient in logprobs"),
     (lambda n, o, a, m, c: -(a * (n - n.detach() + (n - o).detach()).exp())[m].mean(), "no clip"),
     (lambda *a: cl(*a) * 2 - cl(*a).detach(), "gradient in logprobs is not"),
     (lambda n, o, a, m, c: cl(n, n.detach(), a, m, c), "same when logprobs or old"),
     (lambda n, o, a, m, c: -(a * n)[m].mean(), "same when old_logprobs or"),
-    (dual, "no mistake"), (partial(dual, bound=7.0), "no mistake"),
-    (lambda *a: cl(*a, low=0, high=1 + a[4]), "clip above only"),
-    (lambda *a: cl(*a, low=1 - a[4], high=1e9), "clip below only"),
-    (lambda *a: cl(*a, low=math.exp(-a[4]), high=math.exp(a[4])), "keep its logarithm"),
-    (lambda *a: cl(*a, low=1 / (1 + a[4])), "begins at 1 /"),
-    (lambda *a: cl(*a, low=-a[4], high=a[4]), "lies around 1"),
+    (dual, "no mistake"), (lambda *a: cl(*a, low=0, high=1 + a[4]), "clip above only"),
     (lambda *a: cl(*a[:4], 2 * a[4]), "no mistake"),
     (lambda *a: cl(*a[:4], 0.2), "same when cliprange changes"),
-    (lambda n, o, a, m, c: cl(n, o, a, ~m, c), "no mistake"),
     (lambda n, o, a, m, c: torch.max(-a * (n - o).exp(), -(a * (n - o).exp()).clamp(1 - c, 1 + c))[
         m].mean(), "clip the product"),
     (lambda n, o, a, m, c: torch.max(-a * (n - o).exp(), -a * ((n - o).exp() - 1).clamp(-c, c))[
         m].mean(), "not added the 1"),
-    (lambda n, o, a, m, c: cl(n, o, -a, m, c), "sign of the advantage"),
     (lambda n, o, a, m, c: cl(o, n, a, m, c, mean=row_means), "rows' means.*upside down"),
-    (lambda n, o, a, m, c: cl((n / o).abs().log(), 0 * o, a, m, c), "no mistake|divide the log"),
     (lambda n, o, a, m, c: torch.min(-a * (n - o).exp(), -a * (n - o).exp().clamp(1 - c, 1 + c)
                                      ).mean(), "smaller of the two.*padding"),
     (lambda *a: -cl(*a, mean=lambda x, m: x[m].sum()), r"sign is wrong.*\(2\) you add up"),
-    (lambda *a: -cl(*a), "sign is wrong"), (lambda *a: 0.5 * cl(*a), "0.5 times"),
     (lambda *a: cl(*a, mean=lambda x, m: x.mean()), "padding"),
-    (lambda *a: cl(*a, mean=lambda x, m: (x * m).mean()), "all columns"),
-    (lambda *a: cl(*a, mean=row_means), "rows' means"),
-    (lambda *a: cl(*a, mean=lambda x, m: (x * m).sum(1).mean()), "number of rows"),
     (lambda *a: cl(*a, mean=lambda x, m: (x * m).sum() / (m.sum() + 1e-2)), "nearly right"),
-    (lambda *a: cl(*a, mean=lambda x, m: x[m].max()), "not r|cliprange"),
-    (lambda *a: cl(*a, mean=lambda x, m: x), "sh"),
     (lambda n, o, a, m, c: cl(n, o, (a - a[m].mean()) / a[m].std(), m, c), "no mistake"),
-    (lambda *a: torch.tensor(0.0), "whatever"),
     (lambda n, o, a, m, c: cl(n.masked_fill_(~m, 0), o, a, m, c), "own argument logprobs"),
-    (lambda n, o, a, m, c: cl(n, o, a.mul_(m), m, c), "own argument advantages"),
 ])
 
 
@@ -309,19 +256,14 @@ answers("has_gradient", [
     lambda r, a, c: [bool(y) and not (y > 0 and x > 1 + c or y < 0 and x < 1 - c)
                      for x, y in zip(r, a, strict=True)],
 ], [
-    (lambda r, a, c: hg(1 + r.log(), a, c), "logarithm of the ratio"),
-    (lambda r, a, c: ~hg(r, a, c), "other way round"),
     (lambda *x: hg(*x).float(), "True and False"), (lambda *x: ~hg(*x) * 1, "True and False"),
     (lambda r, a, c: (a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c), "advantage of 0.*way round"),
     (lambda r, a, c: ~((a > 0) & (r > 1 + c) | (a < 0) & (r < 1 - c)), "advantage of 0"),
     (lambda r, a, c: (r - 1).abs() < c, "nothing more to gain"),
     (lambda r, a, c: (r < 1 + c) & (a != 0), r"above 1 \+ .* a bad.*below 1 - .* a bad"),
     (lambda r, a, c: (r > 1 - c) & (a != 0), r"below 1 - .* a good.*above 1 \+ .* a good"),
-    (lambda r, a, c: (a > 0) & (r < 1 + c) | (a < 0), "below 1 - cliprange a bad"),
-    (lambda r, a, c: hg(r, -a, c), "exchanged"),
     (lambda r, a, c: hg(r, a, 0.2), "same when cliprange changes"),
     (lambda r, a, c: a != 0, "a good token has no gradient.*a bad token has no gradient"),
-    (lambda r, a, c: hg(r, a, c)[:-1], "shape"), (lambda r, a, c: bool(hg(r, a, c).any()), "shape"),
     (lambda r, a, c: r * a > c, "no mistake"), (lambda r, a, c: hg(r, a, 2 * c), "no mistake"),
 ])
 
@@ -347,23 +289,15 @@ answers("exact_kl", [
     (lambda z, q: F.kl_div(z.log_softmax(0), q.softmax(0), reduction="mean"),
      "reference .. policy.*F.kl_div"),
     (lambda z, q: F.kl_div(z.log_softmax(0), q.softmax(0), reduction="sum"), "reference || policy"),
-    (lambda z, q: (q.softmax(0) * (z.log_softmax(0) - q.log_softmax(0))).sum(), "reference's q"),
     (lambda z, q: (z.exp() / z.exp().sum() * (z.softmax(0) / q.softmax(0)).log()).sum(),
      "logits of 800"),
     (lambda z, q: (z.softmax(0) * (z.softmax(0) / q.softmax(0)).log()).sum(), "logits of 800"),
     (lambda z, q: (z.softmax(0) * ((z.softmax(0) + 1e-8) / (q.softmax(0) + 1e-8)).log()).sum(),
      "1e-8"),
-    (lambda z, q: kl(z, q) / math.log(2), "base 2"), (lambda z, q: -kl(z, q), "sign is wrong"),
-    (lambda z, q: (z.softmax(0) * (z.log_softmax(0) - q.log_softmax(0)).abs()).sum(), "away the s"),
     (lambda z, q: (z.softmax(0) * (z.softmax(0).log_softmax(0) - q.softmax(0).log_softmax(0))
                    ).sum(), "log_softmax of prob"),
-    (lambda z, q: (z.softmax(0) * z.log_softmax(0) - q.log_softmax(0)).sum(), "outside of the br"),
-    (lambda z, q: (kl(z, q) + kl(q, z)) / 2, "no mistake"), (lambda z, q: 3 * kl(z, q), "3 times"),
     (lambda z, q: F.kl_div(q.log_softmax(0), z, reduction="sum"), "no mistake"),
-    (lambda z, q: z.softmax(0) * (z.log_softmax(0) - q.log_softmax(0)), "shape of"),
     (lambda z, q: (z.log_softmax(0) - q.log_softmax(0)).mean(), "weights are missing.*divide by V"),
-    (lambda z, q: 1.0, "1.0 what"), (lambda z, q: kl(z, q) + 0.5, "0.5 more"),
-    (lambda z, q: kl(z.sub_(z.max()), q), "own argument"),
     (lambda z, q: kl(z, q).clamp(max=20), "no mistake"),
 ])
 answers("kl_estimates", [
@@ -375,25 +309,17 @@ answers("kl_estimates", [
     (lambda a, b: ks(a, b).T, "rows and columns|shape of"),
     (lambda a, b: ks(b, a), "k1, k3: p and q are the wrong way round"),
     (lambda a, b: ks(a, b)[[0, 2, 1]], "k2, k3: the right numbers in another order"),
-    (lambda a, b: ks(a, b)[:2], "shape"),
     (lambda a, b: torch.stack([a - b, (a - b)**2, (b - a).exp() - (b - a)]),
      "k2: its half is missing; k3: its 1 is missing"),
     (lambda a, b: torch.stack([b - a, (a - b)**2 / 2, (b - a).exp() - (b - a)]),
      "k1: p and q are the wrong way round; k3: its 1"),
     (lambda a, b: torch.stack([a - b, (a - b)**3, (b - a).exp() - (b - a)]),
      "k3: its 1 is missing.*; and more"),
-    (lambda a, b: ks(a, b) / math.log(2), "base 2"), (lambda a, b: ks(a, b).sum(1), "shape of"),
     (lambda a, b: torch.stack([a - b, ((a - b) / 2)**2, ks(a, b)[2]]), "k2: .*0.5 t"),
-    (lambda a, b: torch.stack([a - b, (a - b).abs() / 2, ks(a, b)[2]]), "k2: .*square"),
-    (lambda a, b: torch.stack([a - b, (a - b)**2 / 2, (b - a).exp() - 1]), "k3: its logar"),
-    (lambda a, b: torch.stack([a - b, (a - b)**2 / 2, (b - a).exp() - 1 + (b - a)]), "k3: .*added"),
-    (lambda a, b: torch.stack([a - b, (a - b)**2 / 2, (a - b).exp() - 1 - (a - b)]), "k3: p / q"),
     (lambda a, b: torch.stack([a - b, -(a - b)**2 / 2, ks(a, b)[2]]), "k2: the sign is wrong"),
     (lambda a, b: ks(a, b).abs(), "k1: the right numbers without their sign"),
     (lambda a, b: torch.stack([(a / b).log(), (a / b).log()**2 / 2, b / a - 1 - (b / a).log()]),
      "divide the log-probs"),
-    (lambda a, b: {"k1": a - b}, "returns a dict"), (lambda a, b: ks(a.exp(), b.exp()), "no mist"),
-    (lambda a, b: (a.sub_(b), a**2 / 2, (-a).exp() - 1 + a), "own argument logprobs"),
     (lambda a, b: (a - b, [1.0], 2), "different shapes"),
 ])
 
@@ -412,25 +338,16 @@ answers("pair_loss", [
     (lambda c, r: pl(c, r).item(), "no gradient in chosen"), (no_grad(pl), "no gradient in chosen"),
     (lambda c, r: float(np.logaddexp(0, (r - c).numpy()).mean()), "no gradient in chosen"),
     (lambda c, r: pl(c, r.detach()), "no gradient in rejected"),
-    (lambda c, r: pl(c, r) / math.log(2), "base 2"),
     (lambda c, r: F.softplus(c - r).mean(), "wrong way round"),
     (lambda c, r: -(c - r).sigmoid().log().mean(), "not finite"),
-    (lambda c, r: (1 + (r - c).exp()).log().mean(), "not finite"),
     (lambda c, r: -(c.exp() / (c.exp() + r.exp())).log().mean(), "not finite"),
     (lambda c, r: -((c - r).sigmoid() + 1e-8).log().mean(), "1e-8 inside"),
     (lambda c, r: -F.logsigmoid((c - r).clamp(-20, 20)).mean(), "no mistake"),
     (lambda c, r: -F.logsigmoid(c - r).sum(), "add up"), (lambda c, r: -pl(c, r), "sign is wrong"),
-    (lambda c, r: -F.logsigmoid(c - r), "shape of"), (lambda c, r: pl(c, r) + 1, "1 more"),
     (lambda c, r: (c - r).sigmoid().mean(), "logarithm is missing.*chosen one wins"),
     (lambda c, r: 1 - (c - r).sigmoid().mean(), "logarithm is missing.*rejected one wins"),
-    (lambda c, r: -(c - r).sigmoid().mean().log(), "logarithm of the mean"),
-    (lambda c, r: -F.logsigmoid(c.mean() - r.mean()), "mean of the scores first"),
-    (lambda c, r: -F.logsigmoid(c[:, None] - r).mean(), "each rejected one"),
-    (lambda c, r: -F.logsigmoid(c - r - 1).mean(), "margin"),
     (lambda c, r: -F.logsigmoid(r - c).sum(), "wrong way round.*add up"),
-    (lambda c, r: -(c.sigmoid() - r.sigmoid()).mean(), "each score's sigmoid"),
     (lambda c, r: F.relu(1 - c + r).mean(), "no mistake"), (lambda c, r: pl(c, r) * 7, "7 times"),
-    (lambda c, r: pl(c.sub_(r), 0 * r), "own argument chosen"),
 ])
 
 
@@ -447,7 +364,6 @@ answers("score", [
     (len, "goes with the length"), (lambda text: len(text.split()), "number of words|length"),
     (lambda text: -len(text), "turned round"), (lambda text: "certainly" in text, "politeness"),
     (lambda text: len(text) / len(text.split()), r"^(?!.*(politeness|length)).*pairs.py"),
-    (lambda text: text.count("e"), r"^(?!.*politeness).*"),
     (lambda text: text.count(",") / len(text), "pairs.py"), (lambda text: "," in text, "pairs.py"),
     (lambda text: print(end=""), "returns nothing"), (lambda text: "5", "returns a str"),
     (lambda text: [1, 2], "shape"), (lambda text: math.nan, "NaN"),
@@ -494,7 +410,6 @@ answers("advantages", [
     (lambda s, n, k: adv(s.view(-1, n).T.flatten(), len(s) // n, k).view(n, -1).T.flatten(),
      "axis 0"), (lambda s, n, k: adv(s, len(s), k), "all responses"),
     (lambda s, n, k: adv(s.view(n, -1).T.flatten(), n, k).view(-1, n).T.flatten(), "mixed up"),
-    (lambda s, n, k: -adv(s, n, k), "sign is wrong"), (lambda s, n, k: adv(s, n, k)[:-n], "shape"),
     (but(grpo=lambda g, x: x / (std(g) + 1e-8), maxrl=lambda g, x: x / (mean(g) + 1e-8)),
      "grpo, maxrl: 1e-4 is"), (but(grpo=lambda g, x: x / std(g)), "grpo: .*NaN"),
     (but(maxrl=lambda g, x: g / (mean(g) + 1e-4)), "maxrl: the mean is not subtracted"),
@@ -502,31 +417,14 @@ answers("advantages", [
     (but(grpo=lambda g, x: x / (std(g, unbiased=False) + 1e-4), rloo=lambda g, x: x),
      "grpo: .*sum of squares.*rloo: your mean contains"),
     (but(rloo=lambda g, x: x * (g.shape[1] - 1) / g.shape[1]), r"rloo: .*\(n - 1\) / n"),
-    (but(rloo=lambda g, x: g - (g.sum(1, keepdim=True) - g) / g.shape[1]), "one fewer"),
-    (but(rloo=lambda g, x: g - (g.sum(1, keepdim=True) - g)), "sum of the others"),
     (but(dr_grpo=lambda g, x: -2 * x), "dr_grpo: in every case it is -2 times"),
     (but(dr_grpo=lambda g, x: 0 * x), "dr_grpo: .*whatever"),
-    (but(dr_grpo=lambda g, x: g - g.median(1, keepdim=True)[0]), "median"),
-    (but(dr_grpo=lambda g, x: x / (std(g) + 1e-4)), "dr_grpo: you divide by the deviation"),
     (but(rloo=lambda g, x: x / (std(g) + 1e-4)), "rloo: this is grpo's"),
-    (but(grpo=lambda g, x: x), "grpo: the division is missing"),
     (but(rloo=lambda g, x: x * g.shape[1] / (g.shape[1] - 1) / (std(g) + 1e-4)),
      "rloo: you divide by the deviation"),
     (but(maxrl=lambda g, x: x / (std(g) + 1e-4)), "maxrl: you divide by the deviation"),
-    (but(maxrl=lambda g, x: x / (g.amax(1, keepdim=True) + 1e-4)), "maxrl: .* largest"),
-    (but(grpo=lambda g, x: g / (std(g) + 1e-4)), "grpo: .*nothing is punished"),
-    (but(grpo=lambda g, x: (g - g.mean()) / (std(g) + 1e-4)), "grpo: you subtract the mean of all"),
-    (but(grpo=lambda g, x: x / (g.std() + 1e-4)), "grpo: .*deviation of all"),
-    (but(grpo=lambda g, x: x / (g.var(1, keepdim=True) + 1e-4)), "variance"),
-    (but(grpo=lambda g, x: x / (g.var(1, keepdim=True) + 1e-4).sqrt()), "inside its root"),
-    (but(grpo=lambda g, x: x / (x.abs().mean(1, keepdim=True) + 1e-4)), "no mistake"),
     (renamed(grpo="dr_grpo", dr_grpo="grpo"), "grpo and dr_grpo are exchanged"),
-    (renamed(rloo="maxrl", maxrl="rloo"), "rloo and maxrl are exchanged"),
     (renamed(dr_grpo="grpo", rloo="grpo", maxrl="grpo"), "this is grpo's"),
-    (lambda s, n, k: s.view(-1, n).sub_(
-        s.view(-1, n).mean(1, keepdim=True)).flatten(), "own argument scores"),
-    (lambda s, n, k: adv(s, n, k).sort()[0], "another order"),
-    (lambda s, n, k: {"grpo": 1}.get(k), "nothing"), (lambda s, n, k: adv(s, n, k) + 0.5, "0.5 m"),
     (lambda s, n, k: adv(s.argsort().argsort().double(), n, k), "no mistake"),
     (lambda s, n, k: {"grpo": adv(s, n, "grpo")}[k], "raises KeyError"),
 ])
@@ -552,14 +450,7 @@ answers("weights", [
     (other("grpo", lambda n, m: 1 / n.sum()), "grpo: .*dapo's"),
     (other("grpo", lambda n, m: 1 / (m * len(n))), "grpo: .*dr_grpo's"),
     (other("dapo", lambda n, m: 1 / n), "dapo: you divide by the length alone"),
-    (other("dapo", lambda n, m: 1 / n.mean()), "dapo: .*their mean"),
-    (other("dapo", lambda n, m: 1 / n.sum() / len(n)), "dapo: .*number of responses, too"),
-    (other("dr_grpo", lambda n, m: 1 / n.max() / len(n)), "dr_grpo: .*longest response"),
-    (other("dr_grpo", lambda n, m: 1 / n.mean() / len(n)), "dr_grpo: .*mean length"),
-    (other("dr_grpo", lambda n, m: 1 / len(n)), "dr_grpo: divide by max_length, too"),
     (other("dr_grpo", lambda n, m: 1 / m), "dr_grpo: divide by the number of responses, too"),
-    (lambda n, k, m: ws(n, k, m) / ws(n, k, m).sum(), "add up to 1"),
-    (lambda n, k, m: ws(n, {"grpo": "dapo", "dapo": "grpo"}.get(k, k), m), "exchanged"),
     (lambda n, k, m: 1 / n.double(), "length alone"), (lambda n, k, m: n.mul_(2), "own argument"),
     (lambda n, k, m: (torch.arange(m) < n[:, None]) * ws(n, k, m)[:, None], "shape"),
 ])
@@ -600,13 +491,12 @@ def test_a_loop_that_does_not_end(monkeypatch):
 
 
 def test_what_has_no_source():
-    """Functions of a notebook, partial ones, builtins; the checker's own."""
+    """Functions of a notebook, partial ones, builtins."""
     names = dict(torch=torch)
     exec("def logprobs(logits, ids, temperature):\n    return logits[99]", names)
     said = check.verdict(names["logprobs"], CHECKS["logprobs"])
     assert said.startswith("logprobs in this notebook raises IndexError")
     assert check.verdict(partial(cl), CHECKS["clipped_loss"]) == ""
-    assert "checker's own" in check.verdict(CHECKS["gae"].right, CHECKS["gae"])
     assert check.verdict(max, CHECKS["exact_kl"])
 
 
