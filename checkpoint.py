@@ -50,7 +50,7 @@ LOGS = "log.jsonl", "samples.jsonl", "rollouts.jsonl"
 MUST_MATCH = "lora", "share_base", "optim", "ref_path", "staleness"
 # all names that a run writes, replaces or deletes in out_dir; it touches no others
 OURS = (r"(\.(tmp|old|gone)-)?(checkpoint-\d{6,}|((best_|ema_)?policy|value_model|reward_model|%s)"
-        r"(_adapter)?)|\.new-\w+|config\.json|(log|samples|rollouts)\.jsonl")  # %s: of a fork
+        r"(_adapter)?)|\.new-\w+|config\.json|(log|samples|rollouts)\.jsonl")  # %s: those of a fork
 lock_file = None  # open, and so locked, until this process ends
 
 
@@ -75,14 +75,14 @@ def open_folder(out_dir, config, must_match, token_ids, max_iters, models, train
 
 def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=()):
     """open_folder, on rank 0."""
-    contents_of(out_dir, config, trained)  # before anything is written
+    contents_of(out_dir, config, trained)  # refused before anything is written
     os.makedirs(out_dir, exist_ok=True)
     lock(out_dir)
     before, names = contents_of(out_dir, config, trained)  # again: another may have had the lock
     unfinished = [name for name in names if name[0] == "."]  # of a save that was killed
     for name in unfinished:
         final = os.path.join(out_dir, name.partition("-")[2])
-        if name.startswith(".old-") and not os.path.lexists(final):  # between its two renamings
+        if name.startswith(".old-") and not os.path.lexists(final):  # killed between two renamings
             os.rename(os.path.join(out_dir, name), final)
     folder, state = find_checkpoint(out_dir)
     logs = [log for log in LOGS if os.path.isfile(os.path.join(out_dir, log))
@@ -103,7 +103,7 @@ def begin_or_resume(out_dir, config, must_match, max_iters, frozen=(), trained=(
     saved = state.get("run/weights", {})
     state["run/weights"] = {p: hash_of_model(p) for p in frozen}
     for path, weights in state["run/weights"].items():
-        if (saved.get(path) or weights) != weights:  # it would go on with another reference, say
+        if (saved.get(path) or weights) != weights:  # such as another reference
             raise BadInput(f"{frozen[path]}: {path} has other weights than when the run in "
                            f"{out_dir} began; put those back, or choose another --out_dir")
     if folder and optional("again.compare_keys")(
@@ -142,7 +142,7 @@ def paths_in(config, keys=("_path", "init_from", "teacher", "value_init")):
     """[(key, path)] of the models and data that keys with these ends name; some name several."""
     return [(key, path.strip()) for key, value in config.items() if key.endswith(keys)
             for path in str(value).split(",")
-            if path.strip() and (key, path) != ("value_init", "policy")]  # that is no folder
+            if path.strip() and (key, path) != ("value_init", "policy")]  # this is no folder
 
 
 def lock(out_dir):
@@ -256,7 +256,7 @@ def save_final(out_dir, name, model, dtype="auto", **about):
     """
     def write(folder):
         hf, tensors = model.hf, {}
-        names = dict(hf.named_buffers())  # of these some are saved
+        names = dict(hf.named_buffers())  # state_dict has those that are saved
         state = {n: t for n, t in hf.state_dict().items() if n in names}
         for n, t in [*hf.named_parameters(), *state.items()]:
             t = model.as_saved(n, parallel.whole(t))  # COLLECTIVE
@@ -274,7 +274,7 @@ def save_final(out_dir, name, model, dtype="auto", **about):
             hf.can_generate = lambda: False  # save_settings writes generation_config.json
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
-            file, kind = f"{folder}/config.json", str(kind)[6:]  # float32; each part says its own
+            file, kind = f"{folder}/config.json", str(kind)[6:]  # such as float32; each part has one
             write_json(file, json.loads(Path(file).read_text("utf-8"), object_hook=lambda part: (
                 part | {key: kind for key in part if key == "dtype"})) | {"dtype": kind})
             say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
@@ -329,7 +329,7 @@ def write_tensors(folder, stem, tensors):
     files = split_state_dict_into_shards_factory(
         tensors, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_BYTES,
         get_storage_size=lambda t: math.prod(t.shape) * t.dtype.itemsize).filename_to_tensors
-    for file, names in (files or {f"{stem}.safetensors": ()}).items():  # an empty file is no loss
+    for file, names in (files or {f"{stem}.safetensors": ()}).items():  # or an empty file
         content = {name: parallel.whole(tensors[name]) for name in names}  # COLLECTIVE
         alone(partial(  # COLLECTIVE
             save_file, content, os.path.join(folder, file), metadata={"format": "pt"}))
@@ -431,7 +431,7 @@ def put_in_place(write, final):
         alone(begin)
         write(folder)
         alone(end)
-    except (OSError, SafetensorError) as e:  # of a full disk
+    except (OSError, SafetensorError) as e:  # the disk is full
         raise Stop(f"{final} cannot be written ({getattr(e, 'strerror', e)}); earlier checkpoints "
                    "are as they were. Make room, and resume with the same command") from e
 

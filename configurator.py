@@ -40,7 +40,7 @@ from errors import BadInput, optional, say, shorten
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # oneDNN's
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")  # torch's
 
-MODELS = "policy", "ref", "reward", "value", "judge"  # in keys that have a value for each model
+MODELS = "policy", "ref", "reward", "value", "judge"  # named in keys that have a value for each
 # a [range] that a comment may end with -> is a value allowed by it?
 RANGES = {
     r"([^\[\]]*\|[^\[\]]*)": lambda value, words: value in words.split(" | "),

@@ -15,8 +15,8 @@ import time
 import traceback
 
 ROOT = os.path.relpath(os.path.dirname(os.path.abspath(__file__)))
-PARENT = os.getppid()  # as this process begins: see ranks.init
-phase = "start"  # of the run; see enter
+PARENT = os.getppid()  # when this process begins; see ranks.init
+phase = "start"  # what the run does now; see enter
 
 
 class BadInput(ValueError):
@@ -128,7 +128,7 @@ class Output(io.FileIO):
         try:
             return super().write(text)
         except OSError as e:
-            if e.errno in (errno.EPIPE, errno.EIO):  # EIO: of a terminal
+            if e.errno in (errno.EPIPE, errno.EIO):  # EIO: the terminal is closed
                 return len(text)
             raise
 

@@ -118,7 +118,7 @@ def encode_prompts(rows, models, max_new_tokens, system):
     and max_new_tokens more must fit into the context of every model; the first model is the policy.
     """
     tokenizer = next(iter(models.values())).tokenizer
-    if system.environment or system.tools:  # tools stand in the prompts
+    if system.environment or system.tools:  # the prompts contain the tools
         from options.environment import environment_of
 
         environment_of(system, tokenizer)
@@ -173,7 +173,7 @@ def encode_learned(tokenizer, prompt, completion):
     if not isinstance(prompt, str):
         return tokenizer.need_chats().encode_learned(prompt, completion, tokenizer)
     before, after = tokenizer.encode_texts([prompt, completion])
-    if tokenizer.adds_blank:  # not between the two
+    if tokenizer.adds_blank:  # no blank between the two
         from options.blanks import encode_behind
 
         (after,) = encode_behind(tokenizer, [completion])

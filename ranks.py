@@ -28,7 +28,7 @@ class Rank:
     role: str = "train"  # what it is for: train, generate or score; see options/roles.py
     does: tuple[str, ...] = ("sample", "score")  # its part of a rollout
     group: dist.ProcessGroup | None = None  # the ranks of its role; None: all
-    wait: datetime.timedelta | None = None  # of a collective, for a lost rank: the key timeout
+    wait: datetime.timedelta | None = None  # how long a collective waits: the key timeout
     stop: bool = False  # it has been asked to stop
 
 

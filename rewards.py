@@ -90,7 +90,7 @@ def check_rows(terms, rows, tokenizer=None):
         if tokenizer and RULES.get(name, "").startswith("grading"):
             from grading.answers import say_unknown_marks
 
-            say_unknown_marks(tokenizer)  # once
+            say_unknown_marks(tokenizer)  # it says it once
 
 
 def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, system, device):
@@ -109,7 +109,7 @@ def score_batch(batch, rows, terms, policy, reward_model, micro_batch_size, syst
     part |= dict(tokenizer=policy.tokenizer, limits=dict(timeout=system.code_seconds))
     columns, token_rewards = {}, torch.zeros_like(part["sampler_logprobs"])  # (b, T)
     rules = {rule: [f"reward/{name}"] for _, name, rule in terms if rule}  # {a rule: its columns}
-    if any(row.get("answer") is not None for row in rows):  # all rows: so all batches are alike
+    if any(row.get("answer") is not None for row in rows):  # so all batches have the same columns
         from grading.answers import accuracy, thinks
 
         rules |= {rule: rules.get(rule, []) + [rule.__name__] for rule in (accuracy, thinks)}

@@ -156,7 +156,7 @@ def decode(policy, prompts, uniforms, temperature=1.0, budgets=None, stop=lambda
         going = goes_on.nonzero().squeeze(1)  # waits for the device
         if len(going) == 0 or stop():
             break
-        most = 0.5 * (len(going) > 1) if graph_step else 0.75  # of the rows: then the cache shrinks
+        most = 0.5 * (len(going) > 1) if graph_step else 0.75  # the cache shrinks at this share
         if len(going) <= most * len(live):
             cache.batch_select_indices(going)
             live, token, mask = live[going], token[going], mask[going]

@@ -46,7 +46,7 @@ def make_optimizer(model, name, system, lr, betas, eps):
 
         return optimizer_by_keys(model, name, system, narrow, lr, betas, eps)
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=0.0,
-                             fused=ranks.this_rank.role == "train")  # others never step
+                             fused=ranks.this_rank.role == "train")  # other roles never step
 
 
 class Run:
@@ -67,7 +67,7 @@ class Run:
         self.out_dir, self.max_iters, self.system, self.device = out_dir, max_iters, system, device
         self.models, self.optimizers = models, optimizers
         self.also_saved, self.ema, self.record = {}, None, {}
-        self.notes = []  # lines that follow the iteration's line
+        self.notes = []  # printed after the iteration's line
         self.trained = {name: models[name] for name in optimizers}
         self.made_with = {name: settings_of(optimizer) for name, optimizer in optimizers.items()}
         stepped = {p for optimizer in optimizers.values() for group in optimizer.param_groups
