@@ -274,7 +274,7 @@ def save_final(out_dir, name, model, dtype="auto", **about):
             hf.can_generate = lambda: False  # save_settings writes generation_config.json
             hf.save_pretrained(folder, state_dict=tensors)
             model.save_settings(folder)  # over the files that transformers has written
-            file, kind = f"{folder}/config.json", str(kind)[6:]  # such as float32; each part has one
+            file, kind = f"{folder}/config.json", str(kind)[6:]  # "float32"; each part has one
             write_json(file, json.loads(Path(file).read_text("utf-8"), object_hook=lambda part: (
                 part | {key: kind for key in part if key == "dtype"})) | {"dtype": kind})
             say(f"{os.path.join(out_dir, name)}: {size / 1e6:,.2f} MB in {kind}")
