@@ -142,45 +142,42 @@ def check_tests(tests, where):
 
     where: the file and the row, for the message. Raises BadInput for tests of another form.
     """
-    def wrong(test):
-        return BadInput(
-            f"{where}: {shorten(test)} is no test. A test has fn (the name of a function, or "
-            "CLASS.METHOD), inputs (a list of lists of arguments) and outputs, as many (JSON "
-            "values, not NaN); or stdin and stdout, texts or as many of each; or is an assertion "
-            "such as \"assert add(1, 2) == 3\"")
-
     calls, outputs, scripts = [], [], []
     for test in tests if isinstance(tests, list) else [tests]:
-        if isinstance(test, str):
-            test = read_assertion(test) or test
-        fields = set(test) if isinstance(test, dict) else None
-        of_function = fields == {"fn", "inputs", "outputs"}
-        if of_function:
-            given, wanted = test["inputs"], test["outputs"]
-            if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", str(test["fn"])):
-                raise wrong(test)
-        elif fields == {"stdin", "stdout"}:
-            given, wanted = ([x] if isinstance(x, str) else x
-                             for x in (test["stdin"], test["stdout"]))
+        try:
+            fn, given, wanted = read_test(test)
+        except Exception as e:  # a data set may hold anything
+            raise BadInput(
+                f"{where}: {shorten(test)} is no test. A test has fn (the name of a function, or "
+                "CLASS.METHOD), inputs (a list of lists of arguments) and outputs, as many (JSON "
+                "values, not NaN); or stdin and stdout, texts or as many of each; or is an "
+                "assertion such as \"assert add(1, 2) == 3\"") from e
+        if fn:
+            calls += [(fn, arguments) for arguments in given]
+            outputs += wanted
         else:
-            raise wrong(test)
-        if not (isinstance(given, list) and isinstance(wanted, list)
-                and len(given) == len(wanted) > 0):
-            raise wrong(test)
-        for one, want in zip(given, wanted, strict=True):
-            kinds = (list, type(want)) if of_function else (str, str)
-            good = same(one, one) and same(want, want)  # NaN does not equal itself
-            if not good or (type(one), type(want)) != kinds:
-                raise wrong(test)
-            if of_function:
-                calls.append((test["fn"], one))
-                outputs.append(want)
-            else:
-                scripts.append([text.replace("\r\n", "\n").encode("utf-8", "surrogatepass")
-                                for text in (one, want)])
+            scripts += [[text.replace("\r\n", "\n").encode("utf-8", "surrogatepass")
+                         for text in pair] for pair in zip(given, wanted, strict=True)]
     if not calls and not scripts:
         raise BadInput(f"{where}: there are no tests")
     return calls, outputs, scripts
+
+
+def read_test(test):
+    """(fn, its inputs, outputs) of a test; of a whole program fn is None. It raises anything."""
+    test = read_assertion(test) if isinstance(test, str) else test
+    if test.keys() == {"stdin", "stdout"}:
+        fn = None
+        given, wanted = ([x] if isinstance(x, str) else x for x in (test["stdin"], test["stdout"]))
+        good = all(isinstance(text, str) for text in [*given, *wanted])
+    else:
+        fn, given, wanted = (test[key] for key in ("fn", "inputs", "outputs"))
+        good = len(test) == 3 and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", fn) and all(
+            isinstance(arguments, list) for arguments in given)
+    if not good or not same([given, wanted], [given, wanted]) or not (  # NaN is not itself
+            isinstance(given, list) and isinstance(wanted, list) and len(given) == len(wanted) > 0):
+        raise ValueError
+    return fn, given, wanted
 
 
 def read_assertion(text):
@@ -190,23 +187,20 @@ def read_assertion(text):
 
     The call is on the left of == or is, and a value on the right; `assert f(1)` wants True, and
     `assert not f(1)` False. A call is f(1) or Solution().f(1). Arguments and value are literals of
-    JSON's types, or tuples, which become lists. None for any other text, such as assert f(1)
-    in (2, 3).
+    JSON's types, or tuples, which become lists. Of any other text, such as assert f(1) in (2, 3),
+    it raises anything.
     """
-    try:
-        (statement,) = ast.parse(text.strip()).body
-        call, value = statement.test, ast.Constant(True)
-        if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
-            call, value = call.operand, ast.Constant(False)
-        if isinstance(call, ast.Compare):
-            (value,), (compared,) = call.comparators, call.ops
-            call = call.left if isinstance(compared, (ast.Eq, ast.Is)) else None
-        name = re.sub(r"^(\w+)\(\)\.", r"\1.", ast.unparse(call.func))  # Solution().f
-        inputs = [ast.literal_eval(argument) for argument in [*call.args, *call.keywords]]
-        # a tuple becomes a list
-        inputs, value = json.loads(json.dumps([inputs, ast.literal_eval(value)]))
-    except (AttributeError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
+    (statement,) = ast.parse(text.strip()).body
+    call, value = statement.test, ast.Constant(True)
+    if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
+        call, value = call.operand, ast.Constant(False)
+    if isinstance(call, ast.Compare):
+        (value,), (compared,) = call.comparators, call.ops
+        call = call.left if isinstance(compared, (ast.Eq, ast.Is)) else None
+    name = re.sub(r"^(\w+)\(\)\.", r"\1.", ast.unparse(call.func))  # Solution().f
+    inputs = [ast.literal_eval(argument) for argument in [*call.args, *call.keywords]]
+    # a tuple becomes a list
+    inputs, value = json.loads(json.dumps([inputs, ast.literal_eval(value)]))
     return {"fn": name, "inputs": [inputs], "outputs": [value]}
 
 
