@@ -42,7 +42,7 @@ from errors import BadInput, visible  # noqa: E402
 from grading.forms import last_box  # noqa: E402
 from options.chats import beside_its_content  # noqa: E402
 from options.home import from_home  # noqa: E402
-from options.sources import hub_files, raw_rows, rename  # noqa: E402
+from options.sources import files_in, raw_rows, rename  # noqa: E402
 from prompts import dialogue, prompt_row  # noqa: E402
 from tools.outputs import check_outputs, files_of  # noqa: E402
 
@@ -214,7 +214,7 @@ def converted(args, names, left):
     """(name, row or its fault), one by one. left: a set, to which columns are added."""
     kind, named = args.kind, [part.rpartition(">")[2].strip() for part in args.fields.split(",")]
     for source in args.source.split(","):
-        for file in hub_files(source) if source.startswith("hf:") else [source]:
+        for file in files_in(source):
             for _, row in raw_rows(file):
                 name = names[0]
                 try:

@@ -44,7 +44,8 @@ def several_rows(spec, check_row, fields):
     """
     if not spec:
         raise no_file(spec)
-    rows, sizes, weights, files = Rows(path=spec), [], [], []
+    rows, sources, weights = Rows(path=spec), [], []
+    source_of = []  # of each row the number of its source
     for part in [spec] if os.path.exists(spec) else spec.split(","):
         weight, star, source = part.strip().rpartition("*")
         try:
@@ -54,28 +55,26 @@ def several_rows(spec, check_row, fields):
         if not source or weights[-1] is not None and not 0 < weights[-1] < 1e9:
             raise BadInput(f"{spec!r}: cannot read {part!r}; wanted FILE or WEIGHT*FILE, with "
                            "commas between several, such as a.jsonl,0.3*b.jsonl")
-        before = len(rows)
-        for file in hub_files(source) if source.startswith("hf:") else [source]:
+        sources.append(source)
+        for file in files_in(source):
             for where, row in raw_rows(file):
                 try:
                     row = rename(row, fields)
                     if re.search(r"(?i)\.csv(\.gz)?$", file):
                         row = numbers_of_pair(row)
                     rows.append(check_row(row))
+                    source_of.append(len(sources) - 1)
                 except BadInput as e:
                     said = str(e).replace("--source=FILE", f"--source={shlex.quote(source)}")
                     raise BadInput(f"{file}, {where}: {said}") from e
-        sizes.append(len(rows) - before)
-        files += [source] * sizes[-1]
-        if not sizes[-1]:
+        if source_of[-1:] != [len(sources) - 1]:
             raise BadInput(f"{source}: the file is empty")
-    if len(sizes) > 1 and check_row is prompt_row:
-        names = names_of({*files})
-        for row, source in zip(rows, files, strict=True):
-            row["source"] = named(row) or names[source]
-    if any(weight is not None for weight in weights):
-        rows.mix = Mix([n for n, size in enumerate(sizes) for _ in range(size)],
-                       [1.0 if weight is None else weight for weight in weights])
+    if len(sources) > 1 and check_row is prompt_row:
+        names = names_of({*sources})
+        for row, number in zip(rows, source_of, strict=True):
+            row["source"] = named(row) or names[sources[number]]
+    if any(weights):
+        rows.mix = Mix(source_of, [weight or 1.0 for weight in weights])
     return rows
 
 
@@ -255,12 +254,15 @@ def read_text(path):
 # data sets of the hub
 
 
-def hub_files(source):
+def files_in(source):
     """
-    The files of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT. hf:openai/gsm8k:main:train are the files of
-    main/ with the word `train` in their names. NAME is a local folder in the layout of the hub; or
-    a name on the hub, from which the files are downloaded into its cache.
+    The files of a source: itself; or those of hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT.
+    hf:openai/gsm8k:main:train are the files of main/ with the word `train` in their names. NAME is
+    a local folder in the layout of the hub; or a name on the hub, from which the files are
+    downloaded into its cache.
     """
+    if not source.startswith("hf:"):
+        return [source]
     match = re.fullmatch(r"hf:([^:]+):(?:([^:]*):)?([^:]+)", source)
     if not match:
         raise BadInput(f"{source!r}: wanted hf:NAME:SPLIT or hf:NAME:FOLDER:SPLIT, such as "

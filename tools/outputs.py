@@ -6,7 +6,7 @@ import os
 import re
 
 from errors import BadInput, say
-from options.sources import hub_files
+from options.sources import files_in
 
 # what runs and models are made of, and no tool
 KEPT = re.compile(r"(log|samples|rollouts)\.jsonl|.*\.safetensors|.*(config|index)\.json|"
@@ -51,5 +51,5 @@ def files_of(spec):
     parts = [part.rpartition("*")[2].strip() for part in spec.split(",")]
     parts = [spec] if os.path.exists(spec) else parts
     return [file for part in parts for file in (
-        hub_files(part) if os.path.isdir(part[3:].split(":")[0]) and part.startswith("hf:")
+        files_in(part) if os.path.isdir(part[3:].split(":")[0]) and part.startswith("hf:")
         else [part])]

@@ -10,7 +10,7 @@ import torch
 from tiny import assert_same_run, jsonl, keys_of, read_jsonl, well
 
 from errors import BadInput
-from options.sources import figures_by_source, hub_files, name_sources
+from options.sources import figures_by_source, files_in, name_sources
 from prompts import Rows, batch_rows, encode_rows, prompt_row, read_rows
 
 ROWS = [dict(prompt="a\nb", answer="02"), dict(prompt='é, "c"', answer="NA"),
@@ -97,10 +97,10 @@ def test_a_set_without_splits_has_no_held_out_file(tmp_path, held_out, names):
         os.makedirs((tmp_path / name).parent, exist_ok=True)
         (tmp_path / name).write_text("")
     if not held_out:
-        assert hub_files(f"hf:{tmp_path}:train") == [f"{tmp_path}/{name}" for name in sorted(names)]
+        assert files_in(f"hf:{tmp_path}:train") == [f"{tmp_path}/{name}" for name in sorted(names)]
         return
     with pytest.raises(BadInput) as error:
-        hub_files(f"hf:{tmp_path}:train")
+        files_in(f"hf:{tmp_path}:train")
     told, _, typed = str(error.value).partition(";")
     first = min(names) if held_out == 2 else names[0]
     assert f"{tmp_path}/{first}" in typed and names[-1] in told
@@ -115,7 +115,7 @@ def test_what_is_asked_for_by_name_is_read(tmp_path):
         (tmp_path / name).write_text("")
     for split, name in (("a:train", "a/train.json"), ("a:test", "a/test.json"),
                         ("val", "a/val.csv"), ("dev:train", "dev/train.jsonl")):
-        assert hub_files(f"hf:{tmp_path}:{split}") == [f"{tmp_path}/{name}"]
+        assert files_in(f"hf:{tmp_path}:{split}") == [f"{tmp_path}/{name}"]
 
 
 def drawn(rows, places):
