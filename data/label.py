@@ -66,6 +66,7 @@ device = choose_device(system.device_type)
 policy, model = (load(path, name, system, device) for path, name in (
     (policy_path, "policy"), (system.judge_path, "judge")))
 compares = "{first}" in template_text(system.judge_template)
+shown = 2 if compares else 1  # answers at once
 judge = Judge(model, model.tokenizer, system.judge_path, system.judge_template,
               ("first", "second") if compares else ("response",))
 print(judge.in_words())
@@ -113,14 +114,11 @@ for first in range(0, len(rows), at_once):
             counts["the same text"] += 1
         else:
             found.append((rows[numbers[j // samples]], one, other))
-    if compares:  # log-odds that the one that is shown first is better, in both orders
-        forth = ask([(row, [one, other]) for row, one, other in found])
-        back = ask([(row, [other, one]) for row, one, other in found])
-    else:
-        forth = ask([(row, [one]) for row, one, _ in found])
-        back = ask([(row, [other]) for row, _, other in found])
+    # log-odds that the one that is shown first is better, in both orders; or that each one is good
+    forth = ask([(row, [one, other][:shown]) for row, one, other in found])
+    back = ask([(row, [other, one][:shown]) for row, one, other in found])
     for (row, one, other), f, b in zip(found, forth, back, strict=True):
-        margin = (f - b) / 2 if compares else f - b  # log-odds that `one` is better
+        margin = (f - b) / shown  # log-odds that `one` is better
         confidence = 1 / (1 + math.exp(-min(abs(margin), 500)))
         if compares:
             places.append("both" if f * b < 0 else "first" if f + b > 0 else "second")

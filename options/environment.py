@@ -113,10 +113,11 @@ class Environment:
                     dialogues[i] = joined(dialogues[i], text)
                     asked.append(i)
                     begun.append(tokenizer.text_of(context[-40:]))
+            replies = self.ask(
+                [dialogues[i] for i in asked], [rows[i] for i in asked],
+                [(*noise, names[0][i], names[1][i], turn) for i in asked], begun)
             live = []
-            for i, (message, reward, bad) in zip(asked, self.ask(
-                    [dialogues[i] for i in asked], [rows[i] for i in asked],
-                    [(*noise, names[0][i], names[1][i], turn) for i in asked], begun), strict=True):
+            for i, (message, reward, bad) in zip(asked, replies, strict=True):
                 said[i][-1] = (*said[i][-1][:3], reward)
                 failed[i] += bad
                 finished[i] = message is None
